@@ -40,7 +40,7 @@ _COMPUTING = ("rank/", "verify/", "bench/")
 
 @pytest.fixture(autouse=True)
 def no_world_is_left() -> Iterator[None]:
-    """A process group that a test leaves in this process would be the world of all that come after it."""
+    """Fail a test that leaves a process group in this process: it would be the world of all later tests."""
     yield
     module = sys.modules.get("nbkit.rank.world.world")
     if module is not None and (world := module.current()) is not None:
@@ -50,7 +50,7 @@ def no_world_is_left() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """All workers fork their ranks from one process."""
+    """Have all workers fork their ranks from one process."""
     import ranks
 
     node.workerinput["ranks"] = ranks.shared_server()
@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _end(config: pytest.Config) -> None:
-    """A run that is ended from outside, as by `timeout`, leaves no cluster: fixtures are torn down as at Ctrl-C."""
+    """End the run as Ctrl-C does, so that fixtures are torn down and no cluster is left, as when `timeout` ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # by which workers are hurried
     if config.pluginmanager.hasplugin("dsession"):
         for worker in psutil.Process().children():
@@ -87,7 +87,7 @@ def _end(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What failed before it was run again: of the last attempt alone nobody learns why the first one failed."""
+    """Show the first failure of each test that was run again: the last failure alone can hide its cause."""
     for report in terminalreporter.stats.get("rerun", ()):
         terminalreporter.section(f"failed at first: {report.nodeid}", sep="_")
         terminalreporter.line(report.longreprtext)
@@ -102,14 +102,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _unit(path: Path) -> str:
-    """Of a file below this folder, what one worker runs: the file, or its package, whose files share a browser or a
-    cluster."""
+    """Return the file or folder that one worker runs as a whole, for a file below this folder.
+
+    It is the file itself, or its package if it has one: the files of a package share a browser or a cluster.
+    """
     package = path.parent != Path() and (_TESTS / path.parent / "__init__.py").exists()
     return (path.parent if package else path).as_posix()
 
 
 def _places(units: list[str]) -> dict[str, float]:
-    """When each is to start, from 0 to 1."""
+    """Return the place of each unit in the order of the run, from 0 (first) to 1 (last)."""
     seconds: dict[str, int] = {}
     for unit in units:
         if named := [name for name in _WAITING if f"{unit}/".startswith(f"{name}/")]:
@@ -125,7 +127,7 @@ def _places(units: list[str]) -> dict[str, float]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker for each file, as `--dist loadfile`, and for each package, whose files share a browser or a cluster."""
+    """Give each file to one worker, as `--dist loadfile`, or its whole package, which shares a browser or a cluster."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

@@ -21,7 +21,7 @@ SECONDS_PER_CELL = 120
 
 
 def cells(page: Path) -> list[str]:
-    """The fenced blocks marked python; each is one cell. What is not to be run is marked otherwise."""
+    """Return the fenced blocks marked python; each is one cell. Blocks that are not to be run are marked otherwise."""
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""How nbkit's errors look, travel and are documented."""
+"""The look of nbkit's errors, their way from the ranks, and their documentation."""
 
 from __future__ import annotations
 

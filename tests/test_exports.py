@@ -1,4 +1,4 @@
-"""What `import nbkit` offers: all of it is there, and all of it is in README."""
+"""The names that `import nbkit` offers: all of them exist, and all of them are in README."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What an error tells to type next exists: magics, their verbs and options, commands, functions, arguments, variables.
+"""Everything that an error tells to type exists: magics, their verbs and options, commands, functions, variables.
 
-Every `hint=` of the source is read, with the names that it is put together from; what is filled in later reads "…".
+Every `hint=` of the source is read, with the names that it is made of. Parts that are filled in later read "…".
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CALLED += [
 ]
 ARGUMENTS = {*keys(), "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
 OPTION_OF = {field.name: kind.__name__ for kind in OPTIONS.values() for field in fields(kind)}
-ALSO_OF_OTHERS = {"shuffle", "example"}  # of DataLoader; of nbkit.plan
+ALSO_OF_OTHERS = {"shuffle", "example"}  # DataLoader and nbkit.plan have them too
 OF_OTHERS = {
     *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),
     *("attn_implementation", "use_dora", "lora_bias", "num_heads", "head_dim", "requires_grad", "device"),
@@ -64,7 +64,7 @@ _followed: list[str] = []
 
 
 def strings(node: ast.expr, module: ast.Module) -> list[str]:
-    """What a hint may come to."""
+    """Return the texts that a hint can have."""
     match node:
         case ast.Constant(str(text)):
             return [text]
@@ -77,7 +77,7 @@ def strings(node: ast.expr, module: ast.Module) -> list[str]:
         case ast.BinOp(first, ast.Add(), second):
             return [a + b for a, b in product(strings(first, module) or ["…"], strings(second, module) or ["…"])]
         case ast.Name(name) | ast.Attribute(attr=name) if name not in _followed:
-            _followed.append(name)  # a name that is made of itself comes to nothing more
+            _followed.append(name)  # a name defined by itself adds no more texts
             try:
                 return [text for value in _assigned(name, module) for text in strings(value, module)]
             finally:
@@ -100,7 +100,7 @@ def _assigned(name: str, module: ast.Module) -> Iterator[ast.expr]:
 
 @cache
 def hints() -> list[tuple[str, str]]:
-    """(where, hint) for each."""
+    """Return (where, hint) for each hint of the source."""
     found = []
     for path in SOURCES:
         module = ast.parse(path.read_text())
@@ -113,7 +113,7 @@ def hints() -> list[tuple[str, str]]:
 
 
 def missing(hint: str) -> Iterator[str]:
-    """What a hint tells to type that is not there."""
+    """Yield the things that a hint tells to type and that do not exist."""
     typed = re.findall(r"(%%?)([a-z_]+)(?: +([a-z]+)\b)?", hint)
     for sign, name, word in typed:
         if name not in ("load_ext", "run", "env") and sign + name not in PARSERS:
@@ -148,7 +148,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
             yield from _options(below)
 
 
-_OF_OTHER_PROGRAMS = ("--upgrade", "--index-url", "--install", "--shm-size")  # of pip, wsl and docker
+_OF_OTHER_PROGRAMS = ("--upgrade", "--index-url", "--install", "--shm-size")  # options of pip, wsl and docker
 OPTIONS = {option for make in PARSERS.values() for option in _options(make())}
 OPTIONS |= {*_options(prepare_parser(subcommands())), *_OF_OTHER_PROGRAMS}
 COMMANDS = {module.__name__.rpartition(".")[2] for module in subcommands()}
@@ -181,7 +181,7 @@ def test_what_cannot_be_typed_is_found(hint: str, what: str) -> None:
 
 
 def magics(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A magic, or each of its verbs."""
+    """Yield the parser of a magic, and those of its verbs."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     yield parser
     for verb in (verb for action in below for verb in action.choices.values()):
@@ -223,7 +223,7 @@ def test_every_magic_that_needs_arguments_has_an_example() -> None:
         try:
             parse(parser, "")
         except UsageError:
-            needs |= {parser.prog} - {"%cluster", "%train", "%nbkit"}  # whose help lists the verbs
+            needs |= {parser.prog} - {"%cluster", "%train", "%nbkit"}  # their help lists the verbs
 
     assert needs == set(EXAMPLES) - {"%nbkit plan"}  # which takes a model with its batch and hardware, or nothing
 

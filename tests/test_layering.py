@@ -1,4 +1,4 @@
-"""The two wings stay apart: linted, and looked at in real processes.
+"""The two wings stay apart: a linter checks it, and so do real processes.
 
 Both are needed: importing a submodule runs the package's `__init__`, which a linter of imports does not see.
 """
@@ -25,7 +25,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def modules(folder: str) -> list[str]:
-    """Every importable module below a folder of the checkout; `__main__` runs when imported, so it is left out."""
+    """Return every importable module below a folder of the checkout, without `__main__`, which runs when imported."""
     names = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -92,7 +92,7 @@ def test_every_module_of_the_root_has_its_place_in_the_layers() -> None:
 
 
 def test_the_rank_wing_leaves_jupyter_unloaded() -> None:
-    # One wants Triton, which a torch for the CPU does not bring.
+    # One needs Triton, which a torch for the CPU does not have.
     every = [name for name in modules("nbkit/rank") if name != "nbkit.rank.rng.mask_kernel"]
 
     assert first_to_load(every, JUPYTER) == ""

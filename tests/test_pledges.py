@@ -1,4 +1,4 @@
-"""What the project promises about its own files."""
+"""The project's promises about its own files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private symbols of other libraries: each is listed, and one that is missing degrades what it is for, and no more."""
+"""Private symbols of other libraries: each is listed, and a missing one disables only the feature that needs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.rank import torch_private
 ROOT = Path(__file__).resolve().parents[1]
 CODE = sorted(path for folder in ("nbkit", "magics") for path in (ROOT / folder).rglob("*.py"))
 SYMBOLS = [*torch_private.SYMBOLS, *ipyparallel_private.SYMBOLS, *ipython_private.SYMBOLS]
-# Of the standard library, and of packages that are no dependency.
+# Symbols of the standard library, and of packages that are no dependency.
 OTHERS = {
     "_SubParsersAction", "_actions", "_current_frames", "_exit", "_fields", "_get_running_loop", "_getframe",
     "_set_running_loop", "_MultiProcessingLauncher", "_attn_implementation", "_is_stateful", "_shared_state",
@@ -39,7 +39,7 @@ WITHOUT = [symbol.path for symbol in torch_private.SYMBOLS if not symbol.at_use 
 
 
 def names_defined(trees: list[ast.AST]) -> set[str]:
-    """Names that nbkit's own code gives to functions, classes, variables and attributes of `self`."""
+    """Return the names that nbkit's own code gives to functions, classes, variables and attributes of `self`."""
     found: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -52,7 +52,7 @@ def names_defined(trees: list[ast.AST]) -> set[str]:
 
 
 def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, name) of each private attribute and each import of a private name or module."""
+    """Yield (line, name) of each attribute, each imported name, and each name given to getattr or setattr."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.lineno, node.attr
@@ -93,7 +93,7 @@ def test_a_symbol_that_is_missing_or_takes_other_arguments_is_a_sentence() -> No
 
 
 def place_of(rank: int, port: int) -> dict[str, str]:
-    """The environment of one of two ranks."""
+    """Return the environment of one of two ranks."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     return {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
@@ -104,7 +104,7 @@ def free_port() -> int:
 
 
 def losses_without(paths: list[str]) -> list[float]:
-    """The losses of two ranks that train under five strategies on a torch without these symbols."""
+    """Return the losses of two ranks that train under five strategies on a torch without these symbols."""
     port, ranks = free_port(), []
     for rank in range(2):
         environment = {**os.environ, **place_of(rank, port), "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""Names that hold anything reach a path, a shell, a batch script and other hosts as what they are."""
+"""Names with any characters reach a path, a shell, a batch script and other hosts unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A strategy has one spelling; what it means, and why it cannot be, is told before anything moves."""
+"""A strategy has one spelling. Its meaning, or why it is impossible, is told before anything moves."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def divisors(n: int) -> list[int]:
 
 
 def constructed(world_size: int) -> Iterator[Strategy]:
-    """Every strategy that can be, from its fields alone."""
+    """Yield every strategy that can be made from fields."""
     for dp, tp, pp, cp in product(range(1, world_size + 1), repeat=4):
         if dp * tp * pp * cp != world_size:
             continue

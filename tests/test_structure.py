@@ -1,4 +1,4 @@
-"""What a newcomer meets: files that do not import each other in circles."""
+"""The structure of the files: they do not import each other in circles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Whatever a file may import, wherever it stands in it: for types alone, or in a function."""
+    """Yield whatever a file may import, also for types alone or in a function."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
@@ -29,14 +29,17 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def imports(files: Mapping[str, Path]) -> dict[str, set[str]]:
-    """Module -> modules that it imports. A package is named in what is imported from it, and counts only by itself."""
+    """Return module -> modules that it imports.
+
+    A package is part of the name of each module in it. So only an import of the package itself counts as one.
+    """
     packages = {name for name, path in files.items() if path.name == "__init__.py"}
     return {name: {each for each in imported(path) if each in files and each not in packages | {name}}
             for name, path in files.items()}  # fmt: skip
 
 
 def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that reach each other, the largest first."""
+    """Return groups of modules that reach each other, the largest first."""
     reached = {name: reachable(name, edges) for name in edges}
     found = {frozenset({name} | {other for other in reached[name] if name in reached[other]}) for name in edges}
     return sorted((sorted(circle) for circle in found if len(circle) > 1), key=len, reverse=True)

@@ -1,6 +1,6 @@
-"""What people type, and what others read: the same as in tests/surface.txt, line by line.
+"""The names that people type, and the records that others read: equal to tests/surface.txt, line by line.
 
-A change that is meant is written there by `python -m tests.test_surface`, and shows in the commit.
+Write an intended change there with `python -m tests.test_surface`. It then shows in the commit.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from nbkit.records import events, records, tags
 
 EXPECTED = Path(__file__).parent / "surface.txt"
 OF_A_JOB = "backward batches clip evaluate grad_norm history log step strategy switch undo".split()
-"""What a loop of one's own calls; the rest is for the Trainer."""
+"""The members of a job that a user's own loop calls; the rest is for the Trainer."""
 SOURCES = [path for folder in ("nbkit", "magics") for path in (EXPECTED.parents[1] / folder).rglob("*.py")]
 
 
 def surface() -> Iterator[str]:
-    """All of it, as lines."""
+    """Yield all names and options, as lines."""
     yield from _section("Magics", (line for name, make in PARSERS.items() for line in _typed(name, make())))
     commands = _subcommands(prepare_parser(subcommands()))
     yield from _section("Commands", (line for name, parser in commands for line in _typed(f"nbkit {name}", parser)))
@@ -99,7 +99,7 @@ def _called(name: str, offered: Callable[..., Any]) -> Iterator[str]:
 
 
 def _members(kind: type) -> Iterator[str]:
-    """The public methods and properties that are nbkit's own."""
+    """Yield the public methods and properties that are nbkit's own."""
     for name, member in sorted(inspect.getmembers_static(kind)):
         inner = getattr(member, "__func__", member)
         if name.startswith("_") or not getattr(getattr(inner, "fget", inner), "__module__", "").startswith("nbkit"):

@@ -1,4 +1,4 @@
-"""Which things a part holds: contiguous ones, or a run from the head and one from the tail."""
+"""The parts of a dim: contiguous ones, or a run from the head and one from the tail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_parts_hold_everything_once_and_as_much_as_bounds_says(parting: object) 
 
 
 def pairs(runs: tuple[tuple[int, int], ...]) -> int:
-    """Of a causal query and a key, where those that follow each other look at all keys up to the last of them."""
+    """Count the pairs of a causal query and a key. All queries of a run look at all keys up to the end of the run."""
     return sum((stop - start) * stop for start, stop in runs)
 
 

@@ -160,7 +160,7 @@ def test_every_call_warns_where_it_was_made(call: Callable[..., Any]) -> None:
 
 
 def sources() -> Iterator[tuple[Path, str]]:
-    """The code of this tree, of its notebooks' code cells, and of the pages' blocks."""
+    """Yield the code of this tree, of its notebooks' code cells, and of the pages' blocks."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for path in map(ROOT.joinpath, tracked.splitlines()):
         if path.suffix == ".py" and path != Path(__file__):

@@ -1,4 +1,4 @@
-"""Calls with arguments that there are not: what there is, and a line to type, in place of a bare TypeError."""
+"""Calls with unknown arguments: the error lists the known ones and gives a line to type, not a bare TypeError."""
 
 from typing import Any
 

@@ -11,6 +11,6 @@ rank_sets.py runs many cases in few sets of processes.
 import sys
 from pathlib import Path
 
-# The processes of the ranks are those of the tests.
+# Ranks are started by the code of the tests.
 if (_support := str(Path(__file__).resolve().parents[1] / "tests/support")) not in sys.path:
     sys.path.insert(0, _support)

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parity(words: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
-    """(lines of the table, what is not as one process)."""
+    """Return (lines of the table, cases that are not as one process)."""
     cases = [*parity_matrix("float64", steps), *parity_matrix("float32", steps)]
     cases += [*parity_extras("float64", 6), *bf16_cases(6)]
     cases = [case for case in cases if all(word in str(case) for word in words)]
@@ -73,14 +73,14 @@ def _parity(words: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
 
 
 def _planted() -> list[str]:
-    """A line on the planted bugs, and lines on what has failed."""
+    """Return a line on the planted bugs, and lines on what has failed."""
     green, red = unseen(BUGS)
     head = f"{len(BUGS)} planted bugs: {len(green)} not seen."
     return [head, *(f"planted, and not seen: {what}" for what in green), *red]
 
 
 def _zoo(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(lines of the stored page, cases that are neither as one process nor refused as `nbkit.check` says)."""
+    """Return (lines of the stored page, cases that are neither as one process nor refused as `nbkit.check` says)."""
     chosen, found = list(zoo_cases(tuple(ARCHITECTURES), words)), {}
     for case, verdict in verdicts(chosen, patience=180, check=True):
         found[case] = verdict

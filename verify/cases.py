@@ -1,4 +1,4 @@
-"""What is trained: which model, under which strategy or chain of switches, and with what besides."""
+"""The cases: a model, a strategy or a chain of switches, and extras."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ shared between embedding and head; a last batch of three rows; a loss of (sum, w
 mask; activations recomputed."""
 
 ZOO_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "tp=2", "pp=2", "cp=2", "dp=2 tp=2")
-"""Each on two ranks, the last on four: one family each, and a product."""
+"""One strategy of each family on two ranks, and a product of two on four."""
 
 CHAIN = ("ddp", "zero3", "tp=2", "pp=2", "cp=2", "zero2")
-"""A live training goes through these, one step in each; what is refused is left out, and the training goes on."""
+"""A training makes one step under each of these. A strategy that is refused is left out, and it goes on."""
 
 CHAINED = " > ".join(CHAIN)
 ZOO_STEPS, LONGEST = 3, len(CHAIN)
@@ -34,12 +34,12 @@ ZOO_STEPS, LONGEST = 3, len(CHAIN)
 
 @dataclass(frozen=True)
 class Case:
-    """One training to compare with one process.
+    """A training to compare with one process.
 
-    model: the name of one of `verify.training.MODELS`, or another one. strategy: one, or several with " > " between
-    them, which are switched to. dtype: of the weights. layers: of the model, where it has any number of them; a stage
-    takes one at least. extras: of EXTRAS, and "bf16": forward and loss under autocast; "sgd": with momentum, in whose
-    weights shows what AdamW hides, and the data in order; "evaluate": on all data afterwards.
+    model: the name of one of `verify.training.MODELS`, or a Specimen. strategy: one, or several to switch to,
+    with " > " between them. dtype: of the weights. layers: of the model, if it can have any number; a stage needs at
+    least one. extras: of EXTRAS, and "bf16": forward and loss under autocast; "sgd": with momentum, whose weights show
+    errors that AdamW hides, and with the data in order; "evaluate": on all data afterwards.
     """
 
     model: str | Specimen
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def truth(self) -> Case:
-        """What one process trains to compare with: of its extras those that change the result."""
+        """The training of one process to compare with. It keeps the extras that change the result."""
         extras = self.extras - {"accumulate", "recompute", "tied"}
         steps = LONGEST if "sgd" in extras else self.steps
         return replace(self, strategy="", extras=extras, steps=steps, ranks=1)
@@ -70,14 +70,15 @@ class Case:
 
 
 def parity_case(model: str, strategy: str, dtype: str = "float64", steps: int = 3, extras: Iterable[str] = ()) -> Case:
-    """With as many ranks and layers as the strategy needs: eight stages want eight layers."""
+    """Return a case with as many ranks and layers as the strategy needs: eight stages want eight layers."""
     ranks = 5 if "pp=5" in strategy else 8 if strategy.count("=2") == 3 else 4
     return Case(model, strategy, dtype, steps, frozenset(extras), 8 if strategy in _EIGHT_STAGES else None, ranks)
 
 
 def parity_matrix(dtype: str, steps: int) -> Iterator[Case]:
-    """Every strategy on every model; the convolutions, which have no heads and no positions, on those that apply: in
-    five stages of two, for one.
+    """Yield a case for every strategy on every model.
+
+    The convolutions have no heads and no positions, so they get only strategies that split neither.
     """
     for model in PARITY_MODELS:
         for strategies in FAMILIES.values():
@@ -88,7 +89,7 @@ def parity_matrix(dtype: str, steps: int) -> Iterator[Case]:
 
 
 def parity_extras(dtype: str, steps: int) -> Iterator[Case]:
-    """Each extra once in every family, on models that differ."""
+    """Yield a case for each extra in every family, on models that differ."""
     strategies = {
         "data": ("zero3", "ddp", "zero1", "zero2", "hsdp", "zero3", "zero3"),
         "tensor": ("tp",) * 7,
@@ -99,7 +100,7 @@ def parity_extras(dtype: str, steps: int) -> Iterator[Case]:
     for family, chosen in strategies.items():
         for extra, strategy in zip(EXTRAS, chosen, strict=True):
             for model in _models(family, extra):
-                # One process recomputes nothing and accumulates nothing; there, several at a time save a truth.
+                # In one process, accumulate and recompute change nothing, so these cases share a truth.
                 yield parity_case(model, strategy, dtype, max(steps, 4), {extra})
 
 
@@ -115,7 +116,7 @@ def _models(family: str, extra: str) -> tuple[str, ...]:
 
 
 def bf16_cases(steps: int) -> Iterator[Case]:
-    """One or two strategies of each family on two models, in float32 weights and bfloat16 arithmetic."""
+    """Yield a case for one or two strategies of each family, on two models: float32 weights, bfloat16 arithmetic."""
     chosen = [FAMILIES["data"][0], FAMILIES["data"][3], "tp", "pp schedule=1f1b", "pp schedule=zbv", "cp=4"]
     for model in ("gpt", "llama_of_8_heads"):
         for strategy in (*chosen, "dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2"):
@@ -123,19 +124,19 @@ def bf16_cases(steps: int) -> Iterator[Case]:
 
 
 def zoo_case(model: str, strategy: str) -> Case:
-    """One strategy for some steps, or a chain with a step in each."""
+    """Return a case with some steps under one strategy, or with one step under each strategy of a chain."""
     chain = strategy.split(" > ")
     steps = ZOO_STEPS if len(chain) == 1 else len(chain)
     return Case(model, strategy, steps=steps, extras=frozenset({"sgd"}), ranks=max(map(zoo_ranks, chain)))
 
 
 def zoo_ranks(strategy: str) -> int:
-    """How many ranks a strategy of the zoo takes."""
+    """Return the number of ranks of a strategy of the zoo."""
     return 2 ** max(1, strategy.count("=2"))
 
 
 def zoo_cases(models: Sequence[str], words: Sequence[str] = ()) -> Iterator[Case]:
-    """Every model under every strategy and in the chain; with words, those cases that have them all.
+    """Yield every model under every strategy and in the chain; with words, only the cases that match all of them.
 
     A word is a model, a strategy, an axis of it, or "chain".
     """

@@ -24,9 +24,12 @@ KINDS = ("equal", "refused", "wrong", "crash", "late")
 
 @dataclass(frozen=True)
 class Bars:
-    """grads: ||difference|| / ||gradient|| of the whole model; largest: max |difference| of any tensor / max |gradient|
-    of the model; losses, norms: relative, the largest of all steps; moved: ||difference|| / ||what training moved||,
-    buffers included."""
+    """The largest distances that count as equal.
+
+    grads: ||difference|| / ||gradient|| of the whole model. largest: max |difference| of any tensor / max |gradient| of
+    the model. losses, norms: relative, the largest of all steps. moved: ||difference|| / ||what training moved||,
+    buffers included.
+    """
 
     grads: float = inf
     largest: float = inf
@@ -36,33 +39,33 @@ class Bars:
 
 
 BARS = {"float32": Bars(1e-6, 1e-5, 1e-5, 1e-5), "float64": Bars(1e-12, 1e-12, 1e-10, 1e-10)}
-"""AdamW divides by the size of a gradient, also of one that is rounding alone: it says nothing to compare weights."""
+"""No bar for weights: AdamW divides by the size of a gradient, even if that is only a rounding error."""
 SGD_BARS, ROUNDED_BARS = Bars(losses=1e-9, moved=1e-9), Bars(losses=1e-5, moved=1e-5)
-"""Of any model; and of one that itself rounds to float32 on the way."""
+"""For any model, and for one that itself rounds to float32 on the way."""
 
 
 @dataclass(frozen=True)
 class Figures(Bars):
-    """How far the ranks are from one process. wrong: what is wrong beyond numbers."""
+    """The distance of the ranks from one process. wrong: what is wrong beyond numbers."""
 
     wrong: str = ""
 
     def missed(self, bars: Bars) -> list[str]:
-        """What is not as it has to be; a figure that is not a number is not."""
+        """Return the figures above their bars, NaN included, and what else is wrong."""
         names = ("grads", "largest", "losses", "norms", "moved")
         missed = [name for name in names if not getattr(self, name) <= getattr(bars, name)]
         return [*missed, *([self.wrong] if self.wrong else [])]
 
 
 def bars_of(case: Case, known: Truth, *, fewer: bool = False) -> Bars:
-    """How far the ranks may be; with bfloat16 that is measured, fewer: in fewer runs."""
+    """Return how far the ranks may be. With bfloat16 that is measured, in fewer runs if `fewer`."""
     if "sgd" in case.extras:
         return ROUNDED_BARS if known.rounds else SGD_BARS
     return _bf16_bars(case.truth, fewer) if "bf16" in case.extras else BARS[case.dtype]
 
 
 def compared(ranks: Sequence[Outcome], known: Truth) -> Figures:
-    """Of every element the rank that is farthest off counts; an element that no rank holds is wrong."""
+    """Compare each element on the rank that is farthest off. An element that no rank holds is wrong."""
     first, wrong = ranks[0], []
     made = first.made
     if any((rank.losses, rank.norms, rank.made) != (first.losses, first.norms, made) for rank in ranks):
@@ -82,18 +85,18 @@ def compared(ranks: Sequence[Outcome], known: Truth) -> Figures:
 
 
 def _differences(ranks: Sequence[Pieces], whole: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """(name -> largest |difference| of each element, names of which something is nowhere)."""
+    """Return (name -> largest |difference| of each element, names of tensors that no rank holds completely)."""
     found = {name: torch.full(tensor.shape, -1.0, dtype=torch.float64) for name, tensor in whole.items()}
     for pieces in ranks:
         for name, (tensor, layout) in pieces.items():
             if name not in whole:
-                # One process never had this gradient: here it is zeros.
+                # One process has no gradient here, which counts as zeros.
                 found[name] = torch.maximum(found.get(name, torch.zeros(layout.shape)), tensor.abs().max().double())
                 continue
             for local, place in layout.pieces:
                 off = (tensor[local.slices].double() - whole[name][place.slices].double()).abs()
                 target = found[name][place.slices]
-                # A NaN is the farthest there is, and maximum() hands it on.
+                # maximum() keeps a NaN, which counts as the largest distance.
                 target.copy_(torch.maximum(target, off))
     return found, [name for name, tensor in found.items() if bool((tensor < 0).any())]
 
@@ -119,17 +122,18 @@ def _relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _worst(figures: Iterable[float]) -> float:
-    """The largest, 0 of none; max() passes over what is not a number."""
+    """Return the largest figure, 0 if there is none, NaN if one is NaN: max() would pass over it."""
     found = list(figures)
     return max(found, default=0.0) if all(each == each for each in found) else nan
 
 
-# bfloat16: a strategy may differ from one process as much as one process from itself when it sums in another order.
+# bfloat16: a strategy may differ from one process as much as two orders of summing differ in one process.
 
 
 class _InParts(TorchFunctionMode):
-    """Linear maps in parts of their input and of their output features, which an order other than 0 shuffles before:
-    the same sums, forward and backward, rounded elsewhere.
+    """Computes linear maps in parts of their input and output features: the same sums, with other rounding.
+
+    An order other than 0 shuffles the input features first. Backward is computed in parts too.
     """
 
     def __init__(self, parts: int, order: int) -> None:
@@ -153,9 +157,9 @@ class _InParts(TorchFunctionMode):
 
 
 def _orders(rank: int, case: Case, fewer: bool) -> list[Truth]:
-    """One process in bfloat16, and again with other orders of summing: over rows, over features, over both.
+    """Train one process in bfloat16, and again with other orders of summing: over rows, over features, over both.
 
-    Forty runs; fewer: the eight that sum most unlike.
+    These are forty runs. fewer: only the eight whose sums differ most.
     """
     every = [(parts, order) for parts in ((4,) if fewer else (1, 2, 4)) for order in range(3)]
     wraps = [nullcontext, *(partial(_InParts, parts, order) for parts, order in every)]
@@ -165,7 +169,7 @@ def _orders(rank: int, case: Case, fewer: bool) -> list[Truth]:
 
 @cache
 def _bf16_bars(case: Case, fewer: bool) -> Bars:
-    """The largest difference between two runs of one process."""
+    """Return the largest differences between two runs of one process."""
     runs = run_ranks(_orders, 1, case, fewer, timeout=300, join=False)[0]
     found = [_far(one, other) for i, one in enumerate(runs) for other in runs[:i]]
     return Bars(*(max(getattr(each, name) for each in found) for name in ("grads", "largest", "losses", "norms")))
@@ -183,9 +187,9 @@ def _far(one: Truth, other: Truth) -> Bars:
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: one of KINDS, of the worst rank. text: how far, or why. check: what it said, where it said something else.
+    """The verdict on a case. kind: one of KINDS, of the worst rank. text: how far, or why.
 
-    left_out: the strategies of a chain that were refused.
+    check: what `nbkit.check` said, if it was something else. left_out: the strategies of a chain that were refused.
     """
 
     kind: str
@@ -196,14 +200,14 @@ class Verdict:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is what may not be."""
+        """True if the case is neither equal nor refused, or if check said something else."""
         return self.kind not in ("equal", "refused") or bool(self.check)
 
 
 def judged(case: Case, found: Sequence[Outcome] | str, known: Truth) -> Verdict:
-    """The verdict on what each rank made of `case`, or on the text of what broke them.
+    """Return the verdict on what each rank made of `case`, or on the text of what broke them.
 
-    What `nbkit.check` has said counts where `known` has it.
+    The answer of `nbkit.check` counts if `known` has it.
     """
     single = len(case.strategies) == 1
     if isinstance(found, str):
@@ -235,13 +239,13 @@ def _kind(case: Case, found: Sequence[Outcome], known: Truth) -> tuple[str, str,
 
 
 def _ended(text: str) -> str:
-    """Who broke, and the last line of its traceback."""
+    """Return the first and the last line of a text: the rank that broke, and the error of its traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
 
 
 def _said_otherwise(known: Truth, strategy: str, kind: str) -> str:
-    """What check said, unless that is what happened, or it was not asked."""
+    """Return what check said if something else happened, else ""."""
     said, why = known.checks.get(strategy, ("", ""))
     if not said or (said, kind) in (("fits", "equal"), ("refused", "refused")):
         return ""
@@ -254,7 +258,7 @@ def _short(text: str, most: int = 160) -> str:
 
 
 def parity_row(case: Case, verdict: Verdict) -> list[str]:
-    """A row of the table of figures; see PARITY_HEAD."""
+    """Return a row of the table of figures; see PARITY_HEAD."""
     row = [str(case.model), case.strategy, case.dtype, " ".join(sorted(case.extras)), str(case.steps)]
     figures = verdict.figures
     row += ["", "", "", ""] if figures is None else [
@@ -267,7 +271,7 @@ PARITY_HEAD = ("model", "strategy", "weights", "with", "steps", "gradients", "la
 
 
 def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
-    """One line: how many of each kind, and of how many check said something else."""
+    """Return one line: the number of cases of each kind, and of those for which check said something else."""
     counted = Counter(verdict.kind for verdict in verdicts.values())
     share = 100 * counted["equal"] / max(len(verdicts), 1)
     kinds = ", ".join(f"{counted[kind]} {kind}" for kind in KINDS)
@@ -276,7 +280,7 @@ def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
 
 
 def zoo_table(verdicts: Mapping[Case, Verdict]) -> list[str]:
-    """Lines of Markdown: a row for each model, then what is to be told of cells that are not equal."""
+    """Return lines of Markdown: a row for each model, then a list of the cells that are not equal."""
     columns = (*ZOO_STRATEGIES, CHAINED)
     rows = [f"| model | {' | '.join(ZOO_STRATEGIES)} | chain |", "|---" * (len(columns) + 1) + "|"]
     told = {(case.model, case.strategy): verdict for case, verdict in verdicts.items()}

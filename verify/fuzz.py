@@ -1,6 +1,6 @@
 """Models drawn at random, split over two ranks as the proof says, beside one process.
 
-python -m verify fuzz 500          as make fuzz-tp; the seeds that are not as on one process are printed
+python -m verify fuzz 500          as make fuzz-tp; prints the seeds that differ from one process
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ IDS = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(
 TARGET = IDS.roll(-1, 1).flatten()
 
 Answer = tuple[str, int, int]
-"""What went wrong, "" for nothing; how many pairs were split; how many one can split by hand."""
+"""(what went wrong or "", how many pairs were split, how many can be split by hand)."""
 
 
 def tried(world: Any, seeds: list[int]) -> dict[int, Answer]:
-    """Of each seed, on a rank."""
+    """Split the model of each seed, on a rank. Return an Answer for each."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[int, Answer] = {}
@@ -46,7 +46,7 @@ def tried(world: Any, seeds: list[int]) -> dict[int, Answer]:
 
 
 def told(found: dict[int, Answer]) -> str:
-    """What was found, in lines."""
+    """Return the findings as lines."""
     wrong = [f"seed {seed}: {why}" for seed, (why, _, _) in found.items() if why]
     by_hand = sum(possible for _, _, possible in found.values())
     split = sum(min(split, possible) for _, split, possible in found.values())

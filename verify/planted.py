@@ -1,7 +1,7 @@
 """Bugs that parallel training is known for, put into the ranks one at a time: each has to turn the parity red.
 
-A comparison that no bug disturbs proves nothing. Each bug is a patch of the running code, a mistake that somebody could
-make there, and comes with the case that has to show it.
+A comparison that no bug disturbs proves nothing. Each bug is a patch of the running code that makes a likely mistake,
+and has a case that must show it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Bug:
-    """what: the mistake. case: where it shows. plant: makes it, for as long as the context is open."""
+    """A planted mistake. what: it, in words. case: shows it. plant: makes it, for as long as the context is open."""
 
     what: str
     case: Case
@@ -49,7 +49,7 @@ class Bug:
 
 
 def unseen(bugs: Collection[Bug]) -> tuple[list[str], list[str]]:
-    """(those of `bugs`, all out of BUGS, that the parity does not see; cases that are off without their bug)."""
+    """Return (those of `bugs`, all out of BUGS, that the parity does not see; cases that are off without their bug)."""
     green, red = [], []
     for num_ranks in (2, 4):
         numbers = [i for i, bug in enumerate(BUGS) if bug in bugs and bug.case.ranks == num_ranks]
@@ -75,7 +75,7 @@ def _unseen(numbers: Sequence[int], num_ranks: int) -> tuple[list[str], list[str
 
 
 def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome, Outcome]]:
-    """Of each of BUGS that `bugs` numbers, on a rank: with it, then without."""
+    """Train with each bug that `bugs` numbers in BUGS, then without it, on a rank."""
     found = []
     for number in bugs:
         with BUGS[number].plant():
@@ -85,12 +85,12 @@ def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome, Ou
 
 
 def _around(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
-    """`owner.name` replaced by what `make` gives for the original."""
+    """Return a plant that replaces `owner.name` by what `make` returns for the original."""
     return lambda: patch.object(owner, name, make(getattr(owner, name)))
 
 
 def _without(what: str) -> Callable[[Any], Any]:
-    """A method of a ShardedModel that sees none of its `what`."""
+    """Return a function that makes a method see a ShardedModel without its `what`."""
 
     def make(method: Any) -> Any:
         def blind(self: ShardedModel, *args: Any) -> Any:
@@ -173,7 +173,7 @@ def _own_gradient(reduce_scatter: Any) -> Any:
 
 def _mask_too_early(attend: Any) -> Any:
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The proof before the training sees it, and has the module look at all positions: that would train right.
+        # Do not plant it in the proof: the module would then look at all positions, and would train correctly.
         late = int(self.runs[0][0] > 0 and not isinstance(self.peers, Threads))
         with patch.multiple(self, runs=tuple((start - late, stop - late) for start, stop in self.runs)):
             return attend(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""One case trained twice: on ranks through the Trainer, and in one process by a loop in plain torch."""
+"""The two trainings of a case: on ranks through the Trainer, and in one process by a loop in plain torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from verify.models.specimens import (
 from verify.models.transformers import TRANSFORMERS
 
 ARCHITECTURES: dict[str, Specimen] = {**BY_HAND, **IMAGES, **TRANSFORMERS}
-"""Those of `make zoo`."""
+"""The architectures of `make zoo`."""
 FINE_TUNED: dict[str, Specimen] = {
     "gpt_frozen": Specimen(gpt_frozen, next_tokens, cross_entropy),
     "llama_lora": Specimen(
@@ -48,7 +48,7 @@ FINE_TUNED: dict[str, Specimen] = {
         object_cross_entropy,
     ),
 }
-"""Parameters that are frozen whole, and adapters."""
+"""Models with frozen parameters or adapters."""
 MODELS: dict[str, Specimen] = {**ZOO, **ARCHITECTURES, **FINE_TUNED}
 
 SEED, BATCH, RAGGED, CLIP, DROP = 5, 16, 3, 0.1, 0.1
@@ -59,12 +59,12 @@ Pieces = Mapping[str, tuple[Tensor, Layout]]
 
 @dataclass(frozen=True)
 class Truth:
-    """Of one process. grads: of the first step, before clipping, by original name.
+    """The results of one process. grads: of the first step, before clipping, by original name.
 
-    states: steps -> state of the model then: at the start, at the end, and of a case with SGD after each step.
-    rounds: what the model computes passes through float32 on the way, which is looked for in cases with SGD.
+    states: steps -> state of the model: at the start, at the end, and after each step of a case with SGD.
+    rounds: True if the model rounds to float32 on the way. Only cases with SGD are checked for that.
     checks: strategy -> ("fits" | "refused" | "crash", text), as `nbkit.check` says.
-    evaluated: the loss of all data at the end, of a case that evaluates.
+    evaluated: the loss of all data at the end, if the case evaluates.
     """
 
     losses: list[float]
@@ -78,9 +78,10 @@ class Truth:
 
 @dataclass
 class Outcome:
-    """Of one rank. made: steps; grads: its pieces of those of the first step; state: of the whole model at the end.
+    """The results of one rank. made: steps; grads: its pieces of the gradients of the first step.
 
-    refused: strategy -> why; late: the refusal that ended the training after a step. evaluated: see Truth.
+    state: of the whole model at the end. refused: strategy -> why. late: the refusal that ended the training after a
+    step. evaluated: see Truth.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -115,8 +116,9 @@ def _build(case: Case) -> nn.Module:
 
 
 def _smooth(model: nn.Module) -> nn.Module:
-    """GELU for ReLU, in place. What lies at the kink of a ReLU is above it in one order of summing and below it in
-    another: in float32 one process is 4.6e-3 off from itself in 50 steps of the encoder when it cuts its batch in two.
+    """Replace ReLU by GELU, in place, because results at the kink of a ReLU depend on the order of summing.
+
+    In float32, one process that cuts its batch in two is 4.6e-3 off from itself after 50 steps of the encoder.
     """
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
@@ -134,7 +136,7 @@ def _optimizer(case: Case) -> Any:
 
 
 def _loss(case: Case, model: nn.Module | None = None) -> Any:
-    """model: the one that is trained, where there is one already."""
+    """Return the loss of a case. model: the model that is trained, if there is one already."""
     specimen = _specimen(case)
     if specimen.loss_of is not None and model is not None:
         return specimen.loss_of(model)
@@ -142,7 +144,7 @@ def _loss(case: Case, model: nn.Module | None = None) -> Any:
 
 
 def weighted(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, weight): what is padding does not count, nor do two classes of five: each row weighs something else."""
+    """Return (sum, weight). Padding does not count, nor do two classes of five: each row has another weight."""
     logits = getattr(output, "logits", output)
     keep = (target >= 0) & (target % 5 > 1)
     losses = F.cross_entropy(logits.flatten(0, -2), target.clamp(min=0).flatten(), reduction="none")
@@ -150,7 +152,7 @@ def weighted(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(case: Case) -> Outcome:
-    """Trained by nbkit, on all ranks of the world. Collective. What is no refusal is raised."""
+    """Train with nbkit, on all ranks of the world. Collective. Raise errors that are not refusals."""
     found, trainer = Outcome(), None
     with warnings.catch_warnings():
         if "sgd" in case.extras:
@@ -181,7 +183,7 @@ def train(case: Case) -> Outcome:
 
 
 def trainer_of(case: Case, **changed: Any) -> Trainer:
-    """The job of `case` under its first strategy."""
+    """Return the Trainer of `case` under its first strategy."""
     model = None if _specimen(case).loss_of is None else _build(case)
     asked: dict[str, Any] = {
         "model": (lambda: _build(case)) if model is None else model,
@@ -225,7 +227,7 @@ def _grad(param: Tensor) -> Tensor:
 
 
 def train_by_hand(case: Case) -> list[float]:
-    """Losses of the same training, on all ranks, by a loop around `nbkit.prepare`. Collective."""
+    """Return the losses of the same training, on all ranks, in a loop around `nbkit.prepare`. Collective."""
     data = _items(case)
     batches = [default_collate([data[i] for i in chosen]) for chosen in _chosen(case, len(data))]
     job = prepare(
@@ -246,7 +248,7 @@ def train_by_hand(case: Case) -> list[float]:
 
 
 def _chosen(case: Case, num: int) -> Iterator[list[int]]:
-    """Which of `num` samples are in the batch of each step: the pinned order, with SGD as they come."""
+    """Yield the rows of `num` samples in the batch of each step: in the pinned order, or as they come with SGD."""
     size = ZOO_BATCH if "sgd" in case.extras else BATCH
     epoch = at = 0
     for _ in range(case.steps):
@@ -259,7 +261,7 @@ def _chosen(case: Case, num: int) -> Iterator[list[int]]:
 
 
 def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str = "cpu") -> Truth:
-    """Trained by a loop in plain torch, in this process. rows: per forward; wrap: a context around the passes."""
+    """Train in a loop in plain torch, in this process. rows: per forward; wrap: a context around the passes."""
     model, data = _build(case).to(device), _items(case)
     optimizer, loss_of, casts = _optimizer(case)(model), _loss(case, model), _Casts()
     keyed = KeyedDropout(model, SEED) if "dropout" in case.extras else None
@@ -308,7 +310,7 @@ def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str
 
 
 class _Casts(TorchDispatchMode):
-    """Notices what is rounded from double to single precision."""
+    """Notices values that are rounded from double to single precision."""
 
     seen = False
 
@@ -324,7 +326,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def checked(case: Case, strategy: str) -> tuple[str, str]:
-    """What `nbkit.check` says of the case's model under `strategy`: see Truth."""
+    """Return the answer of `nbkit.check` on the case's model under `strategy`: see Truth."""
     batch = default_collate(_items(case)[:ZOO_BATCH])
     try:
         told = check(_build(case), strategy, batch, zoo_ranks(strategy), loss=_loss(case))

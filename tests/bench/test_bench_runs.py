@@ -73,7 +73,7 @@ def test_engines_without_a_world_and_their_controller_end_with_a_benchmark_that_
     engines = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True)
     assert engines.stdin is not None
 
-    engines.stdin.close()  # as the system does when the benchmark has ended
+    engines.stdin.close()  # the system does so when the benchmark has ended
 
     assert engines.wait(60) == controller.wait(60) == -signal.SIGKILL
 

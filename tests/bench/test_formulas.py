@@ -1,4 +1,4 @@
-"""The benchmarks compare nbkit with figures that are right themselves: checked on numbers worked out by hand."""
+"""Tests of the figures that benchmarks compare nbkit with, on numbers worked out by hand."""
 
 from __future__ import annotations
 

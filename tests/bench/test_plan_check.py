@@ -1,4 +1,4 @@
-"""The parts of `make plan-check` that take no time: published steps, and the judgement of measured ones.
+"""The quick parts of `make plan-check`: steps that others published, and the judgement of measured ones.
 
 Its peaks have a sample in test_peak_bytes.py.
 """

@@ -1,4 +1,4 @@
-"""Links by `tc tbf` between namespaces: what a rank sends and what it gets goes at its own rate, and no faster."""
+"""Links by `tc tbf` between namespaces: each rank sends and receives at its own rate, and no faster."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ for line in sys.stdin:
 
 
 LEAST = 0.9 * SIZE / SPEED
-"""The least seconds for one of them; load can only make it longer."""
+"""The least seconds for one message. Load can only make it longer."""
 
 Ask = Callable[[dict[int, str]], dict[int, float]]
 

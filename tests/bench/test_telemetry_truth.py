@@ -18,7 +18,7 @@ DELAY, STEPS = 0.3, 4
 
 
 def late_in(folder: Path, strategy: str, wanted: list[Delay]) -> tuple[Recorded, list[range]]:
-    """Return the records of a training with each of these delays in turn, and the steps that had it."""
+    """Train with each of these delays in turn. Return the records, and the steps that had each delay."""
     with Ranks("telemetry.telemetry_truth_ranks", 4, folder=folder, **SIZE) as ranks:
         run = ranks.ask("prepare", strategy=strategy, compute=COMPUTE)[0]
         ranks.ask("train", steps=2)

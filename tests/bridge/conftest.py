@@ -1,4 +1,4 @@
-"""One real cluster for the tests of the bridge, started as a notebook's kernel starts it."""
+"""A real cluster for the tests of the bridge, started as a notebook's kernel starts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the kernel says how many processes it has ended for want of memory, and what is said of a rank then."""
+"""nbkit finds the kernel's count of processes killed for want of memory, and says so of a rank that was killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_kills_are_counted_where_the_system_says_them(tmp_path: Path, files: dic
 def test_a_kill_of_the_kernels_is_told_from_another_sigkill_and_counts_once(tmp_path: Path) -> None:
     counted = tmp_path / "sys/fs/cgroup/memory.events"
     counted.parent.mkdir(parents=True)
-    counted.write_text("oom_kill 3\n")  # of others, before
+    counted.write_text("oom_kill 3\n")  # other processes, killed before
     ends, killed = Ends(tmp_path), int(signal.SIGKILL)  # as os.waitpid gives it
     assert ends.how(killed, "") == "SIGKILL"
     counted.write_text("oom_kill 4\n")

@@ -1,4 +1,4 @@
-"""What a control leaves behind on a rank: a verdict in any case, and an error only where the training has one."""
+"""A control leaves a verdict on a rank in any case, and an error only if the training has one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_breaks_the_training_is_its_error_and_told_too(
 def test_a_refusal_within_a_step_of_a_trial_ends_the_training(
     controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be this rank's alone, while the others wait in that step."""
+    """The refusal may come from this rank alone, while the others wait in that step."""
     owner = Refusing(TrainingError("A stage returned other tensors than before."))
     owner.job.integrity.broken_off = True
     monkeypatch.setattr(step_boundary, "_training", owner)
@@ -124,7 +124,7 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
     look(300)
     look(301)
     controls._rest = float("inf")  # the last one took long
-    timed.append(StepPace(0.1, None, None, 1, ago=200))  # of before the last switches
+    timed.append(StepPace(0.1, None, None, 1, ago=200))  # measured before the last switches
     look(301)
     timed[0] = StepPace(0.1, None, None, 1)
     look(302)

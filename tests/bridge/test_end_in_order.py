@@ -1,6 +1,6 @@
-"""What holds the ranks is killed, or told to end, while they train: they end at a boundary, and what is saved goes on.
+"""A parent, controller or rank is killed, or told to end, while ranks train: they save at a step boundary and end.
 
-Each with a cluster of its own, which it ends.
+The saved training can go on. Each test has a cluster of its own, and ends it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WAYS = {
 
 
 def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
-    """The steps in the checkpoint, the losses of a training that goes on from it, and of one that was left alone."""
+    """Return the step of the checkpoint, and the losses of two trainings: one that goes on from it, one left alone."""
     names: dict[str, Any] = {}
     exec(SETUP, names)
     loaded, alone = names["made"](None, 0), names["made"](None, 0)

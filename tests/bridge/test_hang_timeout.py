@@ -1,6 +1,6 @@
-"""`hang_timeout=`: a rank that all others wait for is ended and replaced; where all wait nobody is.
+"""`hang_timeout=`: a rank that all others wait for is ended and replaced; if all ranks wait, none is ended.
 
-One cluster of three; each compares with a training that was left alone.
+All tests share a cluster of three. Each compares with a training that was left alone.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_a_rank_that_the_system_has_stopped_is_ended_and_replaced(three: Cluster
 
 @pytest.mark.parametrize("how", [pytest.param("alone_in_a_collective", marks=pytest.mark.long), "breakpoint"])
 def test_where_all_ranks_wait_nobody_is_ended(three: Cluster, how: str) -> None:
-    """Rank 1 waits in a collective of its own, the others in that of a step: the program is at fault. Or for a line."""
+    """Have rank 1 wait in a collective of its own while the others wait in a step, or have it wait at a breakpoint."""
     before = pids(three)
     three.run(f"at.update(step=4, how={how}); trainer = make()")
     handle = three.run(CELL, detach=True)

@@ -37,7 +37,7 @@ def training(two: Cluster) -> Iterator[CellHandle]:
 
 
 def until_it_runs(cluster: Cluster) -> dict[int, dict[str, object]]:
-    """What the ranks say of themselves once a live cell runs on all of them."""
+    """Wait until a live cell runs on all ranks. Return the status of each rank."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         states = cluster.connection.client.ask(range(2), GetStatus())

@@ -1,6 +1,6 @@
 """A rank dies in a loop over `job.batches`: the job is saved at a step boundary, and the error says how it is loaded.
 
-One cluster of four for all cases.
+All cases share a cluster of four.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def four(nbkit_home: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def undisturbed(four: Cluster) -> list[float]:
-    """The losses of a loop that was left alone."""
+    """Return the losses of a loop that was left alone."""
     losses: list[float] = four.run(f"again('ddp')\n{LOOP}\n[record['loss'] for record in job.history]").values[0]
     assert len(losses) == STEPS
     return losses
@@ -97,7 +97,7 @@ def test_the_job_is_saved_and_the_checkpoint_goes_on(
     load = re.search(r"(job\.load\(job\.opened\('.*'\)\))", said)
     assert found is not None and load is not None
     assert int(found[1]) in (step - 1, step)
-    # What the error says is typed as it is. The loader is shuffled under the seed of its first step.
+    # Type what the error says. The loader is shuffled under the seed of its first step.
     left = f"""
 from nbkit.rank.data import data_rng
 from nbkit.rank.rng.seeding import SHARED

@@ -25,7 +25,7 @@ from nbkit.wire.processes import Process
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What the parent of a cluster of three ranks finds when its controller has not come up yet."""
+    """Return a folder for the parent of a cluster of three ranks whose controller has not come up yet."""
     pin = {"env": {}, "cores": [], "threads": 1}
     spec = {
         "name": "half",
@@ -64,7 +64,7 @@ def test_a_parent_whose_notebook_is_gone_before_the_controller_is_up_gives_up(fo
 
 
 def stopped_while_it_forks(rank: int, folder: Path) -> list[int]:
-    """The ranks that a parent has started that is told to end as it forks the second one."""
+    """Tell a parent to end while it forks the second rank. Return the ranks that it started."""
     started = []
 
     def start_rank(self: parents.Parent, rank: int) -> None:
@@ -88,7 +88,7 @@ def test_a_parent_that_is_stopped_while_it_forks_forks_no_more(folder: Path) -> 
 
 
 def heard_from_another_release(rank: int, folder: Path) -> int:
-    """1 if the parent has ended a rank whose first message has another protocol."""
+    """Return 1 if the parent has ended a rank whose first message has another protocol."""
     parent = parents.Parent(folder)
     mine, theirs = socket.socketpair()
     pid = os.fork()

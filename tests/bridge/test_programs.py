@@ -1,7 +1,7 @@
 """Programs written for torchrun run in a cell as they are, by `%run`: not a line changed, and every loss equal.
 
-They have the structure of programs that people bring, each with what it takes from its library. Where a library is not
-installed, its program is skipped.
+They have the structure of programs that people bring, each with the functions that it uses of its library. If a library
+is not installed, its program is skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def under_torchrun(program: Path, losses: Path) -> list[float]:
 
 
 def by_hand(rank: int, program: Path, losses: Path, port: int) -> None:
-    """What torchrun makes of a process of two, in one that has imported torch."""
+    """Run `program` as torchrun would run one of two processes, in a process that has already imported torch."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     sys.argv = [str(program), "--losses", str(losses)]

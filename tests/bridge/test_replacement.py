@@ -1,6 +1,6 @@
-"""A rank that dies in `fit` is replaced: a new process enters the cell, and nothing of the training is another one.
+"""A rank that dies in `fit` is replaced: a new process enters the cell, and the training goes on unchanged.
 
-One cluster of four for all cases; each kills in mid-training and compares with a training that was left alone.
+All cases share a cluster of four. Each kills in mid-training and compares with a training that was left alone.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def run_killing(cluster: Cluster, ranks: list[int], cell: str = CELL) -> Results
 
 
 def check_whole(cluster: Cluster) -> None:
-    """Every rank runs cells and is in the world; status knows the processes that are there."""
+    """Check that every rank runs cells and is in the world, and that status knows the processes that are there."""
     results = cluster.run("import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), rank)")
     assert [results.values[rank][0] for rank in range(4)] == [4] * 4
     assert [results.values[rank][2] for rank in range(4)] == [0, 1, 2, 3]
@@ -146,7 +146,7 @@ trainer = make()
 
 
 def test_a_switch_of_which_a_rank_has_died_is_made(four: Cluster, undisturbed: list[float]) -> None:
-    """The new rank has not got the request, and all later ones, a stop among them, would wait behind it."""
+    """The new rank has not got the request. Without it, all later requests, such as a stop, would wait behind it."""
     four.run(DIES_ASKED)
     before = four.entry.ranks[2]
     handle = four.run(CELL, detach=True)
@@ -161,7 +161,7 @@ def test_a_switch_of_which_a_rank_has_died_is_made(four: Cluster, undisturbed: l
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "where"), [("ddp", "callback"), ("zero3", "update")])
 def test_a_death_at_the_end_is_no_other_one(four: Cluster, undisturbed: list[float], strategy: str, where: str) -> None:
-    """Behind the last reduction, with nothing left to wait for in a step."""
+    """A rank dies after the last reduction, when nothing in the step waits for it any more."""
     four.run(ENDING.format(strategy=strategy, where=where), timeout=60)
     results = four.run(CELL, timeout=120)
     assert results.status == "ok"
@@ -208,7 +208,7 @@ trainer = make(strategy="zero3", recovery=kept, optimizer=lambda model: Torn(mod
 def test_an_update_that_an_error_has_torn_is_taken_back_by_the_next_fit(
     four: Cluster, undisturbed: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under zero3 each rank holds its own part, so that no other one can give what is torn."""
+    """Under zero3 each rank holds its own part, so no other rank can restore a part that is half updated."""
     four.run(TORN.format(1))
     with pytest.raises(CellError, match="planted"):
         four.run(CELL, timeout=60)
@@ -263,11 +263,11 @@ def test_an_epoch_in_the_order_of_learned_losses_goes_on_as_if_nobody_had_died_i
     results = four.run(CELL, timeout=120)
     for rank in range(4):
         assert results.values[rank] == pytest.approx(left_alone, abs=1e-10)
-    # What was set in the model, and the data under its name, are the training's on the new rank too.
+    # On the new rank too, the model has the attribute that was set, and `unlike` is the data of the training.
     assert four.run("trainer.model.warmth, unlike is trainer.loop.data, len(pair[0])").values == {
         rank: (0.5, True, 64) for rank in range(4)
     }
-    # What it alone had seen in this epoch is lost, and all ranks draw the next one alike.
+    # The losses that only this rank saw in the epoch are lost; all ranks draw the next epoch alike.
     learned = four.run("trainer.fit(8)\n[record['loss'] for record in trainer.history], list(unlike.costs)").values
     for rank in range(1, 4):
         assert learned[rank][0] == pytest.approx(learned[0][0], abs=1e-10)

@@ -1,6 +1,6 @@
-"""The number of ranks changes while a Trainer makes steps, and when none does: nothing of the training is another one.
+"""The number of ranks changes, while a Trainer makes steps or while none does: the training goes on unchanged.
 
-One cluster for all; each compares with a training that was left alone.
+All tests share a cluster. Each compares with a training that was left alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
 
 WEIGHTS = 64 * 8 + 64  # that zero3 parts; the second layer has one row, which one rank has
 BUFFERS = 3 * 8
-BYTES = 3 * 8  # of an element and its two moments
+BYTES = 3 * 8  # bytes of an element and its two moments
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def until(cluster: Cluster, step: int) -> None:
 
 
 def check_whole(cluster: Cluster, n: int) -> None:
-    """Every rank runs cells and is in the world, and the notebook knows the processes that are there."""
+    """Check that every rank runs cells and is in the world, and that the notebook knows the processes."""
     results = cluster.run(
         "import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), rank, world_size)"
     )
@@ -71,7 +71,7 @@ def check_whole(cluster: Cluster, n: int) -> None:
 
 
 def resized_while_it_trains(cluster: Cluster, sizes: list[int], **options: Any) -> tuple[list[Any], Any]:
-    """What came of each resize, and the cell's results; each acts some steps after the one before."""
+    """Resize some steps after the resize before. Return the result of each, and the results of the cell."""
     written = ", ".join(f"{name}={value!r}" for name, value in options.items())
     cluster.run(f"trainer = make({written}); slow = 0.05; held = trainer.model, trainer.optimizer")
     cluster.run("trainer.model.note = 'set since it was built'")
@@ -100,7 +100,7 @@ def test_two_ranks_are_four_and_two_again_while_they_train(cluster: Cluster, tmp
     assert told[1].result["moved_bytes"] == WEIGHTS * BYTES * 3 // 4 + BUFFERS
     check_whole(cluster, 2)
     assert cluster.run("trainer.model.note").values == dict.fromkeys(range(2), "set since it was built")
-    # What the user held before is what trains now, and the next training and switch know of nothing.
+    # The user's old objects train now, and the next training and switch notice nothing.
     cluster.run("assert held[0] is trainer.model and held[1] is trainer.optimizer\ntrainer.switch('ddp')")
     assert len(cluster.run("trainer.fit(2)\nhistory = trainer.history").values) == 2
     events = events_of(next(tmp_path.iterdir()))

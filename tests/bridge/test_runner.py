@@ -24,7 +24,7 @@ def test_a_traceback_shown_within_a_cell_leaves_the_rest_of_it_open_to_stop(two:
 
 
 def test_a_rank_that_is_released_formats_no_traceback(two: Cluster) -> None:
-    """The notebook shows that of the rank that failed first; to format one takes a core a second behind a training."""
+    """The notebook shows only the first rank's traceback. To format one after a training takes a core a second."""
     two.run(
         "formatted, ip = [], get_ipython()\ndef told(kind, *_, **__): formatted.append(kind.__name__); return ['']\n"
         "ip.InteractiveTB.structured_traceback = told"
@@ -87,7 +87,7 @@ def test_a_value_that_exits_is_refused_and_the_rank_lives_on(two: Cluster) -> No
 
 
 def test_what_a_page_has_a_widget_do_answers_stop(two: Cluster) -> None:
-    """Its code runs between two cells, which would wait behind it."""
+    """The code of a page's widget runs between two cells, which would wait behind it."""
     two.run(
         "from comm import create_comm\nbegun = []\n"
         "def stuck(message):\n    begun.append(1)\n    while True: pass\n"

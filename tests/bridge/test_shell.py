@@ -1,4 +1,4 @@
-"""How a cell ends: by exit(), by a script or a magic that fails, by an interrupt; and whose fault it is said to be."""
+"""A cell ends by exit(), by a script or a magic that fails, or by an interrupt; the error names the right rank."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SHOW = "from IPython.display import display\n"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """It assigns `made`, then fails in its line 4."""
+    """Return a script that assigns `made`, then fails in its line 4."""
     path = tmp_path / "script.py"
     path.write_text("made = 5\ndef fail():\n    pass\n    raise ValueError('in the script')\nfail()\n")
     return path
 
 
 def plain(text: str) -> str:
-    """Without colours."""
+    """Return the text without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
@@ -35,7 +35,7 @@ def test_a_script_that_fails_fails_the_cell_with_its_own_file_and_lines(
     assert f"File {script}:4, in fail()" in shown
     assert shown.count("ValueError: in the script") == 1
     assert "IPython" not in shown and "nbkit" not in shown.replace(str(script), "")
-    assert two.run("made").values == {0: 5, 1: 5}  # what it had made is there, as after any %run
+    assert two.run("made").values == {0: 5, 1: 5}  # the names that it defined are there, as after any %run
 
 
 def test_a_script_that_fails_on_one_rank_releases_the_others(two: Cluster, script: Path) -> None:
@@ -143,7 +143,7 @@ def test_an_interrupt_on_one_rank_releases_the_others_and_is_said_to_be_its(two:
 
 
 def test_a_rank_that_was_only_released_is_not_blamed(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both end in the same line of the cell, with errors of the same name."""
+    """Both ranks end in the same line of the cell, with errors of the same name."""
     with pytest.raises(CellError, match=r"^Rank 1 failed: RuntimeError: mine, line 2") as caught:
         two.run("def step():\n    raise RuntimeError('mine') if rank == 1 else dist.barrier()\nstep()")
     assert "Rank 0: released at line 2, in barrier" in str(caught.value)

@@ -1,6 +1,6 @@
 """`on_failure="shrink"`: ranks die in `fit`, and the training goes on with those that are left.
 
-One cluster of four; each compares with a training that was left alone.
+All tests share a cluster of four. Each compares with a training that was left alone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run_killing(cluster: Cluster, ranks: list[int], step: int = 5) -> Results:
 
 
 def check_whole(cluster: Cluster, n: int) -> None:
-    """Every rank runs cells and is in the world, and the notebook knows the processes that are there."""
+    """Check that every rank runs cells and is in the world, and that the notebook knows the processes."""
     results = cluster.run(
         "import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), world_size)"
     )

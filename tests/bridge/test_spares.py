@@ -1,4 +1,4 @@
-"""`--spares`: a rank whose device seems bad goes on on one in reserve, and the curve is that of a run without deaths.
+"""`--spares`: a rank whose device seems bad moves to one in reserve, and the curve is that of a run without deaths.
 
 Two ranks on one core, with the other core in reserve; each training is compared with one that was left alone.
 """

@@ -1,4 +1,4 @@
-"""Where a new rank can enter a cell, and what it runs of it."""
+"""The statements in which a new rank can enter a cell, and the part of the cell that it runs."""
 
 from __future__ import annotations
 

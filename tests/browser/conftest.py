@@ -67,7 +67,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="package")
 def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A running server: url, token, root (its folder of notebooks), clusters (the folder of its clusters)."""
+    """Yield a running server: url, token, root (its folder of notebooks), clusters (the folder of its clusters)."""
     if find_spec("jupyterlab") is None:  # to import it here takes seconds of a core
         pytest.skip("pip install jupyterlab")
     home = tmp_path_factory.mktemp("lab")
@@ -106,7 +106,7 @@ def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
 
 
 def _url_of(server: subprocess.Popen[bytes], home: Path) -> str:
-    """The server writes down the port that it got."""
+    """Return the address of the server, which writes down the port that it got."""
     record = home / "RUNTIME_DIR" / f"jpserver-{server.pid}.json"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and server.poll() is None:
@@ -118,7 +118,7 @@ def _url_of(server: subprocess.Popen[bytes], home: Path) -> str:
 
 @pytest.fixture(scope="package")
 def lab_page(browser: Any, lab: dict[str, str]) -> Iterator[LabPage]:
-    """One for all files: to load JupyterLab takes eight seconds of a core, a further notebook in it less."""
+    """Yield one page for all files: loading JupyterLab takes eight seconds of a core, opening another notebook less."""
     context = browser.new_context()
     yield LabPage(context.new_page(), lab)
     context.close()
@@ -142,7 +142,7 @@ def open_page(lab_page: LabPage, lab: dict[str, str]) -> Iterator[Callable[[dict
 
 @pytest.fixture(autouse=True)
 def calm(request: pytest.FixtureRequest) -> None:
-    """A test that is run again finds an idle kernel, whatever its first run left behind."""
+    """Give an idle kernel to a test that is run again, whatever its first run left behind."""
     if getattr(request.node, "execution_count", 1) > 1 and "page" in request.fixturenames:
         page = request.getfixturevalue("page")
         if isinstance(page, LabPage):
@@ -150,7 +150,7 @@ def calm(request: pytest.FixtureRequest) -> None:
 
 
 class LabPage:
-    """One browser page with one notebook at a time. server: {"url", "token"} of a running JupyterLab."""
+    """A browser page that shows one notebook at a time. server: {"url", "token"} of a running JupyterLab."""
 
     def __init__(self, page: Any, server: dict[str, str]) -> None:
         self.page, self.server, self.path = page, server, ""
@@ -175,7 +175,7 @@ class LabPage:
         self.page.evaluate("[...jupyterapp.shell.widgets('main')].forEach(one => one.dispose())")
 
     def beside(self) -> LabPage:
-        """The same notebook and kernel in Notebook 7, in a second page."""
+        """Open the same notebook and kernel in Notebook 7, in a second page."""
         other = LabPage(self.page.context.new_page(), self.server)
         other.path = self.path
         other.page.goto(f"{self.server['url']}notebooks/{self.path}?token={self.server['token']}")
@@ -197,7 +197,7 @@ class LabPage:
             self.wait_for_idle()
 
     def restart_kernel(self) -> None:
-        """As the menu does it, and wait until the new one is idle."""
+        """Restart the kernel as the menu does, and wait until the new one is idle."""
         kernel = next(s["kernel"]["id"] for s in self.ask("api/sessions") if s["path"] == self.path)
         self._request(f"api/kernels/{kernel}/restart", "POST", 60).close()
         try:
@@ -212,7 +212,7 @@ class LabPage:
             self._request(f"api/sessions/{session['id']}", "DELETE", 60).close()
 
     def wait_for_idle(self, seconds: float = 120, *, restarted: bool = False) -> None:
-        """Until no cell runs, and the kernel is connected; a page opened while one did shows nothing of it.
+        """Wait until no cell runs and the kernel is connected. A page opened while a cell ran shows nothing of it.
 
         restarted: a cell ran, and the server, which may miss the new kernel's first words, can go on to say busy.
         """
@@ -231,7 +231,7 @@ class LabPage:
         raise TimeoutError(f"the kernel of {self.path} is not idle: {kernels}")
 
     def ask(self, what: str) -> Any:
-        """What the server's API answers."""
+        """Return the answer of the server's API."""
         with self._request(what, "GET", 10) as answer:
             return json.load(answer)
 
@@ -251,7 +251,7 @@ class LabPage:
 
     def start(self, number: int) -> None:
         """Run a cell and come back at once. A press that the busy page has lost is made again."""
-        if self.prompt(number) == "[*]:":  # of a test that failed before
+        if self.prompt(number) == "[*]:":  # left by a test that failed before
             self.interrupt()
             self.wait_done(number)
         before, deadline, press_at = self.prompt(number), time.monotonic() + 40, 0.0
@@ -294,7 +294,7 @@ class LabPage:
         self.page.locator(".lm-Menu-item", has_text="Interrupt Kernel").first.click()
 
     def calm(self) -> None:
-        """Nothing of a test that failed runs any more."""
+        """Stop what a test that failed left running."""
         if any(s["kernel"]["execution_state"] != "idle" for s in self.ask("api/sessions") if s["path"] == self.path):
             self.interrupt()
             self.wait_for_idle()

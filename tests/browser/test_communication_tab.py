@@ -91,7 +91,7 @@ def board(training: Training) -> Iterator[Board]:
 
 @pytest.fixture(scope="module")
 def page(browser: Any, board: Board) -> Iterator[Any]:
-    """TensorBoard, opened at the tab. problems: what went wrong in it; asked: every address that it asked."""
+    """Yield TensorBoard, opened at the tab. problems: what went wrong in it; asked: every address that it asked."""
     context = browser.new_context(viewport={"width": 1400, "height": 1100}, color_scheme="light")
     context.add_init_script(DRAWN)
     page = context.new_page()
@@ -105,7 +105,7 @@ def page(browser: Any, board: Board) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def tab(page: Any) -> Any:
-    """The frame that the tab is."""
+    """Return the frame of the tab."""
     page.wait_for_selector("iframe[src*='communication']", timeout=30_000)
     frame = page.query_selector("iframe[src*='communication']").content_frame()
     frame.wait_for_selector("#table td", timeout=20_000)
@@ -114,7 +114,7 @@ def tab(page: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def pictures(page: Any, tmp_path: Path) -> Iterator[None]:
-    """A screenshot after each test, in its temporary folder."""
+    """Take a screenshot after each test, in its temporary folder."""
     yield
     page.screenshot(path=str(tmp_path / "after.png"))
 
@@ -128,7 +128,7 @@ def newest(frame: Any) -> int:
 
 
 def hover(page: Any, frame: Any, host: str, x: float, y: float) -> str:
-    """What is shown under the pointer, at a place given as shares of a picture's width and height."""
+    """Return the text shown under the pointer at (x, y), given as shares of a picture's width and height."""
     canvas = frame.locator(f"#{host} canvas")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
@@ -165,7 +165,7 @@ def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: An
 
 
 def cell(tab: Any, i: int, j: int) -> tuple[float, float]:
-    """Where in the picture of four ranks the cell from i to j is."""
+    """Return (x, y) of the cell from rank i to rank j in the picture of four ranks, as shares of its size."""
     size = tab.eval_on_selector("#traffic canvas", "c => [c.clientWidth, c.clientHeight]")
     return (64 + (j + 0.5) * 44) / size[0], (22 + (i + 0.5) * 44) / size[1]
 

@@ -58,7 +58,7 @@ def page(open_page: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def wait_for_step(page: Any, least: int, seconds: float = 30) -> int:
-    """Until the loss curve has come to a step."""
+    """Wait until the loss curve has come to a step."""
     page.page.wait_for_function(
         f"() => Number(document.querySelector('{SHOWN}')?.dataset.step || 0) >= {least}", timeout=seconds * 1000
     )
@@ -237,7 +237,7 @@ def test_no_word_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) 
     page.wait_for_timeout(200)
 
     assert page.evaluate("cut") == []
-    # Of a long strategy the axes, where there is no room for the rest.
+    # A long strategy is shortened to its axes if there is no room for the rest.
     assert {"⇄ pp=4", "dp=4"} < set(page.evaluate("drawn"))
     assert any(words.startswith("planned: zbv, bubble ") for words in page.evaluate("drawn"))
     # The end of the axis of steps, the name of that of bars, and memory as numbers.

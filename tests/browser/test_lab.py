@@ -52,7 +52,7 @@ def notebook_of(sources: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def page(open_page: Callable[[dict[str, Any]], Any]) -> Any:
-    """The lesson, opened, with a cluster of two."""
+    """Open the lesson, and start a cluster of two."""
     page = open_page(notebook_of(list(CELLS.values())))
     page.run(NUMBER["load"])
     assert "2 ranks" in page.run(NUMBER["start"], seconds=90)
@@ -61,7 +61,7 @@ def page(open_page: Callable[[dict[str, Any]], Any]) -> Any:
 
 @pytest.fixture(autouse=True)
 def pictures(request: pytest.FixtureRequest, page: Any, tmp_path: Path) -> Iterator[None]:
-    """A screenshot after each test, in its temporary folder."""
+    """Take a screenshot after each test, in its temporary folder."""
     yield
     page.picture(tmp_path / "after.png")
 
@@ -76,7 +76,7 @@ def test_a_cell_shows_what_each_rank_says(page: Any) -> None:
 
 def test_output_streams_and_the_stop_button_stops_the_cell(page: Any) -> None:
     page.start(NUMBER["ticks"])
-    page.wait_for_output(NUMBER["ticks"], "tick 5")  # of both in one line, or of each in its own
+    page.wait_for_output(NUMBER["ticks"], "tick 5")  # both ranks in one line, or each in its own
     assert page.prompt(NUMBER["ticks"]) == "[*]:"
 
     page.interrupt()
@@ -140,7 +140,7 @@ def test_the_page_had_no_error_of_its_own(page: Any) -> None:
 
 
 def step_of(page: Any) -> int:
-    """The step that the detached cell's line shows; while the line is being replaced, it shows none."""
+    """Return the step that the detached cell's line shows. While the line is being replaced, it shows none."""
     deadline = time.monotonic() + 30
     while not (steps := re.findall(r"step (\d+)/", page.output(NUMBER["detached"]))):
         assert time.monotonic() < deadline, "the line shows no step"

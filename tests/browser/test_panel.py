@@ -27,7 +27,7 @@ CELLS = {
     "panel": "%strategy",
     "train": "%%distributed\nrecords = trainer.fit(1_000_000)",
     "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",
-    # As with an ipykernel that answers no page that is opened while a cell runs.
+    # Some releases of ipykernel do not answer a page that is opened while a cell runs.
     "second": (
         "from nbkit.notebook.widgets import widget_output as support\n"
         "support.kernel_version = lambda: '7.3.0'\n%strategy"
@@ -64,7 +64,7 @@ class PanelOnPage:
         self.page, self.root = page, page.cell(cell).locator(".nbkit-panel")
 
     def trained(self) -> str:
-        """The end of what the cell that trains shows."""
+        """Return the end of what the cell that trains shows."""
         return str(self.page.output(NUMBER["train"]))[-1000:]
 
     def wait(self, what: Callable[[], bool], why: str, seconds: float = SECONDS) -> None:

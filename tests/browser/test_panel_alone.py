@@ -26,7 +26,7 @@ panel.render({ model: window.model, el: document.getElementById("here") });
 
 
 def shown(window: Any, table: dict[str, Any], **answer: Any) -> Any:
-    """A page in this window with the panel of this table."""
+    """Return a page in this window with the panel of this table."""
     state = reduce(State("lesson", table["ranks"]), Looked(answer_of(table, **answer)))
     values = json.dumps({"job": job_view(state), "pulse": pulse_view(state), "note": ""})
     script = (STATIC / "panel.js").read_text().replace("export default", "const panel =")
@@ -42,7 +42,7 @@ def shown(window: Any, table: dict[str, Any], **answer: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def window(browser: Any) -> Iterator[Any]:
-    """One for all tests: to make it takes the browser longer than a page."""
+    """Yield one window for all tests: making a window takes the browser longer than making a page."""
     window = browser.new_context(viewport={"width": 1100, "height": 700})
     yield window
     window.close()
@@ -56,7 +56,7 @@ def page(window: Any) -> Any:
 
 
 def sent(page: Any) -> list[dict[str, Any]]:
-    """What the page told Python, but for the numbers of its presses."""
+    """Return the messages that the page sent to Python, without the numbers of its presses."""
     return [{key: value for key, value in one.items() if key != "press"} for one in page.evaluate("model.sent")]
 
 
@@ -81,7 +81,7 @@ def focused(page: Any) -> str:
 
 
 def held(page: Any, key: str, times: int = 6) -> None:
-    """The key goes down, repeats itself as long as it is held, and goes up."""
+    """Press a key, hold it so that it repeats itself, and let it go."""
     for _ in range(times):
         page.keyboard.down(key)
     page.keyboard.up(key)
@@ -101,7 +101,7 @@ def test_no_key_that_means_something_else_in_a_notebook_acts(page: Any) -> None:
 
 
 def focused_on(page: Any, where: str) -> Any:
-    """The row of tp=4, the line or a button, once that row was clicked."""
+    """Click the row of tp=4, then focus that row, the line or a button, and return it."""
     row = page.locator("tr[data-strategy='tp=4']")
     row.click()
     there = {"row": row, "line": page.locator("input")}.get(where) or page.get_by_role("button", name=where, exact=True)
@@ -260,7 +260,7 @@ def test_a_kernel_of_which_nothing_comes_any_more_is_said_to_be_gone_and_takes_n
     page.clock.install()
     root, row = page.locator(".nbkit-panel"), page.locator("tr[data-strategy='tp=4']")
     beat = "model.heard['msg:custom']({ beat: true })"
-    for _ in range(3):  # as while a cell runs, or a training is paused, and there is no other news
+    for _ in range(3):  # as when a cell runs or a training is paused, and nothing else is new
         page.evaluate(beat)
         page.clock.fast_forward(3000)
     assert root.get_attribute("data-phase") == "training" and page.locator("button:enabled").count() > 0
@@ -391,7 +391,7 @@ def test_before_there_is_a_trainer_it_says_what_to_type(browser: Any) -> None:
     page.close()
 
 
-# As JupyterLab brings it along, and many pages that put a saved notebook on the web.
+# JupyterLab has these rules, and so have many pages that show a saved notebook on the web.
 FONT_AWESOME = ".fa, .fab, .fad, .fal, .far, .fas, .fat { font-family: 'Font Awesome 5 Free', serif; }"
 
 

@@ -1,4 +1,4 @@
-"""In a real JupyterLab: a tab for each rank, while the cell runs and in what is saved; and a prompt on a rank."""
+"""A tab for each rank in a real JupyterLab, while the cell runs and in the saved notebook; and a prompt on a rank."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_rank_has_a_tab_while_the_cell_runs_and_afterwards(page: Any, tmp_p
 
 
 def brightness(colour: str) -> float:
-    """Of "rgb(17, 17, 17)" or "rgba(255, 255, 255, 1)": 0 to 255."""
+    """Return the brightness, 0 to 255, of "rgb(17, 17, 17)" or "rgba(255, 255, 255, 1)"."""
     red, green, blue = (float(part) for part in colour.partition("(")[2].rstrip(")").split(",")[:3])
     return (red + green + blue) / 3
 

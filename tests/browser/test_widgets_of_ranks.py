@@ -55,7 +55,7 @@ def page(open_page: Callable[..., Any]) -> Iterator[Any]:
 
 @pytest.fixture
 def go(page: Any) -> Iterator[Path]:
-    """A file: bars wait half-way until it is there."""
+    """Yield a path: bars wait half-way until a file is there."""
     path = Path(page.server["root"]) / "go"
     path.unlink(missing_ok=True)
     yield path
@@ -64,7 +64,7 @@ def go(page: Any) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def pictures(page: Any, tmp_path: Path) -> Iterator[None]:
-    """A screenshot after each test, in its temporary folder."""
+    """Take a screenshot after each test, in its temporary folder."""
     yield
     page.picture(tmp_path / "after.png")
 
@@ -131,7 +131,7 @@ def test_a_click_reaches_the_rank_and_output_is_live_after_all_that(page: Any) -
 
 
 def wait_for_bars(page: Any, number: int, *, half: bool) -> None:
-    """Until all four bars stand half-way, or at their end."""
+    """Wait until all four bars stand half-way, or at their end."""
     deadline = time.monotonic() + 40
     wanted = "20/40" if half else "40/40"
     while page.output(number).count(wanted) < 4:

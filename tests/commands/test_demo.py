@@ -56,7 +56,7 @@ def start(folder: Path, *options: str, smaller: bool = False, **streams: Any) ->
 
 
 def in_a_terminal(folder: Path, *options: str) -> tuple[int, str]:
-    """(exit status, all that the terminal got)."""
+    """Run the demo in a terminal. Return (exit status, all that the terminal got)."""
     ours, its = pty.openpty()
     demo = start(folder, *options, smaller=True, stdin=its, stdout=its, stderr=its)
     os.close(its)
@@ -106,7 +106,7 @@ def test_one_live_line_moves_while_it_trains(demo: tuple[int, str, Path]) -> Non
 def test_it_shows_a_sample_and_what_to_type_next(demo: tuple[int, str, Path]) -> None:
     text = demo[1].replace("\r\n", "\n")
 
-    # After so few steps it writes any bytes, also such as take back what stands before them.
+    # After so few steps it writes any bytes, also control characters that erase earlier text.
     assert re.search(r"It writes, spread over the ranks:\n {4}.*\S", text)
     assert "runs/demo.ipynb" in text
     assert "tensorboard --logdir runs" in text
@@ -123,7 +123,7 @@ def test_the_executed_notebook_and_the_curves_are_kept(demo: tuple[int, str, Pat
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert not any("application/vnd.jupyter.widget-view+json" in data for data in shown)
     assert any("who holds" in data["text/plain"] or "%strategy --try" in data["text/plain"] for data in shown)
-    # What a detached cell prints while others run is kept with it, as one line and not as the line's every state.
+    # The output of a detached cell while others run is kept with it: one line, not every state of the line.
     printed = "".join(output.get("text", "") for output in detached["outputs"])
     assert "step 30/30 · loss" in printed
     assert printed.count("tokens/s") <= 3
@@ -148,7 +148,7 @@ def test_stopped_half_way_it_leaves_nothing_running(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None
 ) -> None:
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "NBKIT_HOME"))
-    # As under a shell that starts it in the background.
+    # As a shell does that starts it in the background.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         demo = start(

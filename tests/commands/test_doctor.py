@@ -23,7 +23,7 @@ from nbkit.notebook.doctor import DoctorFinding, DoctorReport, doctor, required_
 
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_looked_at_once() -> Iterator[None]:
-    """The process in which torch is imported takes each report seconds of a core, and says the same each time."""
+    """Import torch in a process for the first report only: that takes seconds of a core, and never changes."""
     look = module._private_symbols
     once = cache(lambda: tuple(look(metadata.version("torch"))))
     with pytest.MonkeyPatch.context() as patch:

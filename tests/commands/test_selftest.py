@@ -42,7 +42,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def start(folder: Path, *options: str, first: str = "") -> subprocess.Popen[str]:
-    """first: source that it runs before."""
+    """Start the selftest. first: source that it runs before."""
     how = ["-c", first + MAIN] if first else ["-m", "nbkit"]
     command = [sys.executable, *how, "selftest", "--cpu", "-n", "2", *options]
     return subprocess.Popen(
@@ -52,13 +52,13 @@ def start(folder: Path, *options: str, first: str = "") -> subprocess.Popen[str]
 
 @pytest.fixture
 def forked() -> Iterator[str]:
-    """Source with which the parents of its clusters are forked: see forked_parents.py."""
+    """Yield source that makes it fork the parents of its clusters: see forked_parents.py."""
     with forked_parents_of_programs() as source:
         yield source
 
 
 def ended(selftest: subprocess.Popen[str]) -> tuple[int, str]:
-    """(exit status, what it printed, with one space between words)."""
+    """Return (exit status, what it printed, with one space between words)."""
     said, _ = selftest.communicate(timeout=300)
     return selftest.returncode, " ".join(said.split())
 

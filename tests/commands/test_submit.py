@@ -17,7 +17,7 @@ from nbkit.notebook.headless import set_parameters, text_of
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """As they were: the command sets them for its process."""
+    """Restore the signal handlers after the test: the command sets its own in this process."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield

@@ -1,7 +1,7 @@
 """Clusters on several hosts: over a Slurm and over SSH hosts that are started here, shared by the files of this folder.
 
-What is not marked long is a sample, over each launcher: a start, cells, an error, a training, a dead rank, the end. All
-of it: make machines. Where Slurm or sshd cannot be had, the tests say why they are skipped.
+Tests that are not marked long are a sample over each launcher: a start, cells, an error, a training, a dead rank, the
+end. `make machines` runs all. Without Slurm or sshd, the tests are skipped and say why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="package")
 def slurm(nbkit_home: Path) -> Iterator[SlurmNodes]:
-    """Slurm's commands, of this process too, find its two nodes."""
+    """Run Slurm with two nodes. Its commands find them in this process too."""
     if why := slurm_nodes.missing():
         pytest.skip(why)
     with slurm_nodes.running(ROOT) as nodes:
@@ -42,7 +42,7 @@ def slurm(nbkit_home: Path) -> Iterator[SlurmNodes]:
 
 @pytest.fixture(scope="module")
 def on_slurm(slurm: SlurmNodes) -> Iterator[Cluster]:
-    """Two ranks on each of two nodes."""
+    """Yield a cluster with two ranks on each of two nodes."""
     cluster = Cluster.start(name="jobs", on=SlurmRequest(4, nodes=2, cpu=True), ttl=600)
     yield cluster
     cluster.stop()
@@ -51,7 +51,7 @@ def on_slurm(slurm: SlurmNodes) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="package")
 def ssh(nbkit_home: Path) -> Iterator[SshHosts]:
-    """ssh, of this process too, finds two hosts that share neither /tmp nor /dev/shm with this one."""
+    """Run two hosts for ssh, in this process too. They share neither /tmp nor /dev/shm with this one."""
     if why := ssh_hosts.missing():
         pytest.skip(why)
     hosts = SshHosts(ROOT)
@@ -63,7 +63,7 @@ def ssh(nbkit_home: Path) -> Iterator[SshHosts]:
 
 @pytest.fixture(scope="module")
 def on_ssh(ssh: SshHosts) -> Iterator[Cluster]:
-    """Two ranks on each of two hosts."""
+    """Yield a cluster with two ranks on each of two hosts."""
     cluster = Cluster.start(name="hosts", on=SshRequest(tuple((name, 2) for name in ssh.names), cpu=True), ttl=600)
     yield cluster
     cluster.stop()
@@ -72,5 +72,5 @@ def on_ssh(ssh: SshHosts) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module", params=["on_slurm", "on_ssh"])
 def spread(request: pytest.FixtureRequest) -> Any:
-    """A cluster on two hosts, once over each launcher."""
+    """Return a cluster on two hosts, once over each launcher."""
     return request.getfixturevalue(request.param)

@@ -46,7 +46,7 @@ def until(true: Callable[[], object]) -> None:
 
 def driver(system: str, folder: Path, *options: str) -> LauncherDriver:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    # In place of Python: it prints its number and the agent's payload.
+    # A stand-in for Python that prints its host number and the agent's payload.
     program = folder / "agent"
     program.write_text('#!/bin/sh\nread payload; echo "$NBKIT_HOST_INDEX $payload"; exec sleep 60\n')
     program.chmod(0o755)

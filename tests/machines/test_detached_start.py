@@ -31,7 +31,7 @@ def until(true: Callable[[], object]) -> None:
 
 @pytest.fixture
 def busy(slurm: SlurmNodes) -> Iterator[str]:
-    """The number of a job that holds all nodes."""
+    """Yield the number of a job that holds all nodes."""
     words = ("sbatch", "--parsable", "-N2", "-c2", "--time=20", "--output=/dev/null", "--wrap=sleep 900")
     job = slurm.command(*words).strip()
     until(lambda: slurm.jobs() == [f"{job} RUNNING"])
@@ -41,7 +41,7 @@ def busy(slurm: SlurmNodes) -> Iterator[str]:
 
 
 def state_of(name: str) -> str:
-    """What `%cluster list` says of it."""
+    """Return the line of `%cluster list` about the cluster `name`."""
     (line,) = (line for line in repr(Cluster.list()).splitlines() if line.startswith(f"{name} "))
     return line
 

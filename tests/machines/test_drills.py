@@ -37,7 +37,7 @@ def trained(strategies, steps=3):
 
 
 def engine_file(cluster: Cluster, home: Path) -> Path:
-    """What an engine has to know to reach the controller, keys among it."""
+    """Return the file that an engine needs to reach the controller; it holds keys."""
     return home / cluster.entry.name / "profile/security" / f"ipcontroller-{cluster.entry.name}-engine.json"
 
 
@@ -46,7 +46,7 @@ def test_ranks_are_numbered_by_host_and_meet_in_one_world(spread: Cluster) -> No
     assert spread.run(cell).values == {rank: [rank, rank % 2, 4, 4] for rank in range(4)}
     hosts = [label.partition(":")[0] for label in spread.entry.labels]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
-    # By which strategies know what is near, also where two nodes of Slurm's are one machine.
+    # Strategies know by these which ranks are near, also if two nodes of Slurm's are one machine.
     cell = "from nbkit.rank.comm.link_probe import link_of\nlink_of(device).node_of"
     assert set(spread.run(cell).values.values()) == {(0, 0, 1, 1)}
 
@@ -94,7 +94,7 @@ def test_the_projects_files_reach_hosts_that_do_not_see_them(
     values = spread.run(looks).values
     assert [width for width, _ in values.values()] == [3] * 4
     assert [reason.partition(" ")[0] for reason in first.left_out] == ["data.bin", "other.py"]
-    if "on_slurm" in os.environ["PYTEST_CURRENT_TEST"]:  # whose nodes see this file system
+    if "on_slurm" in os.environ["PYTEST_CURRENT_TEST"]:  # its nodes see this file system
         assert {folder for _, folder in values.values()} == {str(tmp_path)}
         assert set(first.hosts.values()) == {None} and "sees them itself" in str(first)
         return

@@ -1,7 +1,7 @@
 """A job of Slurm's ends under a training: at its time limit, for another job, or because somebody cancels it.
 
-The training is saved before the hosts are gone, and the notebook says which of the three it was. Each with a cluster of
-its own, which ends with its job.
+The training is saved before the hosts are gone, and the notebook says which of the three it was. Each test has its own
+cluster, which ends with its job.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ PATIENCE = 120.0
 
 
 def job_of(slurm: SlurmNodes, name: str) -> str:
-    """The number of the job of cluster `name`."""
+    """Return the number of the job of cluster `name`."""
     return slurm.command("squeue", "-h", "-n", f"nbkit-{name}", "-o", "%i").strip()
 
 
 def training(name: str, folder: Path, pause: float = 0.05, **options: Any) -> tuple[Cluster, Any]:
-    """A cluster of a rank on each of two nodes, and the handle of a cell in which a training has made steps."""
+    """Start a rank on each of two nodes. Return the cluster, and the handle of a cell that has trained some steps."""
     cluster = Cluster.start(name=name, on=SlurmRequest(2, nodes=2, cpu=True, **options), ttl=600)
     cluster.run(SETUP)
     handle = cluster.run(f"trainer = made({str(folder)!r}, {pause})\ntrainer.fit(100_000)", detach=True)
@@ -70,7 +70,7 @@ def until(true: Callable[[], object]) -> None:
 
 
 def saved_step(said: str, folder: Path) -> int:
-    """The step after which a training has ended, by the words of an error; the checkpoint goes on from there."""
+    """Return the step after which a training ended, as the error says. Check that the checkpoint goes on from there."""
     found = re.search(rf"has ended after step (\d+), saved to {folder}", said)
     assert found, said
     ((step, loaded, alone),) = run_ranks(gone_on, 1, str(folder))
@@ -80,7 +80,7 @@ def saved_step(said: str, folder: Path) -> int:
 
 
 def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
-    """The steps in the checkpoint, the losses of a training that goes on from it, and of one that was left alone."""
+    """Return the step of the checkpoint, and the losses of two trainings: one that goes on from it, one left alone."""
     names: dict[str, Any] = {}
     exec(SETUP, names)
     loaded, alone = names["made"](None, 0), names["made"](None, 0)
@@ -92,7 +92,7 @@ def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
 
 
 def left_alone(world: Any) -> list[float]:
-    """The losses of a training that nobody ends."""
+    """Return the losses of a training that nobody ends."""
     names: dict[str, Any] = {}
     exec(SETUP, names)
     return [record["loss"] for record in names["made"](None, 0).fit(STEPS)]
@@ -119,7 +119,7 @@ def test_a_training_whose_controller_or_coordinator_is_killed_is_saved(
 
 
 def assert_over(cluster: Cluster, slurm: SlurmNodes, words: str) -> None:
-    """The cluster says how its job has ended, to a cell and to whoever attaches; nothing of it is left."""
+    """Check that a cell and an attach get told how the job of the cluster has ended, and that nothing of it is left."""
     until(lambda: not cluster.entry.is_alive())
     with pytest.raises(NbkitError) as caught:
         cluster.run("1")
@@ -210,7 +210,7 @@ def test_a_cluster_with_requeue_asks_for_hosts_again_and_its_training_goes_on_by
 
 @pytest.mark.long
 def test_slurms_own_time_limit_finds_a_training_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
-    """Nobody changes the limit here: two minutes, of which the last thirty seconds are left for saving."""
+    """The job gets two minutes, of which the last thirty seconds are left for saving. Nobody changes the limit."""
     cluster, handle = training("timed", tmp_path / "saved", 0.5, time="2")
     with pytest.raises(NbkitError, match=r"job \d+ reaches its time limit at"):
         handle.wait(timeout=PATIENCE)
@@ -271,12 +271,12 @@ def test_a_time_limit_that_is_put_off_lets_a_training_go_on(slurm: SlurmNodes, t
 
 
 def in_seconds(seconds: float) -> str:
-    """As scontrol takes a time."""
+    """Return the time so many seconds from now, in the form that scontrol takes."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
 
 
 def line(**changes: str) -> str:
-    """What scontrol says of a job, with `changes`."""
+    """Return scontrol's line about a job, with `changes` in its fields."""
     fields = {
         "JobId": "7",
         "JobName": "nbkit-demo",

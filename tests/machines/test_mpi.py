@@ -24,7 +24,7 @@ from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest
 OF_MPI = "[name for name in os.environ if name.startswith(('OMPI_', 'PMI'))]"
 
 
-# By the name that Debian gives the mpirun of each where several are installed, and the package that has it.
+# Debian's name of each mpirun if several are installed, and the package that has it.
 OPEN_MPI, MPICH = ("mpirun.openmpi", "openmpi-bin"), ("mpirun.mpich", "mpich")
 
 
@@ -119,7 +119,7 @@ def test_a_batch_system_tells_its_hosts_in_a_file(tmp_path: Path) -> None:
     assert nodes_of_job({}) == ()
 
 
-# As MPICH's and Intel's mpirun, and srun --mpi=pmi2, set them, and as Open MPI's does.
+# The variables that MPICH's and Intel's mpirun and srun --mpi=pmi2 set, and those of Open MPI's mpirun.
 OF_A_PROCESS = {"PMI_RANK": "1", "PMI_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "MPI_LOCALRANKID": "1"}
 
 

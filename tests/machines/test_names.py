@@ -32,4 +32,4 @@ def test_slurm_runs_a_notebook_whose_name_holds_anything(
         time.sleep(0.2)
     assert json.loads(kept.read_text())["cells"][0]["outputs"][0]["text"] == f"{NAME}\n"
     assert f"{log}" in said and log.exists() and not Path("made").exists()
-    assert "OverSubscribe=" in asked and "OverSubscribe=NO" not in asked  # as --exclusive would make it
+    assert "OverSubscribe=" in asked and "OverSubscribe=NO" not in asked  # --exclusive would set it to NO

@@ -1,4 +1,4 @@
-"""`%cluster start` says where: what its options ask for, and what does not go together."""
+"""The options of `%cluster start` that say where ranks run, and those that do not go together."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def reach(cluster: Cluster, step: int, rank: int) -> None:
 
 
 def run_killing(cluster: Cluster, hosts: SshHosts, ranks: list[int]) -> tuple[dict[int, list[float]], str]:
-    """The losses of a `fit` in which these ranks are killed, on their hosts, and what was printed."""
+    """Kill these ranks, on their hosts, during a `fit`. Return its losses, and what was printed."""
     before = cluster.run(WHERE).values
     other = next(rank for rank in range(4) if rank not in ranks)
 
@@ -82,7 +82,7 @@ def test_a_rank_of_either_host_is_replaced_on_it_and_the_curve_goes_on(
 def test_a_host_that_is_gone_ends_the_training_and_the_checkpoint_before_goes_on(
     ssh: SshHosts, undisturbed: list[float], nbkit_home: Path
 ) -> None:
-    """Its ranks are lost: nobody takes their place, since their host does not answer. So the cluster is its own."""
+    """The ranks of a host that does not answer are lost, and not replaced. So the test has its own cluster."""
     saved = tempfile.mkdtemp(prefix="saved-", dir=ssh.folder)  # the hosts have another /tmp
     cluster = Cluster.start(name="gone", on=SshRequest(tuple((name, 2) for name in ssh.names), cpu=True), ttl=600)
     try:

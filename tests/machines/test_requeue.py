@@ -44,7 +44,7 @@ PAUSE_UNTIL_SAVED = "5 if not os.path.isdir(FOLDER) else 0"
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to submit from, where the names of the nodes are those of hosts: here both are this machine."""
+    """Return a folder to submit from. There the names of the nodes are names of hosts, both of them this machine."""
     monkeypatch.setenv("PATH", str(scontrol_that_knows_hosts(tmp_path)), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -63,7 +63,7 @@ def fit(folder: Path, pause: float | str) -> str:
 
 
 def alone(world: Any, folder: str) -> list[float]:
-    """The losses of a training of one process that nobody ends."""
+    """Return the losses of a training of one process that nobody ends."""
     import torch
 
     names: dict[str, Any] = {"torch": torch, "nbkit": nbkit}
@@ -79,9 +79,9 @@ def until(true: Callable[[], object]) -> None:
 
 
 def assert_goes_on(slurm: SlurmNodes, job: str, folder: Path, log: Path, *, by_hand: bool = True) -> None:
-    """`job`, which has made some steps, is told to end, waits in the queue, and makes the steps that are left.
+    """Check that `job`, told to end after some steps, waits in the queue, and then makes the steps that are left.
 
-    by_hand: the signal comes from here; else from Slurm, near the limit.
+    by_hand: send the signal from here; else Slurm sends it, near the limit.
     """
     until(lambda: "step 5\n" in log.read_text())
     if by_hand:

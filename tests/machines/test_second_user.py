@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="to be another user ta
 
 @pytest.fixture(scope="module")
 def open_folder() -> Iterator[Path]:
-    """A folder that everybody may enter: what is closed in it was closed by nbkit."""
+    """Yield a folder that everybody may enter, so that only nbkit closes what is closed in it."""
     folder = Path(tempfile.mkdtemp(prefix="nbkit-open-"))
     folder.chmod(0o755)
     yield folder
@@ -60,7 +60,7 @@ def processes_of(cluster: Cluster) -> list[int]:
 
 
 def try_all(cluster: Cluster, folder: Path) -> dict[str, Any]:
-    """What the stranger gets while a cell prints the secret."""
+    """Return what the stranger could get while a cell prints the secret."""
     mark = folder / "open" / "mark"
     mark.parent.mkdir(mode=0o777)
     mark.parent.chmod(0o777)

@@ -1,4 +1,4 @@
-"""What is Slurm's own: the queue, what it refuses, and that nothing is left in it."""
+"""The parts that only Slurm has: the queue and the requests that Slurm refuses. No job is left in the queue."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ CELL = f"history = trainer.fit({STEPS})\n[record['loss'] for record in history],
 
 @pytest.fixture(scope="module")
 def two(ssh: SshHosts) -> Iterator[Cluster]:
-    """A rank on each of two hosts, with a core in reserve there."""
+    """Yield a cluster with a rank on each of two hosts, and with a core in reserve on each."""
     on = requested(options_of(f"start --hosts {','.join(ssh.names)} --cpu --spares 1"))
     folder = ssh.folder / "spared"
     folder.mkdir()

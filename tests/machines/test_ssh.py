@@ -1,4 +1,4 @@
-"""What is SSH's own: hosts that cannot be reached or do not fit: an error that names the host, and nothing is left."""
+"""Hosts that SSH cannot reach, or that do not fit: the error names the host, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nbkit.notebook.cluster.hosts.progress import StartProgress
 
 
 def refused(ssh: SshHosts, *names: str, python: str = "", then: Callable[[], None] = lambda: None) -> ClusterError:
-    """The error of a start on these hosts, after which nothing of it is left. then: done before that is looked at."""
+    """Return the error of a start on these hosts. Check that nothing of it is left. then: called before the check."""
     try:
         with pytest.raises(ClusterError) as caught:
             Cluster.start(name="refused", on=SshRequest(tuple((name, 1) for name in names), cpu=True, python=python))
@@ -38,7 +38,7 @@ def refused(ssh: SshHosts, *names: str, python: str = "", then: Callable[[], Non
 
 @contextmanager
 def once(seen: Callable[[StartProgress], bool], act: Callable[[], None]) -> Iterator[None]:
-    """`act` as soon as a start in this block is so far."""
+    """Call `act` when `seen` is true of the progress of a start in this block."""
 
     def watch() -> None:
         while not over.wait(0.02):
@@ -56,14 +56,14 @@ def once(seen: Callable[[StartProgress], bool], act: Callable[[], None]) -> Iter
 
 
 def release(ssh: SshHosts) -> None:
-    """What `slow_python` holds up goes on, and the cable of the second host is in."""
+    """Let the start that `slow_python` holds up go on, and plug in the cable of the second host."""
     (ssh.folder / "gate").unlink()
     ssh.link(2, "up")
 
 
 @contextmanager
 def slow_python(ssh: SshHosts, host: str) -> Iterator[str]:
-    """A Python that does not start on `host` before the block ends."""
+    """Yield a Python that does not start on `host` before the block ends."""
     gate, python = ssh.folder / "gate", ssh.folder / "slow"
     gate.touch()
     python.write_text(
@@ -77,7 +77,10 @@ def slow_python(ssh: SshHosts, host: str) -> Iterator[str]:
 
 
 def refused_as_node2_dies(ssh: SshHosts, *, slow: str) -> ClusterError:
-    """The error of a start whose second host dies as one has answered: not `slow`, on which no Python starts before."""
+    """Return the error of a start whose second host dies when one of the two has answered.
+
+    The host `slow` does not answer before: no Python starts there.
+    """
     with (
         slow_python(ssh, slow) as python,
         once(lambda state: "1 of 2 hosts have answered" in state.words, lambda: ssh.link(2, "down")),

@@ -1,4 +1,4 @@
-"""Which files `%cluster sync` brings: .gitignore holds with and without a repository, and sizes are bounded."""
+"""The files that `%cluster sync` copies: .gitignore counts with and without a repository, and sizes are limited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One kernel with a cluster of two, for the tests whose cells do not disturb each other."""
+"""A kernel with a cluster of two, for the tests whose cells do not disturb each other."""
 
 from __future__ import annotations
 

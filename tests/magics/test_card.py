@@ -26,7 +26,7 @@ def kernel(kernel: Kernel) -> Kernel:
 
 
 def cards(cell: Cell) -> list[tuple[str, dict[str, Any]]]:
-    """(kind, data) of every message of a card."""
+    """Return (kind, data) of every message of a card."""
     return [
         (kind, content["data"])
         for _, kind, content in cell.messages

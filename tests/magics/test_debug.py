@@ -170,7 +170,7 @@ def test_a_training_that_is_stopped_at_a_breakpoint_goes_on_to_its_boundary(kern
     # Interrupted within its step, the ranks would have had to form another generation of the world.
     assert kernel.run(GENERATION).text == generation
     steps = kernel.run("%%distributed\narmed = False\nprint('at', trainer.step)\nlen(trainer.fit(2))").text
-    # In one line, or in two, as a busy machine gives it.
+    # One line, or two on a busy machine.
     assert "[0-1] at " in steps or ("[0] at " in steps and "[1] at " in steps), steps
     assert "Out[0-1]: 2" in steps, steps
 

@@ -1,4 +1,4 @@
-"""What people do wrong, in a notebook: a sample of `make drills`, and what the drills would notice."""
+"""A sample of `make drills`, the mistakes of people in a notebook; and the faults that the drills must notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other notebook tools get wrong, tried on ours: odd prints, floods on stderr, names, other extensions."""
+"""Mistakes that other notebook tools make, tried on nbkit: odd prints, floods on stderr, names, other extensions."""
 
 from __future__ import annotations
 

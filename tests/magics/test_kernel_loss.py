@@ -23,7 +23,7 @@ steps = i
 
 
 def processes_of(home: Path, name: str) -> list[psutil.Process]:
-    """The controller of a cluster in `home`, the parent of its ranks, the ranks, and what these have started."""
+    """Return the controller of a cluster in `home`, the parent of its ranks, and the processes that these started."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NBKIT_HOME", str(home))
         entry = registry.running(name)
@@ -33,7 +33,7 @@ def processes_of(home: Path, name: str) -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One that is lost in each test, with a cluster that no test loses and that leaves nothing when it is stopped."""
+    """Yield a kernel that each test loses. Its cluster must survive, and leave nothing when it is stopped."""
     home = tmp_path_factory.mktemp("home")
     with Kernel(home) as kernel:
         kernel.run("%load_ext nbkit")

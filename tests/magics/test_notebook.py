@@ -86,7 +86,7 @@ CLEARS = "%%distributed\nimport time\nfrom IPython.display import clear_output, 
 
 
 def left_of(cell: Cell) -> str:
-    """What is on the page when `cell` has ended: as its front end does it with clear_output."""
+    """Return what is on the page when `cell` has ended. Handle clear_output as a front end does."""
     kept: list[tuple[float, str, dict[str, Any]]] = []
     waits = False
     for message in cell.messages:
@@ -284,7 +284,7 @@ def test_list_shows_the_cluster_with_its_time_to_live(started: Kernel) -> None:
 
 
 def test_a_value_that_was_pulled_is_kept_under_its_name_alone(started: Kernel) -> None:
-    """Out would hold what every pull of a session has brought."""
+    """Otherwise Out would hold the values of all pulls of a session."""
     started.run("%%distributed\npulled = [rank, 7]")
     assert "[0, 7]" in started.run("%pull pulled").text
     assert (

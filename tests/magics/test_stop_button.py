@@ -59,7 +59,7 @@ def test_half_of_a_surrogate_pair_is_shown_as_its_escape(kernel: Kernel, source:
 def test_the_warning_is_where_stop_was_called_and_where_the_cell_is(kernel: Kernel) -> None:
     cell = kernel.send(f"%%distributed --detach --ranks 0,2\nif rank == 2: {C_CALL}")
     kernel.collect(cell)
-    # Presses that come before the warning has stood its time change nothing.
+    # Presses change nothing until the warning has been on screen for its time.
     presses = dict.fromkeys((1.0, 1.5, 9.0, 12.0, 15.0), kernel.interrupt)
     stopping = kernel.run("handle.stop().status", at=presses)
     rungs = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from kernel_client import Cell, Kernel
 
-# Trainings rest in each step: what is waited for comes as soon, and the machine is free for who waits.
+# Trainings rest in each step, so that the machine is free for the processes that wait for them.
 TRAINER = """%%distributed
 import time
 torch.set_num_threads(1)
@@ -34,7 +34,7 @@ PANEL = "get_ipython().run_line_magic('strategy', '')"
 
 
 def panel(kernel: Kernel, source: str) -> Cell:
-    """What a cell that shows the panel shows, once the ranks have worked out what each strategy would cost."""
+    """Run a cell that shows the panel until the ranks have worked out the cost of each strategy. Return the cell."""
     deadline = time.monotonic() + 60
     while "look again" in (shown := kernel.run(source)).text:
         assert time.monotonic() < deadline, shown.text
@@ -92,7 +92,7 @@ def test_the_pages_of_a_panel_hear_that_the_kernel_lives_while_a_cell_runs(kerne
 
 def test_a_training_that_runs_is_steered_and_goes_on(kernel: Kernel) -> None:
     kernel.run("%%distributed --detach\nrecords = trainer.fit(1_000_000)")
-    # The optimizer makes its state in the first step, and only then is there all that a switch has to move.
+    # The optimizer makes its state in the first step. Only then is everything there that a switch has to move.
     kernel.run(
         "import time\nfrom nbkit.notebook.cluster.cluster import current\n"
         "while current().training.look()['step'] < 3: time.sleep(0.05)"

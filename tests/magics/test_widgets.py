@@ -15,7 +15,7 @@ BAR = (
 
 
 def updates(cell: Cell, name: str) -> dict[str, list[tuple[float, Any]]]:
-    """comm id -> (seconds, value) of each update of the state `name` that a page was told."""
+    """Return comm id -> (seconds, value) of each update of the state `name` that a page was told."""
     found: dict[str, list[tuple[float, Any]]] = {}
     for at, kind, content in cell.messages:
         state = content.get("data", {}).get("state", {}) if kind == "comm_msg" else {}
@@ -25,7 +25,7 @@ def updates(cell: Cell, name: str) -> dict[str, list[tuple[float, Any]]]:
 
 
 def models(cell: Cell, name: str) -> list[str]:
-    """The ids of the models that a page was told to make, of the kind `name`."""
+    """Return the ids of the models that a page was told to make, of the kind `name`."""
     opened = [content for _, kind, content in cell.messages if kind == "comm_open"]
     return [content["comm_id"] for content in opened if content["data"]["state"].get("_model_name") == name]
 
@@ -86,7 +86,7 @@ def test_an_output_widget_holds_what_its_rank_prints_in_it_and_the_cell_the_rest
     assert sorted(outputs[0]["text"] for outputs in held.values()) == ["inside 0\n 20%\n", "inside 1\n 20%\n"]
     assert all("widget-view" in str(outputs[1]["data"]) for outputs in held.values())
     assert "inside" not in cell.text and "[0] outside 0" in cell.text and "[1] outside 1" in cell.text
-    assert not updates(cell, "msg_id")  # by which a page would take what all ranks print
+    assert not updates(cell, "msg_id")  # it would make a page take the output of all ranks
 
     kernel.run("%%distributed\nout.append_stdout('appended')")
     assert "Out[0-1]: (3, 'appended')" in kernel.run("%%distributed\nlen(out.outputs), out.outputs[-1]['text']").text

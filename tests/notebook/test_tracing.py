@@ -115,7 +115,7 @@ def wait_for_step(cluster: Cluster, step: int) -> None:
 
 
 def check_format(events: list[dict[str, Any]]) -> None:
-    """What the format's description wants of the kinds of events that are used."""
+    """Check that the events have the form that the format's description asks for."""
     lines: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in events:
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
@@ -182,7 +182,7 @@ def check_messages(events: list[dict[str, Any]]) -> None:
 
 
 def check_against_records(cluster: Cluster, events: list[dict[str, Any]], first: int, last: int) -> None:
-    """As many calls and bytes as the records of these steps say."""
+    """Check that the events have as many calls and bytes as the records of these steps."""
     run = Path(cluster.run("str(trainer.run_dir)").values[0])
     for rank, path in rank_files(run).items():
         steps = [one for one in read_since(path)[0] if isinstance(one, StepRecord) and first <= one.step <= last]

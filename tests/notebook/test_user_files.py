@@ -18,7 +18,7 @@ from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 
 @contextlib.contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
-    """A write beyond so many bytes of a file fails, as on a disk that is full."""
+    """Make writes beyond so many bytes of a file fail, as on a disk that is full."""
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""The fourth lesson and those behind it, executed on CPU ranks; their cells hold what they say to what was measured."""
+"""The fourth lesson and later ones, executed on CPU ranks; their cells compare what they say with what was measured."""
 
 from __future__ import annotations
 

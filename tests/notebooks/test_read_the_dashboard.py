@@ -1,4 +1,4 @@
-"""The third lesson, executed on four CPU ranks by a reader who guesses; its cells hold the pictures to the facts."""
+"""The third lesson, executed on four CPU ranks by a reader who guesses; its cells check the pictures by the facts."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_the_outputs_are_small_and_can_be_shown_by_any_page(path: Path) -> None:
     assert path.stat().st_size < LARGEST and "widgets" not in notebook["metadata"]
     assert [cell["execution_count"] for cell in code_of(notebook)] == list(range(1, len(code_of(notebook)) + 1))
     assert [output for output in outputs if output["output_type"] == "error"] == []
-    # What is told of a rank that was killed on purpose is what the cell is to show.
+    # The cell is meant to show the words about a rank that was killed on purpose.
     quiet = [cell for cell in code_of(notebook) if "broken" not in cell["metadata"].get("tags", [])]
     assert [output for cell in quiet for output in cell["outputs"] if output.get("name") == "stderr"] == []
     kinds = {kind for output in outputs for kind in output.get("data", {})}

@@ -1,4 +1,4 @@
-"""Which device gets which stage: as good as the best of all assignments, and the shares of rows and blocks with it."""
+"""The assignment of devices to stages is as good as the best of all; so are the shares of rows and blocks with it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_another_device_takes_a_stage_while_it_trains_where_other_stages_alone_d
     assert found is not None and found[0].places == (1, 0) and found[0].speeds
     alone = better(Strategy(pp=2), 16, costs, (2.0, 0.5), movable=False)
     assert (alone[1] if alone else 0.0) < found[1] - 0.05
-    # Where moving blocks does as well, devices stay where they are.
+    # If moving blocks is as good, devices stay where they are.
     even = better(Strategy(pp=2), 16, (1.0,) * 12, (0.5, 1.0))
     assert even is not None and not even[0].places
     # Back where it was fast again: four parts of the work at one speed.

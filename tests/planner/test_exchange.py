@@ -22,7 +22,7 @@ WIDTH, LAYERS, VOCABULARY = 512, 12, 8192
 
 
 def transformer(prefix: str = "") -> list[tuple[str, tuple[int, ...], int | None, int]]:
-    """(name, shape, the dim that tp cuts, layer; -1 and LAYERS for what is before and behind the layers)."""
+    """Return (name, shape, dim that tp cuts, layer) of each weight; -1 is before the layers, LAYERS is behind them."""
     weights: list[tuple[str, tuple[int, ...], int | None, int]] = [("tokens", (VOCABULARY, WIDTH), 0, -1)]
     for layer in range(LAYERS):
         for name, shape, dim in (
@@ -37,7 +37,7 @@ def transformer(prefix: str = "") -> list[tuple[str, tuple[int, ...], int | None
 
 
 def side(mesh: Mesh, zero: int = 0) -> Side:
-    """What each rank holds of the transformer and its two moments."""
+    """Return what each rank holds of the transformer and of its two moments."""
     found: Side = []
     for rank in range(mesh.size):
         at, holding = mesh.index(rank), {}
@@ -87,7 +87,7 @@ def painted(layout: Layout | None, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def lacking(old: Side, new: Side, itemsize: dict[str, int]) -> list[int]:
-    """The lower bound, element by element: per rank, what it must hold and does not."""
+    """Return the lower bound, counted element by element: for each rank, the bytes that it must hold and does not."""
     found = []
     for before, after in zip(old, new, strict=True):
         bits = 0
@@ -99,7 +99,7 @@ def lacking(old: Side, new: Side, itemsize: dict[str, int]) -> list[int]:
 
 
 def scattered(shape: tuple[int, ...], ranks: int, draw: random.Random) -> list[Layout | None]:
-    """Some way in which ranks hold a tensor, together all of it."""
+    """Draw a way in which the ranks together hold all of a tensor."""
     whole, dim = Layout.whole(shape), draw.randrange(len(shape)) if shape else 0
     ways = ["whole", "owner"] + ["cut", "packed", "uneven", "squares", "mixed"] * bool(shape)
     way = draw.choice(ways)
@@ -133,7 +133,7 @@ def scattered(shape: tuple[int, ...], ranks: int, draw: random.Random) -> list[L
 
 
 def scattered_sides(seed: int, ranks: int = 4) -> tuple[Side, Side, dict[str, int]]:
-    """Two sides in which every tensor is held in some way, and the bytes of an element of each."""
+    """Draw two sides in which every tensor is held in some way, and the bytes of an element of each tensor."""
     draw = random.Random(seed)
     old: Side = [{} for _ in range(ranks)]
     new: Side = [{} for _ in range(ranks)]
@@ -355,7 +355,7 @@ def test_what_a_rank_of_the_same_node_holds_comes_from_there() -> None:
 
 
 def crossing(made: ExchangePlan, node_of: tuple[int, ...]) -> int:
-    """Bytes between nodes."""
+    """Return the bytes between nodes."""
     return sum(moved for (src, dst), moved in made.pairs.items() if node_of[src] != node_of[dst])
 
 

@@ -1,4 +1,4 @@
-"""What the formulas say is on disk beside what is measured, and each line speaks of the steps after it."""
+"""The predictions of the formulas are on disk beside the measurements. Each line is about the steps after it."""
 
 from __future__ import annotations
 

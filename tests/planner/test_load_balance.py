@@ -16,7 +16,7 @@ ROWS, BLOCKS = 12, 12
 
 
 def every_division(strategy: Strategy, costs: list[float], speeds: list[float]) -> float:
-    """Seconds of the shortest of all whole numbers of rows and blocks."""
+    """Return the seconds of the shortest step among all divisions into whole rows and blocks."""
     mesh, whole = strategy.mesh, sum(costs)
     best = float("inf")
     for cut in combinations(range(1, BLOCKS), strategy.pp - 1):
@@ -50,12 +50,12 @@ def test_a_rank_at_half_speed_is_given_what_the_best_division_gives_it(mesh: dic
 
 
 def test_a_slow_last_stage_gets_less_than_its_share_where_that_gains_more_than_a_simulation_can_tell() -> None:
-    # 8 + 4 blocks take as long as each other; with 9 + 3 the step is a fortieth shorter, by the simulation alone.
+    # 8 and 4 blocks take equally long; with 9 + 3 the step is 1/40 shorter, and only the simulation says so.
     strategy, costs, speeds = Strategy(pp=2), [1.0] * BLOCKS, [1.0, 0.5]
     assert best_speeds(strategy, ROWS, costs, speeds) == (100, 50)
     least, even = (computing_seconds(replace(strategy, speeds=each), ROWS, costs, speeds) for each in ((3, 1), (2, 1)))
     assert least / even == pytest.approx(117 / 120)
-    # At 0.45 of the speed the even shares are 8 + 4 too, and 9 + 3 gain more than a twentieth.
+    # At 0.45 of the speed, even shares are 8 + 4 too, but 9 + 3 are more than 5 % faster.
     assert best_speeds(strategy, ROWS, costs, [1.0, 0.45]) == (900, 300)
 
 

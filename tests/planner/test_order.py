@@ -35,7 +35,7 @@ def test_the_axis_of_order_is_the_slowest_and_the_strategy_says_so() -> None:
     assert other.mesh.groups("dp") == [(0, 2), (1, 3)] and other.mesh.groups("pp") == [(0, 1), (2, 3)]
     assert str(other) == "dp=2 pp=2 schedule=1f1b microbatches=4 order=dp"
     assert Strategy.parse(str(other), 4) == other and other.composed == usual != other
-    # What is asked for stays, where the usual order is free to change.
+    # An order that was asked for stays; only the usual order may change.
     assert str(Strategy.parse("pp=2 order=pp", 4)).endswith("order=pp")
     assert orders(Strategy.parse("pp=2 order=pp", 4)) == [Strategy.parse("pp=2 order=pp", 4)]
     assert [order.slowest for order in orders(usual, one_node=False)] == ["", "dp"]
@@ -61,7 +61,7 @@ def test_bytes_between_nodes_are_those_of_the_axis_that_crosses_them() -> None:
     # Each stage has one rank on each of two nodes, and each of these sends 2 (k - 1) / k of the stage's gradients.
     assert crossing("pp=2 order=dp") == 2 * gradients
     assert crossing("ddp") == 2 * gradients  # in two levels
-    # In one ring over the four ranks, two of which have their neighbour on the other node.
+    # One ring over the four ranks: two of them have their neighbour on the other node.
     assert crossing("zero1") == 2 * 1.5 * gradients
 
 

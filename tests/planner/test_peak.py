@@ -60,7 +60,7 @@ def test_a_reduce_scatter_over_gloo_holds_what_it_receives_beside_what_it_sends(
 
 @pytest.mark.parametrize(("schedule", "first", "last"), [("gpipe", 8, 8), ("1f1b", 4, 1)])
 def test_a_pipeline_keeps_as_many_micro_batches_as_are_under_way(schedule: str, first: int, last: int) -> None:
-    """The first stage keeps 10,000 of each less the 2,000 that it hands on, the last 2,000 more, which it received."""
+    """Each keeps 10,000: the first stage less the 2,000 that it sends on, the last stage plus the 2,000 that it got."""
     for number, each, under_way in ((0, 8000, first), (3, 12000, last)):
         rest, text = Rest(100, 100, 200), f"pp schedule={schedule} microbatches=8"
         assert of(text, ranks=4, number=number, rows=1000, micros=8, rest=rest).activations == each * under_way

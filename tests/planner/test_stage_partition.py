@@ -16,7 +16,7 @@ from nbkit.strategy import Strategy
 
 
 def by_trying_all(costs: list[float], stages: int) -> list[tuple[int, int]]:
-    """Best by (longest stage, sum of squares), earlier stages larger, among every contiguous partition."""
+    """Return the best contiguous partition by (longest stage, sum of squares), with larger stages first."""
 
     def worth(cut: list[tuple[int, int]]) -> tuple[object, ...]:
         times = [sum(map(Fraction, costs[a:b])) for a, b in cut]

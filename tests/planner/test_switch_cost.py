@@ -1,4 +1,4 @@
-"""What a switch takes while it happens: both sides where they fit on every rank, else the larger one."""
+"""The memory of a switch: the sum of both sides if it fits on every rank, else the larger side."""
 
 from nbkit.planner.switch_cost import SPARE_BYTES, during
 

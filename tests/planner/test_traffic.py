@@ -22,7 +22,7 @@ HIDDEN = 16 * 24 * 16 * 4  # bytes of a hidden state of the whole batch
 
 
 def sizes(terms: tuple[TrafficTerm, ...]) -> dict[tuple[str, str], int]:
-    """S of each axis and operation."""
+    """Return the S of each axis and operation."""
     total: Counter[tuple[str, str]] = Counter()
     for term in terms:
         total[term.axis, term.op] += term.bytes
@@ -124,7 +124,7 @@ def test_tensor_parallelism(n: int) -> None:
 
 
 def test_what_is_whole_outside_of_the_blocks_is_summed_in_every_forward() -> None:
-    """A table of more positions than a sample has: those that are used; the norm behind the last block."""
+    """The table has more positions than a sample: only those in use are summed, and the norm after the last block."""
     ends = [Weight("positions", (32, 16), blocks=(0,), outside=True), Weight("norm", (16,), blocks=(3,), outside=True)]
     extra = [
         Counter(sizes(per_step([*WEIGHTS, *ends], FACTS, strategy, rank)))
@@ -179,7 +179,7 @@ def test_embedding_and_head_are_where_the_first_and_last_stage_are(schedule: str
 
 
 def test_context_parallelism() -> None:
-    """Four blocks gather keys and values of half the heads; the ends of the region; every block's gradient."""
+    """Expect keys and values of half the heads in four blocks, the ends of the region, and each block's gradient."""
     assert sizes(per_step(WEIGHTS, FACTS, Strategy(cp=2), 1)) == {
         ("cp", "all_gather"): 4 * HIDDEN + 2 * HIDDEN,
         ("cp", "reduce_scatter"): 4 * HIDDEN,

@@ -1,4 +1,4 @@
-"""What does not fit is told with the arithmetic; what fits, but not evenly, is shown."""
+"""A strategy that does not fit is refused with the arithmetic; one that fits unevenly gets a remark."""
 
 from __future__ import annotations
 

@@ -9,32 +9,32 @@ import nbkit
 
 
 class WithoutStart(nbkit.Launcher):
-    """It has no `start`."""
+    """A launcher without `start`."""
 
 
 class NotDerived:
-    """It does not derive from `nbkit.Launcher`."""
+    """A launcher that does not derive from `nbkit.Launcher`."""
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start nothing."""
 
 
 class WithoutPoll(nbkit.Launcher):
-    """It starts its agents without `run`, and cannot tell how they are."""
+    """A launcher that starts its agents without `run`, and cannot tell how they are."""
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         subprocess.Popen(["true"]).wait()
 
 
 class WithoutProgram(nbkit.Launcher):
-    """Its program is not installed here."""
+    """A launcher whose program is not installed here."""
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.run(["no-such-program", *command], environment)
 
 
 class Leaves(nbkit.Launcher):
-    """The program that it starts returns at once."""
+    """A launcher whose program returns at once."""
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.run(["sh", "-c", "exit 0", *command], environment)

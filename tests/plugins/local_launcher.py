@@ -8,7 +8,7 @@ import nbkit
 
 
 class LocalLauncher(nbkit.Launcher):
-    """`-- fail` makes its command fail at once, `-- raise` the class itself, and `-- flaky` what is called later.
+    """A launcher on this machine. `-- fail` makes its command fail, `-- raise` its start, and `-- flaky` later calls.
 
     With `-- queue` it waits a moment, as a batch system does.
     """

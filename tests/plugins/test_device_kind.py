@@ -31,13 +31,13 @@ def installs(folder: Path, value: str, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package, on a machine that has two of its devices, as far as torch tells."""
+    """Install the package, on a machine that has two of its devices, as far as torch tells."""
     installs(tmp_path / "site", "tests.plugins.imaginary_device:Imaginary", monkeypatch)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "IMAGINARY_QUEUES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # what is set in it is forgotten
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # forget what is set in it
     yield
 
 

@@ -86,7 +86,7 @@ def trained(world: Any, folder: Path) -> dict[str, Any]:
 
 
 def by_hand() -> list[Tensor]:
-    """The gradients of each step: of two halves of the batch, each rounded to fp16, and added as fp16."""
+    """Return the gradients of each step: those of two halves of the batch, each rounded to fp16, and added as fp16."""
     torch.manual_seed(SEED)
     model, data, found = wide(), points(), []
     optimizer, indices = torch.optim.SGD(model.parameters(), lr=0.1), order(len(points()), 0)
@@ -195,7 +195,7 @@ def test_a_package_brings_it_by_an_entry_point(tmp_path: Path, monkeypatch: pyte
 
 
 class Clips(GradientKey):
-    """It writes its value with a format, which None does not take."""
+    """A key that writes its value with a format that None does not take."""
 
     name = "clips"
     needs_whole = False

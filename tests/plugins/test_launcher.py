@@ -27,7 +27,7 @@ def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The metadata of a package with the entry point, where this process and those that it starts find it."""
+    """Write the metadata of a package with the entry point where this process, and those that it starts, find it."""
     package = tmp_path / "site" / "local_launcher-1.0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: local-launcher\nVersion: 1.0\n")
@@ -52,7 +52,7 @@ def asked(words: str) -> LauncherRequest:
 def test_it_starts_ranks_that_form_a_world_and_ends_them(
     installed: None, nbkit_home: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An error of its `poll` or `stop` neither ends the cluster nor leaves a part of it."""
+    """An error of `poll` or `stop` neither ends the cluster nor leaves a part of it."""
     cluster = Cluster.start(name="plugged", on=asked(f"start --launcher local -n 2 --cpu{words}"), ttl=60)
     try:
         assert cluster.run("seen = torch.ones(1); dist.all_reduce(seen)\nseen.item()").values == {0: 2.0, 1: 2.0}

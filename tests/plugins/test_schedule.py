@@ -55,7 +55,7 @@ def test_it_is_simulated_and_predicted(registered: Any) -> None:
 
 
 def waits_for_ever(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Each rank wants its backwards first."""
+    """Return a schedule in which each rank wants its backwards first."""
     return [Op(kind, rank, micro) for micro in range(microbatches) for kind in ("B", "F")]  # type: ignore[arg-type]
 
 

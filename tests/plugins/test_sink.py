@@ -128,6 +128,6 @@ def test_a_new_rank_0_gets_what_can_be_pickled_of_a_rank_that_has_it(tmp_path: P
         "given to the sink Unpicklable: rank 0 is a new process; it cannot be" in said[0] and "a connection" in said[0]
     )
     assert said[1] == "nothing more is given to the sink Tracker: rank 0 is a new process; no rank that is left has it"
-    # Rank 0 gives none of its open ones away, but the new process knows that there are some.
+    # Rank 0 keeps its open sinks, but the new process knows that there are some.
     opened: Any = SimpleNamespace(rank=0, sinks=(InThread(kept),))
     assert hand_over._sinks_for_new(opened, first=False) == [AbsentSink("JsonLines")]

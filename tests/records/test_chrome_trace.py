@@ -20,7 +20,7 @@ def call(op: str, group: Group, issued: int, done: int | None, peer: int | None 
 
 
 def traced(own: list[TimedCall], theirs: list[TimedCall], **more: Any) -> list[dict[str, Any]]:
-    """Both ranks' step lasts from 100 to 110 ms on their own clocks, of which rank 1's is 5 ms ahead."""
+    """Return the events of a step that lasts from 100 to 110 ms on both ranks' clocks. Rank 1's clock is 5 ms ahead."""
     details = {
         0: [Detail(4, (("forward", 100 * MS, 104 * MS), ("wait dp", 104 * MS, 110 * MS)), tuple(own))],
         1: [Detail(4, (("forward", 105 * MS, 115 * MS),), tuple(theirs), (PipelineOp("I", 1, 3, 106 * MS, 107 * MS),))],

@@ -1,4 +1,4 @@
-"""Who is late, of ranks in several groups: worked out by hand for one delay of 30 ms in a step of 100 ms."""
+"""The rank that is late, among ranks in several groups: worked out by hand for a delay of 30 ms in a step of 100 ms."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DELAY = 30 * MS
 def job(
     text: str, *, own: dict[int, dict[str, float]] | None = None, stood: dict[int, dict[str, float]] | None = None
 ) -> tuple[dict[int, StepRecord], dict[str, tuple[int, ...]]]:
-    """Records of one step. own: what a rank's parts take more than usual. stood: what it stood still on an axis.
+    """Return records of one step. own: what a rank's parts take more than usual. stood: its waits, by axis.
 
-    Of what is stood for, "pp" is bubble.
+    Waits on "pp" are bubble.
     """
     mesh = Strategy.parse(text, 4).mesh
     groups = {f"{axis} {ranks}": ranks for axis in ("pp", "dp", "tp") for ranks in mesh.groups(axis) if len(ranks) > 1}
@@ -83,7 +83,7 @@ def test_a_slow_link_is_told_from_a_slow_rank() -> None:
 
     assert late_rank(found) == Late(0, pytest.approx(DELAY), "exposed", (1,))
     assert "for ranks 0, 1, whose exposed communication takes longer (36 ms, elsewhere 6 ms: 30" in reading(found)
-    # All ranks stand at it: nobody waits for anybody.
+    # All ranks stand at the same place: none waits for another.
     steps, members = job("dp=4", stood={rank: {"dp": DELAY} for rank in range(4)})
     assert late_rank(bars(steps, members)) is None
 
@@ -202,7 +202,7 @@ def test_the_slow_link_is_the_one_that_stands_out() -> None:
     assert slow_link([slow, quick], 0.02) is None  # more than all of it: of another step
     assert slow_link([slow, PipelineLink(0, 1, 8, 800, DELAY / 2)], 0.1) is None  # the others are slow too
     assert slow_link([], 0.1) is None
-    # What slows one direction slows the other.
+    # Whatever slows one direction slows the other.
     both = [slow, PipelineLink(0, 1, 8, 800, DELAY * 0.9)]
     assert slow_link([*both, PipelineLink(1, 2, 8, 800, 2 * MS)], 0.1) == slow
     assert slow_link([*both, PipelineLink(1, 2, 8, 800, DELAY / 2)], 0.1) is None

@@ -143,7 +143,7 @@ def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
     rows = table({rank: StepRecord(1, traffic=(row("all_reduce", 100),)) for rank in range(N)}, ALL)
 
     assert reading(even, rows) == "42% of the step is exposed all-reduce on dp: try zero1 or a larger micro-batch"
-    # Of two, the one that was stood for, though the other one moved more bytes.
+    # Of two operations, the one that ranks waited for, though the other one moved more bytes.
     tensor = replace(row("all_reduce", 10, blocked=0.42), axis="tp", group="other")
     both = table(
         {rank: StepRecord(1, traffic=(row("all_reduce", 100, blocked=0.01), tensor)) for rank in range(N)}, ALL
@@ -170,7 +170,7 @@ def test_a_little_late_is_not_what_costs_the_most_where_every_rank_loses_more_to
     assert late_rank(found) == Late(1, pytest.approx(0.1), "compute")
     assert largest_loss(found) == "exposed"
     assert reading(found).startswith("50% of the step is exposed communication")
-    # One rank alone that loses it is late for it.
+    # If only one rank loses the time, that rank is late because of it.
     found[0], found[1] = Bar(0, 1.0, compute=0.9, waiting=0.1), Bar(1, 1.0, compute=0.5, data=0.5)
     assert largest_loss([found[0], found[1]]) == Late(1, pytest.approx(0.1), "data")
 
@@ -183,7 +183,7 @@ def test_a_rank_that_is_a_little_late_or_a_link_hides_no_bubble_that_costs_more(
     link = PipelineLink(0, 1, 8, 800, 0.1)
     assert largest_loss(found, slow=link) == "bubble"
 
-    # Where it costs more than the bubble that there is without it, the rank is named, and the link.
+    # If it costs more than the usual bubble, the rank and the link are named.
     late = [Bar(0, 1.0, bubble=0.2, compute=0.8), *(Bar(rank, 1.0, bubble=0.5, compute=0.5) for rank in (1, 2, 3))]
     assert largest_loss(late) == Late(0, pytest.approx(0.3), "compute")
     assert largest_loss(found, slow=replace(link, seconds=0.3)) == replace(link, seconds=0.3)

@@ -113,7 +113,7 @@ def test_a_cursor_follows_into_new_parts_and_each_part_can_be_read_alone(tmp_pat
     assert seen + numbers(found) == list(range(200))
     assert record_file.read_head(path)[1] == head(0)[1]
     assert sum(one.stat().st_size for one in tmp_path.iterdir()) < 10_000
-    # Who slept through several parts gets what is left, beginning with a header.
+    # A reader that missed several parts gets what is left, beginning with a header.
     late, _ = record_file.read_since(path, (0, 100))
     assert isinstance(late[0], Header)
     assert numbers(late) == list(range(numbers(late)[0], 200))

@@ -9,7 +9,7 @@ from nbkit.schedules.simulate import token_rounds
 
 
 def played(schedule: Schedule, sequences: int, rounds: int) -> int:
-    """Units of time until all is done, where each rank follows its list; raises when ranks wait for ever."""
+    """Return the units of time until all is done, if each rank follows its list. Fail if ranks wait for ever."""
     lists = token_rounds(schedule, sequences, rounds)
     last, at, done, time = schedule.num_stages - 1, [0] * schedule.ranks, set[Op](), 0
     while any(place < len(ops) for place, ops in zip(at, lists, strict=True)):

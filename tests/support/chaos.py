@@ -12,7 +12,7 @@ pairs   two of 4 and of 8 ranks at once, buddies of each other or not.
 goodput ranks are killed all the time, under zero3 and then ddp: steps per second beside those of the same training
         without kills, which takes as long.
 
-What is random is drawn from the number of the run: SEED=17 N=1 makes run 17 again.
+The number of a run seeds its random choices: SEED=17 N=1 makes run 17 again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.chaos_kill import kill, pairs
 
 @contextlib.contextmanager
 def home() -> Iterator[Path]:
-    """Clusters started inside live in a folder of their own, and none survives it."""
+    """Have clusters that are started inside live in a folder of their own. End those that are left."""
     with tempfile.TemporaryDirectory(prefix="nbkit-chaos-") as folder:
         before, os.environ["NBKIT_HOME"] = os.environ.get("NBKIT_HOME"), folder
         try:

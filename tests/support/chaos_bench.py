@@ -86,7 +86,7 @@ def losses():
 
 
 class Wrong(Exception):
-    """A run neither went on equal nor ended in order."""
+    """A run that neither went on equal nor ended in order."""
 
 
 class Bench:
@@ -99,7 +99,7 @@ class Bench:
 
     @property
     def cluster(self) -> Cluster:
-        """One that works."""
+        """Return the cluster. Start one if there is none."""
         if self._cluster is None:
             self._cluster = Cluster.start(self.n, cpu=True, name="chaos", ttl=600)
             self.set_up(self._cluster)
@@ -112,7 +112,7 @@ class Bench:
             self.alone = cluster.run("losses()").values[0]
 
     def take(self, name: str) -> Cluster:
-        """The cluster that another process has started."""
+        """Attach to the cluster that another process has started."""
         self.end()
         self._cluster = Cluster.attach(name)
         return self._cluster
@@ -130,7 +130,7 @@ class Bench:
             raise Wrong(f"{len(left)} processes are left of the cluster")
 
     def check(self, values: dict[int, Any], steps: int = STEPS) -> None:
-        """Every rank has the curve of the training that was left alone."""
+        """Raise Wrong unless every rank has the curve of the training that was left alone."""
         for rank in range(self.n):
             found = values.get(rank) or []
             if len(found) != steps:
@@ -150,7 +150,7 @@ class Bench:
             time.sleep(0.02)
 
     def goes_on(self, folder: Path) -> None:
-        """A new cluster loads the checkpoint, and the curve goes on."""
+        """Load the checkpoint on a new cluster, and check that the curve goes on."""
         self.end()
         self.cluster.run(f"trainer = make('ddp', {str(folder)!r})\ntrainer.load({str(folder)!r})", timeout=RUN_SECONDS)
         self.cluster.run(f"trainer.fit(until={STEPS})", timeout=RUN_SECONDS)

@@ -1,4 +1,4 @@
-"""What happens to a training in `make chaos`, and how it has to end: equal, or in order."""
+"""The faults of `make chaos`. A training must survive each with an equal curve, or end in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.chaos_bench import RUN_SECONDS, SAVED, STEPS, STRATEGIES, SWI
 
 @dataclass
 class Run:
-    """One training and what is to happen to it. after: finished steps; delay: seconds, to meet a step anywhere."""
+    """A training and its fault. after: finished steps; delay: seconds more, so that it comes anywhere in a step."""
 
     number: int
     fault: str
@@ -55,13 +55,13 @@ class Run:
 
 
 def killed(bench: Bench, run: Run) -> str:
-    """From outside, at any moment."""
+    """Kill a rank by a signal from outside, at any moment."""
     number = random.Random(run.number).choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
     return _from_outside(bench, run, lambda: os.kill(bench.cluster.entry.ranks[run.rank].pid, number))
 
 
 def stopped_by_the_system(bench: Bench, run: Run) -> str:
-    """For a moment: everybody waits, and nobody is called dead."""
+    """Stop a rank for one second: the others wait, and no rank is taken for dead."""
 
     def halt() -> None:
         pid = bench.cluster.entry.ranks[run.rank].pid
@@ -73,7 +73,7 @@ def stopped_by_the_system(bench: Bench, run: Run) -> str:
 
 
 def hung(bench: Bench, run: Run) -> str:
-    """For good: the sentence names the rank, and who ends it has it replaced."""
+    """Stop a rank, so that it hangs: `why` must name it. Then kill it, so that it is replaced."""
 
     def halt() -> None:
         pid = bench.cluster.entry.ranks[run.rank].pid
@@ -108,28 +108,28 @@ def _ended_in_order(bench: Bench, run: Run, error: NbkitError) -> str:
         try:
             bench.goes_on(run.folder)
         except NbkitError as unread:
-            # It died again and again while the first one was being written: that is said, and there is no other.
+            # It died again and again while the first checkpoint was being written. It says so, and there is no other.
             if run.after > SAVED + 1 or "TornCheckpoint" not in str(unread):
                 raise
     elif run.after > SAVED + 1:
         raise Wrong(f"ended without a checkpoint: {error}")
     else:
-        bench.end()  # a rank of it may be dead, and nothing has begun another one
+        bench.end()  # one of its ranks may be dead, and no other cluster was started
     return f"ended: {error.what[:100]}"
 
 
 def crashed(bench: Bench, run: Run) -> str:
-    """The program itself ends a rank, at the same place on the new one: three times, and it is the program."""
+    """Have the program end a rank, and the new rank at the same place: after three times the program is to blame."""
     return _from_inside(bench, run, random.Random(run.number).choice(("SIGSEGV", "SIGKILL")))
 
 
 def exception(bench: Bench, run: Run) -> str:
-    """The cell ends with it; the same Trainer trains on in the next one."""
+    """Raise an exception, which ends the cell. The same Trainer trains on in the next one."""
     return _from_inside(bench, run, "exception")
 
 
 def out_of_memory(bench: Bench, run: Run) -> str:
-    """On one rank, in its forward pass or its update."""
+    """Let a rank run out of memory in its forward pass or its update."""
     return _from_inside(bench, run, "memory")
 
 
@@ -157,7 +157,7 @@ def _from_inside(bench: Bench, run: Run, what: str) -> str:
 
 
 def disk_full(bench: Bench, run: Run) -> str:
-    """Nothing can be saved: that is said, and the training goes on."""
+    """Fill the disk: nothing can be saved. The user is told, and the training goes on."""
     run.folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", run.folder], check=True)
     try:
@@ -172,13 +172,13 @@ def disk_full(bench: Bench, run: Run) -> str:
 
 
 def parent_killed(bench: Bench, run: Run) -> str:
-    """By force, or told to end."""
+    """Kill the parent of the ranks, or tell it to end."""
     number = random.Random(run.number).choice((signal.SIGKILL, signal.SIGTERM))
     return _cluster_gone(bench, run, lambda entry: os.kill(entry.parent.pid, number))
 
 
 def controller_killed(bench: Bench, run: Run) -> str:
-    """The way from the notebook to the ranks."""
+    """Kill the controller, which is the way from the notebook to the ranks."""
     return _cluster_gone(bench, run, lambda entry: os.kill(entry.controller.pid, signal.SIGKILL))
 
 
@@ -210,8 +210,8 @@ def _cluster_gone(bench: Bench, run: Run, act: Callable[[Any], None]) -> str:
 
 
 def kernel_killed(bench: Bench, run: Run) -> str:
-    """The notebook's process, while the training is detached: another one attaches, and has the curve."""
-    _ = bench.cluster.entry  # with the curve of one that is left alone, where this run is the first
+    """Kill the notebook's process while the training is detached: another one attaches, and gets the curve."""
+    _ = bench.cluster.entry  # the first run also trains the curve of one that is left alone
     bench.end()
     code = (
         "import sys, time\nfrom tests.support.chaos_bench import Bench\nbench = Bench()\nbench.alone = [0.0]\n"
@@ -243,7 +243,7 @@ FAULTS: dict[str, Callable[[Bench, Run], str]] = {
 
 
 def faults(bench: Bench, folder: Path, first: int, number: int, only: str = "") -> list[str]:
-    """Runs `first` and so on, each printed as it ends; those that went wrong."""
+    """Make `number` runs from `first` on, and print each as it ends. Return those that went wrong."""
     wrong, outcomes = [], Counter[str]()
     for seed in range(first, first + number):
         run = Run.drawn(seed, folder)

@@ -39,7 +39,7 @@ def computing():
 
 @dataclass(frozen=True)
 class Kill:
-    """when: seconds after the training has begun."""
+    """A kill of one rank. when: seconds after the training has begun."""
 
     when: float
     rank: int
@@ -47,7 +47,7 @@ class Kill:
 
 
 def drawn(seconds: float, every: float, ranks: int, seed: int) -> list[Kill]:
-    """One kill in each span of `every` seconds, at any moment but its edges: rank, moment and signal by chance."""
+    """Draw one kill in each span of `every` seconds, not near its edges: moment, rank and signal are random."""
     draw = random.Random(seed)
     return [
         Kill((span + draw.uniform(0.1, 0.9)) * every, draw.randrange(ranks), draw.choice(SIGNALS))
@@ -58,7 +58,7 @@ def drawn(seconds: float, every: float, ranks: int, seed: int) -> list[Kill]:
 def goodput(
     bench: Bench, minutes: float, every: float, strategies: Sequence[str] = GOODPUT, seed: int = 0, compute: float = 0.3
 ) -> list[str]:
-    """Steps per second of both trainings, `minutes` of killing in all strategies together; what went wrong.
+    """Print the steps per second of both trainings. All strategies together take `minutes`. Return what went wrong.
 
     every: seconds from one kill to the next. compute: seconds of a step, slept.
     """
@@ -99,7 +99,7 @@ def _compared(bench: Bench, strategy: str, seconds: float, every: float, seed: i
 def _trained(
     bench: Bench, strategy: str, compute: float, steps: int, kills: list[Kill]
 ) -> tuple[float, list[list[float]], int]:
-    """(seconds of the training, losses by rank, kills: those that came before it was over)."""
+    """Return (seconds of the training, losses by rank, number of kills before its end)."""
     cluster, over, made = bench.cluster, threading.Event(), list[Kill]()
     cluster.run(f"asleep = 0.0\ntrainer = make({strategy!r}, model=computing, callbacks=[])", timeout=RUN_SECONDS)
     cluster.run(f"asleep = {compute}")

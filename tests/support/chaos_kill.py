@@ -21,7 +21,7 @@ _SAID = re.compile(r"replaced: (\d+) steps? and ([\d.]+) s lost")
 
 
 def kill(bench: Bench, rounds: int, strategies: Sequence[str] = STRATEGIES) -> list[str]:
-    """Seconds from a kill to the first step after it, by strategy; what went wrong."""
+    """Print the seconds from a kill to the first step after it, by strategy. Return what went wrong."""
     wrong: list[str] = []
     alone: list[float] = []
     for strategy in strategies:
@@ -52,7 +52,7 @@ def kill(bench: Bench, rounds: int, strategies: Sequence[str] = STRATEGIES) -> l
 
 
 def _fitted(bench: Bench, strategy: str, rank: int | None) -> tuple[list[float], tuple[float, ...]]:
-    """The losses of a training, and what a kill of `rank` in it has cost."""
+    """Return the losses of a training, and the cost of a kill of `rank` in it."""
     cluster = bench.cluster
     cluster.run(f"stamps = []\ntrainer = make({strategy!r}, {LARGE}, callbacks=[])", timeout=RUN_SECONDS)
     known = set(cluster.connection.replaced)
@@ -82,8 +82,10 @@ def _fitted(bench: Bench, strategy: str, rank: int | None) -> tuple[list[float],
 
 
 def _show_stages(marks: dict[int, list[tuple[str, float, float]]], new: int, moment: float, first: float) -> None:
-    """Seconds from the kill to the end of each stage, on the last survivor and on the new rank; in brackets the
-    CPU-seconds that one rank used in it."""
+    """Print the seconds from the kill to the end of each stage, on the last survivor and on the new rank.
+
+    The numbers in brackets are the CPU-seconds that one rank used in the stage.
+    """
     old = [each for rank, each in marks.items() if rank != new]
     together = [[_row(each, number) for each in old] for number in range(min(map(len, old)))]
     slowest = [(rows[0][0], max(wall for _, wall, _ in rows), max(cpu for *_, cpu in rows)) for rows in together]
@@ -106,7 +108,7 @@ def _equal(one: list[float], other: list[float]) -> bool:
 
 
 def pairs(sizes: tuple[int, ...]) -> list[str]:
-    """Two ranks at once under zero3: buddies apart, and together."""
+    """Kill two ranks at once under zero3, first two that are not buddies, then buddies. Return what went wrong."""
     wrong = []
     for n in sizes:
         for together in (False, True):

@@ -14,7 +14,7 @@ from nbkit.notebook.cluster import registry
 
 @contextmanager
 def home_of_clusters(home: Path) -> Iterator[Path]:
-    """Clusters started inside live in this folder, and none of them survives it."""
+    """Have clusters that are started inside live in this folder. End those that are left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NBKIT_HOME", str(home))
         try:
@@ -31,7 +31,7 @@ def end_clusters(home: Path) -> None:
 
 
 def assert_gone(what: Callable[[], Sequence[object]]) -> None:
-    """What is being ended takes a while: a job under Slurm, a host whose link was down."""
+    """Wait until `what` returns nothing: a job under Slurm, or a host whose link was down, takes a while to end."""
     deadline = time.monotonic() + 40
     while what() and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @cache
 def code_files() -> list[Path]:
-    """Those that hold something, sorted."""
+    """Return the source files that are not empty, sorted."""
     found = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = [name for name in folders if name != "site-packages"]
@@ -19,5 +19,5 @@ def code_files() -> list[Path]:
 
 
 def lengths(cut: int = 2048) -> list[int]:
-    """Bytes of each, at most `cut`."""
+    """Return the bytes of each file, at most `cut`."""
     return [min(path.stat().st_size, cut) for path in code_files()]

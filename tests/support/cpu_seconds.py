@@ -1,6 +1,6 @@
-"""What each file of tests costs, in CPU-seconds of this process and of all that were started below it: pytest --cpu.
+"""The plugin behind pytest --cpu: CPU-seconds of each test file, of this process and of all processes started below it.
 
-Seconds on a clock say little on a busy machine. In one process only: without -n.
+Seconds on a clock say little on a busy machine. It works in one process only: without -n.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 
 
 class CpuSeconds:
-    """Adds up what processes have used, while they are there and after they were waited for.
+    """Adds up the CPU-seconds of processes, while they run and after they were waited for.
 
-    One that outlives its parent, such as a cluster's, is known from then on if it was there at the end of a test.
+    A process that outlives its parent, such as a cluster's, is counted once it was there at the end of a test.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class CpuSeconds:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """What a fixture of a file or folder takes counts for the test that is the first to ask for it."""
+        """Count a test's CPU-seconds. A fixture of a file or folder counts for the first test that asks for it."""
         done: Any = yield
         after = self._total()
         file = item.nodeid.partition("::")[0]
@@ -37,7 +37,7 @@ class CpuSeconds:
         return done
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """The files, the dearest first."""
+        """Print the files, the most expensive first."""
         terminalreporter.section("CPU-seconds")
         for file, seconds in self._of_file.most_common():
             terminalreporter.line(f"{seconds:8.1f}  {self._num[file]:4d} tests  {file}")

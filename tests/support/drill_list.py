@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Drill:
-    """words: have to be in what is shown. cell: is what is done, in a notebook. first: cells that prepare it.
+    """A mistake or a failure, and the answer to it. words: have to be in what is shown. cell: does it, in a notebook.
 
-    fails: the cell ends with an error, so that Run All stops. after: cells that clean up, and have to go well. typed:
-    what is typed when the cell asks. stop: the stop button is pressed so many seconds after the cell was sent.
-    with_cluster: of a notebook that has one. renews: the cluster has other processes afterwards.
+    first: cells that prepare it. fails: the cell ends with an error, so that Run All stops. after: cells that clean up,
+    and have to go well. typed: what is typed when the cell asks. stop: the stop button is pressed so many seconds after
+    the cell was sent. with_cluster: of a notebook that has one. renews: the cluster has other processes afterwards.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""What people do wrong and what breaks, in a real notebook: what is then shown, how long it takes, and what is left.
+"""Mistakes and failures in a real notebook: the answer that is shown, how long it takes, and what is left.
 
 python -m tests.support.drills                    all of them
 python -m tests.support.drills WORD ...           those with a word in their name; --out FILE writes the table
 
-One kernel, one cluster of two ranks. After each drill the next cell runs a collective on both ranks, and no process is
-left that was not there before; after the last one nothing is left at all.
+All drills share a kernel and a cluster of two ranks. After each drill, the next cell must run a collective on both
+ranks, and no new process may be left. After the last drill, no process at all may be left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHOWN_CHARACTERS = 220
 
 @dataclass(frozen=True)
 class Outcome:
-    """shown: the sentence of the answer. seconds: until it was complete. wrong: what is not as it should be, or ""."""
+    """The answer to a drill. shown: its sentence. seconds: until it was complete. wrong: what is wrong, or ""."""
 
     drill: Drill
     shown: str
@@ -69,9 +69,9 @@ def perform(kernel: Kernel, drill: Drill) -> Outcome:
 
 
 def processes(kernel: Kernel) -> set[psutil.Process]:
-    """Every process of the kernel's clusters: by what it has in its environment, and by what is registered.
+    """Return every process of the kernel's clusters: found by its environment, or in the registry.
 
-    What is forked from a process of the tests shows that one's environment.
+    A process that was forked from a process of the tests shows the environment of that process.
     """
     home = kernel.environment["NBKIT_HOME"]
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,7 @@ def processes(kernel: Kernel) -> set[psutil.Process]:
 
 
 def alive(found: set[psutil.Process]) -> set[psutil.Process]:
-    """Those that have not ended."""
+    """Return the processes that have not ended."""
     left = set()
     for process in found:
         with suppress(psutil.Error):
@@ -112,23 +112,23 @@ def _new(kernel: Kernel, before: set[psutil.Process]) -> list[str]:
 
 
 def sentence(cell: Cell) -> str:
-    """Of what a cell shows the lines that say what is wrong and what to type: of its error, else the last ones."""
+    """Return the lines of a cell that say what is wrong and what to type: those of its error, else its last lines."""
     errors = [content for _, kind, content in cell.messages if kind == "error"]
     text = "\n".join(errors[-1]["traceback"]) if errors else cell.text
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
     hints = [line.strip() for line in cell.text.splitlines() if line.strip().startswith("→")]
-    lines += [hint for hint in dict.fromkeys(hints[:1]) if hint not in lines]  # of an error that a rank has raised
+    lines += [hint for hint in dict.fromkeys(hints[:1]) if hint not in lines]  # a rank's error
     shown = " ".join(lines[-4:] if not errors or len(lines) > 6 else lines)
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 1]}…"
 
 
 def all_of(words: Sequence[str]) -> list[Drill]:
-    """The drills that have one of `words` in their name; without words all."""
+    """Return the drills that have one of `words` in their name, or all if there are no words."""
     return [drill for drill in DRILLS if not words or any(word in drill.name for word in words)]
 
 
 def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
-    """The outcome of each, in one notebook. The last one of a whole list is that nothing is left running."""
+    """Yield the outcome of each drill, in one notebook. After a whole list, check that nothing is left running."""
     with Kernel(home) as kernel:
         kernel.run("%load_ext nbkit")
         for drill in [each for each in drills if not each.with_cluster]:
@@ -148,7 +148,7 @@ def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """As a page shows them."""
+    """Return the outcomes as lines of a Markdown table."""
     lines = ["| | what is done | what is then shown | seconds |", "|---|---|---|---|"]
     for number, outcome in enumerate(outcomes, 1):
         shown = outcome.shown.replace("|", "\\|")

@@ -38,7 +38,7 @@ FACTS = Facts(width=256, blocks=8, sequence=64, batch=64, heads=8)
 
 
 class FakeRun:
-    """Writes what the ranks of a job would; `step` may be called for as long as one likes. late: a rank that lags."""
+    """Writes what the ranks of a job would write, for as many calls of `step` as one likes. late: a rank that lags."""
 
     def __init__(self, folder: Path, world: int, strategy: str, *, late: int | None = None, node: int = 8) -> None:
         self.folder, self.world, self.late, self.number = folder, world, late, 0
@@ -84,7 +84,7 @@ class FakeRun:
         parts = [self._parts(rank) for rank in range(self.world)]
         longest = max(sum(one.values()) for one in parts)
         for rank, one in enumerate(parts):
-            one["exposed"] += longest - sum(one.values())  # the others wait for who is late
+            one["exposed"] += longest - sum(one.values())  # the others wait for the late rank
             numbers = {
                 "step": self.number,
                 "loss": 1.2 + 3.0 / (1 + 0.05 * self.number) + self.random.gauss(0, 0.03),
@@ -196,12 +196,12 @@ class FakeRun:
         return tuple({(row.op, row.group, row.peer): row for row in rows}.values())
 
     def _timed(self, calls: int, blocked: float) -> tuple[int, float]:
-        """As ranks listen: in the first steps of a strategy, then now and then."""
+        """Return (timed calls, blocked seconds): ranks time the first steps of a strategy, then a step now and then."""
         heard = self.number - self.since <= 3 or self.number % LISTEN_EVERY == 0
         return (calls, blocked + 0.001) if heard else (0, 0.0)
 
     def _hidden(self) -> int:
-        """With sequence parallelism each rank sends its part of the positions."""
+        """Return the size of the hidden states that a rank sends: sequence parallelism splits the positions."""
         return HIDDEN // 2 // self.strategy.dp // self.strategy.tp
 
     def _last_group(self, rank: int) -> Group | None:
@@ -248,7 +248,7 @@ class FakeRun:
 
 
 def forecast_of(weights: list[Weight], facts: Facts, strategy: Strategy, *, step: int = 0) -> forecast.Forecast:
-    """What the formulas say of a job whose optimizer is Adam in fp32."""
+    """Return what the formulas predict for a job whose optimizer is Adam in fp32."""
     ranks, cuts = range(strategy.mesh.size), cuts_for(weights, strategy, None)
 
     def rest(rank: int) -> Rest:

@@ -1,9 +1,9 @@
 """The parent of a cluster's ranks, and its controller, forked from the process that ranks of tests are forked from.
 
-That has torch and ipyparallel in memory: to import them takes each start of a cluster seconds of a core. The ranks know
-their links, which all would measure at the first job and at the first one after each death, and the optimizers of most
-jobs. All else is as at a user's: their own session, environment, folder and log. tests/notebook/cluster/test_launch.py
-starts clusters as a user does.
+That process has torch and ipyparallel in memory. Importing them would take seconds of a core for each cluster. Ranks
+know the optimizers of most jobs and their links, which they would measure at the first job and after each death. All
+else is as for a user: their own session, environment, folder and log. tests/notebook/cluster/test_launch.py starts
+clusters as a user does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher
 
 from nbkit.notebook.cluster.launch.launch import ParentLauncher
 
-# For processes that are not the tests' own: they ask that one, because to fork from one's own takes an import too.
+# For other processes than the tests' own: they ask that one, because a fork of their own would have to import too.
 _ASK = """
 def start(launcher):
     import json, os, socket
@@ -67,10 +67,10 @@ del prepare
 
 @contextmanager
 def forked_parents(forked: bool = True, *, controllers: bool = True) -> Iterator[None]:
-    """Clusters that this process starts meanwhile; with `forked=False` as if this were not there.
+    """Fork the parents of clusters that this process starts meanwhile; with `forked=False`, start them as usual.
 
-    controllers: false where one is killed. What it leaves is known by its environment, and what is forked here shows
-    that of the process of the tests.
+    controllers: False if a test kills a controller. Its processes are then found by their environment, and a forked
+    process shows that of the tests' process.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParentLauncher, "start", _start if forked else _AS_EVER)
@@ -83,7 +83,7 @@ _AS_EVER, _CONTROLLER_AS_EVER = ParentLauncher.start, LocalControllerLauncher.st
 
 @contextmanager
 def forked_parents_of_kernels(ipython_dir: Path) -> Iterator[None]:
-    """Clusters that are started meanwhile by kernels whose IPYTHONDIR this is."""
+    """Fork the parents of clusters that are started meanwhile by kernels with this IPYTHONDIR."""
     with _served() as ask:
         startup = ipython_dir / "profile_default" / "startup"
         startup.mkdir(parents=True)
@@ -93,14 +93,14 @@ def forked_parents_of_kernels(ipython_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def forked_parents_of_programs() -> Iterator[str]:
-    """Clusters that are started meanwhile by a program that runs this source first."""
+    """Yield source for a program: if it runs that first, the parents of its clusters are forked."""
     with _served() as ask:
         yield _PROGRAM.format(ask=ask)
 
 
 @contextmanager
 def _served() -> Iterator[str]:
-    """The source of a function that starts the parent of a launcher by asking this process."""
+    """Yield the source of a function that starts the parent of a launcher by asking this process."""
     ranks._forking()  # here, because it changes the environment for a moment
     with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
         address = os.path.join(folder, "parents")
@@ -131,7 +131,7 @@ def _fork(*how: Any) -> int:
 
 
 def parent_of(folder: Path) -> Any:
-    """The process of a parent of the cluster of which `folder` tells, not started yet."""
+    """Return the process of the parent of the cluster that `folder` describes. It is not started yet."""
     args = [sys.executable, "-m", "nbkit.bridge.parent.parent", str(folder)]
     how = (args, dict(os.environ), os.getcwd(), str(folder / "parent.log"))
     return ranks._forking().Process(target=_be, args=how, daemon=False)

@@ -57,13 +57,13 @@ from verify.training import BATCH, Outcome, train  # noqa: E402
 STRATEGIES = tuple(
     name for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "cp=4") if (REAL, name) != ("gloo", "pp")
 )
-PER_SET = 8  # cases in one set of processes: a bug that ends one takes no more along
+PER_SET = 8  # cases in one set of processes: more than these cannot be lost by a bug that ends one
 _RELEASED_S = 1.0
 _COPIED = 3  # a step: input and target, once for all micro-batches; the vector of the step's numbers
 
 
 def trained(rank: int, ranks: int, cases: Sequence[Case]) -> list[Outcome]:
-    """Every case, on a rank, with its tensors on the host."""
+    """Train every case, on a rank. Move its tensors to the host."""
     begun(rank, ranks)
     found = []
     for case in cases:
@@ -75,7 +75,7 @@ def trained(rank: int, ranks: int, cases: Sequence[Case]) -> list[Outcome]:
 
 
 def switched(rank: int, ranks: int, walk: Sequence[str]) -> list[float]:
-    """Losses of a training with a step under each strategy of `walk`; every other switch is beside the training."""
+    """Train a step under each strategy of `walk`, with every other switch beside the training. Return the losses."""
     begun(rank, ranks)
     trainer = trainer_of(walk[0])
     trainer.fit(1)
@@ -86,7 +86,7 @@ def switched(rank: int, ranks: int, walk: Sequence[str]) -> list[float]:
 
 
 def failed(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, list[float] | str]:
-    """Losses under each strategy, with an error on rank 1 after the second step, of which the others hear later."""
+    """Return the losses under each strategy. Rank 1 fails after the second step, and the others hear of it later."""
     world, _ = begun(rank, ranks)
     found: dict[str, list[float] | str] = {}
     for strategy in strategies:
@@ -106,7 +106,7 @@ def failed(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, list[f
 
 
 def died(seat: Seat, strategies: Sequence[str]) -> dict[str, list[float]]:
-    """Losses under each strategy, with rank 1 killed after the second step; a new one knows of those since it came."""
+    """Return the losses under each strategy. Rank 1 is killed after step 2; a new rank knows those since it came."""
     found: dict[str, list[float]] = {}
     for number, strategy in enumerate(strategies):
         if number < seat.deaths - seat.new:
@@ -162,7 +162,7 @@ def _error_after(step: int, rank: int, reached: threading.Event) -> Callable[[An
 
 
 def _broken_off(train: Callable[[], Any], reached: threading.Event) -> None:
-    """As the bridge does for a rank whose peer has failed: out of its collectives, then an interrupt."""
+    """Train, and break off as the bridge does when a peer has failed: leave the collectives, then interrupt."""
     ended = threading.Event()
 
     def release() -> None:
@@ -189,7 +189,7 @@ def _broken_off(train: Callable[[], Any], reached: threading.Event) -> None:
 
 
 def every_pair(strategies: Sequence[str]) -> list[str]:
-    """A walk that goes from each of `strategies` to each other one, once."""
+    """Return a walk that goes from each of `strategies` to each other one, once."""
     left = {one: [other for other in strategies if other != one] for one in strategies}
     stack, walk = [strategies[0]], list[str]()
     while stack:
@@ -201,13 +201,13 @@ def every_pair(strategies: Sequence[str]) -> list[str]:
 
 
 def cases(models: Sequence[str] = ("gpt", "llama_of_8_heads", "ten_convs")) -> list[Case]:
-    """Each strategy on each of `models`."""
+    """Return a case for each strategy on each of `models`."""
     every = (case for case in parity_matrix("float64", 3) if case.model in models)
     return [case for case in every if not (REAL == "gloo" and "pp" in case.strategy)]
 
 
 def check_cases(some: Sequence[Case]) -> Iterator[str]:
-    """A line for each, ending with what is wrong, if anything is."""
+    """Yield a line for each case, which ends with what is wrong, if anything is."""
     known = truths(some, device="cuda" if REAL else "cpu")
     for ranks in sorted({case.ranks for case in some}):
         alike = [case for case in some if case.ranks == ranks]
@@ -224,14 +224,14 @@ def check_cases(some: Sequence[Case]) -> Iterator[str]:
 
 
 def check_switches(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
-    """One line."""
+    """Yield one line about all switches."""
     walk = every_pair(strategies)
     yield _lines(f"{len(walk) - 1} switches", len(walk), lambda: run_ranks(
         switched, ranks, ranks, walk, join=False, timeout=120 + 20 * len(walk)))  # fmt: skip
 
 
 def check_errors(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
-    """A line for each strategy."""
+    """Yield a line for each strategy."""
     for strategy in strategies:
 
         def run(strategy: str = strategy) -> list[Any]:
@@ -242,7 +242,10 @@ def check_errors(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> I
 
 
 def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counter[str]]:
-    """Of the third step under each strategy, clipped, in micro-batches and recorded: see PretendAccelerator.counts."""
+    """Count what the third step under each strategy has the host do, clipped, in micro-batches and recorded.
+
+    See PretendAccelerator.counts.
+    """
     _, gpu = begun(rank, ranks)
     collectives.set_mode("time")
     gpt, found = ZOO["gpt"], dict[str, Counter[str]]()
@@ -286,9 +289,9 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
 
 
 def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, together: bool = False) -> Iterator[str]:
-    """A line for each strategy: in a step the host waits for nothing, and copies the batch once, from pinned memory.
+    """Yield a line for each strategy: a step must copy the batch once, from pinned memory, and not wait on the host.
 
-    together: in one set of processes, where a strategy that ends it takes the others along.
+    together: use one set of processes. A strategy that ends it then takes the others along.
     """
     for some in [strategies] if together else [[strategy] for strategy in strategies]:
         try:
@@ -305,7 +308,7 @@ def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, toget
 def check_deaths(
     strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, late: Sequence[float] = (0.0,) if REAL else (0.0, 3.0)
 ) -> Iterator[str]:
-    """A line for each strategy and number of seconds after which the others hear of it."""
+    """Yield a line for each strategy and each number of seconds after which the others hear of the death."""
     for strategy, late_s in itertools.product(strategies, late):
 
         def run(strategy: str = strategy, late_s: float = late_s) -> list[Any]:

@@ -1,6 +1,6 @@
-"""What a training does beside its steps, on the pretended GPU under every strategy: losses as without it.
+"""Features beside the steps, on the pretended GPU under every strategy: they leave the losses as they are.
 
-Each of `FEATURES` trains in its own way and returns numbers, which have to be those of one process.
+Each of `FEATURES` trains in its own way and returns numbers, which must be equal to those of one process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Feature = Callable[[str, int, Path], list[float]]
 
 
 def stop(strategy: str, rank: int, folder: Path) -> list[float]:
-    """The ranks hear of it after different steps, and go on afterwards."""
+    """Stop a training. The ranks hear of it after different steps, and go on afterwards."""
 
     def post(trainer: Any, record: dict[str, Any]) -> None:
         if record["step"] == 1 + rank % 2:
@@ -48,7 +48,7 @@ def stop(strategy: str, rank: int, folder: Path) -> list[float]:
 
 
 def checkpoint(strategy: str, rank: int, folder: Path) -> list[float]:
-    """Written under `strategy`; another job reads it under another strategy and goes on."""
+    """Save under `strategy`, load in another job under another strategy, and go on."""
     trainer = trainer_of(strategy)
     trainer.fit(STEPS - 2)
     trainer.save(folder / "saved")
@@ -63,7 +63,7 @@ def checkpoint(strategy: str, rank: int, folder: Path) -> list[float]:
 
 
 def telemetry(strategy: str, rank: int, folder: Path) -> list[float]:
-    """With records: the bytes of a step are those of the formula, where there is one."""
+    """Train with records. Check that the bytes of a step are those of the formula, if there is one."""
     trainer = trainer_of(strategy, log_dir=str(folder), name="run")
     trainer.fit(STEPS)
     (run,) = folder.iterdir()
@@ -76,14 +76,14 @@ def telemetry(strategy: str, rank: int, folder: Path) -> list[float]:
 
 
 def offload(strategy: str, rank: int, folder: Path) -> list[float]:
-    """The optimizer's state in memory of the host."""
+    """Train with the optimizer's state in memory of the host."""
     trainer = trainer_of(strategy, compute=nbkit.Compute(offload="cpu"))
     trainer.fit(STEPS)
     return _losses(trainer)
 
 
 def generate(strategy: str, rank: int, folder: Path) -> list[float]:
-    """The likeliest tokens, and drawn ones, between two steps; then their loss."""
+    """Generate the likeliest tokens, and drawn ones, between two steps. Return the tokens and the losses."""
     trainer = trainer_of(strategy)
     trainer.fit(1)
     prompt = torch.arange(6).view(2, 3)
@@ -93,12 +93,12 @@ def generate(strategy: str, rank: int, folder: Path) -> list[float]:
 
 
 def bf16(strategy: str, rank: int, folder: Path) -> list[float]:
-    """float32 weights under autocast."""
+    """Train float32 weights under autocast to bfloat16."""
     return _in_precision("bf16", strategy)
 
 
 def fp16(strategy: str, rank: int, folder: Path) -> list[float]:
-    """The same, with a scale on the loss."""
+    """Train float32 weights under autocast to float16, with a scale on the loss."""
     return _in_precision("fp16", strategy)
 
 
@@ -109,7 +109,7 @@ def _in_precision(precision: str, strategy: str) -> list[float]:
 
 
 def batch_norm(strategy: str, rank: int, folder: Path) -> list[float]:
-    """torch's SyncBatchNorm in a convolution net; with its running statistics."""
+    """Train a convolution net with torch's SyncBatchNorm. Return its running statistics too."""
     draw = torch.Generator().manual_seed(3)
     images = torch.randn(36, 1, 6, 6, dtype=torch.float64, generator=draw) * 3 + 1
     trainer = trainer_of(
@@ -151,7 +151,7 @@ FEATURES: dict[str, tuple[Feature, float]] = {
     "offload": (offload, 1e-10),
     "generate": (generate, 1e-10),
     "batch_norm": (batch_norm, 1e-9),
-    # Rounded elsewhere in each strategy: tests/verify has the bars of that; here it is no wrong sum, nor a NaN.
+    # Each strategy rounds in other places, for which tests/verify has bars. Here, only look for wrong sums and NaN.
     "bf16": (bf16, 1e-2),
     "fp16": (fp16, 1e-3),
 }
@@ -164,7 +164,7 @@ DATA_ONLY = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 def check_features(
     strategies: Sequence[str], names: Sequence[str] = tuple(FEATURES), *, ranks: int = 4
 ) -> Iterator[str]:
-    """A line for each feature and strategy."""
+    """Yield a line for each feature and strategy."""
     for name in names:
         bar = FEATURES[name][1]
         some = [one for one in strategies if name != "batch_norm" or one in DATA_ONLY]
@@ -190,7 +190,7 @@ def _verdict(every: Sequence[list[float] | str], known: Sequence[float], bar: fl
 
 
 def _alone(world: Any, name: str, folder: Path) -> list[float]:
-    # What is about communication has nothing to say of one process.
+    # These features add nothing in one process.
     plain: dict[str, Feature] = {"telemetry": _plain, "checkpoint": _plain, "stop": _plain, "offload": _plain}
     folder.mkdir()
     return plain.get(name, FEATURES[name][0])("ddp", 0, folder)

@@ -19,11 +19,11 @@ from verify.cases import Case
 from verify.training import trainer_of as job_of
 
 REAL = os.environ.get("NBKIT_CHECK_REAL_GPU", "")
-"""The backend between ranks that share the GPU of this machine; "": it is pretended."""
+"""The backend between ranks that share the GPU of this machine, or "" for a pretended GPU."""
 
 
 def begun(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
-    """(world, GPU) of a rank, on which every training is checked operation by operation; not so on a real GPU."""
+    """Return (world, GPU) of a rank. On a pretended GPU, every operation of a training is checked."""
     if REAL:
         warnings.simplefilter("ignore")
         address, port = listeners[0].getsockname()
@@ -35,7 +35,7 @@ def begun(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
 
 
 def place(rank: int, ranks: int) -> Any:
-    """Of such a rank, which has not joined the world yet."""
+    """Return the place of a rank on this GPU, before it joins the world."""
     if REAL:
         # NCCL refuses two ranks of one host on one GPU. To it these are on several hosts, and send over sockets.
         os.environ["NCCL_HOSTID"] = f"host-of-rank-{rank}"
@@ -46,7 +46,7 @@ def place(rank: int, ranks: int) -> Any:
 
 
 def looked_at(gpu: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, operations are checked; nothing is on a real GPU."""
+    """Return a context that checks operations on a pretended GPU, and does nothing on a real one."""
     return contextlib.nullcontext() if REAL else checked(gpu)
 
 
@@ -64,5 +64,5 @@ def _check_trainings(gpu: Any) -> None:
 
 
 def trainer_of(strategy: str, *, dtype: str = "float64", **more: Any) -> Trainer:
-    """Of the GPT whose truth is that of `Case("gpt", "")`."""
+    """Return a Trainer of the GPT whose truth is that of `Case("gpt", "")`."""
     return job_of(Case("gpt", strategy, dtype), **more)

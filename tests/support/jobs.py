@@ -36,7 +36,7 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def weighted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Class 0 is masked out, so that every row, rank and micro-batch weighs something else."""
+    """Return (sum, weight) without class 0, so that every row, rank and micro-batch has another weight."""
     mask = (target != 0).float()
     return (F.cross_entropy(output, target, reduction="none") * mask).sum(), mask.sum()
 
@@ -71,7 +71,7 @@ class Heard(list[Any]):
 
 
 def heard(owner: Trainer | Job, *kinds: str) -> Heard:
-    """What a training emits from here on."""
+    """Return a sink that gets what a training emits from here on."""
     sink = Heard(*kinds)
     job: Job = getattr(owner, "job", owner)
     job.ledger.bus.add(sink)
@@ -79,7 +79,7 @@ def heard(owner: Trainer | Job, *kinds: str) -> Heard:
 
 
 def quiet(**changed: Any) -> Trainer:
-    """A Trainer of `net` on `points` that prints and writes nothing."""
+    """Return a Trainer of `net` on `points` that prints and writes nothing."""
     asked: dict[str, Any] = {
         "model": net,
         "loss": mean_loss,
@@ -122,7 +122,7 @@ def asked_for(
 
 
 def order(num: int, epoch: int, seed: int = SEED) -> list[int]:
-    """The pinned order of an epoch."""
+    """Return the pinned order of an epoch."""
     return torch.randperm(num, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
@@ -135,7 +135,7 @@ def one_process(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = Recording,
     drop_last: bool = False,
 ) -> tuple[list[float], torch.optim.Optimizer, nn.Module]:
-    """(losses, optimizer, model) of a loop over whole global batches in plain torch."""
+    """Train in a loop over whole global batches in plain torch. Return (losses, optimizer, model)."""
     torch.manual_seed(SEED)
     model = net()
     optimizer_ = optimizer(model)
@@ -160,7 +160,7 @@ def one_process(
 
 
 def assert_same_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Norms, and the largest difference against the largest gradient: elementwise ratios mean nothing near zero."""
+    """Compare norms, and the largest difference with the largest gradient: elementwise ratios fail near zero."""
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.norm(), theirs.norm(), rtol=1e-5, atol=0)

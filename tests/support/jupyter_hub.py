@@ -1,6 +1,6 @@
 """A JupyterHub on this machine with one user, whose server runs this Python's packages: it, its proxy, a kernel.
 
-Of PATH: jupyterhub and configurable-http-proxy, each of an installation of its own; see `missing`.
+PATH must have jupyterhub and configurable-http-proxy, each from its own installation; see `missing`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ c.Spawner.environment = {environment!r}
 
 
 def missing() -> str:
-    """Why there can be no Hub here, "" if there can."""
+    """Return why there can be no Hub here, or ""."""
     absent = [name for name in ("jupyterhub", "configurable-http-proxy", "node") if not shutil.which(name)]
     if absent:
         where = "pip install jupyterhub jupyter-server-proxy, npm install configurable-http-proxy, each in PATH"
@@ -53,7 +53,7 @@ def missing() -> str:
 
 
 class JupyterHub:
-    """token: of a service that may do anything with the user's server."""
+    """A Hub with one user. token: of a service that may do anything with the user's server."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self.folder, self.token = folder, secrets.token_hex(16)
@@ -88,7 +88,7 @@ class JupyterHub:
         _until(lambda: self.answers("/hub/api/"), "the Hub")
 
     def get(self, path: str, method: str = "GET", body: dict[str, Any] | None = None) -> bytes:
-        """What a path of the Hub, or of the user's server behind its proxy, answers. Raises HTTPError."""
+        """Return the answer to a request to the Hub, or to the user's server behind its proxy. Raises HTTPError."""
         request = urllib.request.Request(
             self.address + path,
             method=method,
@@ -99,7 +99,7 @@ class JupyterHub:
             return bytes(answer.read())
 
     def answers(self, path: str) -> bool:
-        """Whether it does."""
+        """Return True if a request for `path` succeeds."""
         try:
             self.get(path)
         except (urllib.error.URLError, OSError):
@@ -107,19 +107,19 @@ class JupyterHub:
         return True
 
     def start_server(self) -> None:
-        """The user's server, and wait until it answers."""
+        """Start the user's server, and wait until it answers."""
         with contextlib.suppress(urllib.error.HTTPError):  # there is such a user
             self.get(f"/hub/api/users/{USER}", "POST")
         self.get(f"/hub/api/users/{USER}/server", "POST")
         _until(lambda: self.answers(f"/user/{USER}/api/status"), "the user's server")
 
     def stop_server(self) -> None:
-        """As a user does in the Hub's control panel, or the Hub itself where it culls what is idle."""
+        """Stop the user's server, as a user does in the Hub's control panel, or as the Hub does with an idle server."""
         self.get(f"/hub/api/users/{USER}/server", "DELETE")
         _until(lambda: not json.loads(self.get(f"/hub/api/users/{USER}"))["servers"], "the end of the user's server")
 
     def kernel(self) -> Kernel:
-        """A new kernel of the user's server."""
+        """Start a new kernel of the user's server."""
         made = json.loads(self.get(f"/user/{USER}/api/kernels", "POST", {}))
         return Kernel(self, made["id"])
 
@@ -143,7 +143,7 @@ class Kernel:
         )
 
     def run(self, source: str) -> str:
-        """What a cell prints and shows, as text. Raises RuntimeError where it fails."""
+        """Run a cell. Return what it prints and shows, as text. Raises RuntimeError if it fails."""
         sent = secrets.token_hex(8)
         header = {"msg_id": sent, "msg_type": "execute_request", "username": "", "session": "tests", "version": "5.3"}
         content = {"code": source, "silent": False, "store_history": True, "allow_stdin": False}
@@ -170,7 +170,7 @@ class Kernel:
 
 @contextlib.contextmanager
 def running(folder: Path, environment: dict[str, str]) -> Iterator[JupyterHub]:
-    """environment: of the user's server."""
+    """Run a Hub. environment: of the user's server."""
     hub = JupyterHub(folder, environment)
     try:
         yield hub

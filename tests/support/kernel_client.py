@@ -19,7 +19,7 @@ from jupyter_client.manager import KernelManager
 
 @dataclass
 class Cell:
-    """What came of one cell. messages: (seconds since it was sent, type, content)."""
+    """The result of one cell. messages: (seconds since it was sent, type, content)."""
 
     status: str = ""
     seconds: float = 0.0
@@ -39,26 +39,26 @@ class Cell:
         return re.sub(r"\x1b\[[0-9;]*m", "", "".join(parts))
 
     def said(self, line: str) -> bool:
-        """Whether ranks 0 and 1 have printed this: see `said`."""
+        """Return True if ranks 0 and 1 have printed this: see the function `said`."""
         return said(self.text, line)
 
     @property
     def prompts(self) -> list[str]:
-        """What was asked of who sits at the keyboard."""
+        """The prompts of the cell's requests for input."""
         return [content["prompt"] for _, kind, content in self.messages if kind == "input_request"]
 
     def when(self, text: str) -> float:
-        """Seconds after which `text` was on screen."""
+        """Return the seconds after which `text` was on screen."""
         return next(at for at, kind, content in self.messages if kind == "stream" and text in content["text"])
 
 
 def said(text: str, line: str) -> bool:
-    """Whether ranks 0 and 1 have printed this: in one line, or each in its own where the machine let one wait."""
+    """Return True if ranks 0 and 1 have printed this: in one line, or in one each if one rank was slower."""
     return f"[0-1] {line}" in text or all(f"[{rank}] {line}" in text for rank in (0, 1))
 
 
 class Kernel:
-    """Start with `home` for clusters; use as a context manager."""
+    """A kernel with `home` for its clusters; use it as a context manager."""
 
     def __init__(self, home: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
@@ -84,11 +84,11 @@ class Kernel:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         self.opened.close()
-        # A test that failed half-way has left its cluster running.
+        # A test that failed half-way leaves its cluster running.
         end_clusters(Path(self.environment["NBKIT_HOME"]))
 
     def restart(self, *, kill: bool) -> None:
-        """What the restart button does; kill: what happens to a kernel that runs out of memory."""
+        """Restart the kernel as the restart button does. kill: as a kernel is restarted that ran out of memory."""
         self.client.stop_channels()
         self.manager.restart_kernel(now=kill)
         self._connect()
@@ -112,7 +112,7 @@ class Kernel:
         return self.collect(self.send(source), timeout=timeout, at=at, typed=typed)
 
     def complete(self, source: str) -> list[str]:
-        """What Tab offers at the end of `source`."""
+        """Return the completions that Tab offers at the end of `source`."""
         message = self.client.complete(source)
         while True:
             reply = self.client.get_shell_msg(timeout=30)
@@ -127,10 +127,10 @@ class Kernel:
         at: dict[float, Callable[[], object]] | None = None,
         typed: Iterable[str | Callable[[], str | None]] = (),
     ) -> Cell:
-        """Everything that belongs to a cell until it is over.
+        """Collect everything that belongs to a cell until it is over.
 
-        typed: the answers of who sits at the keyboard, one for each time that the cell asks; of a function what it
-        returns, None: nothing is typed.
+        typed: answers from the keyboard, one for each time that the cell asks. A function is called for its answer; if
+        that is None, nothing is typed.
         """
         cell, began, idle, lines = Cell(), time.monotonic(), False, iter(typed)
         actions = sorted((at or {}).items())
@@ -158,7 +158,7 @@ class Kernel:
             self.client.input(line)
 
     def late(self, message: str, seconds: float) -> Cell:
-        """What has arrived for a cell after it was over, and arrives within so many seconds."""
+        """Return the messages of a cell that arrived after its end, or that arrive within so many seconds."""
         cell, began = Cell(), time.monotonic()
         cell.messages += self.others.pop(message, [])
         while time.monotonic() - began < seconds:

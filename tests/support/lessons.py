@@ -1,6 +1,6 @@
 """The notebooks with their outputs: `make lessons` executes those whose code has changed, and stores what came of it.
 
-What a page cannot show without the kernel that made it is left out, where there is text, HTML or a picture beside it.
+Outputs that a page cannot show without their kernel are left out if there is text, HTML or a picture beside them.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """The notebook as it is in the file, outputs included."""
+    """Return the notebook as it is in the file, outputs included."""
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def code_of(notebook: dict[str, Any]) -> list[dict[str, Any]]:
-    """Its code cells."""
+    """Return the code cells of a notebook."""
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def digest(notebook: dict[str, Any]) -> str:
-    """Of the source of all code cells: another one, and the outputs are of other code."""
+    """Return a hash of the source of all code cells. If it changes, the stored outputs are out of date."""
     sources = ["".join(cell["source"]) for cell in code_of(notebook)]
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()
 
 
 def is_stale(notebook: dict[str, Any]) -> bool:
-    """Whether the outputs are not those of the code."""
+    """Return True if the outputs are not those of the code."""
     return bool(notebook["metadata"].get("nbkit", {}).get("outputs_of") != digest(notebook))
 
 
 def texts_of(notebook: dict[str, Any]) -> list[str]:
-    """All text of all outputs, also of HTML and SVG."""
+    """Return all text of all outputs, also of HTML and SVG."""
     outputs = [output for cell in code_of(notebook) for output in cell["outputs"]]
     pieces = [output.get("text", "") for output in outputs]
     shown = [(kind, part) for output in outputs for kind, part in output.get("data", {}).items()]
@@ -62,7 +62,7 @@ def texts_of(notebook: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def surroundings(notebook: dict[str, Any]) -> Iterator[None]:
-    """The Slurm of two nodes that a lesson with a cell tagged slurm asks for; others need nothing."""
+    """Run a Slurm of two nodes if the lesson has a cell tagged slurm. Other lessons need nothing."""
     if not tagged(notebook, "slurm"):
         yield
         return

@@ -1,9 +1,9 @@
-"""What each launcher takes beside a cluster on one machine, and whether it computes the same: `make machines`.
+"""Times of each launcher beside those of a cluster on one machine, and a check of its losses: `make machines`.
 
     launcher   start   cell   first error   stop   dead rank   ddp, zero3, pp, and switches between them
 
-Over Slurm, SSH and MPI on hosts of this machine, so that a wire between them costs nothing. Starts, and cells, are made
-in turns with those of a cluster of as many ranks without a launcher.
+Slurm, SSH and MPI run on hosts of this machine, so that a wire between them costs nothing. Starts and cells take turns
+with those of a cluster of as many ranks without a launcher.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def ways(name: str, on: StartRequest, local: Cluster, expected: list[float]) -> 
 
 
 def interrupted(cluster: Cluster) -> tuple[float, float]:
-    """Seconds until the error of one rank is there, and from a stop to the end of a cell that waits."""
+    """Return the seconds until the error of one rank is there, and from a stop to the end of a cell that waits."""
     error = seconds(lambda: failed(cluster, "1 / 0 if rank == 3 else dist.barrier()"))
     handle = cluster.run("import time\ndist.barrier() if rank else time.sleep(600)", detach=True)
     time.sleep(0.5)

@@ -70,7 +70,7 @@ T4_TOPOLOGY = (
 
 
 def cuda(gpus: str, version: tuple[int, int], capability: tuple[int, int], **error: object) -> CudaDriver:
-    """What the CUDA driver answers where nvidia-smi answers `gpus`."""
+    """Return the answer of the CUDA driver on a machine whose nvidia-smi prints `gpus`."""
     rows = [line.split(", ") for line in gpus.splitlines()]
     devices = [
         {"uuid": uuid.removeprefix("GPU-"), "name": name, "bus": bus[4:], "mib": int(total), "capability": capability}
@@ -82,7 +82,7 @@ def cuda(gpus: str, version: tuple[int, int], capability: tuple[int, int], **err
 
 
 def bare(build: TorchBuild, **more: object) -> Machine:
-    """A machine of four cores with what is given."""
+    """Return a machine of four cores, changed by `more`."""
     return replace(Machine(build), cores=tuple(range(4)), **more)
 
 
@@ -116,7 +116,7 @@ DGX_H100 = nvidia(
 
 
 def write_tree(root: Path, files: Mapping[str, str], links: Mapping[str, str] | None = None) -> Path:
-    """Files of /sys and /proc below `root`; links: path -> what it points to, both below `root`."""
+    """Write files of /sys and /proc below `root`. links: path -> what it points to, both below `root`."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ EPS = 1e-8
 
 
 class Each(Optimizer):
-    """Updates one parameter after the other, by `update`; `begin` sees the whole first."""
+    """An optimizer that updates one parameter after the other, by `update`; `begin` sees all of them first."""
 
     def __init__(self, params: Any, lr: float = 0.02, **settings: Any) -> None:
         super().__init__(params, {"lr": lr, **settings})
@@ -45,7 +45,7 @@ def adam(state: dict[str, Any], grad: Tensor) -> Tensor:
 
 
 class Prodigy(Each):
-    """One number over all parameters, which begins to count in the second step."""
+    """An optimizer with one step size for all parameters, which it adapts from the second step on."""
 
     def begin(self) -> None:
         first = self.param_groups[0]
@@ -65,7 +65,7 @@ class Prodigy(Each):
 
 
 class DAdaptation(Each):
-    """As Prodigy, with its number in an attribute."""
+    """An optimizer like Prodigy that keeps its step size in an attribute."""
 
     d, seen = 1e-3, 0.0
 
@@ -79,7 +79,7 @@ class DAdaptation(Each):
 
 
 class Lookahead(Optimizer):
-    """Around another one, whose groups it shows as its own; every third step it goes half-way from slow weights."""
+    """A wrapper that shows the groups of its optimizer; every third step it goes half-way from slow weights."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.param_groups, self.defaults = optimizer, optimizer.param_groups, optimizer.defaults
@@ -112,7 +112,7 @@ class ScheduleFree(Each):
 
 
 class Both(Optimizer):
-    """Two optimizers, and groups of its own."""
+    """Two optimizers behind one, which has groups of its own."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         self.optimizers = optimizers
@@ -124,7 +124,7 @@ class Both(Optimizer):
 
 
 class Chained(Optimizer):
-    """Two optimizers, whose groups it shows as its own."""
+    """Two optimizers behind one, which shows their groups as its own."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -264,7 +264,7 @@ class Agc(Each):
 
 
 def counting(model: nn.Module) -> Optimizer:
-    """Counts in a variable of a function, and makes larger steps with time."""
+    """Return an optimizer that counts in a variable of a function, and makes larger steps with time."""
     made = 0
 
     class Counting(SGD):
@@ -295,7 +295,7 @@ class Listing(SGD):
 
 
 def by_name(model: nn.Module) -> Optimizer:
-    """Rates by name, which the step looks up."""
+    """Return an optimizer whose step looks rates up by name."""
     names = {p: name for name, p in model.named_parameters()}
 
     class ByName(Each):
@@ -365,7 +365,7 @@ class Accumulating(Each):
 
 
 def patched(model: nn.Module) -> Optimizer:
-    """Has got another step: one that clips."""
+    """Return an optimizer whose step was replaced by one that clips."""
     optimizer = SGD(model.parameters(), lr=0.1)
     plain = optimizer.step
 

@@ -20,7 +20,7 @@ from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.why import Why
 
 SECONDS = 5.0
-"""Within which the answer has to come."""
+"""The answer has to come within this time."""
 
 _STUCK_SECONDS = 40.0  # for the ranks to get to where they hang, on a busy machine
 
@@ -43,8 +43,10 @@ x = torch.ones(4)
 
 @dataclass(frozen=True)
 class Hang:
-    """ranks: the cause. words: in the sentence; {cell} is the number of the cell and {here}, {there} stand for the
-    number of the line with that comment, {first} for the prelude's number, {before}, {reads} for lines of that.
+    """A cell that hangs. ranks: the cause. words: parts of the sentence.
+
+    In words, {cell} is the number of the cell, and {first} that of the prelude. {here} and {there} are the numbers of
+    the cell's lines with these comments, {before} and {reads} those of the prelude's lines.
     """
 
     name: str
@@ -237,7 +239,7 @@ HANGS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """seconds: that the answer took. wrong: what it lacks, "" for a right one."""
+    """An answer to a hang. seconds: that it took. wrong: what it lacks, or ""."""
 
     why: Why
     seconds: float
@@ -247,7 +249,7 @@ class Answer:
 def begin(cluster: Cluster) -> int:
     """Define what the cells use; returns the number of the cell that does.
 
-    In a new generation: collectives that other cells have issued before would count in what is said of the hang.
+    Do it in a new generation: the answer would count collectives that earlier cells have issued.
     """
     cluster.connection.generation.spoil("a hang is planted")
     handle = cluster.run(PRELUDE, detach=True)
@@ -256,7 +258,7 @@ def begin(cluster: Cluster) -> int:
 
 
 def number_of(cluster: Cluster) -> int:
-    """The number of the cell that was sent last."""
+    """Return the number of the cell that was sent last."""
     latest = cluster.connection.latest
     assert latest is not None
     return latest.request.number
@@ -265,8 +267,8 @@ def number_of(cluster: Cluster) -> int:
 def ask(cluster: Cluster, hang: Hang, first: int) -> Answer:
     """Plant it, ask once it is stuck, and stop it.
 
-    On a busy machine ranks can wait for a late one long before they hang, and what is said of that is another thing: so
-    they are asked again until the answer is of the hang, or for `_STUCK_SECONDS`.
+    On a busy machine, ranks can wait long for a late one before they hang, and the answer is then another one. So ask
+    again until the answer is about the hang, for at most `_STUCK_SECONDS`.
     """
     handle = cluster.run(hang.source, detach=True)
     number = number_of(cluster)
@@ -294,7 +296,7 @@ def _wrong(why: Why, hang: Hang, number: int, first: int) -> str:
 
 
 def _hangs(cluster: Cluster) -> bool:
-    """Whether all ranks are where they stay: two looks, one after the other, are alike."""
+    """Return True if the ranks are stuck: two looks, one after the other, give the same answer."""
     looks = []
     for _ in range(2):
         why = cluster.why()

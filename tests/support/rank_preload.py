@@ -10,7 +10,7 @@ from IPython.core.ultratb import VerboseTB
 from nbkit.errors import NbkitError
 from nbkit.rank.train.trainer import Trainer
 
-# The directory in which an engine is to work is where this is imported first: that of each engine itself.
+# ipyparallel keeps the folder of the first import as the folder of an engine. With "." each engine has its own.
 _getcwd, os.getcwd = os.getcwd, lambda: "."
 importlib.import_module("ipyparallel.apps.baseapp")
 os.getcwd = _getcwd
@@ -50,6 +50,6 @@ try:
 except NbkitError as _error:
     VerboseTB(theme_name="linux").structured_traceback(type(_error), _error, _error.__traceback__)
 
-# A collection in a rank then passes over all this, which also stays in memory that the ranks share.
+# Garbage collection in a rank then skips all this, and the ranks go on sharing its memory.
 gc.collect()
 gc.freeze()

@@ -1,6 +1,6 @@
 """Runs a function in several real processes, one per rank, forked from a fresh process that has imported all they need.
 
-The test process itself may hold threads and sockets of anything; ranks never inherit from it.
+The test process itself may hold any threads and sockets; ranks never inherit them.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from typing import Any
 import pytest
 
 listeners: list[socket.socket] = []
-"""In a rank: a bound, listening socket per generation, index == generation - 1. All ranks see the same ports."""
+"""On a rank: a bound, listening socket for each generation, at generation - 1. All ranks see the same ports."""
 
 
 left_out: dict[str, Any] = {}
-"""What a job looks at a model with, and the ranks of this test do without: name -> what it would answer.
+"""Analyses of a model that the ranks of this test skip: name of the function -> the answer to give instead.
 
 See the fixture `known_to_be_right`."""
 
 
 known_optimizers = ("SGD", "Adam", "AdamW", "Recording")
-"""As a trial names them. With hooks, or a step that was put in place of their own, they have another name."""
+"""Names of optimizers, as a trial gives them. One with hooks or with a replaced step has another name."""
 
 
 def link_of(n: int) -> Any:
-    """What so many ranks of a test know of their links: to measure them takes each longer than all else of a small job.
+    """Return the link speeds that n ranks of a test use. To measure them takes longer than all else of a small job.
 
-    tests/rank/comm/test_link_probe.py measures."""
+    tests/rank/comm/test_link_probe.py measures.
+    """
     from nbkit.planner.link_speed import OperationSpeed, WorldLinks
 
     ways = dict.fromkeys(
@@ -61,11 +62,11 @@ def run_ranks(
     join: bool = True,
     dying: frozenset[int] = frozenset(),
 ) -> list[Any]:
-    """`[fn(world, *args) of rank 0, of rank 1, ...]`; fn is a function of a module, its results picklable.
+    """Return `[fn(world, *args) of rank 0, of rank 1, ...]`. fn: a function of a module; its results can be pickled.
 
     With `join=False` the function gets its rank number instead of a World, and no group exists yet. dying: ranks whose
-    processes are to end in it; None stands for them.
-    Raises RankFailed with the traceback of the rank that failed first, or with who did not answer in time.
+    processes end in fn; their results are None.
+    Raises RankFailed with the traceback of the rank that failed first, or with the ranks that did not answer in time.
     All processes are gone when this returns.
     """
     context = _forking()
@@ -106,16 +107,16 @@ def next_generation(world: Any, timeout_s: float = 20.0) -> None:
 
 
 def know_links(n: int) -> None:
-    """In a rank of n."""
+    """Give a rank of n the link speeds of `link_of`."""
     from nbkit.rank.comm import link_probe
 
     link_probe._known = link_of(n)
 
 
 def know_optimizers() -> None:
-    """In a rank: do not try the optimizers of most jobs on small tensors, which takes a small job a sixth of its time.
+    """Keep a rank from trying the known optimizers on small tensors, which takes a sixth of the time of a small job.
 
-    tests/rank/train/step/test_optimizer_factory.py tries them; so does what is started otherwise, as by torchrun.
+    tests/rank/train/step/test_optimizer_factory.py tries them; so do ranks that are started otherwise, as by torchrun.
     """
     from nbkit.rank.train.step.optimizer_trial import OptimizerTrial
 
@@ -128,7 +129,7 @@ def know_optimizers() -> None:
 
 
 def leave_out(without: dict[str, Any]) -> None:
-    """In a rank: see `left_out`."""
+    """Replace functions on a rank: see `left_out`."""
     from nbkit.rank.data import first_batches
     from nbkit.rank.parallel import fact_finder
     from nbkit.rank.train import builder
@@ -141,11 +142,11 @@ def leave_out(without: dict[str, Any]) -> None:
 
 _shared = False
 _outputs: dict[int, str] = {}
-"""Where ranks write that are forked from a process of all workers: stdout and stderr of this one, as files."""
+"""The stdout and stderr of this process, as files, for ranks that are forked from a process of all workers."""
 
 
 def _forking() -> Any:
-    """The context whose ranks are forked from a process that has imported `rank_preload`."""
+    """Return the context whose ranks are forked from a process that has imported `rank_preload`."""
     context = multiprocessing.get_context("forkserver")
     if _shared and not _outputs:
         _outputs.update((fd, f"/proc/{os.getpid()}/fd/{os.dup(fd)}") for fd in (1, 2))
@@ -164,7 +165,7 @@ def shared_server() -> dict[str, Any]:
 
 
 def use_server(told: dict[str, Any]) -> None:
-    """In a worker: fork from the process that `shared_server` tells of. It ends with the one that has started it."""
+    """Have a worker fork from the process of `shared_server`. That process ends with the one that started it."""
     global _shared
     server: Any = forkserver._forkserver
     for name, value in told.items():
@@ -178,7 +179,7 @@ _KNOWN_TO_WORKERS = ("_forkserver_address", "_forkserver_authkey")
 
 
 def print_to(outputs: dict[int, str]) -> None:
-    """In a rank: write where its worker does, so that the report of a test has it."""
+    """Send a rank's output to the files of its worker, so that the report of a test shows it."""
     for fd, path in outputs.items():
         with contextlib.suppress(OSError):  # a socket, with `-s`
             there = os.open(path, os.O_WRONLY | os.O_APPEND)

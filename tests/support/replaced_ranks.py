@@ -1,6 +1,6 @@
 """Ranks of which some kill themselves: others are told, released from what they wait in, and a new one is forked.
 
-What the parent of a cluster's ranks and their engines do, without a notebook; see ranks.py for the processes.
+This does the work of a cluster's parent and engines, without a notebook. See ranks.py for the processes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Seat:
 
     @property
     def deaths(self) -> int:
-        """How many times the world was formed again."""
+        """The number of times that the world was formed again."""
         return int(self.world.generation) - 1
 
     def form_again(self, timeout_s: float = 30.0) -> Sequence[int]:
-        """After a collective broke: wait for the word that ranks have died, and form the next world with new ones."""
+        """Wait, after a collective broke, for the word that ranks have died. Form the next world with new ones."""
         generation, self.replaced = self.told.get(timeout=timeout_s)
         listen = ranks.listeners[generation - 1]
         address, port = listen.getsockname()
@@ -55,9 +55,9 @@ def run_replaced(
     place: Callable[[int, int], Any] | None = None,
     late_s: float = 0.0,
 ) -> list[Any]:
-    """`[fn(seat, *args) of rank 0, ...]` of those who sit there at the end.
+    """Return `[fn(seat, *args) of rank 0, ...]` of the processes that have the seats at the end.
 
-    deaths: how many times ranks die; together: so many at once. place: (rank, ranks) -> its RankPlace, before it joins
+    deaths: how many times ranks die. together: how many at once. place: (rank, ranks) -> its RankPlace, before it joins
     the world; default a CPU rank over gloo. late_s: seconds in which the others have not heard of a death, and go on
     until they wait for the dead.
     """

@@ -1,6 +1,6 @@
 """A Slurm of four nodes on this machine, as root, without systemd: its daemons and munged, in a folder of their own.
 
-The partition gpu has two, with two GPUs each that are device files and nothing else: Slurm counts and hands them out.
+The partition gpu has two nodes with two GPUs each. These are only device files, which Slurm counts and hands out.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PartitionName=wide Nodes=n[1-2],g1 MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """Why there can be no Slurm here, "" if there can."""
+    """Return why there can be no Slurm here, or ""."""
     wanted = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue")
     absent = [name for name in wanted if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
     if absent:
@@ -72,7 +72,7 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def running(root: Path) -> Iterator[SlurmNodes]:
-    """Slurm's commands, of this process too, find its nodes, and jobs find the packages in `root`."""
+    """Run a Slurm. Its commands find its nodes, in this process too, and its jobs find the packages in `root`."""
     folder = Path(tempfile.mkdtemp(prefix="nbkit-slurm-"))  # a socket's path has to be short
     nodes = SlurmNodes(folder)
     try:
@@ -87,7 +87,10 @@ def running(root: Path) -> Iterator[SlurmNodes]:
 
 
 def scontrol_that_knows_hosts(folder: Path) -> Path:
-    """A folder for PATH, whose scontrol names this machine as the host of each node: as hosts, nodes have no names."""
+    """Return a folder for PATH with a scontrol that names this machine as the host of each node.
+
+    The names of the nodes are not names of hosts.
+    """
     own, real = folder / "bin" / "scontrol", shutil.which("scontrol")
     own.parent.mkdir()
     own.write_text(f'#!/bin/sh\nif [ "$2" = hostnames ]; then echo localhost; else exec {real} "$@"; fi\n')
@@ -146,12 +149,12 @@ class SlurmNodes:
             )
 
     def command(self, *words: str) -> str:
-        """The output of one of Slurm's commands."""
+        """Return the output of one of Slurm's commands."""
         done = subprocess.run(words, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=30)
         return done.stdout
 
     def jobs(self) -> list[str]:
-        """Jobs that are pending, run, or are being ended."""
+        """Return the jobs that are pending, run, or are being ended."""
         return self.command("squeue", "-h", "-o", "%i %T").splitlines()
 
     def close(self) -> None:
@@ -172,7 +175,7 @@ class SlurmNodes:
 
 
 def _free_ports() -> tuple[int, int]:
-    """One port, and the first of as many in a row as there are nodes; they are free now."""
+    """Return one free port, and the first of a row of free ports, one for each node."""
     while True:
         with contextlib.ExitStack() as taken, contextlib.suppress(OSError, OverflowError):
             one, other = (taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What the group behind nbkit's own is asked to send, and what listeners hear of it."""
+"""A group behind nbkit's own that notes what it is asked to send, beside what listeners hear."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Spy:
 
 
 def on_the_wire(operation: Callable[[Any], object]) -> tuple[list[tuple[str, int]], list[Any], int]:
-    """(calls of the inner group with their bytes, what listeners heard, how many operations were counted).
+    """Return (calls of the inner group with their bytes, what listeners heard, number of operations counted).
 
-    operation: is given the world's group.
+    operation: called with the world's group.
     """
     group = dist.group.WORLD
     assert isinstance(group, delegating_group.DelegatingGroup)

@@ -37,9 +37,9 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def tried(world: Any, folder: Path, spoil: Callable[[Path], dict[str, Callable[[Path], Any]]]) -> dict[str, str]:
-    """What loading the checkpoint comes to, spoiled in each of these ways, on this rank: "equal" or an error's text.
+    """Load the checkpoint, spoiled in each of these ways, on this rank. Return name -> "equal" or an error's text.
 
-    Whatever is refused has changed nothing; and at the end the trainer trains.
+    A refused checkpoint must change nothing, and the trainer must still train at the end.
     """
     saved = quiet(optimizer=adamw)
     saved.fit(2)
@@ -70,7 +70,7 @@ def tried(world: Any, folder: Path, spoil: Callable[[Path], dict[str, Callable[[
 
 
 def exported(folder: Path, name: str) -> str:
-    """What exporting a spoiled checkpoint comes to."""
+    """Export a spoiled checkpoint. Return "exported", or what went wrong."""
     from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would take each worker a second
 
     target = folder / "model.safetensors"
@@ -88,7 +88,7 @@ def exported(folder: Path, name: str) -> str:
 def refused_everywhere(folder: Path, spoil: Callable[[Path], Any], *, or_equal: bool = False) -> list[str]:
     """Load it on two ranks in each of these ways, then export it; the texts of the refusals.
 
-    or_equal: what is spoiled may be of no concern. Exported it may be even where it cannot be gone on from.
+    or_equal: the spoiled part may not matter. An export may succeed even if no training can go on from the checkpoint.
     """
     one, other = run_ranks(tried, 2, folder, spoil, timeout=300)
     assert one == other

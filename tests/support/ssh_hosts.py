@@ -51,7 +51,7 @@ exec /usr/sbin/sshd -D -f {folder}/{name}.conf -E {folder}/{name}.log
 
 
 def missing() -> str:
-    """Why there can be no such hosts here, "" if there can."""
+    """Return why there can be no such hosts here, or ""."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     absent = [name for name in ("sshd", "ssh", "ssh-keygen", "ip", "unshare") if not shutil.which(name, path=path)]
     if absent:
@@ -66,11 +66,10 @@ def missing() -> str:
 
 
 class SshHosts:
-    """names: of the hosts, as `ssh` knows them. It also knows "locked", with a key that the host does not accept, and
-    "changed", with another key of the host than it has.
-    bin: a folder with that ssh, to be first in PATH.
+    """Hosts with sshd. names: of the hosts, as `ssh` knows them. bin: a folder with that ssh, to be first in PATH.
 
-    The interface of the second is called ens5, that of the others eth0. root: what Python finds there.
+    This ssh also knows "locked", with a key that the host does not accept, and "changed", with another key of the host
+    than it has. The interface of the second host is called ens5, that of the others eth0. root: their PYTHONPATH.
     """
 
     def __init__(self, root: Path, hosts: int = 2) -> None:
@@ -127,7 +126,7 @@ class SshHosts:
         self._daemons.append(subprocess.Popen([*inside, *space_of_processes, "sh", "-c", script]))
 
     def processes(self, name: str) -> list[str]:
-        """The command lines of Python processes on a host."""
+        """Return the command lines of nbkit's processes on a host."""
         done = subprocess.run([self.bin / "ssh", name, "ps -eo args"], capture_output=True, text=True, check=False)
         return [line for line in done.stdout.splitlines() if "nbkit.bridge" in line or "hosts.agent" in line]
 

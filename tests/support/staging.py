@@ -19,7 +19,7 @@ Stage = tuple[Staged, int]
 
 
 def staged(model: nn.Module, chain: LayerChain, ranges: Sequence[tuple[int, int]]) -> Staged:
-    """A rank's part, made as a strategy makes it: cut without memory, then given the weights that it holds."""
+    """Return a rank's part, made as a strategy makes it: cut without memory, then given the weights that it holds."""
     part = Staged(skeleton_of(model), chain, ranges)
     weights = dict(model.named_parameters())
     held = homes(part.module)
@@ -33,7 +33,7 @@ def staged(model: nn.Module, chain: LayerChain, ranges: Sequence[tuple[int, int]
 
 
 def chained(stages: Sequence[Stage], specimen: Specimen, value: Any, target: Any) -> tuple[Any, dict[str, Tensor]]:
-    """(output, name -> gradient summed over the stages), hidden states and their gradients passed by hand."""
+    """Return (output, name -> gradient summed over the stages). Pass hidden states and their gradients by hand."""
     for part, _ in stages:
         part.module.zero_grad()
     sent: Any = ()

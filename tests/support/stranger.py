@@ -1,9 +1,9 @@
-"""What another user of the host may try against a cluster: a program that root starts, and that becomes him.
+"""The attacks of another user of the host on a cluster: a program that root starts, and that becomes that user.
 
     python stranger.py HOME SECRET MARK PID...
 
-Prints JSON: files read below HOME, sockets on which SECRET was heard, what was read of processes, signals that arrived.
-Whether a forged message ran on a rank is seen at MARK, the file that it would make.
+Prints JSON: files read below HOME, sockets on which SECRET was heard, data read of processes, signals that arrived.
+A forged message that runs on a rank makes the file MARK.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOBODY = 65534
 
 
 def readable(home: Path) -> list[str]:
-    """Files and folders below `home`, itself included, of which anything can be read."""
+    """Return the files and folders below `home`, itself included, of which anything can be read."""
     found = []
     for folder, _, files in os.walk(home, onerror=lambda _: None):
         found += [folder] if os.access(folder, os.R_OK) else []
@@ -34,7 +34,7 @@ def readable(home: Path) -> list[str]:
 
 
 def listening() -> set[tuple[str, int]]:
-    """(address, port) of everything on this host, as everybody may see it."""
+    """Return (address, port) of every listening socket on this host, as every user may see it."""
     found = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         local, state = line.split()[1], line.split()[3]
@@ -45,7 +45,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 def heard(sockets: list[Any], secret: bytes, seconds: float) -> list[str]:
-    """Ports that tell `secret` to whoever subscribes."""
+    """Return the sockets on which a subscriber hears `secret`."""
     poller, found = zmq.Poller(), set()
     for sock in sockets:
         poller.register(sock, zmq.POLLIN)
@@ -58,7 +58,7 @@ def heard(sockets: list[Any], secret: bytes, seconds: float) -> list[str]:
 
 
 def forged(mark: str, rank: int) -> list[bytes]:
-    """A call as the client sends it, without the key: by hand, since ipyparallel would sign it."""
+    """Return a call as the client sends it, without the key. It is made by hand, because ipyparallel would sign it."""
     header = {"msg_id": "1", "msg_type": "apply_request", "username": "x", "session": "x", "version": "5.3"}
     call = pickle.dumps((os.mkdir, (mark,)))
     content = [json.dumps(each).encode() for each in (header, {}, {}, {})]

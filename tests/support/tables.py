@@ -10,7 +10,7 @@ BLOCKS = ("before", "blocks.0", "blocks.1", "after")
 
 
 def held_by(strategy: Strategy, blocks: int) -> dict[str, Any]:
-    """By stage and block: 0 on other stages, else the part that tensor parallelism and sharding leave."""
+    """Return the share of each block that a rank of each stage holds, and the stage of each rank."""
     part = 1 / strategy.tp / (strategy.shard if strategy.zero else 1)
     rows = [
         [part if block * strategy.pp // blocks == stage else 0.0 for block in range(blocks)]
@@ -74,7 +74,7 @@ def table_of(now: str = "ddp", ranks: int = 4, nodes: int = 1, **changed: Any) -
 
 
 def answer_of(table: dict[str, Any], **changed: Any) -> dict[str, Any]:
-    """What Training.look gives."""
+    """Return an answer of Training.look."""
     return {
         "training": True,
         "held": False,

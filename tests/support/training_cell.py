@@ -1,7 +1,7 @@
-"""What the ranks of a cluster are told before a test trains there: a small network, its rows, how a Trainer is made.
+"""The cell that ranks run before a test trains: it defines a small network, its rows, and how a Trainer is made.
 
-In float64, with dropout: the losses of two trainings are the same to 1e-10, or one of them is another training. A test
-adds a cell of its own; `defaults` are what its trainings have otherwise, `slow` are the seconds that a step also waits.
+The network has float64 weights and dropout: two trainings are equal if their losses agree to 1e-10. A test adds a cell
+of its own; `defaults` are the other options of its trainings, `slow` are seconds that a step also waits.
 """
 
 NETWORK = """

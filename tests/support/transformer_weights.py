@@ -8,7 +8,7 @@ from nbkit.planner.job_facts import Facts, Weight
 def transformer(
     *, blocks: int = 4, width: int = 16, vocab: int = 96, tied: bool = False, sequence_parallel: bool = True
 ) -> list[Weight]:
-    """Embedding, blocks of two norms, attention and MLP without biases, head; `tied`: the head is the embedding."""
+    """Return an embedding, blocks (two norms, attention, MLP, no biases), and a head. tied: head is embedding."""
     last = blocks - 1
     summed = ("tp", "cp") if sequence_parallel else ("cp",)
     weights = [Weight("embedding", (vocab, width), tp_dim=0, blocks=(0, last) if tied else (0,), outside=True)]

@@ -59,7 +59,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Result:
-    """passed: None where the version could not be installed."""
+    """The tests on one version. passed: None if the version could not be installed."""
 
     version: Version
     passed: int | None
@@ -71,7 +71,7 @@ class Result:
 
 
 def requirements() -> list[str]:
-    """What the tests need beside torch."""
+    """Return the packages that the tests need beside torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(name for extra in ("board", "widgets", "test") for name in extras[extra])]
@@ -79,7 +79,7 @@ def requirements() -> list[str]:
 
 
 def interpreter(version: str) -> str | None:
-    """The Python of a version, if this machine has one that can make environments."""
+    """Return the Python of a version, if this machine has one that can make environments."""
     names = [sys.executable] if version == HERE else [f"python{version}"]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     names += [str(path / "bin" / "python") for path in sorted(pyenv.glob(f"{version}.*"), reverse=True)]
@@ -101,7 +101,7 @@ def install(version: Version) -> str:
         return f"there is no Python {version.python} on this machine"
     steps = [
         [made_by, "-m", "venv", str(version.folder)],
-        # In one call, so that nothing replaces this torch by another one.
+        # In one call, so that no package replaces this torch by another one.
         [str(python), "-m", "pip", "install", "-q", f"torch=={version.torch}", *requirements()],
         [str(python), "-m", "pip", "install", "-q", "--no-deps", "--editable", str(ROOT)],
     ]
@@ -151,7 +151,7 @@ def main(asked: list[str]) -> int:
     print("\n".join(result.row for result in results))
     if not asked:
         write(results)
-    # Who names a version wants it run.
+    # A version that is named is always run.
     wrong = [result for result in results if result.passed == 0 or (asked and result.passed is None)]
     return 1 if wrong else 0
 

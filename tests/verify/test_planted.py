@@ -1,6 +1,6 @@
 """The parity sees known bugs of parallel training; without them the same ranks are as one process.
 
-These are three of different kinds. All of them: make planted.
+This plants three bugs of different kinds. `make planted` plants all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_planted_bugs_turn_the_parity_red() -> None:
 
 
 def test_each_of_them_can_still_be_planted() -> None:
-    """A bug patches a name of the product, which may have gone elsewhere."""
+    """A bug patches a name in nbkit, which may have moved."""
     assert len({bug.what for bug in BUGS}) == len(BUGS) >= 12
     for bug in BUGS:
         with bug.plant():

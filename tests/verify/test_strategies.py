@@ -1,7 +1,7 @@
 """The fast part of `make parity`: each kind of strategy equals one process, to the last digits of float64.
 
-All of it, every strategy on every model and for 50 steps: make parity. Here each family, schedule and extra is in one
-case at least, mostly with others.
+`make parity` runs every strategy on every model for 50 steps. Here, each family, schedule and extra is in at least one
+case, mostly together with others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def _off(cases: Sequence[Case], num_ranks: int) -> list[str]:
-    """Return the cases that are not as one process. All cases run in one set of processes."""
+    """Return what differs from one process. Train all cases in one set of processes."""
     known = truths(cases)
     ranks = run_ranks(trained, num_ranks, cases, timeout=240)
     off = []

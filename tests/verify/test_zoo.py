@@ -1,6 +1,6 @@
 """A sample of the table of models and strategies, and the judge of it.
 
-All of it, every architecture under every strategy: make zoo.
+`make zoo` runs every architecture under every strategy.
 """
 
 from __future__ import annotations

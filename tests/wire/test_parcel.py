@@ -1,4 +1,4 @@
-"""Values whose notebook died on the way: found by the process that answers for them, and removed."""
+"""Values whose notebook died on the way: the process that answers for them finds and removes them."""
 
 from __future__ import annotations
 

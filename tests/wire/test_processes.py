@@ -1,4 +1,4 @@
-"""A process is the one it was taken for, or it is nobody: real processes, with a clock that is set meanwhile."""
+"""A process is known by pid and start time, also after the clock was set: another one with its pid is not it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Models with something between the maps of a pair, or around them, that only its forward tells: one line each.
 
-`MODELS[name]` is (make, how many pairs of its two blocks can be split, for a rank can compute its part of them alone).
-Token ids (B, T) go in, logits (B, T, V) come out. `deep` models have attentions beside, so that their positions are
-split too.
+`MODELS[name]` is (make, how many pairs of its two blocks can be split because a rank can compute its part alone). Token
+ids (B, T) go in, logits (B, T, V) come out. `deep` models have attentions too, so that their positions are split.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Between = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class MLP(nn.Module):
-    """x -> x + down(between(up(x)))."""
+    """An MLP that computes x + down(between(up(x)))."""
 
     def __init__(self, between: Between, more: Callable[[Any], None] | None) -> None:
         super().__init__()
@@ -38,8 +37,10 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """change: (attention, q, k, v, x) -> q, k, v before the heads are parted; score: (attention, scores, x) -> weights
-    (B, H, T, T); join: (attention, y (B, H, T, d), x) -> y."""
+    """An attention with changes. change: (attention, q, k, v, x) -> q, k, v before the heads are parted.
+
+    score: (attention, scores, x) -> weights (B, H, T, T). join: (attention, y (B, H, T, d), x) -> y.
+    """
 
     def __init__(self, change: Any = None, score: Any = None, join: Any = None, more: Any = None) -> None:
         super().__init__()
@@ -150,7 +151,7 @@ def _halves(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def _short(s: Any, h: Tensor, x: Tensor) -> Tensor:
-    """No longer than 40, which it seldom is."""
+    """Clip the norm to 40, which it seldom exceeds."""
     return h * (40 / h.norm(dim=-1, keepdim=True)).clamp(max=1)
 
 
@@ -160,7 +161,7 @@ def _aside(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 class Penalised(Model):
-    """Adds what its MLPs have laid aside."""
+    """Adds a penalty that its MLPs have kept."""
 
     def forward(self, ids: Tensor) -> Tensor:
         y = super().forward(ids)
@@ -192,7 +193,7 @@ class SelfTied(Model):
 
 
 class Scaled(nn.Embedding):
-    """As in Gemma."""
+    """An embedding that scales its output, as in Gemma."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) * 3.0
@@ -347,7 +348,7 @@ class Routed(Model):
 
 
 class FunctionalMemory(NormedMemory):
-    """Norms it without parameters."""
+    """Attends to a memory that it norms without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +359,7 @@ class FunctionalMemory(NormedMemory):
 
 
 class Telling(nn.Module):
-    """Gives what it computes between its maps beside its output."""
+    """Returns what it computes between its maps, beside its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,7 +401,7 @@ class Softmax(torch.autograd.Function):
 
 
 def every_other() -> nn.Module:
-    """Only one of its MLPs takes all features, which one of its attributes says."""
+    """Return a model in which only one MLP takes all features; an attribute of the MLP says which."""
     made: Any = Model(lambda: Block(None, MLP(_by_number, None)))
     for number, block in enumerate(made.blocks):
         block.mlp.number = number
@@ -412,14 +413,14 @@ def _by_number(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def shared() -> nn.Module:
-    """One MLP in both blocks, with a learned slope."""
+    """Return a model whose blocks share an MLP with a learned slope."""
     made: Any = Model(lambda: Block(None, MLP(lambda s, h, x: s.act(h), child("act", nn.PReLU))))
     made.blocks[1].mlp = made.blocks[0].mlp
     return made  # type: ignore[no-any-return]
 
 
 def slope_elsewhere() -> nn.Module:
-    """The slope of the first MLP is used by the model too."""
+    """Return a model that uses the slope of its first MLP too."""
     made: Any = Model(lambda: Block(None, MLP(lambda s, h, x: s.act(h), child("act", nn.PReLU))))
 
     class Elsewhere(Model):
@@ -449,7 +450,7 @@ def _fixed_count(s: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    # Elementwise, or alike for each feature: a rank computes its part alone.
+    # Elementwise, or the same for each feature: a rank can compute its part alone.
     "gelu": (mlp(gelu), 2),
     "gelu, deep": (deep(gelu), 4),
     "relu in place": (mlp(lambda s, h, x: h.relu_()), 2),

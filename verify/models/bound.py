@@ -1,6 +1,6 @@
 """Models in which functions hold parts of the model: closures, patched forwards, hooks, parts outside of modules.
 
-Each is an ordinary way to write or to change a model. `MODELS` has what builds it, and all take and give (rows, 4, 8).
+Each is an ordinary way to write or to change a model. `MODELS` has their builders. All take and give (rows, 4, 8).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 class LambdaBlock(nn.Module):
-    """As karpathy/minGPT writes it."""
+    """A block as karpathy/minGPT writes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class BufferBlock(Block):
 
 
 def patched(model: nn.Module) -> nn.Module:
-    """The forward of some layers is replaced by one that calls the old one, as quantisers do."""
+    """Replace the forward of some layers by one that calls the old one, as quantisers do."""
 
     def patch(part: nn.Linear) -> None:
         old = part.forward
@@ -282,7 +282,7 @@ def patched(model: nn.Module) -> nn.Module:
 
 
 def patched_block(model: nn.Module) -> nn.Module:
-    """The forward of whole blocks is replaced."""
+    """Replace the forward of whole blocks."""
     for block in model.blocks:  # type: ignore[union-attr]
         old = block.forward
         block.forward = lambda x, old=old: old(x) + 0.1 * x  # type: ignore[union-attr]
@@ -290,7 +290,7 @@ def patched_block(model: nn.Module) -> nn.Module:
 
 
 def lora(model: nn.Module) -> nn.Module:
-    """Low-rank updates put around layers by hand."""
+    """Put low-rank updates around layers by hand."""
 
     def wrap(part: nn.Linear) -> None:
         old = part.forward
@@ -304,7 +304,7 @@ def lora(model: nn.Module) -> nn.Module:
 
 
 def hooked(model: nn.Module) -> nn.Module:
-    """A hook adds what another layer gives."""
+    """Add a hook that adds the output of another layer."""
     for block in model.blocks:  # type: ignore[union-attr]
         norm = block.norm  # type: ignore[union-attr]
         block.down.register_forward_hook(lambda part, args, y, norm=norm: y + norm(y))  # type: ignore[union-attr]
@@ -312,7 +312,7 @@ def hooked(model: nn.Module) -> nn.Module:
 
 
 def hooked_before(model: nn.Module) -> nn.Module:
-    """A hook before forward changes the input by a weight of another layer."""
+    """Add a hook before forward that multiplies the input by a weight of another layer."""
     for block in model.blocks:  # type: ignore[union-attr]
 
         def before(part: nn.Module, args: Any, block: Any = block) -> Any:
@@ -323,13 +323,13 @@ def hooked_before(model: nn.Module) -> nn.Module:
 
 
 def hooked_root(model: nn.Module) -> nn.Module:
-    """A hook on the whole model uses its first layer."""
+    """Add a hook on the whole model that uses its first layer."""
     model.register_forward_hook(lambda part, args, y: y + 0.1 * model.inp(y))  # type: ignore[operator]
     return model
 
 
 def tied_by_closure(model: nn.Module) -> nn.Module:
-    """The output layer uses the weight of the input layer."""
+    """Let the output layer use the weight of the input layer."""
     weight = model.inp.weight
     model.out.forward = lambda x: F.linear(x, weight.t())  # type: ignore[union-attr, method-assign]
     del model.out.bias, model.out.weight
@@ -337,7 +337,7 @@ def tied_by_closure(model: nn.Module) -> nn.Module:
 
 
 def shared_part(model: nn.Module) -> nn.Module:
-    """Every block calls a layer that the model holds."""
+    """Let every block call a layer that the model holds."""
     model.shared = nn.Linear(D, D)
     shared = model.shared
     for block in model.blocks:  # type: ignore[union-attr]
@@ -377,7 +377,7 @@ class ForwardOfObject(Net):
 
 
 def local_class() -> nn.Module:
-    """The class of a block closes over a layer."""
+    """Return a model in which the class of a block closes over a layer."""
     model = Net()
     inp = model.inp
 
@@ -391,7 +391,7 @@ def local_class() -> nn.Module:
 
 
 def global_part() -> nn.Module:
-    """A block that looks a layer up among global names."""
+    """Return a model whose blocks look a layer up among global names."""
     model = Net()
     _GLOBAL["inp"] = model.inp
     for block in model.blocks:
@@ -485,14 +485,14 @@ class ByProxy(Net):
 
 
 def siblings() -> nn.Module:
-    """A block beside its shallow copy: two modules with the same parts."""
+    """Return a model of a block and its shallow copy: two modules with the same parts."""
     model = Net(number=1)
     model.blocks.append(copy.copy(model.blocks[0]))
     return model
 
 
 class Patched(Block):
-    """Whose forward is patched in the class, by `patched_class`."""
+    """A block whose class has a patched forward, by `patched_class`."""
 
 
 def patched_class() -> nn.Module:
@@ -540,24 +540,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "siblings": siblings,
 }
 ONCE = {"patched class": patched_class}
-"""Not for a process that builds it more than once."""
+"""Models that a process may build only once."""
 
 
 def built(name: str) -> nn.Module:
-    """In float64, from a seed of its own."""
+    """Return the model in float64, built from a fixed seed."""
     torch.manual_seed(0)
     return (MODELS | ONCE)[name]().double()
 
 
 def batch(number: int = 0) -> tuple[Tensor, Tensor]:
-    """Values and targets, both (ROWS, POSITIONS, D)."""
+    """Draw values and targets, both (ROWS, POSITIONS, D)."""
     draw = torch.Generator().manual_seed(number)
     values = torch.randn(ROWS, POSITIONS, D, generator=draw, dtype=torch.float64)
     return values, values.roll(1, -1)
 
 
 def plainly(name: str, steps: int) -> list[float]:
-    """The losses of training it by one process, in plain torch."""
+    """Return the losses of a training in one process, in plain torch."""
     model, losses = built(name), list[float]()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     for step in range(steps):

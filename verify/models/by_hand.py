@@ -72,7 +72,7 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """recompute: in the user's own torch.utils.checkpoint. pairs: its forward gives (logits, loss), as nanoGPT's."""
+    """A GPT as in nanoGPT. recompute: by its own torch.utils.checkpoint. pairs: its forward gives (logits, loss)."""
 
     def __init__(self, *, flash: bool = True, recompute: bool = False, pairs: bool = False) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class TiedRecurrent(nn.Module):
 
 
 class Universal(nn.Module):
-    """One block for all depths, as in ALBERT and the Universal Transformer."""
+    """A language model with the same block at all depths, as in ALBERT and the Universal Transformer."""
 
     def __init__(self) -> None:
         super().__init__()

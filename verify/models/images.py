@@ -52,7 +52,7 @@ class Double(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """What goes down is kept for what comes up: images (B, 3, 16, 16) -> (B, 3, 16, 16)."""
+    """A U-Net, which keeps the maps on the way down for the way up: images (B, 3, 16, 16) -> (B, 3, 16, 16)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,25 +204,25 @@ _OPERATIONS = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def _missing() -> Iterator[str]:
-    """The names of those of torchvision and timm that cannot be imported."""
+    """Yield which of torchvision and timm cannot be imported."""
     for name in ("torchvision", "timm"):
         try:
             import_module(name)
         except ImportError:
             yield name
         except RuntimeError:
-            # This torchvision is built for another device than torch, as its wheels are beside a torch for CPUs: it
-            # finds none of its kernels, and its import fails at two that it takes for granted. No model here needs one.
+            # Wheels of torchvision are built for another device than a torch for CPUs. Then it finds none of its
+            # kernels, and its import fails at two of them. No model here needs a kernel, so define these two.
             for operation in ("nms", "qnms"):
                 _OPERATIONS.define(f"{operation}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             import_module(name)
 
 
-# `make zoo` installs both there, and they are found now alone: transformers imports the torchvision that it can see,
-# also one whose import fails.
+# `make zoo` installs both there. The folder is on the path only while they are imported: transformers imports any
+# torchvision that it sees, even one whose import fails.
 sys.path.append(str(Path(sys.prefix) / "image-models"))
 MISSING = tuple(_missing())
-"""What cannot be imported: its architectures are left out, and the result says so."""
+"""Packages that cannot be imported. Their architectures are left out, and the result says so."""
 sys.path.pop()
 
 if "torchvision" not in MISSING:

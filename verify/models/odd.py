@@ -278,7 +278,7 @@ class Recurrent(nn.Module):
 
 
 class Albert(nn.Module):
-    """One block, three times."""
+    """A model that runs its only block three times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class Penalty:
 
 
 def listed(kind: str) -> Callable[[], nn.Module]:
-    """Weights that are held in a list, a dict of tuples, or an object, beside their modules."""
+    """Return a builder of models that hold weights in a list, a dict of tuples, or an object, beside their modules."""
 
     def build() -> nn.Module:
         model = Doing(lambda model, x: every(model, x) * squares(model.held(model)))
@@ -396,9 +396,9 @@ def _sample(num: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 def verdict(
     make: Callable[[], nn.Module], strategy: str, *, loss_of: Any = None, seen: bool = True, first: str = ""
 ) -> tuple[str, str]:
-    """("equal" to one process, or "wrong", by how much), or ("refused" | "late" | "crash", the text), on each rank.
+    """Return ("equal" | "wrong", by how much) or ("refused" | "late" | "crash", text), judged over all ranks.
 
-    Of the proofs the job has what `strategy` asks for. No whole step is made beforehand: what it would refuse shows.
+    The job makes the proofs that `strategy` asks for. It makes no whole step beforehand: what that would refuse shows.
     seen: the job has an example of the data. first: the strategy of a first step, before it switches.
     """
     from verify.compare import judged

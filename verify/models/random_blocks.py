@@ -135,7 +135,7 @@ WHOLE: Mapping[str, Op] = {
 
 
 class Ops(nn.Module):
-    """What operations use, and a list of them."""
+    """A module with a list of operations, and with the parameters and buffers that they use."""
 
     def __init__(self, ops: list[Op]) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ _WHOLES = ("norm of all heads", "temperature of a head", "mean over heads", "by 
 
 
 def random_model(seed: int) -> tuple[nn.Module, int]:
-    """The same for the same seed."""
+    """Return the model of a seed, and how many pairs of its maps a rank can compute its part of."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
 

@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 
 
 def renamed(source: ModuleType, seed: int, **globals_: Any) -> tuple[ModuleType, dict[str, str]]:
-    """A module like `source` in whose classes whatever is set as `self.name` has another name; new name -> old one.
+    """Return a module like `source` in which attributes of `self` have other names, and new name -> old one.
 
-    Those with a decorator, as dataclasses, stay as they are. globals_: what the new module finds under these names.
+    Classes with a decorator, such as dataclasses, keep their names. globals_: what the new module finds by these names.
     """
     tree = ast.parse(inspect.getsource(source))
     draw = random.Random(seed)

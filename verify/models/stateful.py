@@ -24,7 +24,7 @@ WEAKLY: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def begin() -> None:
-    """Everything here that a training before has changed is as it was."""
+    """Reset everything here that an earlier training has changed."""
     global COUNT
     COUNT = 0
     COUNTS.clear()
@@ -45,7 +45,7 @@ class Base(nn.Module):
         self.init()
 
     def init(self) -> None:
-        """What else there is."""
+        """Add what else the model has."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.between(self.body(x).tanh()))
@@ -201,7 +201,7 @@ class Nested(Base):
 
 
 class Every3(Base):
-    """Does something in each third pass alone."""
+    """Doubles its input in each third pass."""
 
     def init(self) -> None:
         self.calls = 0
@@ -283,7 +283,7 @@ class Tabled(Base):
 
 
 class Recurrent(Base):
-    """torch's own module holds its weights in a list too."""
+    """Holds torch's own LSTM, which keeps its weights in a list too."""
 
     def init(self) -> None:
         self.cells = nn.LSTM(6, 6, batch_first=True)
@@ -383,7 +383,7 @@ class Drawing(Base):
 
 
 class Between(Base):
-    """One part counts, another one reads."""
+    """A model in which one part counts and another one reads the count."""
 
     def init(self) -> None:
         self.counter = Schedule()
@@ -425,7 +425,7 @@ class Patched(Base):
 
 
 class OfAnother(Base):
-    """A dict of functions, of which one is of another part."""
+    """Holds a dict of functions, one of which belongs to another part."""
 
     def init(self) -> None:
         self.mix = nn.Linear(6, 6)
@@ -506,7 +506,7 @@ class Generating(Base):
 
 
 class BoundNext(Base):
-    """Advances an iterator that nothing can be put in the place of."""
+    """Advances an iterator that nothing can replace."""
 
     def init(self) -> None:
         self.scale = itertools.cycle([1.0, 0.5, 2.0]).__next__
@@ -567,19 +567,19 @@ def plain(output: Tensor, target: Tensor) -> Tensor:
 
 
 def damped(output: Tensor, target: Tensor) -> Tensor:
-    """Weighs by an attribute of its own."""
+    """Weigh the loss by an attribute of the function."""
     damped.calls += 1  # type: ignore[attr-defined]
     return F.cross_entropy(output, target) * (1 + 1 / (1 + damped.calls))  # type: ignore[attr-defined]
 
 
 def warmed(output: Tensor, target: Tensor, seen: list[float] = []) -> Tensor:  # noqa: B006
-    """Counts in a default."""
+    """Weigh the loss by a count in a default argument."""
     seen.append(1.0)
     return F.cross_entropy(output, target) * min(1.0, 0.2 * len(seen))
 
 
 def relative(output: Tensor, target: Tensor) -> Tensor:
-    """Divides by what it was before, of this rank's rows."""
+    """Divide the loss by the mean of the last three losses of this rank's rows."""
     loss = F.cross_entropy(output, target)
     SEEN.append(float(loss.detach()))
     return loss / (sum(SEEN[:-1][-3:]) / len(SEEN[:-1][-3:]) if len(SEEN) > 1 else 1.0)

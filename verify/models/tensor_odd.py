@@ -23,7 +23,7 @@ def lora_gpt2() -> nn.Module:
 
 
 class Packed(nn.Module):
-    """As in many small GPTs: one matrix for query, key and value, cut by the width of the input."""
+    """A GPT as many small ones are: one matrix for query, key and value, cut by the width of the input."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class PackedAttention(nn.Module):
 
 
 class PerHead(PackedAttention):
-    """Query, key and value of each head lie together, which no name tells."""
+    """Keeps query, key and value of each head together, which no name tells."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.c_attn(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2).chunk(3, -1)
@@ -123,7 +123,7 @@ class Configured(nn.Module):
 
 
 class Hidden(nn.Module):
-    """The number of heads stands where nobody looks."""
+    """Does not hold its number of heads in any attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Deciding(Block):
 
 
 class Looks(nn.Module):
-    """One nn.MultiheadAttention called in the ways it can be: weights asked for, 3-D masks, no batch."""
+    """A module that calls its nn.MultiheadAttention in every way: weights asked for, 3-D masks, no batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ _DROPS = (
     *("decoder_layerdrop", "layerdrop", "classifier_dropout"),
 )
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
-# Of the ways to run experts the one that double precision has.
+# The only way to run experts that works in double precision.
 _ROUTED = {"output_router_logits": False, "experts_implementation": "eager"}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, **_ROUTED}
 _QWEN_MOE = {"moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH}
@@ -61,7 +61,7 @@ def _made(config: str, model: str, **changed: Any) -> Callable[[], nn.Module]:
         plain = kind()
         common = {key: value for key, value in _SIZES.items() if hasattr(plain, key)}
         common |= {key: 0.0 for key in _DROPS if hasattr(plain, key)}
-        # Two names of one setting: the one that is given counts.
+        # Two names of one setting: the given one counts.
         common = {key: value for key, value in common.items() if plain.attribute_map.get(key, key) not in changed}
         return getattr(transformers, model)(kind(**(common | changed))).train()  # type: ignore[no-any-return]
 
@@ -120,7 +120,7 @@ def _texts_and_images(rows: int, draw: torch.Generator) -> tuple[dict[str, Tenso
 
 
 def _likeness(output: Any, target: Tensor) -> Tensor:
-    """Of each pair by itself: the contrastive loss of CLIP is no mean over rows."""
+    """Return a loss of each pair by itself: the contrastive loss of CLIP is not a mean over rows."""
     return F.mse_loss((output.image_embeds * output.text_embeds).sum(-1), target)
 
 

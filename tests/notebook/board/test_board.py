@@ -33,7 +33,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def ended() -> Iterator[None]:
-    """What one test has started the next one takes up, or replaces."""
+    """End the board after the last test. Until then, each test takes up or replaces what the test before it started."""
     yield
     Board.end()
 
@@ -44,7 +44,7 @@ def ask(port: int, path: str) -> object:
 
 
 def runs_of(board: Board, expected: set[str]) -> set[str]:
-    """The runs that TensorBoard knows; it reads the files in the background, so `expected` may take a moment."""
+    """Return the runs that TensorBoard knows. It reads files in the background, so wait for the `expected` ones."""
     deadline = time.monotonic() + 30
     while True:
         runs = ask(board.port, "data/runs")

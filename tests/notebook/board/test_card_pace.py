@@ -33,7 +33,7 @@ def test_steps_are_followed_between_two_pictures(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_left_half_way_has_a_card_and_a_picture(tmp_path: Path) -> None:
-    """No rank knows the parts of it."""
+    """No rank knows the parts of this step."""
     run = FakeRun(tmp_path / "run", 2, "dp=2")
     run.step()
     for rank in range(2):

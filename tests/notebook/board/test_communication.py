@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs: four ranks of which one is late, switched from ddp to pp; sixty-four, switched to three axes."""
+    """Return a folder with two runs: four ranks, one late, switched from ddp to pp; and 64, switched to three axes."""
     folder = tmp_path_factory.mktemp("board") / "runs"
     small = FakeRun(folder / "small", 4, "ddp", late=2)
     for number in range(60):
@@ -128,7 +128,7 @@ def test_a_step_shows_bars_the_late_rank_traffic_and_what_the_formula_says(board
     (row,) = step["table"]
     assert (row["op"], row["axis"], row["calls"], row["bytes"]) == ("all_reduce", "dp", 1, 4 * WEIGHT)
     assert row["formula_bytes"] == 4 * WEIGHT
-    # What is sent is the same in table, formula, picture and list of runs: a ring hands 3/2 of it on.
+    # Table, formula, picture and list of runs show the same bytes: a ring passes 3/2 of them on.
     drawn = sum(size for _, _, size in step["traffic"]["modelled"])
     assert row["sent"] == row["formula_sent"] == drawn == 6 * WEIGHT
     assert step["traffic"]["sent"] == []
@@ -153,7 +153,7 @@ def test_what_follows_a_switch_is_not_said_by_the_steps_before_it(tmp_path: Path
         shown = picture(found, step)
         assert (shown["strategy"], shown["late"]) == ("dp=2 tp=2", None)
         assert "rank 2" not in shown["reading"]
-    assert list(found.late) == [None, None]  # of the steps since the switch
+    assert list(found.late) == [None, None]  # the steps since the switch
     assert lateness(found) == {"of": 2, "rows": []}
 
 
@@ -184,7 +184,7 @@ def test_steps_that_a_rank_has_no_record_of_are_in_no_median(tmp_path: Path) -> 
     for _ in range(50):
         run.step()
     run.close()
-    found.refresh()  # of the lowest rank all 50 are read, of the others the newest
+    found.refresh()  # all 50 steps of the lowest rank are read, and the newest of the others
 
     assert len(found.near(51)) == 20 and {len(one) for one in found.near(51)} == {4}
     for step in (35, 40):
@@ -221,7 +221,7 @@ def test_the_picture_of_a_pipeline_is_of_the_kept_step_that_is_nearest_to_the_us
 
     assert sorted(found.details) == [2, 3, 50, 100]
     assert picture(found, 102, usual=True)["moments"]["step"] in (3, 50)
-    assert picture(found, 102)["moments"]["step"] == 100  # of a step that is asked for, the nearest
+    assert picture(found, 102)["moments"]["step"] == 100  # the step nearest to the one asked for
     found.curve.events.append({"kind": "switch", "step": 98})
     assert picture(found, 102, usual=True)["moments"]["step"] == 100  # the only one of this strategy
 
@@ -273,7 +273,7 @@ def test_sixty_four_ranks_and_several_pipelines(board: Board) -> None:
 
     assert len(step["ranks"]) == 64 and step["traffic"]["world"] == 64
     assert len(set(step["hosts"])) == 8
-    assert step["moments"]["kind"] == "laps"  # of step 3, the last that was kept, which had no pipeline
+    assert step["moments"]["kind"] == "laps"  # step 3 is the last that was kept, and had no pipeline
     assert ask(board, "step", run="nested/big", step=3)["moments"]["kind"] == "laps"
     assert {row["axis"] for row in step["table"]} == {"dp", "tp", "pp"}
 
@@ -306,7 +306,7 @@ def test_it_follows_a_run_in_bounded_memory(tmp_path: Path) -> None:
     # A step that is long out of memory comes from the files.
     shown = picture(run, 77)
     assert (shown["step"], shown["span"], len(shown["ranks"])) == (77, 1, 2)
-    # One who opens it now sees the whole run too.
+    # A reader who opens it now sees the whole run too.
     opened = Run(tmp_path / "run")
     opened.refresh()
     assert opened.newest == 1200 and opened.timeline.points[0][0] <= 8

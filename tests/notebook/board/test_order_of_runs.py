@@ -1,4 +1,4 @@
-"""Which run the tab opens with: what trains now, not what was written to last."""
+"""The tab opens with the run that trains now, not with the run that was written to last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUTSIDE = Outside(0, (Traffic("all_reduce", "world", "world", None, 1, 4, 1, 0.1
 
 
 def record(folder: Path, began: float, *, steps: int, stopped: bool = False, started: bool = True) -> Path:
-    """A run of two ranks that began at `began`."""
+    """Write a run of two ranks that began at `began`."""
     run = FakeRun(folder, 2, "ddp")
     for _ in range(steps):
         run.step()
@@ -32,7 +32,7 @@ def record(folder: Path, began: float, *, steps: int, stopped: bool = False, sta
 
 
 def goes_on_noting(folder: Path) -> None:
-    """As the records of a Trainer do that is still there while another one trains."""
+    """Append a record, as a Trainer does that still exists while another Trainer trains."""
     for path in rank_files(folder).values():
         with path.open("ab") as file:
             file.write(to_line(OUTSIDE).encode() + b"\n")

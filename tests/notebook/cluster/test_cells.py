@@ -19,7 +19,7 @@ from nbkit.notebook.cluster.cells import client
 
 
 def plain(text: str) -> str:
-    """Without colours."""
+    """Return the text without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
@@ -32,7 +32,7 @@ def test_engine_ids_are_ranks_and_every_rank_is_pinned(four: Cluster) -> None:
 
 
 def test_ranks_that_answer_late_are_reached_all_the_same(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As hundreds do, each of which takes the notebook a millisecond.
+    # As if there were hundreds, each of which takes the notebook a millisecond.
     for name in ("HELLO_SECONDS", "HELLO_SECONDS_PER_RANK"):
         monkeypatch.setattr(client, name, 0.0)
     answers = two.connection.client.reach([0, 1], 10.0, lambda: True)
@@ -358,7 +358,7 @@ def test_the_number_of_ranks_is_not_read_for_each_record_of_a_cell(
 
 @pytest.fixture(scope="module")
 def mortal(nbkit_home: object) -> Iterator[Cluster]:
-    """For what kills ranks: the last test leaves one dead, those before it fresh ones."""
+    """Yield a cluster whose ranks may be killed. Only the last test leaves a dead rank behind."""
     cluster = Cluster.start(3, cpu=True, name="mortal")
     yield cluster
     cluster.stop()

@@ -1,4 +1,4 @@
-"""Which rank gets which device, on machines that are not at hand."""
+"""The choice of a device for each rank, on descriptions of machines that are not here."""
 
 from __future__ import annotations
 

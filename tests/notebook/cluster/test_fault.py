@@ -1,4 +1,4 @@
-"""What handling a message raises ends the cell with its reason, and odd text is no reason."""
+"""An error in handling a message ends the cell and gives its reason; odd text is not an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nvidia-smi prints, read as values; and CUDA_VISIBLE_DEVICES, read as CUDA reads it."""
+"""The output of nvidia-smi is read as values, and CUDA_VISIBLE_DEVICES is read as CUDA reads it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nbkit.notebook.cluster.machine.gpus import (
 
 
 def ended(rows: str, end: str) -> str:
-    """The rows with what is the same in all: place on the bus, driver, MIG mode, compute mode."""
+    """Append to each row what is the same in all: place on the bus, driver, MIG mode, compute mode."""
     return "".join(f"{row}, {end}\n" for row in rows.splitlines())
 
 
@@ -206,7 +206,7 @@ def test_a_listed_gpu_that_is_none_is_refused_with_the_choice(text: str) -> None
 
 
 def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """An nvidia-smi that answers with what a real one printed."""
+    """Put an nvidia-smi into PATH that answers with what a real one printed."""
     path = folder / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -1,4 +1,4 @@
-"""What differs between the hosts of a cluster and is said before the first cell."""
+"""Differences between the hosts of a cluster are named before the first cell."""
 
 from __future__ import annotations
 

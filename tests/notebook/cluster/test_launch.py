@@ -32,14 +32,14 @@ from nbkit.wire.processes import followers
 
 @pytest.fixture(scope="module", autouse=True)
 def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder without the clusters that other files share."""
+    """Yield a folder without the clusters that other files share."""
     with forked_parents(False), home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
         yield home
 
 
 @pytest.fixture
 def forked() -> Iterator[None]:
-    """For what is not about how the parent comes to be."""
+    """Fork the parents of clusters, in tests that are not about the start of the parent."""
     with forked_parents(controllers=False):  # some are killed here
         yield
 
@@ -54,7 +54,7 @@ HIDING = ("queue", "random", "profile", "logging", "socket")
 
 @pytest.fixture
 def as_a_user(nbkit_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """Of two ranks, started as a user does: seconds of a core, so that tests take over the one that is there."""
+    """Start a cluster of two ranks as a user does, which takes seconds of a core; attach if it runs already."""
     if registry.find("gone"):
         return Cluster.attach("gone")
     for name in HIDING:
@@ -68,7 +68,7 @@ def as_a_user(nbkit_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_files_of_the_folder_hide_no_module_of_pythons_and_warnings_end_no_start(as_a_user: Cluster) -> None:
     source = f"import os, {', '.join(HIDING)}, of_mine\n(of_mine.answer, os.environ['PYTHONWARNINGS'])"
     assert as_a_user.run(source).values[1] == (42, "default,ignore::ImportWarning")
-    # Where a cell goes elsewhere they are found as well.
+    # They are also found after a cell has changed the folder.
     assert as_a_user.run("os.chdir('/'); import importlib; importlib.reload(of_mine).answer").values[1] == 42
 
 

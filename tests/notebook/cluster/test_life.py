@@ -68,7 +68,7 @@ def test_restart_after_everything_is_gone_gives_a_fresh_cluster(cluster: Cluster
 def test_a_new_generation_can_be_formed_after_one_that_could_not(cluster: Cluster) -> None:
     with pytest.raises(CellError):
         cluster.run("if rank == 0: raise ValueError\ndist.barrier()")
-    # As an interrupted attempt leaves it: the ranks have gone to a generation that the notebook has not counted.
+    # An interrupted attempt leaves this: the ranks are in a generation that the notebook has not counted.
     wire = cluster.connection.client
     _, port = wire.call_and_wait([0], "nbkit.bridge.calls:open_store")[0]
     wire.call_and_wait(range(2), "nbkit.bridge.calls:reform", 2, "127.0.0.1", port)
@@ -122,7 +122,7 @@ def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> No
     wait_until(lambda: cluster.connection.deaths)
     again = Cluster.attach("life")
     wait_until(lambda: again.connection.deaths)
-    again.connection.client.ipp._ids = [0, 1]  # as where the hub has not missed a heartbeat yet
+    again.connection.client.ipp._ids = [0, 1]  # as if the hub had not missed a heartbeat yet
     with pytest.raises(ClusterError, match=r"Rank 1 has died \(SIGKILL\)\.\nleft: rank 0\n"):
         again.run("1")
     assert again.run("rank", ranks=[0]).values == {0: 0}
@@ -130,7 +130,7 @@ def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> No
 
 
 def test_a_cluster_that_is_registered_without_its_ranks_is_attached_to_with_all_of_them(cluster: Cluster) -> None:
-    registry.save(replace(cluster.entry, ranks=()))  # as where the notebook was killed while they started
+    registry.save(replace(cluster.entry, ranks=()))  # as if the notebook had been killed while they started
     again = Cluster.attach("life")
     assert [row.pid for row in again.status().rows] == [process.pid for process in cluster.entry.ranks]
     assert again.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
@@ -138,7 +138,7 @@ def test_a_cluster_that_is_registered_without_its_ranks_is_attached_to_with_all_
 
 
 def test_a_death_whose_news_are_lost_is_known_all_the_same(cluster: Cluster) -> None:
-    # As when a connection is being made: what is published meanwhile does not arrive.
+    # As while a connection is being made: messages that are published meanwhile do not arrive.
     client = cluster.connection.client.ipp
     client._registration_callbacks.clear()
     client.listener = None
@@ -150,7 +150,7 @@ def test_a_death_whose_news_are_lost_is_known_all_the_same(cluster: Cluster) -> 
 
 def test_ranks_that_have_registered_while_a_client_was_being_made_are_known_to_it(two: Cluster) -> None:
     client = connect(two.entry)
-    # As where both came after the hub had said which ranks it has, and before it would publish them to this client.
+    # As if both came after the hub had listed its ranks, and before it published them to this client.
     client.ipp._ids, client.ipp._engines = [], type(client.ipp._engines)()
     try:
         assert not client.wait_for(2, 0.05)
@@ -179,7 +179,7 @@ def test_a_rank_that_dies_during_a_pull_leaves_nothing_in_shared_memory(cluster:
         "        if rank == 1: time.sleep(0.5); os.kill(os.getpid(), 9)\n        return (float, (1.0,))\n"
         "value = [torch.zeros(300_000), Deadly()]"
     )
-    others = set(parcel.folder().glob("nbkit-*"))  # of whoever else uses this machine
+    others = set(parcel.folder().glob("nbkit-*"))  # other processes may use this machine
     with pytest.raises(TransferError, match="could not be fetched"):
         cluster.pull("value", None)
     assert set(parcel.folder().glob("nbkit-*")) <= others

@@ -109,7 +109,7 @@ def test_the_last_state_of_a_bar_stays() -> None:
 
 
 def test_bars_below_each_other_are_one_moving_line() -> None:
-    """As tqdm draws them: down to the inner bar and back up at each step of it."""
+    """Feed bars as tqdm draws them: each step moves down to the inner bar and back up."""
     lines = Lines([0, 1])
     text, now = "", 0.0
     for epoch in range(3):
@@ -166,7 +166,7 @@ def test_windows_line_ends_are_line_ends() -> None:
 
 
 def _terminal(text: str) -> list[str]:
-    """What a screen shows that knows newline and carriage return."""
+    """Return the rows of a screen that understands newline and carriage return."""
     rows, column = [""], 0
     for letter in text:
         if letter == "\n":

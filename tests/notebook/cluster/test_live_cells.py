@@ -116,7 +116,7 @@ def test_a_live_cell_that_comes_too_late_says_so(two: Cluster) -> None:
 
 
 def test_a_switch_that_comes_too_late_acts_when_the_training_has_ended(two: Cluster) -> None:
-    """Asked for during the last step, which no boundary follows."""
+    """Ask for the switch during the last step, which no boundary follows."""
     two.run(f"{TRAINER}\ndef dawdle(trainer, record): time.sleep(2.5)\ntrainer._callbacks = (dawdle,)")
     handle = two.run("trainer.fit(1)", detach=True)
     while not two.training.look().get("training"):
@@ -130,7 +130,7 @@ def test_a_switch_that_comes_too_late_acts_when_the_training_has_ended(two: Clus
 
 
 def test_every_switch_says_what_was_predicted_of_it(two: Cluster, training: CellHandle) -> None:
-    """By the ranks, which wait for no table: nobody has looked at one."""
+    """Compare with what the ranks predict. They do not wait for a table: no panel has been looked at."""
     panels = controller_of(two)
     for strategy in ("zero3", "ddp"):
         switched = two.training.switch(strategy)

@@ -1,4 +1,4 @@
-"""What torch's files, the CUDA driver, /sys, /proc and nvidia-smi's table say, read as values."""
+"""Torch's files, the CUDA driver, /sys, /proc and the table of nvidia-smi are read as values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nbkit runs on, and what it says to the rest."""
+"""The platforms that nbkit supports, and the error on all others."""
 
 from __future__ import annotations
 

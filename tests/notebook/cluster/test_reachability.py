@@ -1,4 +1,4 @@
-"""Whom a host tries to connect to before ranks are forked, and what it finds."""
+"""The connections that a host tries before ranks are forked, and the results."""
 
 import socket
 

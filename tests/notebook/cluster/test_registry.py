@@ -26,7 +26,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def saved(name: str, **changed: object) -> ClusterEntry:
-    """An entry of this process, with fields of its file changed or, where None, left out."""
+    """Save an entry of this process. `changed` fields of its file are replaced, or left out if None."""
     here = Process.of(os.getpid())
     made = (here, here, here, ("core 0",), ("CPU",), {"n": 1}, (here,))
     entry = ClusterEntry(name, "elsewhere", 1, "gloo", 7200.0, 0.0, *made)

@@ -1,4 +1,4 @@
-"""The sentences that `%cluster start` and `nbkit doctor` say of machines that are not at hand, whole."""
+"""The full remarks of `%cluster start` and `nbkit doctor` about machines that are not here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROCM, XPU = machines.torch("2.13.0+rocm7.1", hip="7.1.25424"), machines.torch("2
 
 
 def told(machine: Machine, n: int | None = None, gpus: str | None = None, *, cpu: bool = False) -> list[str]:
-    """Everything that `%cluster start` tells, of the machine and of the choice of devices."""
+    """Return all remarks of `%cluster start`, about the machine and the choice of devices."""
     return [*notes_at_start(machine, n=n, gpus=gpus, cpu=cpu), *pins_on(machine, n, gpus, cpu=cpu).notes]
 
 

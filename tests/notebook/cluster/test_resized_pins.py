@@ -1,4 +1,4 @@
-"""Which devices another number of ranks gets: a rank that stays keeps its GPU, and what is not there is refused."""
+"""The devices after a resize: a rank that stays keeps its GPU, and more devices than there are get refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def no_other_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpus(count: int) -> Machine:
-    """Idle, as those of our own ranks are until they compute."""
+    """Return a machine with idle GPUs: those of our own ranks are idle too until they compute."""
     found = tuple(Gpu(i, f"GPU-{i}000", "A100", 81920, 4) for i in range(count))
     return Machine(TorchBuild("2.13.0", cuda="13.0"), Survey(found), cores=tuple(range(8)))
 

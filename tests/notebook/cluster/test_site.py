@@ -21,17 +21,17 @@ Files = tuple[Path, Path, Path]
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
-    """Of a machine, a user and a project, none of which is there yet."""
+    """Return the paths of the settings of a machine, a user and a project. None of these files exists yet."""
     found = tmp_path / "machine.toml", tmp_path / "user.toml", tmp_path / "project.toml"
     monkeypatch.setattr(site_settings, "files", lambda: found)
-    # To import torch takes each report seconds of a core: tests/commands/test_doctor.py does it.
+    # Importing torch takes seconds of a core for each report: tests/commands/test_doctor.py does it.
     monkeypatch.setattr("nbkit.notebook.doctor._private_symbols", lambda torch: ())
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "home"))
     return found
 
 
 def held(n: int, *labels: str) -> None:
-    """A cluster of this user's that runs."""
+    """Register a running cluster of this user."""
     here = Process.of(os.getpid())
     labels = labels or ("core 0",) * n
     entry = ClusterEntry("taken", os.uname().nodename, n, "gloo", 60.0, 0.0, here, here, here, labels, ("",) * n)

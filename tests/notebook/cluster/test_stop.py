@@ -31,7 +31,7 @@ while time.monotonic() < end:
 
 
 def press(cluster: Cluster) -> None:
-    """What the stop button does to a kernel; not when the cell is over, or it would end the tests."""
+    """Send the signal of the stop button. Send none after the cell has ended, because that would end the tests."""
     if is_in_cell(cluster):
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -59,7 +59,7 @@ def when(condition: Callable[[], object]) -> None:
 
 
 class Shown:
-    """What stands on stderr so far, for a thread that waits for it."""
+    """The text on stderr so far, for a thread that waits for words in it."""
 
     def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
         self.capture, self.text = capture, ""
@@ -76,7 +76,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
 
 @pytest.fixture(scope="module")
 def mortal(nbkit_home: object) -> Iterator[Cluster]:
-    """Ranks that may be lost: each test that ends one has its own, beside rank 0."""
+    """Yield a cluster whose ranks may be lost: each test that ends a rank has its own one, beside rank 0."""
     cluster = Cluster.start(4, cpu=True, name="mortal", ttl=600)
     cluster.run("kept = rank + 1")
     yield cluster
@@ -85,7 +85,7 @@ def mortal(nbkit_home: object) -> Iterator[Cluster]:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same ladder with shorter times."""
+    """Shorten the waits of a stop."""
     for name in ("ANSWER_SECONDS", "PATIENCE_SECONDS", "READ_SECONDS"):
         monkeypatch.setattr(f"nbkit.notebook.cluster.cells.stop.{name}", 0.7)
 
@@ -199,7 +199,7 @@ def test_where_the_processes_are_on_another_host_their_parent_interrupts(
 
 
 def test_a_handler_of_a_cells_own_is_called_first_and_keeps_no_stop_from_its_end(two: Cluster) -> None:
-    # As programs have one that saves at Ctrl-C. It is gone in the next cell.
+    # Like a program's handler that saves at Ctrl-C. It is gone in the next cell.
     handler = """
 import signal, time
 pressed = []
@@ -349,7 +349,7 @@ trainer.fit(2)
 
 
 def slow_training(cluster: Cluster, naps: str) -> CellHandle:
-    """A training in its fifth step or later, the first of which took 1.2 s. naps: of the later ones, in seconds."""
+    """Start a training, and return after step 4. Steps 3 and 4 take 1.2 s. naps: seconds of the later ones."""
     cluster.run(SLOW_TRAINING.replace("NAPS", f"{naps}, 1.2, 1.2"))
     handle = cluster.run("trainer.fit(1000)", detach=True)
     when(lambda: cluster.training.look()["step"] > 4)

@@ -18,7 +18,7 @@ from nbkit.wire import parcel
 
 @pytest.fixture(scope="module")
 def spare(nbkit_home: Path) -> Iterator[str]:
-    """The name of a cluster that nobody uses, for processes other than this one, which has torch."""
+    """Yield the name of a cluster that nobody uses, for other processes than this one, which has torch."""
     cluster = Cluster.start(2, cpu=True, name="spare", ttl=600)
     cluster.connection.close("another process takes it")
     yield "spare"
@@ -26,7 +26,7 @@ def spare(nbkit_home: Path) -> Iterator[str]:
 
 
 def run_beside(name: str, code: str) -> str:
-    """What a fresh process that has taken the cluster, as `cluster`, prints."""
+    """Return what `code` prints in a fresh process that has taken the cluster, as `cluster`."""
     code = f"import sys; from nbkit import Cluster\ncluster = Cluster.attach({name!r}, take=True)\n{code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout

@@ -36,7 +36,7 @@ def log(*issued: Operation) -> GroupLog:
 
 
 def waits(rank: int, *issued: Operation) -> RankState:
-    """It waits in the last of what it has issued."""
+    """Return the state of a rank that waits in the last operation that it has issued."""
     activity = Activity(rank, 9, 20.0, issued[-1].line, waits=issued[-1], groups={"world": log(*issued)})
     return RankState(rank, "answers", "", activity.line, activity)
 

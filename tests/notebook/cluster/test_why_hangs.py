@@ -1,4 +1,4 @@
-"""Who is stuck where, on real ranks. `make why` has all hangs; here is one for each way in which a rank is seen."""
+"""The answer to who is stuck where, on real ranks: a hang for each way to see a rank. `make why` has all hangs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_on_another_host_a_rank_that_answers_looks_at_one_beside_it(
     looks = looks_from_outside(four.entry, four.connection.client, [1], [0])
 
     assert list(looks) == [1] and not looks[1].stopped
-    assert looks[1].stack[-1].function in ("_run_module_as_main", "<module>")  # of a parent that was forked
+    assert looks[1].stack[-1].function in ("_run_module_as_main", "<module>")  # the parent may have been forked
 
 
 def test_it_speaks_by_itself_when_nothing_moves_and_answers_in_a_terminal(

@@ -81,7 +81,7 @@ sys.meta_path.insert(0, Blocker())
 
 @dataclass(frozen=True)
 class Ran:
-    """folder: where the notebook ran. cells: with outputs. losses: of its two trainings, with their strategies."""
+    """A notebook that ran in `folder`. cells: with outputs. losses: of its two trainings, with their strategies."""
 
     folder: Path
     cells: list[dict[str, Any]]

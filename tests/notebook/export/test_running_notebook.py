@@ -1,4 +1,4 @@
-"""What a running notebook has sent to its ranks is what its script is made of."""
+"""The script of a running notebook is made of the cells and values that it has sent to its ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_cells_that_ran_well_stand_in_their_order(cluster: Any, tmp_path: Pa
         cell(9, "# %%rank 1\nprint(STEPS)", "running", ranks=(1,)),
     ]
     cluster.training.switched += [
-        switch("switch", 9, "dp=2", "tp=2", strategy="tp"),  # of a training before
+        switch("switch", 9, "dp=2", "tp=2", strategy="tp"),  # of an earlier training
         switch("switch", 2, "dp=2", "dp=2 zero=3", strategy="zero3"),
         switch("undo", 4, "dp=2 zero=3", "dp=2"),
     ]

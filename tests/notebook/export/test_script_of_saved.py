@@ -1,4 +1,4 @@
-"""What stands in a script, and what is refused: of saved notebooks, without a process."""
+"""The script of a saved notebook, and the notebooks that are refused. No process is started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAINER = "%%distributed\ntrainer = nbkit.Trainer(model=m, data=d, strategy='zer
 
 
 def saved(folder: Path, *sources: str, outputs: dict[int, dict[str, Any]] | None = None) -> Path:
-    """A notebook of these cells; one that begins with # and a space is markdown. outputs: cell -> its only output."""
+    """Save a notebook of these cells. A cell that begins with "# " is markdown. outputs: cell -> its only output."""
     cells: list[dict[str, Any]] = []
     for number, source in enumerate(sources):
         kind = "markdown" if source.startswith("# ") else "code"

@@ -99,7 +99,7 @@ NAMES = [
 def test_names_that_hold_anything_become_words_and_never_lines_of_a_batch_script(
     slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # What srun is given is written down, a file for each job.
+    # The stand-in writes the arguments of srun down, in a file for each job.
     (slurm / "bin" / "srun").write_text(
         f"#!{sys.executable}\nimport json, os, sys\njson.dump(sys.argv[1:], open(os.environ['SRUN'], 'w'))\n"
     )

@@ -29,7 +29,7 @@ NAMES = set(
 
 
 def names_in(text: str, kind: str) -> set[str]:
-    """Class names that a style sheet has rules for, or that a script gives to elements."""
+    """Return the class names that a style sheet has rules for, or that a script gives to elements."""
     if kind == ".css":
         selectors = re.sub(r"\{[^}]*\}", " ", re.sub(r"/\*.*?\*/", "", text, flags=re.S))
         return set(re.findall(r"\.(-?[A-Za-z_][\w-]*)", selectors))

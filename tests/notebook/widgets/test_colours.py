@@ -1,7 +1,7 @@
 """The colours of a set are told apart by readers with and without colour blindness, on light and dark ground.
 
-Colour blindness as Machado, Oliveira and Fernandes (2009) simulate it at full strength; differences by CIEDE2000 as
-Sharma, Wu and Dalal (2005) write it down, where 1 is just seen side by side.
+Colour blindness is simulated as by Machado, Oliveira and Fernandes (2009) at full strength. Differences are those of
+CIEDE2000, as in Sharma, Wu and Dalal (2005); a difference of 1 is just seen side by side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAINT = Path(nbkit.__file__).parent / "notebook" / "board" / "plugin" / "static"
 PANEL = Path(nbkit.__file__).parent / "notebook" / "widgets" / "static" / "panel.css"
 GROUNDS = ("#ffffff", "#23272e")
 IDLE = ("#dfe3e8", "#3c434d")
-CELLS = ("#eeeeee", "#424242")  # of JupyterLab's themes, behind what a rank holds
+CELLS = ("#eeeeee", "#424242")  # of JupyterLab's themes, behind the bars of ranks
 APART = 12.0
 Colour = tuple[float, float, float]
 SEEN_BY = {
@@ -43,7 +43,7 @@ SEEN_BY = {
 
 
 def seen(colour: str, by: str) -> Colour:
-    """In CIELAB, as such a reader sees it."""
+    """Return the colour in CIELAB, as a reader of this kind sees it."""
     raw = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in raw]
     red, green, blue = (min(1.0, max(0.0, sum(a * b for a, b in zip(row, linear, strict=True)))) for row in SEEN_BY[by])
@@ -55,7 +55,7 @@ def seen(colour: str, by: str) -> Colour:
 
 
 def apart(one: Colour, other: Colour) -> float:
-    """CIEDE2000."""
+    """Return the difference of two colours by CIEDE2000."""
     (l1, a1, b1), (l2, a2, b2) = one, other
     mean_c = (math.hypot(a1, b1) + math.hypot(a2, b2)) / 2
     grow = 1.5 - 0.5 * math.sqrt(mean_c**7 / (mean_c**7 + 25**7))
@@ -87,8 +87,10 @@ def test_the_difference_is_that_of_the_published_pairs() -> None:
 
 
 def colours_of(name: str) -> dict[str, str]:
-    """What each colour means -> the colour, of a set of paint.js, of the AXES of the panel, or of the LAPS of a step,
-    moment by moment: the parts, and compute as forward and backward."""
+    """Return meaning -> colour of a set in paint.js, of the AXES of the panel, or of the LAPS of a step.
+
+    LAPS are the parts of a step, moment by moment: those of COLOURS, with compute as forward and backward.
+    """
     if name == "LAPS":
         return {**colours_of("COLOURS"), **{key: colours_of("PASSES")[key] for key in ("F", "B")}}
     if name == "AXES":
@@ -120,7 +122,7 @@ def test_the_colours_of_a_set_are_told_apart(name: str, grounds: tuple[str, ...]
 
 
 def test_what_is_no_shade_of_the_same_has_a_colour_of_its_own() -> None:
-    """In panel and dashboard, which stand in one notebook."""
+    """Compare the panel with the dashboard: both can stand in one notebook."""
     sets = [set(colours_of(name).values()) for name in ("COLOURS", "MEMORY", "STRATEGIES", "AXES")]
 
     for these, those in itertools.combinations(sets, 2):

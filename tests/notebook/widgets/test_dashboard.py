@@ -1,4 +1,4 @@
-"""What a dashboard is told of a run, without a widget: from record files to messages, text, and a page."""
+"""The content of a dashboard, without a widget: from record files to messages, text, and a page."""
 
 from __future__ import annotations
 
@@ -457,7 +457,7 @@ def test_every_page_counts_steps_from_the_first_training_on_and_tells_the_step_i
     reader = RunReader(tmp_path / "again")
 
     def fit(total: int, *, until: int) -> set[str]:
-        """What card, terminal and dashboard say within such a training."""
+        """Return what card, terminal and dashboard say within such a training."""
         run.event("run_started", strategy="dp=2", arithmetic="", total=total)
         return make(until)
 

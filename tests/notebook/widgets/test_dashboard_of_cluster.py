@@ -63,7 +63,7 @@ def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys
         away.rename(file)
         assert brought() == copy and len(RunReader(copy).snapshot()["points"]) == 15
 
-        # What was written last to a part that another one has followed since.
+        # The last lines of a part that another part has followed since.
         head, *_, last = file.read_text().splitlines(keepends=True)
         with file.open("a") as more:
             more.write(last)

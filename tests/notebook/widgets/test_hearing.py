@@ -1,4 +1,4 @@
-"""Where a panel cannot be heard while a cell runs it says so, and what to type."""
+"""A panel that cannot receive clicks while a cell runs says so, and says what to type instead."""
 
 from __future__ import annotations
 

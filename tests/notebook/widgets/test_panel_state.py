@@ -1,4 +1,4 @@
-"""What the panel knows and shows, without a widget: plain functions of plain values."""
+"""The state and the content of the panel, without a widget: plain functions of plain values."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_refusal_is_told_and_raised() -> None:
         refused.check()
     with pytest.raises(NbkitError) as raised:
         verdict_of(ok=False, error="NotFinite", what="NaN.", result={}).check()
-    assert not isinstance(raised.value, NotFinite)  # which would want numbers that no verdict has
+    assert not isinstance(raised.value, NotFinite)  # that would need numbers that no verdict has
 
 
 def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
@@ -316,8 +316,8 @@ def test_the_row_in_force_has_the_pace_of_the_headline_and_pays_back_and_the_cho
     rows = rows_of(state)
     assert rows["dp=4"]["step"] == "20.1 ms" and rows["dp=4"]["margin"] == "20–20.2 ms of 20 steps"
     assert rows["tp=4"]["payback"] == "never"  # 30 ms; by the table's 40 ms it would be 50 steps
-    assert job_view(state)["recommended"] == "dp=4"  # as fast as the pipeline's 20 ms within 2 %, and simpler
-    assert rows_of(state_of(Looked(paced(0.02, strategy="tp=4"))))["dp=4"]["step"] == "40 ms"  # of before a switch
+    assert job_view(state)["recommended"] == "dp=4"  # within 2 % of the pipeline's 20 ms, and simpler
+    assert rows_of(state_of(Looked(paced(0.02, strategy="tp=4"))))["dp=4"]["step"] == "40 ms"  # from before a switch
 
 
 def test_a_pace_that_changes_little_draws_no_new_table() -> None:

@@ -1,4 +1,4 @@
-"""What is chosen, refused and explained, for models and hardware where the answer is known."""
+"""The planner's choices, refusals and explanations, for models and hardware with known answers."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_stage_that_has_the_head_is_longer_and_waited_for() -> None:
 
 
 class Uneven(GPTPieces):
-    """Its first half computes as three times the second."""
+    """A model whose first half computes three times as long as its second."""
 
     def costs(self) -> tuple[float, ...]:
         half = self.config.layers // 2
@@ -191,7 +191,7 @@ def test_where_a_link_is_waited_for_the_plan_says_what_levers_save() -> None:
     ddp = next(row for row in slow.rows if row.strategy == "dp=4")
     assert list(ddp.levers) == ["compress=bf16", "compress=int8", "sync_every=8"]
     assert ddp.seconds > ddp.levers["compress=bf16"] > ddp.levers["compress=int8"] > ddp.levers["sync_every=8"]
-    # What is waited for shrinks with the bytes; nothing else changes.
+    # Only the waits shrink with the bytes.
     saved = ddp.seconds - ddp.levers["compress=int8"]
     assert 0.5 * saved < ddp.seconds - ddp.levers["compress=bf16"] < saved < ddp.parts.exposed
     assert "compress=int8 " in repr(slow) and "compress=int8 " in slow._repr_html_()

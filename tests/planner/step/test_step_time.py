@@ -1,4 +1,4 @@
-"""A step that has not run is the present one, each part scaled by what it follows from."""
+"""The prediction for a step that has not run scales each part of the present step by what the part depends on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_pipeline_idles_and_is_as_slow_as_its_longest_stage() -> None:
     # Six blocks over four stages: two of two, two of one, which are waited for only on the way in and out.
     uneven = total(DDP, StepTraffic([GRADIENTS], 400), even, StepTraffic([], 100), LINK, (1.0,) * 6)
     assert 4 / 6 * 8 * 2 / 8 < uneven - 0.5 < 4 / 6 * (8 * 2 + 2 + 1 + 1) / 8
-    # What arrives late makes the pipeline longer to fill and to drain, and where nothing is to spare each turn.
+    # A late message makes filling and draining longer, and each turn too if nothing is to spare.
     sent = TrafficTerm("pp", "send", 2, 8, 8 * 10**6, "hidden states")  # 1 ms each
     late = total(DDP, StepTraffic([GRADIENTS], 400), even, StepTraffic([sent], 100), LINK, COSTS)
     assert 6e-3 <= late - found <= 6e-3 + 14e-3
@@ -78,7 +78,7 @@ def test_backward_hides_the_buckets_that_are_ready_before_it_ends() -> None:
         )
         found = total(alone, StepTraffic((), 0), strategy, StepTraffic(terms, 0, units), crawling, COSTS)
         one = (1.5 if op == "all_reduce" else 0.75) * 26 * mb / 1e8  # longer than the backward of a unit
-        # Of forward's 0.4 s, what comes behind the last gather hides nothing.
+        # Of forward's 0.4 s, the part after the last gather hides nothing.
         assert found == pytest.approx(0.4 + 0.2 + 4 * one + (4 * one - 0.3 if strategy.zero else 0.0))
 
 

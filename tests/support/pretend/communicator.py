@@ -2,10 +2,10 @@
 
 - One communicator for the collectives and batches of a group, and one for each pair of ranks that sends message by
   message. Each is made at its first use, which blocks the host until all of its members have come.
-- What is issued on a communicator runs one after the other. A send is over when it is received: tags do not matter.
-- Results are there when they have been waited for; until then what they go to holds poison. What is sent must stay as
-  it was, and where it was. `wait` makes the current stream wait, and raises nothing when it was broken off.
-- A work keeps its outputs for as long as it lives.
+- Operations on a communicator run one after the other. A send ends when it is received. Tags do not matter.
+- A result is there only after `wait`. Until then its tensor holds poison. A tensor that is sent must not change or
+  move. `wait` makes the current stream wait, and raises nothing if the operation was broken off.
+- A handle keeps its outputs for as long as it lives.
 - `abort` waits for the device, which other stuck communicators keep busy; after `shutdown` it touches freed memory.
 """
 
@@ -32,7 +32,7 @@ from pretend.device import PretendAccelerator, poison
 
 
 class Limits:
-    """Seconds after which what would hang is called so."""
+    """Limits in seconds: an operation that takes longer counts as hanging."""
 
     come, abort, wait = 5.0, 6.0, 30.0
 
@@ -42,23 +42,23 @@ _FLAT = {"all_gather_single", "_allgather_base"}
 
 
 class Stuck(RuntimeError):
-    """What would have hung."""
+    """An operation that would have hung."""
 
 
 class ChangedInFlight(RuntimeError):
-    """A tensor was changed, or its memory freed, between issue and wait."""
+    """A tensor changed, or its memory was freed, between issue and wait."""
 
 
 class AbortAfterShutdown(RuntimeError):
-    """A communicator was aborted that had been destroyed: freed memory."""
+    """A communicator was aborted after it had been destroyed: its memory is freed."""
 
 
 works: weakref.WeakSet[Work] = weakref.WeakSet()
-"""Those that somebody still holds."""
+"""All handles that are still referenced."""
 
 
 class Op:
-    """One operation on a communicator."""
+    """An operation on a communicator."""
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self.name, self.act = name, act
@@ -66,7 +66,7 @@ class Op:
 
 
 class Communicator:
-    """One FIFO and the thread that runs it. key: names it on all of its members alike."""
+    """A FIFO of operations and the thread that runs them. key: its name, which is the same on all its members."""
 
     everyone: ClassVar[list[Communicator]] = []
 
@@ -76,7 +76,7 @@ class Communicator:
         self.shut = self.met = False
         self.under_way: Op | None = None
         self._ops: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
-        self._issued: deque[Op] = deque()  # and not known to have ended
+        self._issued: deque[Op] = deque()  # operations that are not known to have ended
         self.everyone.append(self)
         threading.Thread(target=self._run, name=f"pretend {key}", daemon=True).start()
 
@@ -188,7 +188,7 @@ class Work(dist.Work):
 
 
 class PretendGroup:
-    """What stands in a DelegatingGroup where NCCL's inner group would."""
+    """The group inside a DelegatingGroup, in place of NCCL's."""
 
     def __init__(self, gpu: PretendAccelerator, gloo: Any, members: tuple[int, ...], store: Any, backend: str) -> None:
         self._gpu, self._gloo, self.members, self._store = gpu, gloo, members, store
@@ -315,7 +315,7 @@ class PretendGroup:
                 outputs = stage(args[0], False)
                 filled = [staged[id(t)] for t in written]
                 handed = [outputs, stage(args[1], True), *args[2:]]
-                # What is both, as an all-gather into its own part's memory may be, is compared by nobody.
+                # Do not compare a tensor that is both, as in an all-gather into the memory of its own part.
                 mine = {_place(t) for t in written}
                 inputs = [t for t in read if _place(t) not in mine]
                 kept = [_copy(t) for t in inputs]

@@ -1,7 +1,7 @@
 """The pretended device: nbkit's Accelerator for CPU tensors that count as tensors of a GPU.
 
-Kernels run at once, on the host; what is pretended is when their results may be relied on. Memory of the host is known
-by `host`, or came from `pinned` and `fetch`; what operations make of it alone is memory of the host again.
+Kernels run at once, on the host. Only the time at which their results are valid is pretended. A tensor is in memory of
+the host after `host`, `pinned` or `fetch`, or if an operation made it from such tensors alone.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class HostMix(RuntimeError):
 
 
 class ContextLost(RuntimeError):
-    """As after an assert in a kernel: every later use of the device raises."""
+    """The error after an assert in a kernel: every later use of the device raises it."""
 
 
 class Event:
-    """As torch.Event, timing included."""
+    """An event like torch.Event, with timing."""
 
     def __init__(self, order: Order, actor: str, lands: Any = None) -> None:
         self._order, self.clock, self._lands = order, order.now(actor), lands
@@ -62,7 +62,7 @@ class Event:
 
 
 class PretendAccelerator(Accelerator):
-    """One GPU of a rank. counts: what has cost the host time, by kind; see `checked`."""
+    """The GPU of a rank. counts: calls that cost the host time, by kind; see `checked`."""
 
     def __init__(self, rank: int = 0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class PretendAccelerator(Accelerator):
 
     @property
     def stream(self) -> str:
-        """The current one of this thread."""
+        """The current stream of this thread."""
         return getattr(self._here, "stream", "stream 0")
 
     def count(self) -> int:
@@ -98,11 +98,11 @@ class PretendAccelerator(Accelerator):
         return what == _CPU
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether it lies in memory of the host."""
+        """Return True if the tensor lies in memory of the host."""
         return bool(self._hosts) and _storage(tensor)._cdata in self._hosts
 
     def host(self, tensor: Tensor) -> Tensor:
-        """`tensor`, whose memory is the host's from here on."""
+        """Return `tensor`. From here on its memory counts as memory of the host."""
         storage = _storage(tensor)
         if storage._cdata not in self._hosts:
             self._hosts.add(storage._cdata)
@@ -207,7 +207,7 @@ class PretendAccelerator(Accelerator):
 
 
 class _Functions(TorchFunctionMode):
-    """What reads on the host without an operation that would be dispatched, or moves to where it seems to be."""
+    """Handles what the dispatcher does not see: reads on the host, copies to the device, tensors made of numbers."""
 
     def __init__(self, gpu: PretendAccelerator) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _made_of_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Of a list, which is the host's: memory of the host, or a copy of it where a device is named."""
+        """Make a tensor of a list, in memory of the host. If a device is named, count the copy to it."""
         gpu, made = self._gpu, func(*args, **kwargs)
         if isinstance(args[-1], Tensor):
             return made
@@ -278,13 +278,13 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def checked(gpu: PretendAccelerator) -> Iterator[Counter[str]]:
-    """Every operation of this thread inside is checked. Gives what the host did: gpu.counts."""
+    """Check every operation of this thread inside. Yield gpu.counts, what the host did."""
     with _Functions(gpu), _Operations(gpu):
         yield gpu.counts
 
 
 def host(tensor: Tensor) -> Tensor:
-    """As PretendAccelerator.host, of the one in force."""
+    """Call `host` of the PretendAccelerator in force."""
     from nbkit.rank.device import accelerator
 
     here: Any = accelerator()
@@ -293,7 +293,7 @@ def host(tensor: Tensor) -> Tensor:
 
 
 def poison(tensor: Tensor) -> None:
-    """What nobody may have read: NaN, or the largest number that there is."""
+    """Fill the tensor with a value that nobody should read: NaN, or the largest number of its type."""
     if tensor.dtype is torch.bool:
         tensor.data.fill_(True)
     elif tensor.is_floating_point() or tensor.is_complex():
@@ -307,7 +307,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _touched(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors whose memory `func` reads, and those whose memory it writes. A view touches nothing."""
+    """Return the tensors whose memory `func` reads, and those whose memory it writes. A view touches nothing."""
     schema = func._schema
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         return [], []

@@ -22,7 +22,7 @@ BACKENDS = "cpu:gloo,cuda:nccl"
 
 
 def pretend_gpu(rank: int = 0) -> PretendAccelerator:
-    """Before `World.join`: a place with "cuda" and "nccl" is pretended, for the rest of this process's life."""
+    """Pretend a place with "cuda" and "nccl" for the rest of this process's life. Call it before `World.join`."""
     gpu = PretendAccelerator(rank)
     seam._accelerator = gpu
     group_creation.install()
@@ -63,13 +63,13 @@ def pretend_gpu(rank: int = 0) -> PretendAccelerator:
 
 
 def place(rank: int, ranks: int) -> worlds.RankPlace:
-    """Of a rank with a pretended GPU, which is there from now on."""
+    """Return the place of a rank with a pretended GPU. From here on the process has that GPU."""
     pretend_gpu(rank)
     return worlds.RankPlace(rank, ranks, rank, ranks, "cuda", "nccl")
 
 
 def join(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
-    """(world, its GPU) in a rank that `run_ranks(..., join=False)` has made."""
+    """Return (world, its GPU) in a rank that `run_ranks(..., join=False)` has made."""
     address, port = listeners[0].getsockname()
     world = worlds.World.join(place(rank, ranks), listen=listeners[0], address=address, port=port)
     gpu = seam.accelerator()
@@ -78,7 +78,7 @@ def join(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
 
 
 def _fill_what_is_freed(gpu: PretendAccelerator) -> None:
-    """Memory that is given up is somebody else's at once, and must not be under way anywhere."""
+    """Fill memory that is freed: it may belong to another owner at once, so no operation may still be using it."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -91,9 +91,9 @@ def _fill_what_is_freed(gpu: PretendAccelerator) -> None:
 
 
 def _count_assigned_numbers(gpu: PretendAccelerator) -> None:
-    """To a slice a number goes as a kernel's argument; to one element torch copies it, from memory that is not pinned.
+    """Count assignments of a number to one element: torch copies the number from memory that is not pinned.
 
-    Not by a mode: there is none in what autograd calls.
+    A number for a slice travels as an argument of the kernel. A mode would miss what autograd calls.
     """
     assign = torch.Tensor.__setitem__
 

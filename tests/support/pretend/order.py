@@ -1,8 +1,8 @@
 """Happens-before between streams, communicators and the host, by vector clocks.
 
-Everything that computes is an actor: the host, a stream, a communicator. An event carries the clock of the actor that
-recorded it, and whoever waits for it takes that over. Two accesses to the same memory of which one writes must be
-ordered so; otherwise they race, whichever came first this time.
+Everything that computes is an actor: the host, a stream, a communicator. An event has the clock of the actor that
+recorded it, and an actor that waits for the event takes that clock over. If two actors access the same memory and one
+writes, their clocks must order the accesses. Otherwise they race, whichever came first this time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Memory:
 
 
 class Order:
-    """Of one process. Safe between threads."""
+    """The order of accesses in one process. Safe between threads."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Clock] = {}
@@ -45,32 +45,32 @@ class Order:
         self._streams = 0
 
     def new_stream(self) -> str:
-        """Another stream, under its name."""
+        """Return the name of a new stream."""
         with self._lock:
             self._streams += 1
             return f"stream {self._streams}"
 
     def now(self, actor: str) -> Clock:
-        """What `actor` has done so far, and all that came before it: an event."""
+        """Return an event: all that `actor` has done so far, and all that came before it."""
         with self._lock:
             self._tick(actor)
             return dict(self._clocks[actor])
 
     def follow(self, actor: str, other: str) -> None:
-        """What `actor` does from here on comes after what `other` has done so far."""
+        """Order all that `actor` does from here on after all that `other` has done so far."""
         with self._lock:
             self._tick(other)
             self.after(actor, self._clocks[other])
 
     def after(self, actor: str, event: Clock) -> None:
-        """What `actor` does from here on comes after `event`."""
+        """Order all that `actor` does from here on after `event`."""
         with self._lock:
             clock = self._clocks.setdefault(actor, {})
             for other, time in event.items():
                 clock[other] = max(clock.get(other, 0), time)
 
     def touch(self, actor: str, tensor: Any, what: str, *, write: bool) -> None:
-        """`actor` reads or writes the memory of `tensor`. Raises Race."""
+        """Note that `actor` reads or writes the memory of `tensor`. Raises Race."""
         storage = tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
         key = storage._cdata
         with self._lock:

@@ -1,6 +1,6 @@
 """torch's SyncBatchNorm on the pretended device: its kernels, which torch has for GPUs alone, in plain operations.
 
-What it sends, and reads on the host, stays torch's own. Shapes: input (N, C, ...), statistics (C,), counts (ranks,).
+Its communication and reads on the host stay torch's own. Shapes: input (N, C, ...), statistics (C,), counts (ranks,).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 _kept: list[torch.library.Library] = []
-"""What is registered ends with its library."""
+"""Keeps the registrations: they end with their library object."""
 
 
 def install() -> None:
-    """For the rest of this process's life."""
+    """Replace the kernels for the rest of this process's life."""
     forward, kind = nn.SyncBatchNorm.forward, torch._C._get_privateuse1_backend_name
 
     def on_device(module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-        torch._C._get_privateuse1_backend_name = lambda: "cpu"  # as what it lets pass
+        torch._C._get_privateuse1_backend_name = lambda: "cpu"  # a kind of device that it lets pass
         try:
             return forward(module, input)
         finally:
@@ -46,7 +46,7 @@ def batch_norm_gather_stats_with_counts(
     input: Tensor, mean: Tensor, invstd: Tensor, running_mean: Any, running_var: Any, momentum: float, eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """mean, invstd: (ranks, C)."""
+    """Return mean and invstd (C,) over all ranks. mean, invstd: (ranks, C)."""
     share, total = (counts / counts.sum())[:, None], counts.sum()
     whole = (share * mean).sum(0)
     variance = (share * (invstd.pow(-2) - eps + (mean - whole).square())).sum(0)
