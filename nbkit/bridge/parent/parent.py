@@ -108,7 +108,7 @@ def end_schedulers(folder: Path, controller: Process | None) -> None:
 def unregister(engine_file: Path, rank: int) -> None:
     """Have the hub forget engine `rank`, so that its clients learn of it and the id is free again.
 
-    ipyparallel's own nanny process would do the same (ipyparallel/engine/nanny.py). Call it in a separate process: the
+    The nanny process of ipyparallel, which nbkit does not start, would do the same. Call it in a separate process: the
     parent must not use zmq.
     """
     import zmq
