@@ -51,8 +51,8 @@ _making = threading.Lock()
 class Message:
     """A message. Its fields are plain values, tuples, messages, and dataclasses of these.
 
-    A subclass needs no decorator: it becomes a frozen dataclass when its first message is made. To make all of them at
-    once would be half of the time of this import, and a process uses few of them.
+    A subclass needs no decorator: it becomes a frozen dataclass when its first message is made. A process uses few of
+    them, and to make all of them at import took 0.035 s of every notebook and rank.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -101,7 +101,7 @@ class Death:
     """The end of a rank's process.
 
     how: "SIGKILL", "it exited with code 1", ... when: time.time(). pid: 0 if unknown. cells: the cells that it ran, or
-    None if nobody knows. failed: what the rank has said of its device, which does not compute any more, or "".
+    None if nobody knows. failed: what the rank has said of its device if that does not compute any more, or "".
     """
 
     rank: int
@@ -247,7 +247,7 @@ class GetStrategyRow(Request):
 
 
 class GetRecords(Request):
-    """The notebook asks for the newest run's directory, or a part of a rank's record file. See `Requests`."""
+    """The notebook asks for the newest run's directory, or a part of a rank's record file: see `recorded`."""
 
     rank: int
     file: str = ""
@@ -301,7 +301,7 @@ class RankReady(ForParent):
 
 
 class SinksOpened(ForParent):
-    """A training in the rank has sinks of the user's, which are to be closed before the rank is ended."""
+    """A training in the rank has opened sinks of the user's. The parent has them closed before it ends the rank."""
 
 
 class CellBegan(ForParent):
@@ -323,14 +323,14 @@ class InUse(ForParent, ForCoordinator):
 
 
 class InterruptRank(Request, ForParent, PassedOn):
-    """The notebook has a cell of a rank interrupted that does not answer, by another rank and the parents."""
+    """The notebook asks another rank, and that one the parents, to interrupt a cell of a rank that does not answer."""
 
     rank: int
     cell: str
 
 
 class EndRank(Request, ForParent, PassedOn):
-    """The notebook has a rank ended that does not answer at all, by another rank and the parents."""
+    """The notebook asks another rank, and that one the parents, to end a rank that does not answer at all."""
 
     rank: int
 
@@ -387,7 +387,7 @@ class TrainingGoesOn(ForParent):
 
 
 class WaitsForOthers(ForParent):
-    """A rank has waited in a step for so long; 0: it goes on. due: the ranks that do not wait hang, and are ended."""
+    """A rank has waited for others in a step; 0 seconds: it goes on. due: end the ranks that do not wait, they hang."""
 
     seconds: float
     due: bool
@@ -463,17 +463,17 @@ class RanksChanged(ForRank, ForNotebook):
 
 
 class EndTraining(ForRank, ForHost):
-    """The coordinator has trainings saved and ended at their next step; the ranks live on. why: "" takes it back."""
+    """The coordinator tells trainings to save and end at their next step; the ranks live on. why: "" takes it back."""
 
     why: str
 
 
 class CloseSinks(ForRank):
-    """The cluster ends: the rank closes the user's sinks and ends itself. It is killed if that takes too long."""
+    """The parent tells a rank to close the user's sinks and to end. It is killed if that takes too long."""
 
 
 class EndOfCluster(ForRank, ForHost):
-    """The parent has a rank save its training and end after its cell. now: do not wait for a cell without training."""
+    """The parent tells a rank to save its training, and to end after its cell. now: at once if it does not train."""
 
     why: str
     now: bool = True
@@ -519,7 +519,7 @@ class AgentRefused(ForAgent):
 
 
 class Listen(ForAgent):
-    """The coordinator has an agent listen for a moment, to see whether other hosts can connect to it."""
+    """The coordinator tells an agent to listen for a moment, to see whether other hosts can connect to it."""
 
 
 class Listening(ForCoordinator):
@@ -530,7 +530,7 @@ class Listening(ForCoordinator):
 
 
 class TryHosts(ForAgent):
-    """The coordinator has an agent try to connect to hosts that listen: (number of the host, address, port)."""
+    """The coordinator tells an agent to try to connect to hosts that listen: (number of the host, address, port)."""
 
     places: tuple[tuple[int, str, int], ...]
 
@@ -542,7 +542,7 @@ class HostsTried(ForCoordinator):
 
 
 class StartRanks(ForAgent):
-    """The coordinator has an agent become the parent of its ranks, since all hosts fit together."""
+    """The coordinator tells an agent to become the parent of its ranks, since all hosts fit together."""
 
     backend: str
     device: str
@@ -621,7 +621,7 @@ class ReplacementNoted(ForCoordinator):
 
 
 class StartRank(PassedOn):
-    """The first host's parent has a rank started in the place of one that died in a training in this cell."""
+    """The first host's parent asks for a new rank in the place of one that died in a training in this cell."""
 
     rank: int
     cell: str
@@ -636,7 +636,7 @@ class TellRank(PassedOn):
 
 
 class DismissRank(PassedOn):
-    """The first host's parent has a rank of another host ended, without declaring it dead."""
+    """The first host's parent asks to end a rank of another host, without declaring it dead."""
 
     rank: int
 
@@ -766,8 +766,8 @@ def handlers_of(receiver: type) -> dict[type[Message], str]:
 def deliver(message: Message, receiver: object, *context: Any) -> Any:
     """Call the handler of a message with the message and `context`, and return what it returns.
 
-    Without a handler the message is dropped, and named in the log: a process must not end because of it. That no kind
-    is dropped is for tests/wire/test_messages.py to see.
+    Without a handler the message is dropped, and named in the log: a process must not end because of it. A test sees to
+    it that each kind has a handler (tests/wire/test_messages.py).
     """
     kind: Any = type(receiver)
     if (name := handlers_of(kind).get(type(message))) is None:

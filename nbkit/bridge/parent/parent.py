@@ -290,7 +290,7 @@ class Parent:
         self.ends = Ends()
         self.selector = selectors.DefaultSelector()
         self.ending = self.stop_asked = False
-        self.kill_at = float("inf")  # when ranks are ended that are still closing their sinks
+        self.kill_at = float("inf")  # when to end ranks that are still closing their sinks
         self.end_in_order = EndInOrder(self)
         self.messengers: list[int] = []
         self.controller: Process | None = None

@@ -163,7 +163,7 @@ def _compared(name: str, version: str) -> str:
 
 PAYLOAD = "NBKIT_AGENT"  # the variable that holds it, where it does not come over standard input
 _CONNECT_SECONDS = 20.0
-# The first that is there: an mpirun in a job of Slurm's numbers by itself.
+# The first that is set counts: in a Slurm job, mpirun sets a number of its own too.
 _INDICES = ("NBKIT_HOST_INDEX", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_NODEID")
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 
@@ -179,7 +179,7 @@ def main() -> None:
         pinning = pins_on(machine, payload["counts"][index], cpu=payload["cpu"], spares=payload["spares"])
         _check_gpus(pinning, cpu=payload["cpu"])
     except NbkitError as error:
-        # One about devices speaks of the ranks of one machine.
+        # The hint of an error about devices is for the ranks of one machine.
         about_devices = payload["spares"] and isinstance(error, UsageError)
         way = f"without --spares   or   --hosts {host}:1   for fewer ranks there" if about_devices else error.hint
         link.send(HostUnfit(host, error.what, error.numbers, way))

@@ -522,9 +522,9 @@ class Coordinator:
 
     def _begin(self, fit: Fit) -> None:
         """Let the hosts fork their ranks. Call it when all are there and fit together."""
-        # The time in the queue is nobody's absence, nor is that in which ranks start: then their parents say "seen".
+        # Time in the queue, and while the ranks start, does not count as unused. Afterwards their parents send InUse.
         self.going, self.seen = True, time.monotonic() + RANKS_SECONDS
-        self.looked = 0.0  # as it runs: when its time is over, and how often it was put back in the queue before
+        self.looked = 0.0  # ask anew about the running job: when it ends, and how often it was requeued before
         for host in self.hosts.values():
             host.link.send(StartRanks(fit.backend, fit.device, fit.addresses))
         self._show(self.places.shown(StartProgress("forked", notes=fit.notes, backend=fit.backend)))

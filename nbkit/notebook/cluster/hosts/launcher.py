@@ -131,7 +131,7 @@ class LauncherStatus:
     """State of what a launcher has started.
 
     state "pending": it waits in a queue, for as long as it takes; once it is "running", the agents have 90 s to answer.
-    "ending": it is being ended now; words then say what ends it, unless this side does. "over": it has ended.
+    "ending": it is being ended now; words then say what ends it, unless nbkit does. "over": it has ended.
     words: a description for people. error: what went wrong, which ends the start of a cluster but not a cluster that
     runs. save_at: when a training has to be saved because its hosts will soon be taken away, as time.time() gives it;
     inf if no end is known. why: the reason they are taken away. again: a batch system takes or took them away and

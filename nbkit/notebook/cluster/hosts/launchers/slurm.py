@@ -40,7 +40,7 @@ _ENDS = {
     "COMPLETED": "has ended",
 }
 _OF_SLURM = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
-"""Ends that nobody has wanted, and of which a job's program has no part."""
+"""Ends that nobody has asked for and that the job's program has not caused."""
 _ABSENT = ("", "None", "N/A", "Unknown", "(null)")
 
 
