@@ -37,7 +37,6 @@ from nbkit.notebook.cluster.launch.platform_check import check_platform, starts_
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.messages import (
-    AgentRefused,
     EndNow,
     ForAgent,
     ForCoordinator,
@@ -241,10 +240,6 @@ class JoinedAgent:
     @handles(StartRanks)
     def _on_start(self, start: StartRanks) -> None:
         self.start = start
-
-    @handles(AgentRefused)
-    def _on_refusal(self, refused: AgentRefused) -> None:
-        sys.exit(refused.why)
 
     @handles(EndNow)
     def _on_end(self, end: EndNow) -> None:

@@ -42,7 +42,6 @@ from nbkit.wire import cluster_end
 from nbkit.wire.cluster_end import ClusterEnd
 from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.messages import (
-    AgentRefused,
     CellFailed,
     Death,
     DismissRank,
@@ -248,7 +247,7 @@ class Gathering:
         if (first := self._places.hosts.get(index)) is not None:
             why = f"an agent on {facts.host} came as host {index} of {total}, which {first.name} is already"
             print(f"{time.strftime('%H:%M:%S')} coordinator: {why}: refused", flush=True)
-            host.link.send(AgentRefused(why))
+            host.link.send(EndNow(why))
             self._refused.append(why)
             return why
         host.facts = facts
