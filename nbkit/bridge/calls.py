@@ -4,8 +4,7 @@ They run cells, form the world, and are the rank's side of push, pull and `%clus
 
 `%cluster sync` copies a project's files to hosts that do not see the notebook's files. The copies are in the cluster's
 own folder on each host, so no file of the user is overwritten. The folder is removed when the ranks have ended. One
-rank of each host writes the files, and every rank imports from them. A new rank gets them from another rank
-(replacing/handover.py).
+rank of each host writes the files, and every rank imports from them. A new rank finds them on its host.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -155,7 +154,6 @@ class BroughtProject:
 
 
 brought: BroughtProject | None = None
-_used = Path()  # the folder from which this rank imports the project
 
 
 def look(path: str, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -174,7 +172,7 @@ def write(files: Sequence[tuple[str, int, bytes]]) -> None:
     for name, mode, content in files:
         target = _inside(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")  # several new ranks may write at once
+        part = target.with_name(f"{target.name}.part")
         part.write_bytes(content)
         part.chmod(mode & 0o700)
         os.replace(part, target)
@@ -192,27 +190,27 @@ def keep(names: Sequence[str]) -> int:
     return len(gone)
 
 
-def read(names: Iterable[str]) -> list[tuple[str, int, bytes]]:
-    """Return (name, mode, content) of each of these files that still exists, as `write` takes them."""
-    there = [(name, _used / name) for name in names]
-    return [(name, path.stat().st_mode, path.read_bytes()) for name, path in there if path.is_file()]
-
-
 def use(root: str, digests: Mapping[str, str], shared: bool, changed: Sequence[str]) -> list[str]:
     """Import from the project's files from now on. Returns the names of imported modules whose file is in `changed`.
 
     Those modules still have their old code. root, digests: see BroughtProject. shared: whether this host sees the
     notebook's directory; otherwise the files were copied here.
     """
-    global brought, _used
+    global brought
     home = root if shared else str(_home())
-    brought, _used = BroughtProject(root, digests), Path(home)
+    brought = BroughtProject(root, digests)
     if home not in sys.path:
         sys.path.insert(0, home)
     importlib.invalidate_caches()
     files = {os.path.realpath(Path(home) / name) for name in changed}
     loaded = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
     return sorted(name for name, file in loaded if file and os.path.realpath(file) in files)
+
+
+def use_as_others(project: BroughtProject) -> None:
+    """Import from the same files as the other ranks of this host. Called on a new rank."""
+    shared = look(project.root, project.digests)["shared"] or not _home().is_dir()  # or they were changed since
+    use(project.root, project.digests, shared, [])
 
 
 def _home() -> Path:

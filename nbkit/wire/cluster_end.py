@@ -46,9 +46,13 @@ def write(folder: Path, end: ClusterEnd) -> None:
     """Write the end atomically. It replaces an earlier one."""
     if not folder.is_dir():  # the cluster's folder is on another host
         return
-    scratch = folder / f"end.{os.getpid()}.{threading.get_ident()}.tmp"
-    scratch.write_text(json.dumps(asdict(end)))
-    scratch.replace(folder / "end.json")
+    _write(folder / "end.json", end)
+
+
+def _write(path: Path, report: ClusterEnd | Death | SizeChange) -> None:
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")  # several ranks write the end
+    scratch.write_text(json.dumps(asdict(report)))
+    scratch.replace(path)
 
 
 def take_back(folder: Path) -> None:
@@ -66,10 +70,7 @@ def read(folder: Path) -> ClusterEnd | None:
 
 def write_rank(folder: Path, death: Death) -> None:
     """Write the report of a rank that ended, atomically; a RankEnd if it is replaced. Raises OSError."""
-    path = folder / f"rank{death.rank}.end.json"
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(asdict(death)))
-    scratch.replace(path)
+    _write(folder / f"rank{death.rank}.end.json", death)
 
 
 def read_ranks(folder: Path) -> Iterator[RankEnd]:
@@ -81,9 +82,7 @@ def read_ranks(folder: Path) -> Iterator[RankEnd]:
 
 def write_size(folder: Path, change: SizeChange) -> None:
     """Write the report of a resize atomically. It replaces an earlier one."""
-    scratch = folder / "resized.tmp"
-    scratch.write_text(json.dumps(asdict(change)))
-    scratch.replace(folder / "resized.json")
+    _write(folder / "resized.json", change)
 
 
 def read_size(folder: Path) -> SizeChange | None:

@@ -19,19 +19,49 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
+from inspect import get_annotations
 from types import NoneType, UnionType
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Concatenate,
+    ParamSpec,
+    Self,
+    TypeAlias,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from nbkit.errors import ClusterError
 from nbkit.wire.cells import CellRequest, Prompt
 from nbkit.wire.processes import Process
 
+_making = threading.Lock()
 
+
+@dataclass_transform(frozen_default=True)
 class Message:
-    """A message. Its fields are plain values, tuples, messages, and dataclasses of these."""
+    """A message. Its fields are plain values, tuples, messages, and dataclasses of these.
+
+    A subclass needs no decorator: it becomes a frozen dataclass when its first message is made. A process uses few of
+    them, and to make all of them at import took 0.04 s of every notebook and rank.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        with _making:  # several threads send
+            if "__dataclass_fields__" not in vars(cls):
+                dataclass(frozen=True)(cls)
+        return super().__new__(cls)
 
 
 class Request(Message):
@@ -71,7 +101,7 @@ class Death:
     """The end of a rank's process.
 
     how: "SIGKILL", "it exited with code 1", ... when: time.time(). pid: 0 if unknown. cells: the cells that it ran, or
-    None if nobody knows. failed: what the rank has said of its device, which does not compute any more, or "".
+    None if nobody knows. failed: what the rank has said of its device if that does not compute any more, or "".
     """
 
     rank: int
@@ -126,24 +156,20 @@ class WantedSize:
 # notebook -> rank: cells
 
 
-@dataclass(frozen=True)
 class SayHello(Request):
     """The notebook asks for a Hello: if it arrives, outputs will arrive too."""
 
 
-@dataclass(frozen=True)
 class GetStatus(Request):
     """The notebook asks for process, device and world of a rank, and what it is doing."""
 
 
-@dataclass(frozen=True)
 class NotebookSeen(Request):
     """The notebook says now and then that it is there. cell: it has everything of this cell, or ""."""
 
     cell: str = ""
 
 
-@dataclass(frozen=True)
 class FollowCell(Request):
     """The notebook asks for outputs of a cell that it has missed, from `cursor` on, and for the record of its end."""
 
@@ -151,7 +177,6 @@ class FollowCell(Request):
     cursor: int
 
 
-@dataclass(frozen=True)
 class StopCell(Request):
     """The notebook stops a cell for the user. number: of the request, the same on all ranks. live: see RunLiveCell."""
 
@@ -160,19 +185,16 @@ class StopCell(Request):
     live: bool = False
 
 
-@dataclass(frozen=True)
 class StopCall(Request):
     """The notebook stops a call of its own, such as sending a value, for which it does not wait any longer."""
 
 
-@dataclass(frozen=True)
 class CompleteName(Request):
     """The notebook asks for names on a rank that begin with this text, for Tab."""
 
     text: str
 
 
-@dataclass(frozen=True)
 class AnswerPrompt(Request):
     """The notebook sends the line that a person has typed for question `number` of a rank."""
 
@@ -180,7 +202,6 @@ class AnswerPrompt(Request):
     line: str
 
 
-@dataclass(frozen=True)
 class RefusePrompts(Request):
     """The notebook says that nobody can type anything in a cell, and why."""
 
@@ -191,7 +212,6 @@ class RefusePrompts(Request):
 # notebook -> rank: trainings. All ranks act on those with a number after the same step.
 
 
-@dataclass(frozen=True)
 class RunLiveCell(Request):
     """The notebook sends a cell that runs between two steps of a training."""
 
@@ -199,7 +219,6 @@ class RunLiveCell(Request):
     cell: CellRequest
 
 
-@dataclass(frozen=True)
 class ControlTraining(Request):
     """The notebook sends an action on a training, such as "switch"; GetControlResult asks what came of it."""
 
@@ -209,30 +228,26 @@ class ControlTraining(Request):
     args: dict[str, Any]
 
 
-@dataclass(frozen=True)
 class GetControlResult(Request):
     """The notebook asks for the result of an action, and whether the rank knows of it."""
 
     id: str
 
 
-@dataclass(frozen=True)
 class GetStrategies(Request):
     """The notebook asks for the progress of a training and the table of its strategies, unless it is still `known`."""
 
     known: str = ""
 
 
-@dataclass(frozen=True)
 class GetStrategyRow(Request):
     """The notebook asks for the row of one strategy, which need not be in the table."""
 
     strategy: str
 
 
-@dataclass(frozen=True)
 class GetRecords(Request):
-    """The notebook asks for the newest run's directory, or a part of a rank's record file. See `Requests`."""
+    """The notebook asks for the newest run's directory, or a part of a rank's record file: see `recorded`."""
 
     rank: int
     file: str = ""
@@ -242,19 +257,16 @@ class GetRecords(Request):
 # notebook -> rank: ranks that do not answer
 
 
-@dataclass(frozen=True)
 class GetActivity(Request):
     """The notebook asks where a rank's code is and what it waits for. stacks: of every thread too."""
 
     stacks: bool = False
 
 
-@dataclass(frozen=True)
 class GetProgress(Request):
     """The notebook asks for a value that changes with every operation and step of a rank."""
 
 
-@dataclass(frozen=True)
 class LookAtProcesses(Request):
     """The notebook asks for the state of silent ranks' processes on the host of this one."""
 
@@ -265,19 +277,16 @@ class LookAtProcesses(Request):
 # rank -> notebook
 
 
-@dataclass(frozen=True)
 class Hello(ForNotebook):
     """A rank answers SayHello over its output channel."""
 
 
-@dataclass(frozen=True)
 class LiveCellEnded(ForNotebook):
     """A live cell has ended on a rank. record: see `record_text`."""
 
     record: str
 
 
-@dataclass(frozen=True)
 class PromptOpened(ForNotebook):
     """A rank waits for a line that a person types."""
 
@@ -287,17 +296,14 @@ class PromptOpened(ForNotebook):
 # rank -> parent: cells and the life of the process
 
 
-@dataclass(frozen=True)
 class RankReady(ForParent):
     """A rank has registered its engine, and can run cells."""
 
 
-@dataclass(frozen=True)
 class SinksOpened(ForParent):
-    """A training in the rank has sinks of the user's, which are to be closed before the rank is ended."""
+    """A training in the rank has opened sinks of the user's. The parent has them closed before it ends the rank."""
 
 
-@dataclass(frozen=True)
 class CellBegan(ForParent):
     """A rank begins a cell. ranks: all that run it, so that the parent can release them when one fails."""
 
@@ -305,7 +311,6 @@ class CellBegan(ForParent):
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class CellEnded(ForParent):
     """A cell has ended on a rank. status: if it is "error", the parent releases the other ranks of the cell."""
 
@@ -313,34 +318,29 @@ class CellEnded(ForParent):
     status: str
 
 
-@dataclass(frozen=True)
 class InUse(ForParent, ForCoordinator):
     """A notebook has shown that it is there; the cluster's time to live begins anew."""
 
 
-@dataclass(frozen=True)
 class InterruptRank(Request, ForParent, PassedOn):
-    """The notebook has a cell of a rank interrupted that does not answer, by another rank and the parents."""
+    """The notebook asks another rank, and that one the parents, to interrupt a cell of a rank that does not answer."""
 
     rank: int
     cell: str
 
 
-@dataclass(frozen=True)
 class EndRank(Request, ForParent, PassedOn):
-    """The notebook has a rank ended that does not answer at all, by another rank and the parents."""
+    """The notebook asks another rank, and that one the parents, to end a rank that does not answer at all."""
 
     rank: int
 
 
-@dataclass(frozen=True)
 class DeviceFailed(ForParent):
     """A rank ends because its device does not compute any more. said: the message of the device."""
 
     said: str
 
 
-@dataclass(frozen=True)
 class TrainingEnded(ForParent, ForCoordinator):
     """A rank has ended and saved its training, because the cluster ends. saved: what was saved, or why nothing was."""
 
@@ -352,7 +352,6 @@ class TrainingEnded(ForParent, ForCoordinator):
 # rank -> parent: a training in which dead ranks are replaced. The first host's parent hears these of all hosts.
 
 
-@dataclass(frozen=True)
 class FitEntered(ForParent):
     """A rank makes the steps of a `fit` that a new rank can enter, at this statement of this cell."""
 
@@ -360,14 +359,12 @@ class FitEntered(ForParent):
     statement: int
 
 
-@dataclass(frozen=True)
 class FitLeft(ForParent):
     """A rank has left the `fit`. why: the error that has ended it, or ""."""
 
     why: str = ""
 
 
-@dataclass(frozen=True)
 class ReadyToForm(ForParent):
     """A rank waits to form the next generation of the world: after a death, for a resize, or because it is new.
 
@@ -383,16 +380,14 @@ class ReadyToForm(ForParent):
     resize: WantedSize | None = None
 
 
-@dataclass(frozen=True)
 class TrainingGoesOn(ForParent):
     """A rank goes on after the world was formed again, so the replacement or resize is done. said: for the user."""
 
     said: str
 
 
-@dataclass(frozen=True)
 class WaitsForOthers(ForParent):
-    """A rank has waited in a step for so long; 0: it goes on. due: the ranks that do not wait hang, and are ended."""
+    """A rank has waited for others in a step; 0 seconds: it goes on. due: end the ranks that do not wait, they hang."""
 
     seconds: float
     due: bool
@@ -401,7 +396,6 @@ class WaitsForOthers(ForParent):
 # parent -> rank
 
 
-@dataclass(frozen=True)
 class ReleaseCell(ForRank):
     """The parent ends a rank's part of a cell, because another rank of the cell has failed or died."""
 
@@ -409,7 +403,6 @@ class ReleaseCell(ForRank):
     reason: str
 
 
-@dataclass(frozen=True)
 class RankIsDead(ForRank, ForNotebook, PassedOn):
     """The parent tells that a rank is dead and is not replaced. The other ranks tell the notebook.
 
@@ -420,14 +413,12 @@ class RankIsDead(ForRank, ForNotebook, PassedOn):
     unregister: bool = False
 
 
-@dataclass(frozen=True)
 class RankIsReplaced(ForRank):
     """The parent tells that a rank has died in a training and is replaced, and breaks the others out of their step."""
 
     death: Death
 
 
-@dataclass(frozen=True)
 class FormWorld(ForRank):
     """The parent tells all ranks to form a generation of the world, with new ranks in the place of dead ones.
 
@@ -445,7 +436,6 @@ class FormWorld(ForRank):
     devices: str
 
 
-@dataclass(frozen=True)
 class FormResizedWorld(ForRank):
     """The parent tells all ranks to form a generation of the world with another number of ranks. pins: of all ranks."""
 
@@ -458,38 +448,32 @@ class FormResizedWorld(ForRank):
     pins: tuple[dict[str, Any], ...]
 
 
-@dataclass(frozen=True)
 class GivenUp(ForRank):
     """The parent tells waiting ranks that the dead rank is not replaced, or that the number of ranks stays."""
 
     why: str
 
 
-@dataclass(frozen=True)
 class LeaveWorld(ForRank):
     """The parent tells a rank that the resized world goes on without it."""
 
 
-@dataclass(frozen=True)
 class RanksChanged(ForRank, ForNotebook):
     """The parent has written down a finished replacement or resize. The ranks tell the notebook to read it."""
 
 
-@dataclass(frozen=True)
 class EndTraining(ForRank, ForHost):
-    """The coordinator has trainings saved and ended at their next step; the ranks live on. why: "" takes it back."""
+    """The coordinator tells trainings to save and end at their next step; the ranks live on. why: "" takes it back."""
 
     why: str
 
 
-@dataclass(frozen=True)
 class CloseSinks(ForRank):
-    """The cluster ends: the rank closes the user's sinks and ends itself. It is killed if that takes too long."""
+    """The parent tells a rank to close the user's sinks and to end. It is killed if that takes too long."""
 
 
-@dataclass(frozen=True)
 class EndOfCluster(ForRank, ForHost):
-    """The parent has a rank save its training and end after its cell. now: do not wait for a cell without training."""
+    """The parent tells a rank to save its training, and to end after its cell. now: at once if it does not train."""
 
     why: str
     now: bool = True
@@ -498,7 +482,6 @@ class EndOfCluster(ForRank, ForHost):
 # agent -> coordinator -> agent: the start of a cluster on several hosts
 
 
-@dataclass(frozen=True)
 class HostJoined(ForCoordinator):
     """An agent tells what its host has, so that the hosts can be compared.
 
@@ -520,7 +503,6 @@ class HostJoined(ForCoordinator):
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class HostUnfit(ForCoordinator):
     """An agent tells why its host cannot run its ranks, which ends the start. The fields are those of an NbkitError."""
 
@@ -530,19 +512,10 @@ class HostUnfit(ForCoordinator):
     hint: str
 
 
-@dataclass(frozen=True)
-class AgentRefused(ForAgent):
-    """The coordinator tells an agent that another one came as the same host."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class Listen(ForAgent):
-    """The coordinator has an agent listen for a moment, to see whether other hosts can connect to it."""
+    """The coordinator tells an agent to listen for a moment, to see whether other hosts can connect to it."""
 
 
-@dataclass(frozen=True)
 class Listening(ForCoordinator):
     """An agent listens here."""
 
@@ -550,23 +523,20 @@ class Listening(ForCoordinator):
     port: int
 
 
-@dataclass(frozen=True)
 class TryHosts(ForAgent):
-    """The coordinator has an agent try to connect to hosts that listen: (number of the host, address, port)."""
+    """The coordinator tells an agent to try to connect to hosts that listen: (number of the host, address, port)."""
 
     places: tuple[tuple[int, str, int], ...]
 
 
-@dataclass(frozen=True)
 class HostsTried(ForCoordinator):
     """An agent tells which hosts it could not connect to: (number of the host, the system's error)."""
 
     unanswered: tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True)
 class StartRanks(ForAgent):
-    """The coordinator has an agent become the parent of its ranks, since all hosts fit together."""
+    """The coordinator tells an agent to become the parent of its ranks, since all hosts fit together."""
 
     backend: str
     device: str
@@ -576,7 +546,6 @@ class StartRanks(ForAgent):
 # parent -> coordinator -> parents of other hosts: cells, and the end
 
 
-@dataclass(frozen=True)
 class StartFailed(ForCoordinator):
     """A parent tells that a rank ended before the cluster was ready. log: the last lines of the rank's log."""
 
@@ -585,7 +554,6 @@ class StartFailed(ForCoordinator):
     log: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class CellFailed(PassedOn):
     """A parent tells that a cell has failed on a rank, so that the parents of other hosts release its other ranks."""
 
@@ -593,14 +561,12 @@ class CellFailed(PassedOn):
     rank: int
 
 
-@dataclass(frozen=True)
 class ToldToEnd(ForCoordinator):
     """A parent has got SIGTERM; the coordinator knows more about why, and tells the other hosts."""
 
 
-@dataclass(frozen=True)
 class EndNow(ForAgent, ForHost):
-    """The coordinator ends all ranks at once, because the cluster is stopped or has not been used."""
+    """The coordinator ends all ranks at once, or an agent that has none: the cluster ends, or it is one too many."""
 
     why: str
 
@@ -608,7 +574,6 @@ class EndNow(ForAgent, ForHost):
 # parent -> coordinator -> first host's parent, which decides for the ranks of all hosts
 
 
-@dataclass(frozen=True)
 class RankStarted(PassedOn):
     """A parent has started a rank of its host."""
 
@@ -616,7 +581,6 @@ class RankStarted(PassedOn):
     pid: int
 
 
-@dataclass(frozen=True)
 class RankSaid(PassedOn):
     """A parent passes on what a rank of its host says about a training."""
 
@@ -625,7 +589,6 @@ class RankSaid(PassedOn):
     said: ForParent
 
 
-@dataclass(frozen=True)
 class RankPlaced(PassedOn):
     """A parent has given a rank another device. spares: the labels of those that are left. said: for the user."""
 
@@ -636,14 +599,12 @@ class RankPlaced(PassedOn):
     spares: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class RankEnded(PassedOn):
     """A parent tells that a rank of its host has ended. The first host's parent decides what becomes of it."""
 
     death: Death
 
 
-@dataclass(frozen=True)
 class ReplacementNoted(ForCoordinator):
     """The first host's parent tells how far a replacement is, for the coordinator to write it down."""
 
@@ -653,16 +614,14 @@ class ReplacementNoted(ForCoordinator):
 # first host's parent -> coordinator -> parent of the rank
 
 
-@dataclass(frozen=True)
 class StartRank(PassedOn):
-    """The first host's parent has a rank started in the place of one that died in a training in this cell."""
+    """The first host's parent asks for a new rank in the place of one that died in a training in this cell."""
 
     rank: int
     cell: str
     death: Death
 
 
-@dataclass(frozen=True)
 class TellRank(PassedOn):
     """The first host's parent sends a message to a rank of another host."""
 
@@ -670,9 +629,8 @@ class TellRank(PassedOn):
     message: ForRank
 
 
-@dataclass(frozen=True)
 class DismissRank(PassedOn):
-    """The first host's parent has a rank of another host ended, without declaring it dead."""
+    """The first host's parent asks to end a rank of another host, without declaring it dead."""
 
     rank: int
 
@@ -708,7 +666,7 @@ def decoded(values: Mapping[str, Any]) -> Message:
             numbers=f"its messages are of protocol {version}; this release reads {protocol()}",
             hint="%cluster stop   with the release that has started it; then %cluster start",
         )
-    if (kind := _dataclasses().get(name)) is None or not issubclass(kind, Message):
+    if (kind := _table().get(name)) is None or not issubclass(kind, Message):
         raise ProtocolError(f"There is no message {name!r}.", numbers="see nbkit/wire/messages.py")
     return from_plain(kind, values)
 
@@ -756,14 +714,21 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 @cache
-def _dataclasses() -> dict[str, type]:
-    return {name: kind for name, kind in globals().items() if isinstance(kind, type) and is_dataclass(kind)}
+def _table() -> dict[str, type]:
+    """Return all messages, and the dataclasses in their fields, by name."""
+    kinds = {name: kind for name, kind in globals().items() if isinstance(kind, type)}
+    return {name: kind for name, kind in kinds.items() if is_dataclass(kind) or is_sent(kind)}
+
+
+def is_sent(kind: type) -> bool:
+    """Return True for the class of a message. The classes that say who receives it have subclasses."""
+    return issubclass(kind, Message) and not kind.__subclasses__()
 
 
 @cache
 def protocol() -> str:
     """Return the version of the protocol: a digest of all names and fields. Processes of one cluster have the same."""
-    table = [(name, [(each.name, each.type) for each in fields(kind)]) for name, kind in sorted(_dataclasses().items())]
+    table = [(name, list(get_annotations(kind).items())) for name, kind in sorted(_table().items())]
     return hashlib.sha256(repr(table).encode()).hexdigest()[:8]
 
 
@@ -795,8 +760,8 @@ def handlers_of(receiver: type) -> dict[type[Message], str]:
 def deliver(message: Message, receiver: object, *context: Any) -> Any:
     """Call the handler of a message with the message and `context`, and return what it returns.
 
-    Without a handler the message is dropped, and named in the log: a process must not end because of it. That no kind
-    is dropped is for tests/wire/test_messages.py to see.
+    Without a handler the message is dropped, and named in the log: a process must not end because of it. A test sees to
+    it that each kind has a handler (tests/wire/test_messages.py).
     """
     kind: Any = type(receiver)
     if (name := handlers_of(kind).get(type(message))) is None:

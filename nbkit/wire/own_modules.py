@@ -1,7 +1,7 @@
-"""Keeps files of the user's folder, such as a queue.py or a random.py, from hiding modules of Python's own.
+"""Keeps modules in the user's folder, such as one called queue or random, from hiding modules of Python's own.
 
-`python -m` looks in the working directory first, so one such file could break a process at its start. A notebook looks
-there after the standard library, and so do ranks.
+`python -m` looks in the working directory first, so one such module could break a process at its start. A notebook
+looks there after the standard library, and so do ranks.
 """
 
 from __future__ import annotations

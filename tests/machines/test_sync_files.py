@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import py_compile
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,25 @@ def test_a_file_of_the_same_second_and_size_is_not_taken_from_what_was_compiled_
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.X == 2
+
+
+@pytest.mark.parametrize(
+    ("seen", "copied", "used"), [("X = 1", "", "root"), ("X = 2", "", "root"), ("X = 2", "X = 1", "home")]
+)
+def test_a_new_rank_imports_from_where_the_others_of_its_host_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, copied: str, used: str
+) -> None:
+    """seen: in the notebook's folder, as this host has it now. copied: by %cluster sync."""
+    monkeypatch.setattr(calls, "_home", lambda: tmp_path / "home")
+    monkeypatch.setattr(calls, "brought", None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "one.py").write_text(seen)
+    if copied:
+        calls.write([("one.py", 0o600, copied.encode())])
+    project = calls.BroughtProject(str(tmp_path / "root"), {"one.py": hashlib.sha256(b"X = 1").hexdigest()})
+
+    calls.use_as_others(project)
+
+    assert sys.path[0] == str(tmp_path / used)
+    assert calls.brought == project

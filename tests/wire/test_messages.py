@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import is_dataclass
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import FrozenInstanceError, is_dataclass
+from threading import Barrier
 
 import pytest
 
@@ -46,9 +49,11 @@ from nbkit.wire.messages import (
     encoded,
     handlers_of,
     handles,
+    is_sent,
 )
 from nbkit.wire.processes import Process
 
+MESSAGES = [kind for kind in vars(messages).values() if isinstance(kind, type) and is_sent(kind)]
 RECEIVERS: dict[type[Message], type] = {
     Request: Requests,
     ForNotebook: Connection,
@@ -61,15 +66,14 @@ RECEIVERS: dict[type[Message], type] = {
 
 @pytest.mark.parametrize("audience", RECEIVERS, ids=lambda kind: kind.__name__)
 def test_each_message_has_a_handler_in_the_process_that_receives_it(audience: type[Message]) -> None:
-    table = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, audience)]
-    sent = {kind for kind in table if is_dataclass(kind)}
+    sent = {kind for kind in MESSAGES if issubclass(kind, audience)}
 
     assert sent
     assert sent - set(handlers_of(RECEIVERS[audience])) <= {messages.Hello}  # which the client notes
 
 
 def test_each_message_for_the_parent_of_a_host_has_one_handler() -> None:
-    sent = {kind for kind in vars(messages).values() if is_dataclass(kind) and issubclass(kind, ForHost)}  # type: ignore[arg-type]
+    sent = {kind for kind in MESSAGES if issubclass(kind, ForHost)}
     own, of_other_hosts = set(handlers_of(Parent)), set(handlers_of(OtherHosts))
 
     assert sent <= own | of_other_hosts
@@ -98,6 +102,26 @@ def test_the_replacer_handles_what_ranks_say_about_a_training() -> None:
 )
 def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
     assert decoded(json.loads(json.dumps(encoded(message)))) == message
+
+
+def test_a_message_is_a_frozen_dataclass_from_the_first_one_on() -> None:
+    class Fresh(Request):
+        number: int = 0
+
+    assert not is_dataclass(Fresh)
+    before, together = sys.getswitchinterval(), Barrier(8)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            made = list(threads.map(lambda number: (together.wait(), Fresh(number))[1], range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    assert made == [Fresh(number) for number in range(8)] and Fresh() == Fresh(0)
+    assert {message: str(message) for message in made}[Fresh(2)].endswith("Fresh(number=2)")
+    with pytest.raises(FrozenInstanceError):
+        made[0].number = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Fresh(1, 2)  # type: ignore[call-arg]
 
 
 def test_a_message_of_another_release_is_refused_with_both_versions() -> None:

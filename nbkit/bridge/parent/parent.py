@@ -108,7 +108,7 @@ def end_schedulers(folder: Path, controller: Process | None) -> None:
 def unregister(engine_file: Path, rank: int) -> None:
     """Have the hub forget engine `rank`, so that its clients learn of it and the id is free again.
 
-    ipyparallel's own nanny process would do the same (ipyparallel/engine/nanny.py). Call it in a separate process: the
+    The nanny process of ipyparallel, which nbkit does not start, would do the same. Call it in a separate process: the
     parent must not use zmq.
     """
     import zmq
@@ -290,7 +290,7 @@ class Parent:
         self.ends = Ends()
         self.selector = selectors.DefaultSelector()
         self.ending = self.stop_asked = False
-        self.kill_at = float("inf")  # when ranks are ended that are still closing their sinks
+        self.kill_at = float("inf")  # when to end ranks that are still closing their sinks
         self.end_in_order = EndInOrder(self)
         self.messengers: list[int] = []
         self.controller: Process | None = None

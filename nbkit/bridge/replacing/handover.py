@@ -1,4 +1,4 @@
-"""The names, files and cell that ranks hand to a new rank, before it has a Trainer. All ranks take part.
+"""The names and the cell that ranks hand to a new rank, before it has a Trainer. All ranks take part.
 
 A new rank gets the names of a cell that are equal on all living ranks. Imports, definitions and plain values are sent
 by value (see pickle_by_value.py), up to a size. Objects of the training come with the Trainer, and their names are
@@ -56,15 +56,15 @@ def hand_over(runner: Runner, trainer: Any, span: FitRange | None, newcomers: tu
         request, dtype = runner.running[0].request, torch.get_default_dtype()
         project, without = calls.brought, tuple(sorted(lacks))
         handed = CellHandover(request, trainer is not None, span, dtype, names, bound, without, project)
-    hand_on(broadcast(handed, giver).project, giver, new=False)
+    broadcast(handed, giver)
 
 
 def receive(newcomers: tuple[int, ...]) -> CellHandover:
-    """Return what the other ranks hand to this new one, whose files are in place then. Collective, with `hand_over`."""
+    """Return what the others hand to this new rank, and import from the same files. Collective, with `hand_over`."""
     gathered(None)
-    giver = giver_among(newcomers)
-    handed: CellHandover = broadcast(None, giver)
-    hand_on(handed.project, giver, new=True)
+    handed: CellHandover = broadcast(None, giver_among(newcomers))
+    if handed.project is not None:  # before the names are read, since these may be modules of the project
+        calls.use_as_others(handed.project)
     return handed
 
 
@@ -72,25 +72,6 @@ def giver_among(newcomers: tuple[int, ...]) -> int:
     """Return the rank that hands something to the new ranks: the first that is not new."""
     assert calls.place is not None
     return min(set(range(calls.place.world_size)) - set(newcomers))
-
-
-def hand_on(project: BroughtProject | None, giver: int, *, new: bool) -> None:
-    """Have a new rank import from the same files as the others. Collective.
-
-    This must come before the new rank reads names, since these may be modules of the project. project: None if no files
-    were copied.
-    """
-    if project is None:
-        return
-    assert calls.place is not None
-    found = calls.look(project.root, project.digests) if new else None
-    lacks = {name for each in gathered(found) if each is not None for name in each["lacks"]}
-    if lacks:
-        files = broadcast(calls.read(sorted(lacks)) if calls.place.rank == giver else None, giver)
-        if found is not None and found["lacks"]:
-            calls.write(files)
-    if found is not None:
-        calls.use(project.root, project.digests, found["shared"], [])
 
 
 Told = TypeVar("Told")

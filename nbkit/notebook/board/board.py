@@ -81,8 +81,7 @@ def in_colab(environment: Mapping[str, str]) -> bool:
 def colab_html(port: int, height: int, page: str = "") -> str:
     """Return a link and a frame for Colab. The browser asks Colab for the address of `port`.
 
-    page: the part of the address after the slash. Based on TensorBoard's own notebook extension
-    (tensorboard/notebook.py).
+    page: the part of the address after the slash. Based on the module tensorboard.notebook of TensorBoard.
     """
     return (
         f"<div id='nbkit-board-{port}'></div><script>(async () => {{"

@@ -160,8 +160,11 @@ class Connection:
     def check_open(self) -> None:
         """Raise ClusterError if the cluster is gone."""
         if why := self.why_gone():
-            start = cluster_end.HINT if cluster_end.SAVED in why else "%cluster start"
-            again = f"%cluster attach {self.entry.name} --take" if why == _TAKEN else start
+            again = "%cluster start" if self.ended else "%cluster restart"  # a restart keeps the options of the start
+            if why == _TAKEN:
+                again = f"%cluster attach {self.entry.name} --take"
+            elif cluster_end.SAVED in why:
+                again = cluster_end.HINT
             raise ClusterError(f"{self.entry.name}: {why}.", hint=again)
 
     def check_ours(self) -> None:
@@ -524,5 +527,5 @@ def _out_of_reach(entry: ClusterEntry, why: str) -> ClusterError:
     gone = "the controller" if not entry.controller.is_alive() else "the parent of the ranks"
     return ClusterError(
         f"{entry.name}: {why}, since {gone} was killed. Its ranks live, and end with this cell.",
-        hint="%cluster start   for another one",
+        hint="%cluster restart   ends them, and starts others",
     )

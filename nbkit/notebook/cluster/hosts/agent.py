@@ -37,7 +37,6 @@ from nbkit.notebook.cluster.launch.platform_check import check_platform, starts_
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.messages import (
-    AgentRefused,
     EndNow,
     ForAgent,
     ForCoordinator,
@@ -163,7 +162,7 @@ def _compared(name: str, version: str) -> str:
 
 PAYLOAD = "NBKIT_AGENT"  # the variable that holds it, where it does not come over standard input
 _CONNECT_SECONDS = 20.0
-# The first that is there: an mpirun in a job of Slurm's numbers by itself.
+# The first that is set counts: in a Slurm job, mpirun sets a number of its own too.
 _INDICES = ("NBKIT_HOST_INDEX", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_NODEID")
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 
@@ -179,7 +178,7 @@ def main() -> None:
         pinning = pins_on(machine, payload["counts"][index], cpu=payload["cpu"], spares=payload["spares"])
         _check_gpus(pinning, cpu=payload["cpu"])
     except NbkitError as error:
-        # One about devices speaks of the ranks of one machine.
+        # The hint of an error about devices is for the ranks of one machine.
         about_devices = payload["spares"] and isinstance(error, UsageError)
         way = f"without --spares   or   --hosts {host}:1   for fewer ranks there" if about_devices else error.hint
         link.send(HostUnfit(host, error.what, error.numbers, way))
@@ -241,10 +240,6 @@ class JoinedAgent:
     @handles(StartRanks)
     def _on_start(self, start: StartRanks) -> None:
         self.start = start
-
-    @handles(AgentRefused)
-    def _on_refusal(self, refused: AgentRefused) -> None:
-        sys.exit(refused.why)
 
     @handles(EndNow)
     def _on_end(self, end: EndNow) -> None:

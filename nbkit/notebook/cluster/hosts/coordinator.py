@@ -42,7 +42,6 @@ from nbkit.wire import cluster_end
 from nbkit.wire.cluster_end import ClusterEnd
 from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.messages import (
-    AgentRefused,
     CellFailed,
     Death,
     DismissRank,
@@ -248,7 +247,7 @@ class Gathering:
         if (first := self._places.hosts.get(index)) is not None:
             why = f"an agent on {facts.host} came as host {index} of {total}, which {first.name} is already"
             print(f"{time.strftime('%H:%M:%S')} coordinator: {why}: refused", flush=True)
-            host.link.send(AgentRefused(why))
+            host.link.send(EndNow(why))
             self._refused.append(why)
             return why
         host.facts = facts
@@ -522,9 +521,9 @@ class Coordinator:
 
     def _begin(self, fit: Fit) -> None:
         """Let the hosts fork their ranks. Call it when all are there and fit together."""
-        # The time in the queue is nobody's absence, nor is that in which ranks start: then their parents say "seen".
+        # Time in the queue, and while the ranks start, does not count as unused. Afterwards their parents send InUse.
         self.going, self.seen = True, time.monotonic() + RANKS_SECONDS
-        self.looked = 0.0  # as it runs: when its time is over, and how often it was put back in the queue before
+        self.looked = 0.0  # ask anew about the running job: when it ends, and how often it was requeued before
         for host in self.hosts.values():
             host.link.send(StartRanks(fit.backend, fit.device, fit.addresses))
         self._show(self.places.shown(StartProgress("forked", notes=fit.notes, backend=fit.backend)))

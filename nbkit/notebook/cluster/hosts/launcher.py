@@ -77,22 +77,24 @@ class StartRequest:
         return self.kind
 
     @property
-    def num_ranks(self) -> int:
+    def ranks_of_hosts(self) -> tuple[int, ...]:
+        """The number of ranks on each host, in order."""
         raise NotImplementedError
 
     @property
+    def num_ranks(self) -> int:
+        return sum(self.ranks_of_hosts)
+
+    @property
     def num_hosts(self) -> int:
-        """The number of hosts; 1 if the user did not say."""
-        raise NotImplementedError
+        return len(self.ranks_of_hosts)
 
 
-@dataclass(frozen=True)
-class LauncherRequest(StartRequest):
-    """`n` ranks on `nodes` hosts, started by the launcher `name`. nodes: None if the user did not say."""
+class NodesRequest(StartRequest):
+    """Asks for `n` ranks on `nodes` hosts. nodes: None if the user did not say."""
 
-    name: str
     n: int
-    nodes: int | None = None
+    nodes: int | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,16 +106,24 @@ class LauncherRequest(StartRequest):
             )
 
     @property
+    def ranks_of_hosts(self) -> tuple[int, ...]:
+        """The ranks divided evenly, on one host if the user did not say; the first hosts have one more."""
+        hosts = self.nodes or 1
+        each, more = divmod(self.n, hosts)
+        return tuple(each + (host < more) for host in range(hosts))
+
+
+@dataclass(frozen=True)
+class LauncherRequest(NodesRequest):
+    """Asks for `n` ranks on `nodes` hosts of the launcher `name`."""
+
+    name: str
+    n: int
+    nodes: int | None = None
+
+    @property
     def launcher(self) -> str:
         return self.name
-
-    @property
-    def num_ranks(self) -> int:
-        return self.n
-
-    @property
-    def num_hosts(self) -> int:
-        return self.nodes or 1
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ class LauncherStatus:
     """State of what a launcher has started.
 
     state "pending": it waits in a queue, for as long as it takes; once it is "running", the agents have 90 s to answer.
-    "ending": it is being ended now; words then say what ends it, unless this side does. "over": it has ended.
+    "ending": it is being ended now; words then say what ends it, unless nbkit does. "over": it has ended.
     words: a description for people. error: what went wrong, which ends the start of a cluster but not a cluster that
     runs. save_at: when a training has to be saved because its hosts will soon be taken away, as time.time() gives it;
     inf if no end is known. why: the reason they are taken away. again: a batch system takes or took them away and
@@ -170,12 +180,8 @@ class Launcher:
 
     @property
     def ranks_of_hosts(self) -> tuple[int, ...]:
-        """Return the number of ranks on each host, in order.
-
-        By default they are divided evenly; the first hosts have one more.
-        """
-        each, more = divmod(self.n, self.nodes)
-        return tuple(each + (host < more) for host in range(self.nodes))
+        """Return the number of ranks on each host, in order. The default divides them evenly."""
+        return tuple(self.request.ranks_of_hosts)
 
     def address(self) -> str:
         """Return the address of this machine that the hosts can connect to.

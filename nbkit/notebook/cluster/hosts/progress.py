@@ -39,7 +39,7 @@ class StartProgress:
 
 
 def with_devices(progress: StartProgress, hosts: Sequence[HostJoined]) -> StartProgress:
-    """Return `state` with labels, reasons and spares. hosts: what the agents reported."""
+    """Return `progress` with labels, reasons and spares. hosts: what the agents reported."""
     return replace(
         progress,
         labels=tuple(f"{one.host}: {label}" for one in hosts for label in one.labels),

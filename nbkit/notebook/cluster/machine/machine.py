@@ -71,7 +71,7 @@ def read_build() -> TorchBuild:
 
 
 def parse_build(version: str, text: str) -> TorchBuild:
-    """Return the build described by `text` of torch/version.py.
+    """Return the build described by `text`, the source of the module torch.version.
 
     If it cannot be read, text is "", and the end of the version tells the build ("+cpu", "+cu128").
     """

@@ -68,10 +68,6 @@ class MpiLauncher(Launcher):
             hosts = tuple((name, options.n // len(hosts)) for name, _ in hosts)
         return MpiRequest(hosts or (("localhost", options.n),))
 
-    @property
-    def ranks_of_hosts(self) -> tuple[int, ...]:
-        return self.request.counts
-
     def address(self) -> str:
         return address_towards([hostname_of(name) for name, _ in self.request.hosts])  # mpirun goes by ssh
 

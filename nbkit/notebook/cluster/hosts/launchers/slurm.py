@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from nbkit.errors import ClusterError, UsageError
-from nbkit.notebook.cluster.hosts.launcher import Launcher, LauncherStatus, StartRequest
+from nbkit.notebook.cluster.hosts.launcher import Launcher, LauncherStatus, NodesRequest, StartRequest
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.quoting import shell_words, slurm_file
 
@@ -40,12 +40,12 @@ _ENDS = {
     "COMPLETED": "has ended",
 }
 _OF_SLURM = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
-"""Ends that nobody has wanted, and of which a job's program has no part."""
+"""Ends that nobody has asked for and that the job's program has not caused."""
 _ABSENT = ("", "None", "N/A", "Unknown", "(null)")
 
 
 @dataclass(frozen=True)
-class SlurmRequest(StartRequest):
+class SlurmRequest(NodesRequest):
     """`n` ranks in a Slurm job. options: options of sbatch, passed unchanged.
 
     nodes: None takes as few as hold them. partition, time: "" leaves the choice to Slurm. save_before: how many seconds
@@ -62,23 +62,6 @@ class SlurmRequest(StartRequest):
     save_before: float = 120.0
     requeue: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n < 1 or (self.nodes is not None and self.nodes < 1):
-            raise UsageError(
-                "A cluster has at least one rank, on at least one node.",
-                numbers=f"-n {self.n}, --nodes {self.nodes}",
-                hint="-n 4 --nodes 2",
-            )
-
-    @property
-    def num_ranks(self) -> int:
-        return self.n
-
-    @property
-    def num_hosts(self) -> int:
-        return self.nodes or 1
-
 
 @dataclass(frozen=True)
 class AllocationRequest(StartRequest):
@@ -94,12 +77,8 @@ class AllocationRequest(StartRequest):
         object.__setattr__(self, "counts", tuple(self.counts))
 
     @property
-    def num_ranks(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def num_hosts(self) -> int:
-        return len(self.counts)
+    def ranks_of_hosts(self) -> tuple[int, ...]:
+        return self.counts
 
 
 @dataclass(frozen=True)
@@ -481,10 +460,6 @@ class AllocationLauncher(Launcher):
                 hint="%cluster start --slurm -n 4",
             )
         return found
-
-    @property
-    def ranks_of_hosts(self) -> tuple[int, ...]:
-        return self.request.counts
 
     def address(self) -> str:
         return address_towards(_node_addresses(self.request.job))

@@ -65,16 +65,8 @@ class HostsRequest(StartRequest):
         object.__setattr__(self, "hosts", tuple((check_host(name), count) for name, count in self.hosts))
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def ranks_of_hosts(self) -> tuple[int, ...]:
         return tuple(count for _, count in self.hosts)
-
-    @property
-    def num_ranks(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def num_hosts(self) -> int:
-        return len(self.hosts)
 
 
 @dataclass(frozen=True)
@@ -109,10 +101,6 @@ class SshLauncher(Launcher):
                 hint="without -n",
             )
         return request
-
-    @property
-    def ranks_of_hosts(self) -> tuple[int, ...]:
-        return self.request.counts
 
     def address(self) -> str:
         return address_towards([hostname_of(name) for name, _ in self.request.hosts])
