@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -127,17 +127,29 @@ def find_kind(name: str) -> DeviceKind | None:
     """Return the kind of device that torch calls `name`; None for the CPU, and for one that nothing is known about."""
     global _plugins_are_read
     if name != CPU and name not in _kinds and not _plugins_are_read:
-        _plugins_are_read = True
         for entry in entry_points(group=GROUP):
-            kind = entry.load()()
-            if not isinstance(kind, DeviceKind) or not kind.name or not kind.backend:
-                raise UsageError(
-                    "A kind of device is a class like nbkit.rank.device.DeviceKind, with a name and a backend.",
-                    numbers=f"entry point {entry.name} of {GROUP}: {entry.value}",
-                    hint=f"pip uninstall {entry.dist.name if entry.dist else 'PACKAGE'}",
-                )
+            kind = _installed(entry)
             _kinds.setdefault(kind.name, kind)
+        _plugins_are_read = True
     return _kinds.get(name)
+
+
+def _installed(entry: EntryPoint) -> DeviceKind:
+    """Return the kind that a package brings. Raises UsageError if it cannot be loaded or is none."""
+    where = f"entry point {entry.name} of {GROUP}: {entry.value}"
+    hint = f"pip uninstall {entry.dist.name if entry.dist else 'PACKAGE'}"
+    try:
+        kind = entry.load()()
+    except Exception as error:  # code of the package
+        said = f"{where}: {type(error).__name__}: {error}"
+        raise UsageError("A kind of device cannot be loaded.", numbers=said, hint=hint) from error
+    if not isinstance(kind, DeviceKind) or not getattr(kind, "name", "") or not getattr(kind, "backend", ""):
+        raise UsageError(
+            "A kind of device is a class that derives from nbkit.rank.device.DeviceKind, with a name and a backend.",
+            numbers=where,
+            hint=hint,
+        )
+    return kind
 
 
 def backends() -> set[str]:

@@ -256,10 +256,10 @@ def adding_up(bar: Bar, by_clock: float | None) -> Bar:
 
 
 def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list[TrafficRow]:
-    """Operations by axis, the most bytes first. Messages count where they are sent.
+    """Return the operations by axis, the most bytes first. Messages count where they are sent.
 
     near: other steps of the same strategy. An operation that was not timed in `steps` gets its time from the first of
-        them in which it was timed.
+    them in which it was timed.
     """
     every: dict[tuple[str, str], list[Traffic]] = {}
     for record in steps.values():

@@ -175,10 +175,8 @@ def card_html(snapshot: dict[str, Any], *, ended: bool = False) -> str:
 def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
     points, state = snapshot["points"], snapshot["state"]
     first, last = points[0], points[-1]
-    # A cell may end before the numbers of its last step are on disk.
-    strategies = (snapshot["strategies"][int(point[6])] for point in reversed(points))
-    strategy = next(filter(None, strategies), state["run"])
-    loss, tokens = next(filter(None, (figure(point[4]) for point in reversed(points))), ""), last[5]
+    strategy = snapshot["strategies"][int(last[6])] or state["run"]
+    loss, tokens = figure(last[4]), last[5]
     if ended:
         made, seconds = int(last[0] - first[0] + first[1]), last[2] - first[2]
         loss = f"{figure(first[4])} → {loss}" if figure(first[4]) else loss

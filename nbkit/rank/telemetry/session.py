@@ -169,6 +169,7 @@ class RecordThread:
         self._file: RecordFile | None = None
         self._overview: Overview | None = None
         self._made: dict[int, _Made] = {}
+        self._early: list[tuple[int, dict[str, Any]]] = []  # numbers of a step that has not ended
         self._last: StepMark | None = None
         self._read = since  # calls that have been read from the ring
         self._spent = 0  # ns of this thread that a step record has named
@@ -197,21 +198,34 @@ class RecordThread:
                 self._write_outside(item.calls)
                 _be_newest(self)
             self._last = item
+            self._take_early()
         elif isinstance(item, Record):
             self._write([item])
         elif isinstance(item, threading.Event):
+            self._take_early()
             self._write_steps(list(self._made))
             self._last = None
             self._write_outside(ring.end)
         elif item is not IDLE:
             number, numbers = item
-            if number in self._made:
-                self._made[number].numbers = numbers
-                self._write_steps([one for one in self._made if one <= number])
+            if self._last is None or number in self._made:
+                self._take_numbers(number, numbers)
             else:
-                self._write([StepRecord(number, seconds=numbers.get("seconds", 0.0), numbers=numbers)])
+                self._early.append(item)  # a save reads the numbers of the step at whose end it is made
         elif self._last is None:
             self._write_outside(ring.end)
+
+    def _take_early(self) -> None:
+        early, self._early = self._early, []
+        for number, numbers in early:
+            self._take_numbers(number, numbers)
+
+    def _take_numbers(self, number: int, numbers: dict[str, Any]) -> None:
+        if number in self._made:
+            self._made[number].numbers = numbers
+            self._write_steps([one for one in self._made if one <= number])
+        else:
+            self._write([StepRecord(number, seconds=numbers.get("seconds", 0.0), numbers=numbers)])
 
     def _write_steps(self, numbers: list[int]) -> None:
         for number in numbers:

@@ -255,7 +255,7 @@ class Background:
         self._hurry.set()
         while self._thread.is_alive() and not written.wait(min(1.0, max(until - time.monotonic(), 0.0))):
             if time.monotonic() >= until:
-                warnings.warn(f"not yet {self._what}: what it takes longer than {seconds:.0f} s for", stacklevel=3)
+                warnings.warn(f"after {seconds:.0f} s, not everything is {self._what}", stacklevel=3)
                 break
         self.tell()
 

@@ -311,7 +311,7 @@ class Job:
         return TrainingProgress(precision, self.step, list(self.ledger.records), position)
 
     def stand_at(self, progress: TrainingProgress) -> None:
-        """Have made the steps of `progress`, with the weights that are here. Not collective."""
+        """Take over step, history and position of `progress`. The weights stay as they are. Not collective."""
         self.ledger.replace(progress.step, progress.records)
         self.precision.load_state_dict(progress.precision)
         self.feed.go_to(progress.position)
@@ -656,7 +656,7 @@ class Job:
         whole = self.sharded_model.data.break_off(broken=here is None or bool(here.dirty))
         self.integrity.half_way = half_way or not whole
         self.switcher.commit()
-        with suppress(NotFinite):
+        with suppress(NotFinite):  # the error that has broken the step off is raised
             self.ledger.settle()
         self.ledger.pending.clear()
         self.optimizer.zero_grad()

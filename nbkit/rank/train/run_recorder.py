@@ -49,7 +49,8 @@ class Recorder:
         self._device = device
         self._session: Session | None = None
         self._run_dir = Path()
-        self._due = self._since = self._marked = 0
+        self._due = self._since = 0
+        self._made = False  # a step whose end is not marked
         self._foreseen, self._forecasts = "", False
 
     def record_into(self, run_dir: Path, bus: Bus, *, strategy: str, rank: int, world_size: int) -> None:
@@ -97,7 +98,7 @@ class Recorder:
         if event["kind"] in (RunStarted.kind, Switched.kind):
             self._due, self._since = event["step"] + 2, event["step"]
         if event["kind"] == RunStarted.kind:
-            self._marked = event["step"]
+            self._made = False
 
     def after_step(
         self,
@@ -113,6 +114,7 @@ class Recorder:
 
         The gradients must still be there. held: see ShardedModel.
         """
+        self._made = True
         training = clock.laps is not None and clock.state != OUTSIDE
         # The steps of a trial are not steps of the training.
         if self._session is None or not training or (step != self._due and step % _MEMORY_EVERY):
@@ -156,9 +158,9 @@ class Recorder:
         return {"first": after + 1, "last": after + steps}
 
     def at_boundary(self, step: int) -> None:
-        """Mark the end of step number `step`, once."""
-        if self._session is not None and step != self._marked:
-            self._marked = step
+        """Mark the end of step number `step`, unless no step was made since the last call."""
+        if self._session is not None and self._made:
+            self._made = False
             clock.step(step)
 
 

@@ -418,7 +418,7 @@ class Trainer:
         except BaseException as error:
             # A batch whose loss is not finite is skipped. Any other batch that made no step is read again.
             if job.step == step and not isinstance(error, NotFinite):
-                with suppress(TrainingError):
+                with suppress(TrainingError):  # data that cannot go back
                     self._stream.seek(epoch, offset)
             raise
 

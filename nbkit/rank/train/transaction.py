@@ -16,8 +16,8 @@ commit is rolled back. These changes are made so:
                                                       of all ranks, or the backups
     rewind            a copy in host memory           an exchange                           all ranks plan it
 
-Two more ways lead back from an error that was not guarded. `RankSync.resync` brings ranks to one step that were
-interrupted in different ones (control/rank_sync.py). `recover` restores what a dead rank held (replace/recover.py).
+Two more ways lead back from an error that was not guarded. `RankSync.resync` brings ranks that were interrupted in
+different steps to one step (control/rank_sync.py). `recover` restores what a dead rank held (replace/recover.py).
 
 `held_back` delays interrupts for a few lines that every rank must run, or none. `TrainingState` is the state that a
 switch replaces and that going back restores, as one value.
@@ -189,7 +189,7 @@ class Savepoint:
 
 
 class BeforeSteps(Savepoint):
-    """A savepoint before steps that will not have been made. switches: how many were made before, and stay.
+    """A savepoint whose restoring forgets the steps and switches since then. switches: how many were made before it.
 
     drawn: the generators of Python and numpy, which steps do not seed.
     """
@@ -200,7 +200,7 @@ class BeforeSteps(Savepoint):
         self.drawn = Drawn.so_far()
 
     def forget_steps(self, job: Job) -> None:
-        """Let the job have made neither steps nor switches since then."""
+        """Forget the steps and switches that the job has made since then."""
         job.ledger.forget(self.step)
         del job.switches[self.switches :]
         self.drawn.restore()
@@ -229,7 +229,7 @@ class KeptState(BeforeSteps):
 
 
 class KeptBuffers(BeforeSteps):
-    """Copies the buffers, which forward passes change. The weights are those of then until the optimizer begins."""
+    """Copies the buffers, which forward passes change. The weights do not change before the optimizer begins."""
 
     def __init__(self, job: Job, *, strategy: Strategy | None = None, switches: int | None = None) -> None:
         super().__init__(job, strategy=strategy, switches=switches)

@@ -130,7 +130,7 @@ def parted() -> TrainingError | None:
     """Return the error of a rank that was broken off because the ranks have parted; None if they have not."""
     here = world.current()
     if not _here.apart and here is not None and here.dirty and here.place.world_size > 1 and _here.key == here.key:
-        with suppress(Exception):
+        with suppress(Exception):  # the store is gone, and rank 0 with it: that is told in other ways
             store, key = _store(here), f"apart/{_here.number + 1}"
             if store.check([key]):  # another rank was told and broke off, which ended this rank's collective
                 _here.apart = json.loads(store.get(key))["said"]
@@ -244,7 +244,7 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
     except BaseException:
         # A rank that was interrupted comes again to the meeting of the same number, where the others still wait.
         if added and not here.dirty and _here.key == here.key:
-            with suppress(Exception):
+            with suppress(Exception):  # the store may be gone; the error is raised in any case
                 if (left := store.add(come, -1)) == size - 1:
                     store.add(come, 1)  # all had come
                 else:

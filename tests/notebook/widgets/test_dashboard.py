@@ -92,22 +92,6 @@ def test_every_view_has_one_rate_and_one_sentence_though_it_is_drawn_a_few_steps
     run.close()
 
 
-def test_a_card_whose_last_step_has_no_numbers_yet_says_those_of_the_step_before(tmp_path: Path) -> None:
-    run = fake_run(tmp_path, 2, "ddp")
-    for _ in range(5):
-        run.step()
-    run.close()
-    shown = RunReader(tmp_path).snapshot()
-    whole = card_text(shown, ended=True)
-    unnamed = len(shown["strategies"])
-    last = [*shown["points"][-1][:4], math.nan, *shown["points"][-1][5:6], unnamed, *shown["points"][-1][7:]]
-    shown = shown | {"points": [*shown["points"][:-1], last], "strategies": [*shown["strategies"], ""]}
-
-    said = card_text(shown, ended=True)
-    assert re.search(r"loss [\d.]+ → [\d.]+ ·", said), said
-    assert said.split("   ")[0] == whole.split("   ")[0] == "dp=2"
-
-
 def test_a_rate_of_what_has_no_tokens_is_one_of_rows_in_every_view(tmp_path: Path) -> None:
     run = fake_run(tmp_path, 2, "ddp")
     run.of_rows = True

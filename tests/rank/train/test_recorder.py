@@ -16,19 +16,21 @@ from ranks import run_ranks
 from nbkit.errors import TrainingError
 from nbkit.planner import forecast
 from nbkit.rank.telemetry.phases import clock
+from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.step.step_stats import DeviceScalar
 from nbkit.records.readings import bars, members_of, table
 from nbkit.records.record_file import rank_files, read_since
 from nbkit.records.records import Detail, EventRecord, Group, Header, MemoryRecord, Record, StepRecord
+from nbkit.trainer_options import Checkpoints
 
 STEPS = 5
 PIPELINE = "pp=2 schedule=1f1b microbatches=4"
 
 
 def trained(world: Any, folder: str) -> dict[str, Any]:
-    trainer = quiet(log_dir=folder, eval_data=points(8), eval_every=2)
+    trainer = quiet(log_dir=folder, eval_data=points(8), eval_every=2, checkpoints=Checkpoints(every=5))
     trainer.fit(STEPS)
     trainer.try_out("zero2", 2)
     trainer.loop = replace(trainer.loop, eval_every=None)
@@ -84,6 +86,21 @@ def placed(world: Any, folder: str) -> list[tuple[str, str]]:
     return seen
 
 
+def back_by_one(world: Any, folder: str) -> str:
+    """A live cell goes back to the step before."""
+    trainer = quiet(log_dir=folder, checkpoints=Checkpoints(snapshot_every=1))
+
+    def ask(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 2 and step_boundary.inbox.acted == before:
+            step_boundary.inbox.post(before + 1, "back")
+
+    before = step_boundary.inbox.acted
+    step_boundary.handlers["back"] = lambda _: trainer.rewind(trainer.step - 1)
+    trainer._callbacks = (ask,)
+    trainer.fit(6)
+    return str(trainer.run_dir)
+
+
 def nowhere(world: Any, folder: str) -> str:
     (Path(folder) / "file").write_text("")
     with pytest.raises(TrainingError, match="nowhere to record"):
@@ -114,13 +131,21 @@ def test_every_rank_has_every_step_with_its_parts_and_numbers(run: dict[str, Any
         # A trial leaves nothing: it is no part of the training.
         assert all(one.parts for one in of(records, StepRecord))
         steps = {one.step: one for one in of(records, StepRecord)}
-        assert sorted(steps) == list(range(1, 2 * STEPS + 1))
+        # Once each, even those with a checkpoint, whose numbers are read before the step ends.
+        assert [one.step for one in of(records, StepRecord)] == list(range(1, 2 * STEPS + 1))
         for number, step in steps.items():
             assert math.isclose(sum(step.parts.values()), step.seconds, abs_tol=1e-6)
             assert step.parts["compute"] > 0 and step.parts["optimizer"] > 0 and step.parts["data"] > 0
             assert step.numbers["loss"] == pytest.approx(run["history"][number - 1]["loss"])
             assert {row.axis for row in step.traffic} >= ({"dp"} if number <= STEPS else {"pp"})
         assert [one.event["kind"] for one in of(records, EventRecord)].count("switch") == 1  # and none of the trial
+
+
+def test_a_step_that_is_made_again_is_recorded_again(tmp_path: Path) -> None:
+    steps = of(read(run_ranks(back_by_one, 1, str(tmp_path))[0])[0], StepRecord)
+    numbers = [one.step for one in steps]
+    assert len(numbers) == 6 and len(set(numbers)) == 5
+    assert all(one.parts and "loss" in one.numbers for one in steps)
 
 
 def test_evaluation_is_no_part_of_a_step(run: dict[str, Any]) -> None:

@@ -145,7 +145,7 @@ class Autosave:
             raise TrainingError(f"There is no resume {asked!r}.", numbers="'auto', None", hint="trainer.load(path)")
         if loop.checkpoints.path is None and (not loop.name or job.run_dir is None):
             raise TrainingError(
-                "Nobody can say which checkpoints are of this training: its directory is another one each time.",
+                "The checkpoints of this training cannot be found: it has a new directory each time.",
                 numbers=f"checkpoints={loop.checkpoints!r}, name={loop.name!r}",
                 hint="checkpoints=nbkit.Checkpoints(path='checkpoints')   or   name='gpt'",
             )

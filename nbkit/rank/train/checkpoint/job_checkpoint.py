@@ -34,7 +34,7 @@ def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[],
     job.sync.average_replicas()
     if names := not_finite(job):
         raise TrainingError(
-            "The weights are not finite: no checkpoint is written of them, and none is replaced by them.",
+            "The weights are not finite, so this checkpoint is not written, and no earlier one is replaced.",
             numbers=f"step {job.step}: {names}; not written to {str(path)!r}",
             hint="trainer.load(path) of a checkpoint before it   (to keep these: trainer.full_state_dict())",
         )
@@ -45,7 +45,7 @@ def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[],
             named = ", ".join(map(repr, lost[:3]))
             warnings.warn(
                 f"no checkpoint holds {named}, which the model or the loss changes in each pass and reads in the "
-                "next: a training that loads it begins without. A buffer would be saved",
+                "next: a training that loads it starts without them. A buffer would be saved",
                 stacklevel=4,
             )
     job.checkpoint_writer.begin(checkpoint.take(path, job.state, job.builder, about), beside=beside, then=then)

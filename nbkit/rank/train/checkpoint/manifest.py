@@ -229,7 +229,7 @@ def read(path: Path) -> Manifest:
         raise ValueError(f"written on a {order!r:.20}-endian machine, this one is {sys.byteorder}-endian")
     for name, size in files:
         if type(name) is not str or not OURS.fullmatch(name) or not _counts([size]):
-            raise ValueError(f"it names a data file {name!r:.80}, which is none of a checkpoint's")
+            raise ValueError(f"it names a data file {name!r:.80}, which no checkpoint has")
     names = [name for name, _ in files]
     tensors = {key: _kept(key, DTYPES[name], shape, chunks, names) for key, name, shape, chunks in rows}
     if len(tensors) != len(rows) or not all(type(key) is str for key in tensors):

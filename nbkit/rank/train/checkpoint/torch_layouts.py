@@ -72,7 +72,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
     with opened(path) as file:
         found = _Unpickler(file).load()
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
-        raise ValueError(f"{path.name} is none of torch.distributed.checkpoint's")
+        raise ValueError(f"{path.name} is not written by torch.distributed.checkpoint")
     return found
 
 
@@ -229,7 +229,7 @@ class TorchReader(DcpReader):
         info = self._places[index]
         file = str(info.relative_path)
         if Path(file).name != file or not file.endswith(".distcp") or info.offset < 0 or info.length <= 0:
-            raise ValueError(f"it names a data file {file!r:.80}, which is none of a checkpoint's")
+            raise ValueError(f"it names a data file {file!r:.80}, which no checkpoint has")
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{file} is compressed, which nbkit does not read")
         self._lengths[file, info.offset] = info.length

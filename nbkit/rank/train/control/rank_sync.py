@@ -181,7 +181,7 @@ def compare_ranks(
     names = sorted({name for each in everyone for name in each if len({other.get(name) for other in everyone}) > 1})
     shown = ", ".join(str(each.get(names[0], "none"))[:40] for each in everyone[:_SHOWN])
     raise TrainingError(
-        f"The ranks have not the same {what}: {names[0]!r} differs.",
+        f"The ranks have different {what}: {names[0]!r} differs.",
         numbers=f"on ranks 0, 1, ...: {shown}{', ...' * (world_size > _SHOWN)}; {len(names)} in all",
         hint=hint,
     )

@@ -228,7 +228,7 @@ class _Search:
                 yield replace(wanted, microbatch_size=size)
 
     def _allowed(self, setting: Setting) -> bool:
-        """Return True if `setting` can train: the model splits so, and rows that belong together are not parted."""
+        """Return True if this model and its optimizer can train under `setting`. See plan.refusals."""
         job, strategy = self.job, setting.strategy
         options = job.builder.options
         cut = options.cut or setting.microbatch_size < self.batch // strategy.dp

@@ -1,9 +1,8 @@
-"""Refuses what a user's own loop does to gradients that would go wrong under the strategy, without a word from torch.
+"""Refuses uses of gradients in a user's own loop that would be wrong under the strategy, although torch accepts them.
 
 Torch's own clipping: if a rank holds only a part of the gradients, `clip_grad_norm_` takes the norm of that part for
 the norm of all, and clips by another factor on each rank. Under ZeRO 1 and 2 the optimizer's parameters have the
 gradients, and the model's own parameters have none. There `clip_grad_norm_` and `clip_grad_value_` would clip nothing.
-torch warns of neither.
 
 Gradients that the user adds by a backward pass of their own, under every strategy: `penalty(job.model).backward()`
 fills `.grad` of this rank's parameters. Before `job.backward` these gradients would be summed over the ranks, and count

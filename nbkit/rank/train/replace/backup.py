@@ -1,4 +1,4 @@
-"""Keep what a death would take away twice in host memory: on the rank itself and on its buddy.
+"""Keep two copies, in host memory, of what the death of a rank would take away: on that rank and on its buddy.
 
 After a step each rank copies its share of the state to host memory, and sends it to its buddy. The buddy is half the
 world away, mostly on another host. The transfer runs beside the next step's forward and backward passes. A rank waits
@@ -368,7 +368,7 @@ class Backups:
 
     def break_off(self) -> None:
         """Keep what has arrived and drop the rest, after a rank has died."""
-        with suppress(Exception):
+        with suppress(Exception):  # whatever a transfer from a dead rank raises
             self.wait()
 
     def abandon(self) -> None:

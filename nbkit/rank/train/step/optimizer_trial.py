@@ -335,7 +335,7 @@ class OptimizerTrial:
 
                 closure()
                 optimizer.step(closure)
-        except Exception:
+        except Exception:  # whatever it raises: it cannot be stepped so
             return False
         return len(asked) > 1
 

@@ -1,6 +1,6 @@
 """Measure strategies on the live job: one of them (`try_out`), or several in turns (`compare`).
 
-Each makes some steps from the same state on the same batches. Nothing stays of them but how long they took.
+Each makes some steps from the same state on the same batches. Only their times are kept.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _MOST_TURNS = 4
 def compare(
     job: Job, strategies: Sequence[str], steps: int, make_step: Callable[[], None], *, again: bool
 ) -> dict[str, Any]:
-    """Measure each strategy and the one in force for `steps` steps, then go on as if nothing had been. Collective.
+    """Measure each strategy and the one in force for `steps` steps, then undo these steps. Collective.
 
     Each takes its turn several times, from the same state on the same batches, so that a machine that gets slower slows
     all of them. The first step of each turn is not counted. See try_out for make_step and again. Return steps and, for

@@ -81,8 +81,8 @@ class MoveInPlace(Savepoint):
     def restore(self, job: Job, error: BaseException | None = None) -> None:
         """Move everything back after a SwitchError, which all ranks raise. Collective in that case.
 
-        After another error nothing brings the state back. But what shows the weights needs memory, so that a checkpoint
-        can be loaded.
+        After another error nothing brings the state back. But the tensors of the model in force get memory again, so
+        that a checkpoint can be loaded into them.
         """
         try:
             if isinstance(error, SwitchError):
@@ -114,7 +114,7 @@ class MoveInPlace(Savepoint):
 
     def _let_weights_be_seen(self) -> None:
         gone, shown = (self.old, self.new) if self._taken else (self.new, self.old)
-        with suppress(Exception):
+        with suppress(Exception):  # the error that led here is raised, and says more
             for key in gone.state:
                 gone.let_go(key)
             for key in shown.state:

@@ -502,7 +502,7 @@ class Switcher:
             self.pending = None
 
     def forget(self) -> None:
-        """Wait for no first step any more, and keep no state for it."""
+        """Stop waiting for a first step, and drop what was kept for it."""
         pending, self.pending = self.pending, None
         if pending is not None:
             if pending.comparison is not None:
@@ -511,7 +511,7 @@ class Switcher:
 
     @contextmanager
     def trial(self, new: Strategy) -> Iterator[tuple[Transaction, Switched]]:
-        """Run the body under `new`, then come back, as if nothing had been. Yield (the transaction, the switch)."""
+        """Run the body under `new`, then undo all of it. Yield (the transaction, the switch)."""
         job = self._job
         self._between_steps()
         job.ledger.settle()
@@ -529,7 +529,7 @@ class SteadyStep:
     taken_back = False
 
     def prove(self) -> None:
-        """Return: there is nothing to prove."""
+        """Do nothing: there is nothing to prove."""
 
 
 STEADY = nullcontext(SteadyStep())
@@ -595,7 +595,7 @@ class FirstStep(Transaction):
             self.savepoint = None  # the old state is in force again, and is left by another switch
 
     def _end(self) -> BaseException | None:
-        """Return the error that comes up when all ranks agree that they have made the step; None if there is none."""
+        """Check that all ranks have made the step. Return the error if one has not, and None otherwise."""
         try:
             self.prove()
             if self._pending.previous is not None:

@@ -3,6 +3,7 @@ the first."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from jobs import quiet
 from ranks import run_ranks
+from torch import Tensor
 from torch.nn import functional as F
 
 from nbkit.planner.link_speed import OperationSpeed
@@ -26,10 +28,26 @@ OPERATIONS = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"
 ROWS = 8
 
 
-def job_of(strategy: str) -> Job:
+class Counting(GPT):
+    """Its output depends on how often it was called before."""
+
+    calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(ids) * (1 + 1 / self.calls)
+
+
+def hooked() -> GPT:
+    model = GPT(CONFIG)
+    next(model.parameters()).register_hook(torch.sign)
+    return model
+
+
+def job_of(strategy: str, model: Callable[[], GPT] = lambda: GPT(CONFIG)) -> Job:
     ids = torch.randint(0, 64, (ROWS, 17), generator=torch.Generator().manual_seed(0))
     trainer = quiet(
-        model=lambda: GPT(CONFIG),
+        model=model,
         loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
         data=[(row[:-1], row[1:]) for row in ids],
@@ -65,14 +83,19 @@ def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
     return found
 
 
-def alone(world: Any) -> tuple[float | None, list[tuple[str, float | None, int | None]]]:
-    """Return the seconds of a step and the offers in one process, where there is no link."""
+def alone(world: Any) -> tuple[float | None, list[tuple[str, float | None, int | None]], list[list[str]]]:
+    """Return the seconds of a step of GPT and the offers, without a link; then what models that allow less are offered."""
     job = job_of("ddp")
     job.builder.finder.sync([Strategy(pp=2)])
     job.builder.finder.set_facts(costs=(0.1,) * 4)
     job.builder.may_cut()
     found = remedies(job, ROWS, None, ())
-    return found.seconds, told(found)
+    others = []
+    for model in (hooked, lambda: Counting(CONFIG)):
+        job = job_of("ddp", model)
+        job.builder.may_cut()
+        others.append([changes for changes, _, _ in told(remedies(job, ROWS, None, ()))])
+    return found.seconds, told(found), others
 
 
 @pytest.mark.long
@@ -96,8 +119,10 @@ def test_what_is_offered_has_the_seconds_and_bytes_of_the_panel_and_the_shortest
     assert [changes for changes, _, _ in unknown["rows"]][1] == "recompute=True"
 
 
-def test_in_one_process_more_forwards_cost_nothing_and_recomputation_a_third_more() -> None:
-    now, rows = run_ranks(alone, 1, timeout=120)[0]
+def test_in_one_process_more_forwards_cost_nothing_and_recomputation_a_third_more_where_the_model_allows_them() -> None:
+    now, rows, others = run_ranks(alone, 1, timeout=120)[0]
     seconds = {changes: each for changes, each, _ in rows}
     assert now is not None and list(seconds) == ["microbatch_size=4", "recompute=True"]
     assert seconds["microbatch_size=4"] == now and seconds["recompute=True"] == pytest.approx(4 / 3 * now)
+    # A hook would get the gradient of some rows. What counts its calls must not be called more often.
+    assert others == [["recompute=True"], []]
