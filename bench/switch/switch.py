@@ -36,7 +36,7 @@ from bench.table import Row, skipped
 from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import Stopped
 from nbkit.planner.exchange import ExchangePlan
-from nbkit.rank.parallel import find_facts
+from nbkit.rank.parallel import fact_finder
 from nbkit.rank.telemetry.health import bytes_held, reset_peak
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import step_boundary
@@ -256,7 +256,7 @@ class Worker:
 
     def __init__(self, *, width: int, layers: int, batch: int, vocab: int = 256, block: int = 16) -> None:
         # All blocks get equal costs, so that the stages of two pipelines nest. Timed costs would depend on load.
-        setattr(find_facts, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
+        setattr(fact_finder, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
         of = config(width, layers, vocab=vocab, block=block)
         self.job = trainer(of, "ddp", batch=batch)
         self.job.fit(1)

@@ -19,7 +19,7 @@ from bench.rigs.jobs import config, trainer
 from bench.settings import Settings
 from bench.table import Row
 from nbkit.errors import SwitchError
-from nbkit.rank.parallel import find_facts
+from nbkit.rank.parallel import fact_finder
 from nbkit.rank.parallel.reshard.redistribute import TargetStorage
 from nbkit.rank.telemetry.health import bytes_held, reset_peak, storage_bytes
 from nbkit.rank.train.checkpoint import job_state
@@ -87,7 +87,7 @@ class Worker:
     """A rank with a GPT job that has made its first step."""
 
     def __init__(self, *, width: int, layers: int, batch: int, vocab: int, block: int, start: str) -> None:
-        setattr(find_facts, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
+        setattr(fact_finder, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
         self.job = trainer(config(width, layers, vocab=vocab, block=block), start, batch=batch)
         self.step()
 

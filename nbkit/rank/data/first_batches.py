@@ -118,7 +118,7 @@ class FirstBatches:
 
         module = sharded_model.module
         with (
-            suppress(Exception),
+            suppress(Exception),  # training reports what is wrong with the model
             undrawn(),
             unchanged(module),
             kept(module, training=True),

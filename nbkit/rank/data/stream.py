@@ -321,7 +321,7 @@ class IterableStream(Stream):
         self._check_can_start()
         data = self.data
         if has_state(data) and self.goes_back:
-            with suppress(Exception):
+            with suppress(Exception):  # data that cannot be copied is read itself
                 data = copy(data)  # a state loaded into the data itself would still apply at its next beginning
             if mark is None and self._begins is not None:
                 data.load_state_dict(self._begins)

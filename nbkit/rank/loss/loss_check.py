@@ -441,6 +441,7 @@ class _Look:
     def _looked_inside(self, pairs: Sequence[tuple[int, int]]) -> _Looked:
         """Examine a loss that comes from inside the model, in float64 if the model is small enough and runs in it."""
         if self.trial.backward:
+            # A model that does not run in float64 is examined in its own dtype below.
             with suppress(Exception), in_double(self.trial.module):
                 self._doubled = True
                 try:

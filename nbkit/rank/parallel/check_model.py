@@ -26,8 +26,8 @@ from nbkit.rank.comm.thread_group import Alone
 from nbkit.rank.data.batch import check_inputs, pair, rows_of, take
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.loss.row_weights import Loss
-from nbkit.rank.parallel.fact_finder import FactFinder
-from nbkit.rank.parallel.find_facts import ModelExample
+from nbkit.rank.parallel.fact_finder import FactFinder, ModelExample
+from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
@@ -37,7 +37,6 @@ from nbkit.rank.parallel.module.copies import (
     homes,
     skeleton_of,
 )
-from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.parallel.plan import ParallelPlan, parts_rows, refusals
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.whole_step import prove_step

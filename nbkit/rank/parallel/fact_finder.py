@@ -1,39 +1,108 @@
-"""Find the facts of a model on rank 0, once, and give them to all ranks.
+"""Find the facts of a model, by running it. Rank 0 finds them, once, and sends them to all ranks.
 
-The model is run on the example before the first step, and later when a strategy needs more. While rank 0 finds facts
-before the first step or between two steps, the others wait, and do not disturb what it times.
+The model runs on an example before the first step, and later when a strategy needs more facts. While rank 0 finds facts
+before the first step or between two steps, the other ranks wait, and do not disturb what it times.
+
+`FactFinder` is used by a job and by `nbkit.check`. `find_facts` does the work. Each fact is an attribute of
+`ModelFacts`, or several attributes that are found together.
+
+If the user's model, loss or data raises an error here, the fact keeps its default, and training reports the error in
+full. If only nbkit's way to run them raises, the strategy is still compared with one process before its first step
+(whole_step.py), and the rows of the first batches are examined (first_batches.py).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from nbkit.errors import TrainingError
+from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.aside import NotAside
 from nbkit.rank.comm.delegating_group import stand_in
 from nbkit.rank.comm.thread_group import Alone
-from nbkit.rank.data.batch import call, on_device
+from nbkit.rank.data.batch import call, on_device, pair, rows_of
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.loss_check import examine, split_by_values
-from nbkit.rank.parallel.find_facts import ModelExample, ModelRuns, find_facts, find_later
+from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.model_facts import ModelFacts, needed_facts
 from nbkit.rank.parallel.module.block_discovery import experts_in
-from nbkit.rank.parallel.module.copies import build_again, built_again, hooked_gradient, skeleton_of
+from nbkit.rank.parallel.module.copies import build_again, built_again, hooked_gradient, runnable, skeleton_of
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain, hidden_between, measure_costs
 from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept, put_back_before
 from nbkit.rank.parallel.proof.own_parts import look_at_copies
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
+from nbkit.rank.parallel.proof.unchanged import DroppingNothing, set_evaluation
+from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.whole_step import WIDE, Reference
+from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
+from nbkit.rank.rng.keyed_dropout import repeating
+from nbkit.rank.rng.seeding import generators_left_alone
 from nbkit.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class ModelExample:
+    """The rows on which the facts of a model are found, and how the model and the loss run on them.
+
+    batch: a few rows; None if nothing can be run. loss: None if it is not known. sample: reads the rows on which the
+    loss is examined; None: those of `batch`. parts_rows: rows of a batch go through several forwards. stages, tp_plan:
+    see ModelHints. autocast: the dtype in which the model trains, if it is another one.
+    """
+
+    batch: Any
+    loss: Loss | None
+    inputs: Sequence[str] | None = None
+    sample: Callable[[], Sample | None] | None = None
+    parts_rows: bool = False
+    stages: Sequence[str] | None = None
+    tp_plan: Mapping[str, str] | None = None
+    autocast: torch.dtype | None = None
+
+    def runs(self, module: nn.Module, short: Any, device: torch.device) -> ModelRuns:
+        """Return how `module`, the whole model, is run. short: few positions of the rows that show as much."""
+        few = self.batch if short is None else short
+        return ModelRuns(
+            self,
+            lambda: call(module, pair(on_device(self.batch, device), self.inputs)[0]),
+            self._loss_of(self.batch, device),
+            lambda: call(module, pair(on_device(few, device), self.inputs)[0]),
+            self._loss_of(few, device),
+        )
+
+    def _loss_of(self, rows: Any, device: torch.device) -> Callable[[Any], Tensor] | None:
+        loss = self.loss
+        if loss is None:
+            return None
+
+        def of(output: Any) -> Tensor:
+            return weigh(loss(output, pair(on_device(rows, device), self.inputs)[1]), rows_of(rows)).value
+
+        return of
+
+
+@dataclass(frozen=True)
+class ModelRuns:
+    """The ways to run one module, a model or a copy of it, on an example.
+
+    whole: runs the module once. brief: the same on a few positions of each row. loss, brief_loss: the loss of their
+    outputs; None if no loss is known.
+    """
+
+    example: ModelExample
+    whole: Callable[[], Any]
+    loss: Callable[[Any], Tensor] | None
+    brief: Callable[[], Any]
+    brief_loss: Callable[[Any], Tensor] | None
 
 
 class FactFinder:
@@ -149,7 +218,8 @@ class FactFinder:
         few = sum(p.numel() for p in self._skeleton.parameters()) <= WIDE
         if build is None or self._ranks == 1 or not few:
             return None
-        # A model may register itself where the loss looks for it. That must stay the first model.
+        # A model may register itself where the loss looks for it. That must stay the first model. A callable that
+        # raises when it is called again gives no second model: proofs then run copies of the first.
         with suppress(Exception), outside_kept(self.module, self.example.loss):
             return Reference(built_again(build, self._skeleton, first=self.module))
         return None
@@ -159,7 +229,7 @@ class FactFinder:
         refused: TrainingError | None = None
         self.set_facts(looked=frozenset[str]())
         with stand_in(Alone()) as here, outside_kept(self.module, self.example.loss) as outside:
-            with suppress(Exception):  # an error of the model is reported in full when it trains
+            with suppress(Exception):  # see the module: training reports errors of the model
                 self._run_first()
             outside.put_back()
             try:
@@ -167,7 +237,7 @@ class FactFinder:
             except TrainingError as error:
                 refused = error if self._ranks > 1 else None
             except Exception:
-                pass
+                pass  # a model or loss that cannot run on the example tells nothing about its copies
             if wanted:
                 self.set_facts(**find_facts(self.module, self._runs(self.module), self.facts, wanted))
         if here.heard:
@@ -211,7 +281,7 @@ class FactFinder:
     def _rows(self, run: Callable[[Any], Any], look: FirstRuns) -> dict[str, Any]:
         """Return what couples the rows of a batch, and what weighs them, as attributes of ModelFacts."""
         example = self.example
-        with suppress(Exception), undrawn():  # an error of the data is reported when it is read to train
+        with suppress(Exception), undrawn():  # see the module: training reports errors of the data and the loss
             sample = example.sample() if example.sample is not None else Sample(example.batch)
             if sample is not None:
                 self.many = sample.batch
@@ -229,3 +299,99 @@ class FactFinder:
             return runs
         whole, brief = (put_back_before(run, module, self.example.loss) for run in (runs.whole, runs.brief))
         return replace(runs, whole=whole, brief=brief)
+
+
+def find_facts(module: nn.Module, runs: ModelRuns, facts: ModelFacts, wanted: Collection[str]) -> dict[str, Any]:
+    """Look for the facts `wanted` and return them as attributes of ModelFacts. Failures are stored in them too.
+
+    module: whole, in training mode. It is left as it was. Other ranks must be idle meanwhile, because seconds are
+    measured.
+    """
+    found: dict[str, Any] = {"looked": (facts.looked or frozenset()) | frozenset(wanted)}
+    if sizes := sorted(int(name.removeprefix("tp=")) for name in wanted if name.startswith("tp=")):
+        proof = prove(module, runs.whole, sizes, runs.example.tp_plan, brief=runs.brief)
+        verdicts = {**facts.proof.verdicts, **proof.verdicts}
+        found["proof"] = replace(proof, verdicts=verdicts, flow=proof.flow or facts.proof.flow)
+    if "gathers" in wanted:
+        with suppress(Exception):  # without a plan, the first step of ZeRO 3 is watched (`proven` of data_axis)
+            found["gathers"] = plan_gathers(
+                module,
+                _followed_by(runs.loss, runs.whole),
+                brief=_followed_by(runs.brief_loss, runs.brief),
+                autocast=runs.example.autocast,
+            )
+    try:
+        _along_the_chain(module, runs, facts, wanted, found)
+    except Exception as error:
+        found["no_chain"] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+    return found
+
+
+def _followed_by(loss: Callable[[Any], Tensor] | None, run: Callable[[], Any]) -> Callable[[], Any]:
+    return run if loss is None else lambda: loss(run())
+
+
+def _along_the_chain(
+    module: nn.Module, runs: ModelRuns, facts: ModelFacts, wanted: Collection[str], found: dict[str, Any]
+) -> None:
+    chain = facts.chain
+    if "chain" in wanted:
+        with repeating(module, facts.draws, runs.example.batch) as drawing:
+            chain = find_chain(
+                module, lambda: drawing(runs.whole), stages=runs.example.stages, brief=lambda: drawing(runs.brief)
+            )
+        with _evaluating(module):
+            found["chain"], found["hidden"] = chain, hidden_between(module, chain, runs.whole)
+    if chain is None:
+        return
+    if "costs" in wanted:
+        with _evaluating(module):
+            found["costs"] = measure_costs(module, chain, runs.whole)
+    if "positionwise" in wanted:
+        with repeating(module, facts.draws, runs.example.batch) as drawing:
+            found["positionwise"] = try_in_parts(module, chain.units, lambda: drawing(runs.whole), runs.loss)
+
+
+class _evaluating:
+    """Sets the module to evaluation inside. Afterwards each part is in its own mode again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._modes = module, [(part, part.training) for part in module.modules()]
+
+    def __enter__(self) -> None:
+        set_evaluation(self._module)
+
+    def __exit__(self, *_: object) -> None:
+        for part, mode in self._modes:
+            part.training = mode
+
+
+def find_later(
+    skeleton: nn.Module,
+    runs_of: Callable[[nn.Module], ModelRuns],
+    facts: ModelFacts,
+    wanted: Collection[str],
+    *,
+    beside: bool,
+) -> dict[str, Any]:
+    """Do what find_facts does when the whole model no longer exists. It uses the shapes, with weights that take no
+    memory.
+
+    beside: run in a thread beside a training, whose random numbers stay as they are. Then return {} for a model that
+    draws random numbers itself: it can only be looked at between two steps.
+    """
+    if beside and facts.draws is not None:
+        return {}
+    with ExitStack() as around:
+        if beside:
+            around.enter_context(generators_left_alone())
+            around.enter_context(DroppingNothing())
+        try:
+            module = runnable(skeleton)
+            return find_facts(module, runs_of(module), facts, wanted)
+        except Exception as error:
+            if beside:
+                raise
+            # The other ranks wait for an answer.
+            looked = (facts.looked or frozenset()) | frozenset(wanted)
+            return {"looked": looked, "no_chain": f"{type(error).__name__}: {error}"}

@@ -1,7 +1,8 @@
 """The facts of a model that decide how it can be spread over ranks. They are found once and are equal on every rank.
 
-Facts are found by running the model (see find_facts.py). They are values that can be sent: only the shapes of the model
-refer to modules, and every rank has its own.
+fact_finder.py finds them by running the model. They are values that can be sent: only the shapes of the model refer to
+modules, and every rank has its own. job_options.py has what the user chooses beside the strategy, and plan.py makes a
+plan of all three.
 """
 
 from __future__ import annotations

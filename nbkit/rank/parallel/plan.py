@@ -9,6 +9,7 @@ holds the layouts of its plan. The tests compare them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +18,9 @@ from typing import Any
 from nbkit.errors import StrategyError
 from nbkit.planner.stages import spelled
 from nbkit.rank.parallel.device_mesh import groups_along
-from nbkit.rank.parallel.model_facts import Layouts, ModelFacts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import Layouts, ModelFacts, needed_facts
 from nbkit.rank.parallel.module.compile import not_compiled
-from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.value_digest import digest_of
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
@@ -157,13 +158,14 @@ class ParallelPlan:
     def digest(self) -> str:
         """Return a digest of all that ranks hold, send and choose under this plan; see the class.
 
-        Which blocks are recomputed or compiled is left out: it concerns each rank alone, and rank 0 may know the blocks
-        before the others do.
+        It leaves out what this strategy does not use. Under plain data parallelism that is the chain of blocks: rank 0
+        may know it before the others do, and which blocks a rank recomputes or compiles then concerns that rank alone.
+        Under a tensor axis it is not left out, because blocks that are recomputed send again.
         """
         strategy, facts = self.strategy, self.facts
         parts: list[Any] = [str(strategy), strategy.slowest, self.node_of, facts.shapes.digest]
         parts += [self.options.recompute, self.options.compile, self.options.cut, self.options.adaptive]
-        if strategy.pp > 1 or strategy.cp > 1 or strategy.zero == 3:
+        if "chain" in needed_facts(strategy):
             parts.append(facts.digest("chain"))
         parts += [self.stages, self.tensor]
         parts += [facts.digest("positionwise")] * (strategy.cp > 1) + [facts.digest("gathers")] * (strategy.zero == 3)
@@ -180,7 +182,7 @@ class ParallelPlan:
         for axis, every in self.groups.items():
             if several := [ranks for ranks in every if len(ranks) > 1]:
                 rows.append((f"groups of {axis}", " ".join("-".join(map(str, ranks)) for ranks in several)))
-        rows += [("" if number else "parameters", line) for number, line in enumerate(_kinds(self))]
+        rows += [("" if number else "parameters", line) for number, line in enumerate(_parameters(self))]
         rows += [("" if number else "steps", step) for number, step in enumerate(self.steps)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name.ljust(width)}  {what}" for name, what in rows)
@@ -379,14 +381,19 @@ def _steps(plan: ParallelPlan) -> Iterator[str]:
         yield f"data: {shards} sharded{over}, {copies} {'copies' if copies > 1 else 'copy'}"
 
 
-def _kinds(plan: ParallelPlan) -> list[str]:
-    """Return, for the parameters of rank 0, their layouts, folded to one line for each kind of parameter."""
-    found: dict[tuple[str, str], int] = {}
-    for name, layout in plan.layouts.held[0].items():
-        kind = folded(name), f"{_shape(layout.shape)} of which rank 0 updates {_shape(layout.local)}"
-        found[kind] = found.get(kind, 0) + 1
-    return [f"{name}{f' ({count})' if count > 1 else ''}: {what}" for (name, what), count in found.items()]
+def _parameters(plan: ParallelPlan) -> Iterator[str]:
+    """Yield what rank 0 holds of the parameters, then a line for each kind of parameter that a tensor axis cuts."""
+    strategy, whole, held = plan.strategy, plan.facts.shapes.whole, plan.layouts.held
+    if all(each == whole for each in held):
+        yield f"{len(whole)}, whole on every rank"
+        return
+    own, every = (sum(layout.numel for layout in some.values()) for some in (held[0], whole))
+    yield f"{len(held[0])} of {len(whole)} on rank 0, which updates {own:,} of {every:,} elements"
+    parts = plan.facts.parts(strategy.tp, strategy.mesh.index(0)["tp"], plan.options.tp_plan)
+    cut = Counter((folded(name), parts[name].shape, parts[name].local) for name in held[0] if not parts[name].is_whole)
+    for (name, shape, local), count in cut.items():
+        yield f"{name}{f' ({count})' if count > 1 else ''}: {_shape(local)} of {_shape(shape)}"
 
 
 def _shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "one number"
+    return "x".join(map(str, shape))

@@ -28,7 +28,7 @@ from nbkit.rank.data.stream import Stream, is_map_style
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.find_facts import ModelExample
+from nbkit.rank.parallel.fact_finder import ModelExample
 from nbkit.rank.train.control.step_boundary import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy

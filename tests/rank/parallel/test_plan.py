@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from torch import nn
 import nbkit
 from nbkit.errors import StrategyError
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.parallel.context.context_parallel import Positionwise
+from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.model_facts import Coupled, ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
-from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.plan import make_plan, refusals
+from nbkit.rank.parallel.plan import ParallelPlan, make_plan, refusals
+from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
+from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.strategy import Strategy
 from verify.models.specimens import ZOO
@@ -101,13 +105,67 @@ def test_equal_plans_are_one_key_and_anything_that_ranks_build_otherwise_is_anot
         assert make_plan(Strategy(dp=2), facts, options) == make_plan(Strategy(dp=2), ModelFacts(facts.shapes), options)
 
 
+def seen_by_a_rank(plan: ParallelPlan) -> str:
+    """Return all that a rank takes from `plan` to hold or send something."""
+    facts, strategy = plan.facts, plan.strategy
+    only_rows = strategy.mesh.size == strategy.dp and strategy.zero < 3
+    read = [plan.layouts, plan.groups, plan.ties, plan.stages, plan.tensor, plan.gathers, plan.casts, plan.copies]
+    read += [None if only_rows else facts.chain, facts.positionwise if strategy.cp > 1 else None]
+    return repr([strategy, replace(plan.options, tp_plan=None), *read])
+
+
+def test_plans_have_one_digest_exactly_if_a_rank_takes_the_same_from_them(facts: ModelFacts) -> None:
+    assert facts.chain is not None
+    names = facts.block_names
+    known = [
+        facts,
+        replace(facts, costs=(9.0, *facts.costs[1:])),
+        replace(facts, chain=replace(facts.chain, units=names[1:])),
+        replace(facts, chain=replace(facts.chain, recomputes=True)),
+        replace(facts, gathers=GatherPlan(names)),
+        replace(facts, gathers=GatherPlan(names, ahead=2)),
+        replace(facts, gathers=GatherPlan(names, casts=Casts(torch.bfloat16, frozenset({"tokens.weight"})))),
+        replace(facts, positionwise=Positionwise(balanced=True)),
+        replace(facts, positionwise=Positionwise(between=frozenset({"tokens.weight"}))),
+    ]
+    options = [
+        JobOptions(),
+        JobOptions(tp_plan={"blocks.*.up": "replicate", "blocks.*.down": "replicate"}),
+        *(JobOptions(**{name: True}) for name in ("recompute", "cut", "compile", "adaptive")),
+    ]
+    texts = ["ddp", "ddp bucket=1M", "zero2", "zero3", "hsdp shard=2", "tp=2 dp=2", "tp=2 dp=2 zero=3", "cp=2 dp=2"]
+    texts += ["pp=2 dp=2", "pp=2 dp=2 schedule=zbv", "dp=2 pp=2 order=dp", "pp=2 dp=2 zero=1"]
+    strategies = [Strategy.parse(text, 4) for text in texts]
+    strategies.append(Strategy(dp=2, pp=2, slowest="dp"))
+    read: dict[str, set[str]] = {}
+    nodes: tuple[int, ...] = ()
+    ways = [(some, options[0], nodes) for some in known] + [(facts, one, nodes) for one in options[1:]]
+    for strategy, (some, chosen, node_of) in product(strategies, [*ways, (facts, options[0], (0, 0, 1, 1))]):
+        plan = make_plan(strategy, some, chosen, node_of)
+        read.setdefault(plan.digest, set()).add(repr([node_of, seen_by_a_rank(plan)]))
+    assert [texts for texts in read.values() if len(texts) > 1] == []
+    assert len(read) == len({text for texts in read.values() for text in texts}) > 100
+
+
 def test_a_plan_is_printed_as_a_short_table(facts: ModelFacts) -> None:
     shown = str(make_plan(Strategy(dp=2, pp=2, zero=1, microbatches=4), facts, JobOptions(recompute=True)))
     assert "dp=2 pp=2 zero=1" in shown and "groups of pp  0-2 1-3" in shown
-    assert "blocks.*.up.weight (2): 64x16 of which rank 0 updates 32x16" in shown
+    assert "parameters    34 of 68 on rank 0, which updates 3,600 of 13,792 elements" in shown
     first, second, third = shown.splitlines()[-3:]
     assert "stages of 2+2 blocks, 1f1b of 4 micro-batches" in first
     assert "recomputation" in second and "optimizer state sharded over 2 ranks" in third
+
+
+def test_a_printed_plan_lists_only_the_parameters_that_differ(facts: ModelFacts) -> None:
+    assert str(make_plan(Strategy(dp=2), facts)).splitlines() == [
+        "strategy      dp=2",
+        "ranks         2",
+        "groups of dp  0-1",
+        "parameters    68, whole on every rank",
+        "steps         data: nothing sharded, 2 copies",
+    ]
+    shown = str(make_plan(Strategy(tp=2), facts))
+    assert "blocks.*.up.weight (4): 32x16 of 64x16" in shown and "norm" not in shown
 
 
 def test_a_plan_refuses_what_would_not_train_as_one_process_does_and_all_reasons_can_be_had(facts: ModelFacts) -> None:

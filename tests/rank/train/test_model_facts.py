@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from nbkit.bridge.training_requests import TrainingRequestHandler
 from nbkit.rank.parallel import fact_finder
-from nbkit.rank.parallel import find_facts as finding_facts
-from nbkit.rank.parallel.find_facts import find_facts
+from nbkit.rank.parallel.fact_finder import find_facts
 from nbkit.rank.train import builder as building
 from nbkit.rank.train.estimate import strategy_table
 from nbkit.strategy import Strategy
@@ -68,7 +67,6 @@ def looked_for(patch: pytest.MonkeyPatch) -> list[tuple[set[str], str]]:
     # Look in this process, where the list is.
     patch.setattr(building, "aside", lambda work, **_: work())
     patch.setattr(fact_finder, "find_facts", finding)
-    patch.setattr(finding_facts, "find_facts", finding)
     return found
 
 

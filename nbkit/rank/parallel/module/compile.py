@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper
-from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.rng.keyed_dropout import keyed
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy

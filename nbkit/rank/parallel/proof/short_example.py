@@ -73,7 +73,7 @@ def first_runs(
         changes = bool(state.changes())  # after the forward alone: a loss may remove what it has left
         state.put_back()
         seen = _Operations()
-        with suppress(Exception):
+        with suppress(Exception):  # if the loss fails, what the model draws is known all the same
             with unchanged(module), seen:
                 first = runs.seeded(few, [0, 1])
                 changed, drawn = bool(state.changes()), state.drawn()

@@ -224,7 +224,7 @@ def plan_gathers(
     what the model raises.
     """
     if brief is not None:
-        with suppress(Exception):
+        with suppress(Exception):  # errors are reported from the full run below
             if (plan := _plan(module, brief, autocast)).refused is None:
                 return plan
     return _plan(module, call, autocast)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import nbkit
 from nbkit.errors import TrainingError
+from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.module.compile import not_compiled
-from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step import optimizer_state as offloading
 from nbkit.rank.train.trainer import Trainer

@@ -84,7 +84,7 @@ def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
 
 
 def alone(world: Any) -> tuple[float | None, list[tuple[str, float | None, int | None]], list[list[str]]]:
-    """Return the seconds of a step of GPT and the offers, without a link; then what models that allow less are offered."""
+    """Return the seconds of a step of GPT and its offers, without a link, and the offers to stricter models."""
     job = job_of("ddp")
     job.builder.finder.sync([Strategy(pp=2)])
     job.builder.finder.set_facts(costs=(0.1,) * 4)
