@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nbkit.device_kinds import BACKENDS, CPU, GLOO, NVIDIA
 from nbkit.errors import UsageError
+from nbkit.plugins import load, package_of
 
 GROUP = "nbkit.devices"
 
@@ -127,16 +128,18 @@ def find_kind(name: str) -> DeviceKind | None:
     """Return the kind of device that torch calls `name`; None for the CPU, and for one that nothing is known about."""
     global _plugins_are_read
     if name != CPU and name not in _kinds and not _plugins_are_read:
-        _plugins_are_read = True
         for entry in entry_points(group=GROUP):
-            kind = entry.load()()
-            if not isinstance(kind, DeviceKind) or not kind.name or not kind.backend:
+            found = load(entry, "kind of device", UsageError)
+            derived = isinstance(found, type) and issubclass(found, DeviceKind)
+            if not derived or not getattr(found, "name", "") or not getattr(found, "backend", ""):
                 raise UsageError(
-                    "A kind of device is a class like nbkit.rank.device.DeviceKind, with a name and a backend.",
+                    "A kind of device is a class that derives from nbkit.rank.device.DeviceKind, with a name and a "
+                    "backend.",
                     numbers=f"entry point {entry.name} of {GROUP}: {entry.value}",
-                    hint=f"pip uninstall {entry.dist.name if entry.dist else 'PACKAGE'}",
+                    hint=f"pip uninstall {package_of(entry)}",
                 )
-            _kinds.setdefault(kind.name, kind)
+            _kinds.setdefault(found.name, found())
+        _plugins_are_read = True
     return _kinds.get(name)
 
 

@@ -76,10 +76,21 @@ def test_what_does_not_belong_together_is_refused(installed: None, kind: str, ba
         RankPlace(0, 2, 0, 2, kind, backend)
 
 
-def test_a_class_of_another_shape_is_named_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installs(tmp_path / "site", "builtins:dict", monkeypatch)
-    with pytest.raises(UsageError, match=r"imaginary of nbkit.devices: builtins:dict(.|\n)*pip uninstall imaginary"):
-        RankPlace(0, 2, 0, 2, "xpu", "gloo")
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("builtins:dict", "derives from nbkit.rank.device.DeviceKind(.|\n)*imaginary of nbkit.devices: builtins:dict"),
+        ("nbkit.rank.device:DeviceKind", "with a name and a backend"),
+        ("tests.plugins.nowhere:Lamp", "'imaginary' of an installed package cannot be loaded(.|\n)*nowhere"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_named_with_its_package_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, said: str
+) -> None:
+    installs(tmp_path / "site", value, monkeypatch)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=rf"{said}(.|\n)*pip uninstall imaginary"):
+            RankPlace(0, 2, 0, 2, "xpu", "gloo")
 
 
 def test_without_the_package_ranks_train_on_the_cpu_beside_such_devices(monkeypatch: pytest.MonkeyPatch) -> None:
