@@ -165,21 +165,3 @@ class CellStopped(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return [f"{_RED}KeyboardInterrupt{_PLAIN}: {self}"]
-
-
-def place_of(error: BaseException) -> str:
-    """Return where a user's code raised `error`, as "path:line".
-
-    It is the deepest line that belongs neither to nbkit nor to Python; if there is none, the deepest of all; "" without
-    a traceback.
-    """
-    import sysconfig
-    import traceback
-
-    paths, own = sysconfig.get_paths(), __file__.rpartition("errors.py")[0]
-    installed = tuple(paths[key] for key in ("purelib", "platlib"))
-    every = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    others = [(file, line) for file, line in every if not file.startswith((own, "<frozen"))]
-    users = [each for each in others if each[0].startswith(installed) or not each[0].startswith(paths["stdlib"])]
-    file, line = (users or every or [("", 0)])[-1]
-    return f"{file}:{line}" if file else ""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from nbkit.errors import UsageError
-from nbkit.trainer_options import OPTIONS
+from nbkit.trainer_options import OPTIONS, check_options
 
 OLD_KEYWORDS = {
     "shuffle": ("loading", "shuffle"),
@@ -45,7 +45,8 @@ def regrouped(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return the arguments of a call with old keywords moved into option values. Warns of each old keyword.
 
     names: the parameters of the function. The warning names the line that called the caller of this function.
-    Raises UsageError for an old keyword beside the argument that has taken its place.
+    Raises UsageError for an old keyword beside the argument that has taken its place, and TrainingError for a value
+    that is wrong.
     """
     old = {name: OLD_KEYWORDS[name] for name in given if name in OLD_KEYWORDS and OLD_KEYWORDS[name][0] in names}
     if not old:
@@ -55,6 +56,7 @@ def regrouped(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     for argument in dict.fromkeys(argument for argument, _ in old.values()):
         values = {field: given[name] for name, (at, field) in old.items() if at == argument}
         if argument in kept:
+            check_options(**{argument: kept[argument]})
             both = ", ".join(f"{name}=" for name, (at, _) in old.items() if at == argument)
             raise UsageError(
                 f"{both} and {argument}= are given together.",

@@ -371,8 +371,10 @@ def divisors(n: int) -> list[int]:
 
 
 def _simplicity(s: Strategy) -> tuple[object, ...]:
-    """Return a sort key: context parallelism last, fewer axes first, data before tensor before pipeline, more replicas
-    first."""
+    """Return a sort key: context parallelism last, fewer axes first, data before tensor before pipeline.
+
+    Among those, more replicas come first.
+    """
     split = [s.degree(axis) > 1 for axis in DEGREES]
     schedule = schedules.names().index(s.schedule) if s.schedule else -1
     return s.cp > 1, sum(split), [not axis for axis in split], [-s.dp, -s.tp], s.zero, -s.shard, schedule

@@ -71,7 +71,7 @@ class Loading(_Option):
     False). collate: samples -> batch; None (the default): torch's default_collate. workers: processes beside each rank
     that read ahead, also in shards (docs/data.md); 0 (the default): samples are read in the step.
 
-    Raises TrainingError for a number of workers that is none.
+    Raises TrainingError if workers is not a number of processes.
     """
 
     shuffle: bool | None = None
@@ -123,7 +123,7 @@ class Checkpoints(_Option):
     (the default): one, which each save replaces. snapshot_every: steps between snapshots in host memory, to which
     `Trainer.rewind` goes back; None (the default): no snapshots.
 
-    Raises TrainingError for a number that is none, and UsageError for a text that is no length of time.
+    Raises TrainingError for a wrong number, and UsageError for a text that is no length of time.
     """
 
     every: int | str | bool | None = None
@@ -135,19 +135,20 @@ class Checkpoints(_Option):
         if not (isinstance(self.every, str) or self.every is False):
             self._check_count("every", what="every is a whole number of steps, at least 1, or a time such as '10min'.")
         self._check_count("snapshot_every", typical=50)
-        number, _ = self.limits or (None, None)
+        paired = not isinstance(self.keep, tuple) or len(self.keep) == 2
+        number, _ = (self.limits or (None, None)) if paired else (0, None)
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             self._refuse("keep is a whole number, at least 1, a length of time, or both.", "keep", "keep=3")
         _ = self.seconds
 
     @property
     def steps(self) -> int | None:
-        """Steps between two checkpoints. None: steps do not count."""
+        """Return the steps between two checkpoints. None: steps do not count."""
         return None if isinstance(self.every, str) or not self.every else self.every
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of training between two checkpoints. None: time does not count."""
+        """Return the seconds of training between two checkpoints. None: time does not count."""
         return seconds_of(self.every) if isinstance(self.every, str) else None
 
     @property
@@ -187,7 +188,7 @@ class Recovery(_Option):
     def __post_init__(self) -> None:
         self._check_choice("on_failure", ("replace", "shrink", "stop"), typical="replace")
         limit = self.hang_timeout
-        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+        if limit is not None and not (isinstance(limit, int | float) and limit is not True and limit > 0):
             what = "hang_timeout is a number of seconds, more than 0."
             self._refuse(what, "hang_timeout", "hang_timeout=60")
         self._check_choice("on_oom", (None, "ask", "fit", "raise"), typical="fit")

@@ -29,6 +29,7 @@ WRONG: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "no number of steps": (lambda: nbkit.Checkpoints(every=0), "a whole number", "every=0", "Checkpoints(every="),
     "no time": (lambda: nbkit.Checkpoints(every="soon"), "'soon' is no length of time", "seconds", "10min"),
     "none stays": (lambda: nbkit.Checkpoints(keep=0), "a whole number", "keep=0", "Checkpoints(keep=3)"),
+    "one of both": (lambda: nbkit.Checkpoints(keep=(3,)), "or both", "keep=(3,)", "Checkpoints(keep=3)"),  # type: ignore[arg-type]
     "no age": (lambda: nbkit.Checkpoints(keep=(3, "x")), "'x' is no length of time", "seconds", "2h"),
     "no snapshots": (lambda: nbkit.Checkpoints(snapshot_every=0), "whole", "snapshot_every=0", "snapshot_every=50)"),
     "no rows": (lambda: nbkit.Compute(microbatch_size=-1), "whole number", "microbatch_size=-1", "microbatch_size=8)"),
@@ -37,6 +38,7 @@ WRONG: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "no dropout": (lambda: nbkit.Compute(dropout="x"), "no dropout 'x'", "'keyed', 'fused'", "dropout='keyed'"),
     "no policy": (lambda: nbkit.Recovery(on_failure="grow"), "no on_failure 'grow'", "'shrink'", "='replace'"),
     "no seconds": (lambda: nbkit.Recovery(hang_timeout=0), "more than 0", "hang_timeout=0", "hang_timeout=60)"),
+    "yes": (lambda: nbkit.Recovery(hang_timeout=True), "more than 0", "hang_timeout=True", "hang_timeout=60)"),
     "no answer": (lambda: nbkit.Recovery(on_oom="x"), "no on_oom 'x'", "'ask', 'fit', 'raise'", "on_oom='fit'"),
     "no backups": (lambda: nbkit.Recovery(backup_every=-1), "whole number", "backup_every=-1", "backup_every=10)"),
     "no processes": (lambda: nbkit.Loading(workers=-1), "at least 0", "workers=-1", "Loading(workers=2)"),
@@ -143,6 +145,8 @@ def test_an_old_keyword_beside_its_option_is_refused() -> None:
 
     assert refused.value.what == "save_every= and checkpoints= are given together."
     assert refused.value.hint == "checkpoints=nbkit.Checkpoints(every=5, keep=2)"
+    with pytest.raises(TrainingError, match=r"takes nbkit\.Recovery"):
+        called(on_oom="fit", recovery="stop")
 
 
 def test_an_old_value_is_checked_like_a_new_one() -> None:

@@ -215,6 +215,7 @@ class TrainingRequestHandler:
         served: bool = True,
         predicted: Mapping[str, Any] | None = None,
     ) -> None:
+        changed = error is None and control.do in ("switch", "undo")
         self.results[control.id] = {
             "id": control.id,
             "do": control.do,
@@ -230,6 +231,7 @@ class TrainingRequestHandler:
             "result": result if error is None else {},
             "served": served,
             "predicted": dict(predicted or {}),
+            "deviations": [" ".join(each) for each in owner.strategy.deviations] if changed else [],
         }
         self._served.discard(control.id)
         while len(self.results) > RESULTS_KEPT:

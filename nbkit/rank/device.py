@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nbkit.device_kinds import BACKENDS, CPU, GLOO, NVIDIA
 from nbkit.errors import UsageError
+from nbkit.plugins import load, package_of
 
 GROUP = "nbkit.devices"
 
@@ -128,28 +129,18 @@ def find_kind(name: str) -> DeviceKind | None:
     global _plugins_are_read
     if name != CPU and name not in _kinds and not _plugins_are_read:
         for entry in entry_points(group=GROUP):
-            kind = _installed(entry)
-            _kinds.setdefault(kind.name, kind)
+            found = load(entry, "kind of device", UsageError)
+            derived = isinstance(found, type) and issubclass(found, DeviceKind)
+            if not derived or not getattr(found, "name", "") or not getattr(found, "backend", ""):
+                raise UsageError(
+                    "A kind of device is a class that derives from nbkit.rank.device.DeviceKind, with a name and a "
+                    "backend.",
+                    numbers=f"entry point {entry.name} of {GROUP}: {entry.value}",
+                    hint=f"pip uninstall {package_of(entry)}",
+                )
+            _kinds.setdefault(found.name, found())
         _plugins_are_read = True
     return _kinds.get(name)
-
-
-def _installed(entry: EntryPoint) -> DeviceKind:
-    """Return the kind that a package brings. Raises UsageError if it cannot be loaded or is none."""
-    where = f"entry point {entry.name} of {GROUP}: {entry.value}"
-    hint = f"pip uninstall {entry.dist.name if entry.dist else 'PACKAGE'}"
-    try:
-        kind = entry.load()()
-    except Exception as error:  # code of the package
-        said = f"{where}: {type(error).__name__}: {error}"
-        raise UsageError("A kind of device cannot be loaded.", numbers=said, hint=hint) from error
-    if not isinstance(kind, DeviceKind) or not getattr(kind, "name", "") or not getattr(kind, "backend", ""):
-        raise UsageError(
-            "A kind of device is a class that derives from nbkit.rank.device.DeviceKind, with a name and a backend.",
-            numbers=where,
-            hint=hint,
-        )
-    return kind
 
 
 def backends() -> set[str]:

@@ -60,8 +60,8 @@ def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) 
 def dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
     """Return DualPipeV: stages r and 2 ranks - 1 - r on each rank, whose forwards and backwards alternate.
 
-    DeepSeek's "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe, dualpipev.py), its eight steps. It
-    runs a forward and a backward side by side; here they run one after the other.
+    These are the eight steps of DeepSeek's DualPipeV, the "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe).
+    There a forward and a backward run side by side; here they run one after the other.
     """
     return [op for op in _dualpipev(ranks, max(microbatches, 2 * ranks), rank) if op.micro < microbatches]
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from nbkit.errors import StrategyError, place_of
+from nbkit.errors import StrategyError
+from nbkit.plugins import described
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -175,14 +176,15 @@ def type_of(name: str) -> ScheduleType:
     return _types[name]
 
 
-def check_sizes(name: str, ranks: int, microbatches: int) -> None:
-    """Raise StrategyError if a user's schedule is wrong for `microbatches` or, as in a short last batch, for fewer.
+def checked_sizes(name: str, ranks: int, microbatches: int) -> list[Schedule]:
+    """Return a user's schedule for `microbatches` and, as for a short last batch, for fewer; [] for nbkit's own.
 
-    Beyond 32 micro-batches only `microbatches` itself is looked at here; a short batch is looked at when it comes.
+    Of more than 31 micro-batches only `microbatches` itself is among them: a short batch is looked at when it comes.
+    Raises StrategyError if one of them is wrong.
     """
-    if not type_of(name).is_built_in:
-        for fewer in [*range(1, min(microbatches, 32)), microbatches]:
-            Schedule.of(name, ranks, fewer)
+    if type_of(name).is_built_in:
+        return []
+    return [Schedule.of(name, ranks, fewer) for fewer in [*range(1, min(microbatches, 32)), microbatches]]
 
 
 def registered() -> list[ScheduleType]:
@@ -365,7 +367,7 @@ def _list_of(kind: ScheduleType, ranks: int, microbatches: int, rank: int, more:
     except Exception as error:
         raise StrategyError(
             f"The schedule {kind.name!r} raised an error.",
-            numbers=f"{called}: {type(error).__name__}: {error} ({place_of(error)})",
+            numbers=f"{called}: {described(error)}",
             hint=hint,
         ) from error
     if not isinstance(ops, Sequence) or not all(isinstance(op, tuple) and len(op) == 3 for op in ops):

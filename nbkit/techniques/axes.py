@@ -1,7 +1,7 @@
 """The axes of a strategy: what each of them splits, and with which others it can be composed.
 
-An axis that another one does not name is refused together with it. So a new axis begins as one entry here, and one
-degree in nbkit/mesh.py and nbkit/strategy.py. Every technique refuses it until its own entry names it.
+Two axes can be composed only if each of them names the other. So a new axis begins as one entry here, and one degree in
+nbkit/mesh.py and nbkit/strategy.py. Every other axis refuses it until its own entry names it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from nbkit.errors import StrategyError
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: the technique that splits a training along it.
+    """An axis of the mesh.
 
-    splits: what its ranks divide. goes_with: the axes that the technique composes with. missing: why ranks cannot run
-    the axis yet; "" if they can.
+    technique: how a training is split along it. splits: what its ranks divide. goes_with: the axes that it can be
+    composed with. missing: why ranks cannot run the axis yet; "" if they can.
     """
 
     name: str

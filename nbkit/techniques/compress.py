@@ -32,21 +32,20 @@ class CompressKey(GradientKey):
         return text
 
     def deviation(self, value: str) -> tuple[str, str]:
-        what = (
-            f"compress={value}: the gradients that ranks sum are rounded, so that losses are not those of one process."
-        )
+        what = f"compress={value}: ranks sum rounded gradients, and losses are not those of one process."
+        off = "an element of a rank's gradients, or of the sums, is off by at most"
         if value == "bf16":
-            return what, "an element of a rank, and of their sum, is off by at most 1/256 of itself"
+            return what, f"{off} 1/256 of itself"
         return (
             what,
-            f"an element of a rank, and of their sum, is off by at most 1/254 of the largest of its {BLOCK}; what "
-            "is off is added in the next step, and dropped by a switch, a load or a step that breaks",
+            f"{off} 1/254 of the largest of its {BLOCK}; the error is added in the next step; a switch, a load or a "
+            "step that breaks drops it",
         )
 
     def exchange(self, value: str, exchange: GradientExchange, strategy: AnyStrategy) -> GradientExchange:
         sent = replace(exchange, operations=("all_to_all", "all_gather"))
         if value == "bf16":
             return replace(sent, bytes_per_element=2.0)
-        # What rounding takes off is kept, for a rank's gradients and for the sums that it makes.
+        # Rounding errors are kept: those of a rank's gradients, and those of the sums that it makes.
         kept = exchange.kept + 1 + 1 / strategy.degree("dp")
         return replace(sent, bytes_per_element=1 + 4 / BLOCK, kept=kept)

@@ -39,8 +39,8 @@ class Key:
 
     name: the word before the `=`. neutral: the value that changes nothing, and that the key has if it is not given.
     same: why the neutral value, if it is given, has no effect. suggestions: values that the planner tries where a step
-    waits for its link. engine: the torch half, a function or its place as "package.module:function"; see
-    `ReplicaSetup` in nbkit/rank/parallel/data_parallel/ddp.py. None if the key needs none.
+    waits for its link. engine: the torch half of a GradientKey, a function or its place as
+    "package.module:function"; see `ReplicaSetup` in nbkit/rank/parallel/data_parallel/ddp.py. None if there is none.
     """
 
     name: ClassVar[str]
@@ -48,8 +48,6 @@ class Key:
     same: ClassVar[str] = "it is the default"
     suggestions: ClassVar[Sequence[Any]] = ()
     engine: ClassVar[Callable[..., Any] | str | None] = None
-    needs_whole: ClassVar[bool] = False
-    """True if the key needs ranks that hold the whole model. A key with a torch half does."""
     is_field: ClassVar[bool] = False
     """True if Strategy has a field of this name, because the planner and the ranks read the value in many places."""
 
@@ -91,8 +89,8 @@ class Key:
 class GradientKey(Key):
     """A key about what data parallel ranks send each other. It is refused where there is only one such rank.
 
-    needs_whole: it needs ranks that hold the whole model and its whole gradients, each step. A key with a torch half
-    does, and a strategy has at most one such key.
+    needs_whole: the key needs ranks that hold the whole model and its whole gradients in each step. A key with a torch
+    half does, and a strategy has at most one such key.
     """
 
     needs_whole: ClassVar[bool] = True
@@ -102,7 +100,7 @@ class GradientKey(Key):
         if dp == 1:
             given = spelled({name: v for name, v in strategy.settings.items() if isinstance(key_of(name), GradientKey)})
             raise StrategyError(
-                f"{given} is about what data parallel ranks send each other, and there is one.",
+                f"{given} is about what data parallel ranks send each other, and there is only one.",
                 numbers=f"dp 1 of {size} rank{'s' * (size != 1)}",
                 hint=f"dp={max(size, 2)} {given}",
             )
@@ -113,7 +111,7 @@ class GradientKey(Key):
             given = spelled({name: v for name, v in strategy.settings.items() if _needs_whole(name)})
             raise StrategyError(
                 f"{given} is for ranks that hold the whole model and its whole gradients.",
-                numbers=f"{split}: here a rank holds a part, and what it holds is whole by the others' in every step",
+                numbers=f"{split}: a rank holds only a part of them",
                 hint=f"dp={size} {given}",
             )
         self.refuse_others(value, strategy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbkit.errors import StrategyError
-from nbkit.schedules import check_sizes, type_of
+from nbkit.schedules import checked_sizes, type_of
 from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
@@ -39,5 +39,5 @@ class MicrobatchesKey(Key):
                 numbers=f"at least {least // pp} x pp {pp} = {least}, {found} given",
                 hint=f"microbatches={least}, or schedule=1f1b",
             )
-        check_sizes(schedule, pp, found)
+        checked_sizes(schedule, pp, found)
         return found

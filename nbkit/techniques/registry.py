@@ -15,7 +15,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
-from nbkit.errors import StrategyError, place_of
+from nbkit.errors import StrategyError
+from nbkit.plugins import described, load
 from nbkit.techniques.axes import DEGREES
 from nbkit.techniques.exchange import GradientExchange
 
@@ -58,11 +59,12 @@ def register(key: Key | type[Key]) -> None:
             numbers=f"keys: {' '.join([*RESERVED, *_keys])}",
             hint=f"name = 'my_{name}'",
         )
-    if made.engine is not None and not made.needs_whole:
+    whole = isinstance(made, GradientKey) and made.needs_whole
+    if engine_place(made) is not None and not whole:
         raise StrategyError(
             f"The torch half of the key {name!r} would not be called under zero1 to zero3.",
-            numbers=f"engine={made.engine!r}, needs_whole=False",
-            hint="needs_whole = True",
+            numbers=f"engine={made.engine!r}, and the key is no GradientKey with needs_whole = True",
+            hint="class Mine(nbkit.techniques.GradientKey):   with needs_whole = True, its default",
         )
     if type(made).parse is Key.parse:
         raise StrategyError(
@@ -70,7 +72,7 @@ def register(key: Key | type[Key]) -> None:
             numbers="it has no parse",
             hint="def parse(self, text): return text",
         )
-    if isinstance(made, GradientKey) and made.needs_whole and engine_place(made) is None:
+    if whole and engine_place(made) is None:
         raise StrategyError(
             f"The key {name!r} would change nothing: it has no torch half.",
             numbers="engine is None",
@@ -133,24 +135,37 @@ def exchange_of(strategy: AnyStrategy) -> GradientExchange:
 
 
 def parsed(key: Key, text: str) -> Any:
-    """Return the value of a key in a strategy. Raises StrategyError for a text that the key cannot read."""
+    """Return the value of a key in a strategy. Raises StrategyError for a text that the key cannot read.
+
+    It also raises StrategyError if the key does not read what it spells: strategies are stored and sent as text.
+    """
     try:
         value = key.parse(text)
         hash(value)
+        if value == key.neutral:
+            return value
+        word = key.spell(value)
+        again = key.parse(word.lower())
     except StrategyError:
         raise
     except Exception as error:
         raise StrategyError(
             f"{key.name}={text} cannot be read.",
-            numbers=f"{type(error).__name__}: {error} ({place_of(error)})",
+            numbers=described(error),
             hint="raise StrategyError(...) in parse for a wrong text; the value must be hashable",
         ) from error
+    if again != value or word.split() != [word]:
+        raise StrategyError(
+            f"The key {key.name!r} cannot read what it spells.",
+            numbers=f"parse({text!r}) is {value!r}, its spell is {word!r}, and parse({word.lower()!r}) is {again!r}",
+            hint="def spell(self, value): a text without spaces, from which parse makes the same value",
+        )
     return value
 
 
 def engine_place(key: Key) -> Callable[..., Any] | str | None:
     """Return the torch half of a key as it was given: a function, or the place of one."""
-    # Looked up on the class, since a function there is not meant as a method.
+    # `key.engine` would make a method of a function in the class.
     engine = inspect.getattr_static(key, "engine")
     return engine.__func__ if isinstance(engine, staticmethod) else engine
 
@@ -205,12 +220,4 @@ class Settings(Mapping[str, Any]):
 def _register_installed() -> None:
     """Register the keys of installed packages, once in a process."""
     for entry in entry_points(group=GROUP):
-        try:
-            key = entry.load()
-        except Exception as error:
-            raise StrategyError(
-                f"The key {entry.name!r} of an installed package cannot be read.",
-                numbers=f"{entry.value}: {type(error).__name__}: {error}",
-                hint=f"pip install -U {entry.dist.name if entry.dist else 'PACKAGE'}",
-            ) from error
-        register(key)
+        register(load(entry, "key", StrategyError))

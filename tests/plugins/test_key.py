@@ -26,7 +26,7 @@ from nbkit.rank.telemetry import collectives
 from nbkit.rank.train.replace.hand_over import handed_by
 from nbkit.rank.train.replace.pickle_by_value import dumps, loads
 from nbkit.strategy import Strategy
-from nbkit.techniques import GradientKey, registry
+from nbkit.techniques import GradientKey, Key, registry
 
 RANKS, ROWS, STEPS = 2, 8, 2
 STRATEGY = "dp=2 wire=fp16"
@@ -141,7 +141,7 @@ def test_it_is_part_of_a_strategy_and_of_what_is_predicted(registered: None) -> 
     [
         ("ddp wire=int4", "'wire=int4' is not a format"),
         ("zero1 wire=fp16", "wire=fp16 is for ranks that hold the whole model(.|\n)*dp=4 wire=fp16"),
-        ("tp wire=fp16", "and there is one"),
+        ("tp wire=fp16", "and there is only one"),
         ("ddp compress=int8 wire=fp16", "Each of two keys decides(.|\n)*compress=int8, or wire=fp16"),
         ("ddp sync_every=4 wire=fp16", "no gradients are sent"),
     ],
@@ -170,9 +170,12 @@ def test_names_that_are_taken_or_cannot_be_typed_are_refused(name: Any, said: st
         techniques.register(type("Mine", (GradientKey,), {"name": name}))
 
 
-def test_a_torch_half_that_would_not_be_called_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("base", "more"), [(GradientKey, {"needs_whole": False}), (Key, {}), (Key, {"needs_whole": True})]
+)
+def test_a_torch_half_that_would_not_be_called_is_refused(base: type[Key], more: dict[str, Any]) -> None:
     with pytest.raises(StrategyError, match="would not be called under zero1"):
-        techniques.register(type("Mine", (GradientKey,), {"name": "mine", "engine": "a:b", "needs_whole": False}))
+        techniques.register(type("Mine", (base,), {"name": "mine", "engine": "a:b", "parse": str, **more}))
     assert "mine" not in techniques.names()
 
 
@@ -189,7 +192,7 @@ def test_a_package_brings_it_by_an_entry_point(tmp_path: Path, monkeypatch: pyte
     assert str(Strategy.parse(STRATEGY, RANKS)) == STRATEGY
     (package / "entry_points.txt").write_text("[nbkit.techniques]\nwire = tests.plugins.nowhere:Wire\n")
     forget()
-    with pytest.raises(StrategyError, match="'wire' of an installed package cannot be read"):
+    with pytest.raises(StrategyError, match=r"'wire' of an installed package cannot be loaded(.|\n)*uninstall wire"):
         Strategy.parse(STRATEGY, RANKS)
     forget()
 
@@ -216,6 +219,29 @@ def test_the_text_of_a_value_is_asked_for_only_where_the_key_is_given() -> None:
             Strategy.parse("ddp clips=much", 2)
     finally:
         registry._keys.pop("clips")
+
+
+class InWords(Clips):
+    """It spells a value with a space, in capitals, or another one."""
+
+    name = "words"
+
+    def parse(self, text: str) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(text.split(":"))
+
+    def spell(self, value: tuple[str, ...]) -> str:  # type: ignore[override]
+        return {2: " ", 3: ":"}.get(len(value), "").join(value).upper()
+
+
+def test_a_value_that_its_key_cannot_read_again_is_refused() -> None:
+    techniques.register(InWords)
+    try:
+        assert str(Strategy.parse("ddp words=a:b:c", 2)) == "dp=2 words=A:B:C"
+        for text in ("a:b", "a:b:c:d"):
+            with pytest.raises(StrategyError, match=r"'words' cannot read what it spells(.|\n)*its spell is 'A"):
+                Strategy.parse(f"ddp words={text}", 2)
+    finally:
+        registry._keys.pop("words")
 
 
 class Silent(GradientKey):

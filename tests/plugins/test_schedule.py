@@ -11,7 +11,7 @@ from jobs import one_process, points, quiet
 from ranks import run_ranks
 
 from nbkit import schedules
-from nbkit.errors import StrategyError
+from nbkit.errors import StrategyError, TrainingError
 from nbkit.planner.stages import makespan
 from nbkit.schedules import Op, Schedule, simulate
 from nbkit.strategy import Strategy
@@ -54,6 +54,38 @@ def test_it_is_simulated_and_predicted(registered: Any) -> None:
     assert not schedules.type_of("waves").holds_all and schedules.type_of("gpipe").holds_all
 
 
+def by_turns(ranks: int, microbatches: int, rank: int) -> list[Op]:
+    return [Op(kind, rank, micro) for micro in range(microbatches) for kind in ("F", "B")]  # type: ignore[arg-type]
+
+
+def differently(world: Any) -> list[str]:
+    """Register other functions on the ranks under one name, and ask for it: first, and after it has trained alike."""
+    waves, said = importlib.import_module("tests.plugins.waves").waves, []
+    own = (waves, by_turns)[world.place.rank]
+    schedules.register("mine", own)
+    with pytest.raises(TrainingError) as raised:
+        quiet(strategy="pp=2 schedule=mine")
+    said.append(str(raised.value))
+    schedules.register("mine", waves)
+    trainer = quiet(strategy="pp=2 schedule=mine")
+    trainer.fit(1)
+    trainer.switch("ddp")
+    schedules.register("mine", own)
+    with pytest.raises(TrainingError) as raised:
+        trainer.switch("pp=2 schedule=mine")
+    said.append(str(raised.value))
+    trainer.fit(1)
+    return [*said, str(trainer.strategy)]
+
+
+def test_ranks_that_registered_different_functions_are_told_so_before_they_wait_for_each_other() -> None:
+    for first, later, strategy in run_ranks(differently, 2):
+        for said in (first, later):
+            assert "not the same schedules: 'mine: rank 0 of 2, 2 micro-batches' differs" in said
+            assert "'0F0 0F1 0B0 0B1', '0F0 0B0 0F1 0B1'; 6 in all" in said
+        assert strategy == "dp=2"
+
+
 def waits_for_ever(ranks: int, microbatches: int, rank: int) -> list[Op]:
     """Return a schedule in which each rank wants its backwards first."""
     return [Op(kind, rank, micro) for micro in range(microbatches) for kind in ("B", "F")]  # type: ignore[arg-type]
@@ -86,7 +118,7 @@ def takes_two(ranks: int, microbatches: int) -> list[Op]:
         (forgets, {}, r"stage 0, of rank 0, does not do all of micro-batch 1(.|\n)*it has nothing, expected FB"),
         (in_pairs, {}, r"'mine' gave no list of Op(.|\n)*build\(2, 1, 0\)"),
         (elsewhere, {}, "rank 1 has F of stage 0, micro-batch 0, whose stage it does not hold"),
-        (takes_two, {}, r"'mine' raised an error(.|\n)*takes 2 positional arguments"),
+        (takes_two, {}, r"'mine' raised an error(.|\n)*takes 2 positional arguments but 3 were given\n"),
         (waits_for_ever, {"stages_per_rank": 3, "v_shaped": True}, "two where the stages run down"),
     ],
 )

@@ -12,7 +12,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,8 @@ class ControlResult:
 
     result: for a switch or undo, the fields of nbkit.records.events.Switched; for a try or a comparison, what the
     Trainer returns. predicted: moved_bytes and switch_s as predicted before a switch, and the reason if switch_s was
-    not predicted; {} if nothing was.
+    not predicted; {} if nothing was. deviations: after a switch or undo, how the training differs from that of one
+    process.
     """
 
     id: str
@@ -54,6 +55,7 @@ class ControlResult:
     result: Mapping[str, Any]
     served: bool = True
     predicted: Mapping[str, Any] = field(default_factory=dict)
+    deviations: Sequence[str] = ()
 
     def check(self) -> None:
         """Raise the error that the ranks raised, if any."""
@@ -109,7 +111,13 @@ class ControlResult:
         if self.ok and self.do == "compare":
             return "\n".join([self.line, *_lined_up(self.compared)])
         rows = [f"  {what:<12} predicted {predicted:<10} measured {found}" for what, predicted, found in self.figures]
-        return "\n".join([self.line, *rows, *([f"  {proof(self.result)}"] if rows else [])])
+        notes = [f"  {note}" for note in self.notes]
+        return "\n".join([self.line, *rows, *notes])
+
+    @property
+    def notes(self) -> list[str]:
+        """Return sentences about a switch: whether the state is the same as before, and the deviations."""
+        return [proof(self.result), *self.deviations] if self.figures else []
 
     @property
     def compared(self) -> list[tuple[str, ...]]:
@@ -128,7 +136,8 @@ class ControlResult:
             for what, predicted, found in self.figures
         )
         head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
-        return f"<b>{html.escape(self.line)}</b><table>{head}{rows}</table><small>{proof(self.result)}</small>"
+        notes = "<br>".join(map(html.escape, self.notes))
+        return f"<b>{html.escape(self.line)}</b><table>{head}{rows}</table><small>{notes}</small>"
 
 
 def _compared(row: Mapping[str, Any]) -> tuple[str, ...]:

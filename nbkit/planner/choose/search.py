@@ -126,7 +126,7 @@ _WORTH = 0.95
 def keys_that_help(strategy: Strategy, plain: float, predict: Callable[[Strategy], float | None]) -> dict[str, float]:
     """Return the predicted seconds of a step by key and value, for those that make it shorter.
 
-    First come the best value of each key that changes no sum. Then come those after which a training differs from that
+    First comes the best value of each key that changes no sum. Then come those after which a training differs from that
     of one process. plain: seconds of `strategy` without them. The result is empty unless every rank holds whole
     gradients.
     """

@@ -34,7 +34,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from nbkit.errors import TrainingError, place_of
+from nbkit.errors import TrainingError
+from nbkit.plugins import described
 from nbkit.records.events import Event, RunStopped
 
 _LAST_SECONDS = 10.0
@@ -97,7 +98,7 @@ class Bus:
 
 
 def _lost(what: str, error: Exception) -> str:
-    return f"nothing more is {what}: {type(error).__name__}: {error} ({place_of(error)})"
+    return f"nothing more is {what}: {described(error)}"
 
 
 def _nothing(*_: Any) -> None:
@@ -272,7 +273,7 @@ class Background:
         try:
             self._close()
         except Exception as error:
-            said = f"what is {self._what} was not closed: {type(error).__name__}: {error} ({place_of(error)})"
+            said = f"what is {self._what} was not closed: {described(error)}"
             print(f"nbkit: {said}", file=sys.stderr, flush=True)
 
     def _next(self) -> Any:

@@ -47,6 +47,7 @@ from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.rank.train.step.optimizer_state import offload, remember
 from nbkit.rank.train.switch.exchange_cache import ExchangeCache, Kinds
 from nbkit.rank.train.switch.model_edits import Changes, follow
+from nbkit.schedules import checked_sizes
 from nbkit.strategy import Strategy
 
 T = TypeVar("T")
@@ -300,6 +301,7 @@ class Builder:
 
     def agree_on(self, strategy: Strategy) -> None:
         """Prove `strategy` before its first use. All ranks get the same result or the same error. Collective."""
+        self._compare_schedules(strategy)
         self.finder.sync([strategy])
         if strategy not in self._warned:
             self.template.check(strategy)
@@ -317,6 +319,26 @@ class Builder:
             if (finding := proofs[0].finding(strategy)) is not None:
                 warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=4)
             self._agreed.add(composed)
+
+    def _compare_schedules(self, strategy: Strategy) -> None:
+        """Raise TrainingError, on every rank alike, if ranks have registered different schedules under one name.
+
+        Collective for a user's schedule. It is compared at each use, because a later cell may register it again.
+        """
+        if not (name := strategy.schedule):
+            return
+        if sizes := checked_sizes(name, strategy.pp, strategy.microbatches or 1):
+            compare_ranks(
+                {
+                    f"{name}: rank {rank} of {size.ranks}, {size.microbatches} micro-batches": " ".join(map(str, ops))
+                    for size in sizes
+                    for rank, ops in enumerate(size.ops)
+                },
+                world_size=self.world_size,
+                device=self.device,
+                what="schedules",
+                hint=f"nbkit.schedules.register({name!r}, ...) again, on all ranks: %%distributed",
+            )
 
     def _step_proof(self, strategy: Strategy, *, beside: bool = False) -> StepProof:
         """Return the comparison of a whole step under `strategy` with one process. Sends nothing and draws nothing.

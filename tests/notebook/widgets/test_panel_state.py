@@ -119,7 +119,9 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
 
     assert told["figures"] == [("bytes moved", "1.5 MB", "1.5 MB"), ("pause", "200 ms", "250 ms")]
     assert told["identical"] is True
-    assert told["proof"] == "state identical, bit for bit"
+    assert told["proof"] == "state identical, bit for bit" and told["deviations"] == []
+    rounded = verdict_of(deviations=["losses are not those of one process"])
+    assert pulse_view(state_of(Finished(rounded)))["results"][0]["deviations"] == rounded.deviations
     assert "predicted unknown" in repr(verdict_of())
     first = verdict_of(predicted={"moved_bytes": 1, "switch_s": None, "why": "the first switch shows it"})
     assert "predicted not yet (the first switch shows it) measured 250 ms" in repr(first)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import SEED, flat, mean_loss, points, quiet, weighted_loss
+from jobs import SEED, asked_for, flat, mean_loss, points, quiet, weighted_loss
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import nbkit
+from nbkit.bridge.training_requests import TrainingRequestHandler
+from nbkit.notebook.cluster.training_control import ControlResult
 from nbkit.rank.telemetry import collectives
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
@@ -126,6 +129,27 @@ def apart(folder: Path, world: Any) -> dict[str, Any]:
     trainer.load(folder)
     found["loaded"] = all_of(trainer)
     return found
+
+
+def switched(world: Any) -> dict[str, Any]:
+    """A switch as a notebook asks for it, then others as a program asks for them."""
+    trainer, controls = trained("ddp"), TrainingRequestHandler()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        said = [asked_for(trainer, controls, strategy) for strategy in ("ddp compress=bf16", "ddp")]
+        for strategy in ("ddp compress=bf16", "ddp", "ddp sync_every=2"):
+            trainer.switch(strategy)
+    return {"said": said, "warned": [str(each.message) for each in caught]}
+
+
+def test_a_switch_tells_once_that_losses_are_not_those_of_one_process() -> None:
+    for found in run_ranks(switched, 2):
+        rounded_, plain = found["said"]
+        assert [each.split(":")[0] for each in rounded_["deviations"]] == ["compress=bf16"]
+        assert "at most 1/256 of itself" in rounded_["deviations"][0] and plain["deviations"] == []
+        assert [warning.split(":")[0] for warning in found["warned"]] == ["compress=bf16", "sync_every=2"]
+        told = ControlResult(**rounded_)
+        assert repr(told).splitlines()[-1].strip() == rounded_["deviations"][0] and "1/256" in told._repr_html_()
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -35,8 +35,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from nbkit.errors import ClusterError, NbkitError, UsageError, place_of
+from nbkit.errors import ClusterError, NbkitError, UsageError
 from nbkit.notebook.cluster.hosts.network import address_towards
+from nbkit.plugins import described, load
 from nbkit.quoting import user_path
 from nbkit.wire.own_modules import OWN_MODULES
 
@@ -290,14 +291,7 @@ def launcher_class(name: str) -> type[Launcher]:
             hint=f"--launcher {near[0]}" if near else "pip install PACKAGE   (the one that brings it)",
         )
     entry = installed[name]
-    try:
-        found = entry.load()
-    except Exception as error:
-        raise ClusterError(
-            f"The launcher {name!r} cannot be loaded.",
-            numbers=f"{type(error).__name__}: {error}; its entry point is   {name} = {entry.value}",
-            hint=f"{name} = 'my_package.my_module:MyLauncher'   (in the group {GROUP} of its package)",
-        ) from error
+    found = load(entry, "launcher", ClusterError)
     if not (isinstance(found, type) and issubclass(found, Launcher)):
         raise UsageError(
             f"The launcher {name!r} is no class that derives from nbkit.Launcher.",
@@ -433,9 +427,7 @@ def _called(name: str, call: Callable[[], _T]) -> _T:
 
 
 def _explained(name: str, error: Exception) -> ClusterError:
-    return ClusterError(
-        f"The launcher {name!r} raised an error.", numbers=f"{type(error).__name__}: {error} ({place_of(error)})"
-    )
+    return ClusterError(f"The launcher {name!r} raised an error.", numbers=described(error))
 
 
 def _print_problem(words: str) -> None:

@@ -205,6 +205,7 @@ function render({ model, el }) {
       told.append(figure);
     }
     if (outcome.proof) told.append(make("span", outcome.identical ? "same" : "differs fig", outcome.proof));
+    for (const deviation of outcome.deviations ?? []) told.append(make("span", "fig", deviation));
   }
 
   function drawButtons() {

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbkit.errors import StrategyError, place_of
+from nbkit.errors import StrategyError
+from nbkit.plugins import described
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.buckets import Links
 from nbkit.rank.parallel.data_parallel.ddp import Replicas, ReplicaSetup
@@ -84,7 +85,7 @@ def _changed(setup: ReplicaSetup, engine: Callable[..., Any], name: str, value: 
     except Exception as error:
         raise StrategyError(
             f"The torch half of {name}={value} raised an error.",
-            numbers=f"{type(error).__name__}: {error} ({place_of(error)})",
+            numbers=described(error),
             hint="def apply(value, setup): return setup   (changed by dataclasses.replace)",
         ) from error
     if not isinstance(found, ReplicaSetup):
