@@ -1,11 +1,11 @@
-"""The proof that a strategy trains as one process does: models, and one machine that trains each beside plain torch.
+"""Check that a strategy trains as one process does: train models on ranks and in plain torch, and compare them.
 
-`python -m verify parity` asks how far apart the figures are, on models that fit every strategy. `python -m verify zoo`
-asks what becomes of any model: it trains as one process does, or it is refused before its first step, and `nbkit.check`
-has said so. `planted` puts known bugs into the ranks, and `fuzz` splits models that are drawn at random.
+`python -m verify parity` measures the differences, on models that fit every strategy. `python -m verify zoo` takes any
+model. It must train as one process does, or be refused before its first step, and `nbkit.check` must have said which.
+`planted` puts known bugs into the ranks: each must show. `fuzz` splits models that are drawn at random.
 
-cases.py lists what is trained, training.py trains it in ranks and in one process, compare.py judges the difference, and
-rank_sets.py runs many cases in few sets of processes.
+cases.py lists the cases. training.py trains a case, on ranks and in one process. compare.py judges the difference.
+rank_sets.py runs many cases in few sets of processes. models/ has the models.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Train models under strategies beside one process, and print how far apart they are, or what became of each.
+"""Train models under strategies and in one process, and print how far apart they are.
 
 python -m verify parity              every strategy, in float64 and float32, 50 steps: about 20 minutes on 2 cores
-python -m verify parity gpt2 zbv     the cases in whose names all these words occur; --steps 3: fewer steps of AdamW
-python -m verify planted             bugs put into the ranks, each of which has to turn it red: about 2 minutes
+python -m verify parity gpt2 zbv     only cases whose names contain all these words; --steps 3: fewer steps of AdamW
+python -m verify planted             put known bugs into the ranks; the comparison must see each: about 2 minutes
 python -m verify zoo                 every architecture: about 10 minutes; --out verify/results.md stores the table
-python -m verify zoo gpt2 tp         the cases that have all these words: a model, a strategy or its kind, chain
-python -m verify fuzz 500            models drawn at random, split over two ranks; seeds 100 to 149: 50 100
+python -m verify zoo gpt2 tp         only cases with all these words: a model, a strategy or an axis of it, chain
+python -m verify fuzz 500            500 models drawn at random, split over two ranks; fuzz 50 100: seeds 100 to 149
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verify import fuzz
-from verify.cases import bf16_cases, parity_extras, parity_matrix, zoo_cases
+from verify.cases import Case, bf16_cases, parity_extras, parity_matrix, zoo_cases
 from verify.compare import PARITY_HEAD, parity_row, zoo_table, zoo_totals
 from verify.models.images import MISSING
 from verify.planted import BUGS, unseen
@@ -26,13 +26,13 @@ from verify.training import ARCHITECTURES
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 1 when something is not as in one process, and not refused either."""
+    """Return the exit status: 1 if a case differs from one process and was not refused."""
     parser = argparse.ArgumentParser(
         prog="python -m verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("parity", "planted", "zoo", "fuzz"))
-    parser.add_argument("words", nargs="*", metavar="word", help="only cases in whose names all of these occur")
-    parser.add_argument("--steps", type=int, default=50, help="of AdamW in each case of the parity (default 50)")
+    parser.add_argument("words", nargs="*", metavar="word", help="take only the cases whose names contain all words")
+    parser.add_argument("--steps", type=int, default=50, help="steps of AdamW in each case of the parity (default 50)")
     parser.add_argument("--out", type=Path, help="write the table there too")
     asked = parser.parse_args(arguments)
     began = time.monotonic()
@@ -52,10 +52,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parity(words: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
-    """Return (lines of the table, cases that are not as one process)."""
+    """Return (lines of the table, cases that differ from one process)."""
     cases = [*parity_matrix("float64", steps), *parity_matrix("float32", steps)]
     cases += [*parity_extras("float64", 6), *bf16_cases(6)]
     cases = [case for case in cases if all(word in str(case) for word in words)]
+    _require(cases, words)
     head, rows, wrong = [_line(PARITY_HEAD), _line(["---"] * len(PARITY_HEAD))], [], []
     print("\n".join(head), flush=True)
     for case, verdict in verdicts(cases):
@@ -63,7 +64,7 @@ def _parity(words: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
         print(rows[-1], flush=True)
         if verdict.kind != "equal":
             wrong.append(f"{case}: {verdict.kind} {verdict.text}")
-    tail = ["", f"{len(cases) - len(wrong)} of {len(cases)} cells are as one process."]
+    tail = ["", f"{len(rows) - len(wrong)} of {len(cases)} cases are as in one process."]
     if not words:
         told, *blind = _planted()
         tail.append(told)
@@ -73,15 +74,16 @@ def _parity(words: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
 
 
 def _planted() -> list[str]:
-    """Return a line on the planted bugs, and lines on what has failed."""
+    """Return a line about all planted bugs, and a line for each that was not seen or whose case fails without it."""
     green, red = unseen(BUGS)
     head = f"{len(BUGS)} planted bugs: {len(green)} not seen."
     return [head, *(f"planted, and not seen: {what}" for what in green), *red]
 
 
 def _zoo(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (lines of the stored page, cases that are neither as one process nor refused as `nbkit.check` says)."""
+    """Return (lines of the page, cases that differ from one process, or from what `nbkit.check` says)."""
     chosen, found = list(zoo_cases(tuple(ARCHITECTURES), words)), {}
+    _require(chosen, words)
     for case, verdict in verdicts(chosen, patience=180, check=True):
         found[case] = verdict
         said = f"; check: {verdict.check}" if verdict.check else ""
@@ -89,11 +91,17 @@ def _zoo(words: Sequence[str]) -> tuple[list[str], list[str]]:
     ordered = {case: found[case] for case in chosen}
     left_out = f"{len({case.model for case in chosen})} architectures."
     if MISSING:
-        left_out += f" Not to be imported here, and left out: {', '.join(MISSING)}."
+        left_out += f" Left out, because they cannot be imported here: {', '.join(MISSING)}."
     lines = [zoo_totals(ordered), left_out, "", *zoo_table(ordered)]
     print("\n".join(["", *lines]))
     wrong = [str(case) for case, verdict in found.items() if verdict.is_wrong]
     return ["# What becomes of each model under each strategy", "", *lines], wrong
+
+
+def _require(cases: Sequence[Case], words: Sequence[str]) -> None:
+    """Exit if there are no cases: nothing would be compared, and nothing would be wrong."""
+    if not cases:
+        raise SystemExit(f"no case has all of these words: {' '.join(words)}")
 
 
 def _line(cells: Sequence[str]) -> str:

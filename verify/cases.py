@@ -1,4 +1,4 @@
-"""The cases: a model, a strategy or a chain of switches, and extras."""
+"""The cases: a model, a strategy or a chain of switches, and extras such as dropout."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PARITY_MODELS = ("gpt", "gpt2", "llama_of_8_heads", "llama_of_8_heads_tied", "en
 _EIGHT_STAGES = FAMILIES["pipeline"][2:]
 
 EXTRAS = ("dropout", "clip", "accumulate", "tied", "ragged", "mask", "recompute")
-"""dropout of 0.1; clipping to a norm that is exceeded; micro-batches of two rows where there is no pipeline; weights
-shared between embedding and head; a last batch of three rows; a loss of (sum, weight), padding where the model takes a
-mask; activations recomputed."""
+"""dropout: of 0.1. clip: to a norm that gradients exceed. accumulate: micro-batches of two rows without a pipeline.
+tied: embedding and head share weights. ragged: the last batch has three rows. mask: the loss is (sum, weight), and a
+model that takes a mask gets padding. recompute: activations are computed again."""
 
 ZOO_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "tp=2", "pp=2", "cp=2", "dp=2 tp=2")
-"""One strategy of each family on two ranks, and a product of two on four."""
+"""One strategy of each family, on two ranks, and a product of two, on four."""
 
 CHAIN = ("ddp", "zero3", "tp=2", "pp=2", "cp=2", "zero2")
-"""A training makes one step under each of these. A strategy that is refused is left out, and it goes on."""
+"""One training switches through these, with one step in each. It goes on without those that are refused."""
 
 CHAINED = " > ".join(CHAIN)
 ZOO_STEPS, LONGEST = 3, len(CHAIN)
@@ -34,12 +34,12 @@ ZOO_STEPS, LONGEST = 3, len(CHAIN)
 
 @dataclass(frozen=True)
 class Case:
-    """A training to compare with one process.
+    """A training that is compared with one process.
 
-    model: the name of one of `verify.training.MODELS`, or a Specimen. strategy: one, or several to switch to,
-    with " > " between them. dtype: of the weights. layers: of the model, if it can have any number; a stage needs at
-    least one. extras: of EXTRAS, and "bf16": forward and loss under autocast; "sgd": with momentum, whose weights show
-    errors that AdamW hides, and with the data in order; "evaluate": on all data afterwards.
+    model: a name in `verify.training.MODELS`, or a model that is not there. strategy: one, or several with " > "
+    between them, to switch to. dtype: of the weights. layers: of the model, if their number can be chosen; a stage
+    takes one at least. extras: any of EXTRAS, and "bf16": forward and loss under autocast; "sgd": SGD with momentum,
+    whose weights can be compared, in place of AdamW, and data in its own order; "evaluate": on all data at the end.
     """
 
     model: str | Specimen
@@ -52,12 +52,12 @@ class Case:
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """The strategies, in order."""
+        """Return the strategies, in order."""
         return tuple(self.strategy.split(" > "))
 
     @property
     def truth(self) -> Case:
-        """The training of one process to compare with. It keeps the extras that change the result."""
+        """Return the case that one process trains. It keeps the extras that change the result."""
         extras = self.extras - {"accumulate", "recompute", "tied"}
         steps = LONGEST if "sgd" in extras else self.steps
         return replace(self, strategy="", extras=extras, steps=steps, ranks=1)
@@ -70,16 +70,13 @@ class Case:
 
 
 def parity_case(model: str, strategy: str, dtype: str = "float64", steps: int = 3, extras: Iterable[str] = ()) -> Case:
-    """Return a case with as many ranks and layers as the strategy needs: eight stages want eight layers."""
+    """Return a case with the ranks and layers that the strategy needs: eight stages need eight layers."""
     ranks = 5 if "pp=5" in strategy else 8 if strategy.count("=2") == 3 else 4
     return Case(model, strategy, dtype, steps, frozenset(extras), 8 if strategy in _EIGHT_STAGES else None, ranks)
 
 
 def parity_matrix(dtype: str, steps: int) -> Iterator[Case]:
-    """Yield a case for every strategy on every model.
-
-    The convolutions have no heads and no positions, so they get only strategies that split neither.
-    """
+    """Yield every strategy on every model. The convolutions, without heads and positions, get four of them."""
     for model in PARITY_MODELS:
         for strategies in FAMILIES.values():
             for strategy in strategies:
@@ -89,7 +86,7 @@ def parity_matrix(dtype: str, steps: int) -> Iterator[Case]:
 
 
 def parity_extras(dtype: str, steps: int) -> Iterator[Case]:
-    """Yield a case for each extra in every family, on models that differ."""
+    """Yield each extra once in every family, on different models."""
     strategies = {
         "data": ("zero3", "ddp", "zero1", "zero2", "hsdp", "zero3", "zero3"),
         "tensor": ("tp",) * 7,
@@ -100,7 +97,7 @@ def parity_extras(dtype: str, steps: int) -> Iterator[Case]:
     for family, chosen in strategies.items():
         for extra, strategy in zip(EXTRAS, chosen, strict=True):
             for model in _models(family, extra):
-                # In one process, accumulate and recompute change nothing, so these cases share a truth.
+                # Cases whose `truth` is equal share one run: `recompute` and `accumulate` change nothing there.
                 yield parity_case(model, strategy, dtype, max(steps, 4), {extra})
 
 
@@ -116,7 +113,7 @@ def _models(family: str, extra: str) -> tuple[str, ...]:
 
 
 def bf16_cases(steps: int) -> Iterator[Case]:
-    """Yield a case for one or two strategies of each family, on two models: float32 weights, bfloat16 arithmetic."""
+    """Yield one or two strategies of each family on two models, with float32 weights and bfloat16 arithmetic."""
     chosen = [FAMILIES["data"][0], FAMILIES["data"][3], "tp", "pp schedule=1f1b", "pp schedule=zbv", "cp=4"]
     for model in ("gpt", "llama_of_8_heads"):
         for strategy in (*chosen, "dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2"):
@@ -124,7 +121,7 @@ def bf16_cases(steps: int) -> Iterator[Case]:
 
 
 def zoo_case(model: str, strategy: str) -> Case:
-    """Return a case with some steps under one strategy, or with one step under each strategy of a chain."""
+    """Return the case of one strategy for some steps, or of a chain with a step in each."""
     chain = strategy.split(" > ")
     steps = ZOO_STEPS if len(chain) == 1 else len(chain)
     return Case(model, strategy, steps=steps, extras=frozenset({"sgd"}), ranks=max(map(zoo_ranks, chain)))
@@ -136,7 +133,7 @@ def zoo_ranks(strategy: str) -> int:
 
 
 def zoo_cases(models: Sequence[str], words: Sequence[str] = ()) -> Iterator[Case]:
-    """Yield every model under every strategy and in the chain; with words, only the cases that match all of them.
+    """Yield every model under every strategy and in the chain. With words: only the cases that have all of them.
 
     A word is a model, a strategy, an axis of it, or "chain".
     """

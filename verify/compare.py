@@ -1,4 +1,4 @@
-"""The distance of what the ranks hold from one process, how large it may be, and the verdict in one word."""
+"""Measure how far the ranks are from one process, and judge it: a verdict in one word."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ KINDS = ("equal", "refused", "wrong", "crash", "late")
 
 @dataclass(frozen=True)
 class Bars:
-    """The largest distances that count as equal.
+    """The largest differences that are allowed.
 
-    grads: ||difference|| / ||gradient|| of the whole model. largest: max |difference| of any tensor / max |gradient| of
-    the model. losses, norms: relative, the largest of all steps. moved: ||difference|| / ||what training moved||,
-    buffers included.
+    grads: ||difference|| / ||gradient||, over the whole model. largest: max |difference| / max |gradient|. losses,
+    norms: relative, the largest of all steps. moved: ||difference of the weights|| / ||their change in training||, with
+    buffers.
     """
 
     grads: float = inf
@@ -39,70 +39,74 @@ class Bars:
 
 
 BARS = {"float32": Bars(1e-6, 1e-5, 1e-5, 1e-5), "float64": Bars(1e-12, 1e-12, 1e-10, 1e-10)}
-"""No bar for weights: AdamW divides by the size of a gradient, even if that is only a rounding error."""
-SGD_BARS, ROUNDED_BARS = Bars(losses=1e-9, moved=1e-9), Bars(losses=1e-5, moved=1e-5)
-"""For any model, and for one that itself rounds to float32 on the way."""
+"""For AdamW. Its weights are not compared: it divides a gradient by its size, even one that is only rounding error."""
+SGD_BARS, ROUNDED_BARS = Bars(1e-9, 1e-9, 1e-9, 1e-9, 1e-9), Bars(1e-5, 1e-5, 1e-5, 1e-5, 1e-5)
+"""For SGD in float64; and for a model that rounds to float32 in its own forward."""
 
 
 @dataclass(frozen=True)
 class Figures(Bars):
-    """The distance of the ranks from one process. wrong: what is wrong beyond numbers."""
+    """The differences between the ranks and one process. wrong: what else is wrong, in words; "" if nothing is."""
 
     wrong: str = ""
 
     def missed(self, bars: Bars) -> list[str]:
-        """Return the figures above their bars, NaN included, and what else is wrong."""
+        """Return the names of the figures above their bars, or not a number, and `wrong`."""
         names = ("grads", "largest", "losses", "norms", "moved")
         missed = [name for name in names if not getattr(self, name) <= getattr(bars, name)]
         return [*missed, *([self.wrong] if self.wrong else [])]
 
 
 def bars_of(case: Case, known: Truth, *, fewer: bool = False) -> Bars:
-    """Return how far the ranks may be. With bfloat16 that is measured, in fewer runs if `fewer`."""
+    """Return the bars of `case`. Those of bfloat16 are measured; fewer: with fewer runs."""
     if "sgd" in case.extras:
         return ROUNDED_BARS if known.rounds else SGD_BARS
     return _bf16_bars(case.truth, fewer) if "bf16" in case.extras else BARS[case.dtype]
 
 
-def compared(ranks: Sequence[Outcome], known: Truth) -> Figures:
-    """Compare each element on the rank that is farthest off. An element that no rank holds is wrong."""
+def compared(case: Case, ranks: Sequence[Outcome], known: Truth) -> Figures:
+    """Return the differences. For each element the worst rank counts. An element that no rank holds is wrong."""
     first, wrong = ranks[0], []
     made = first.made
     if any((rank.losses, rank.norms, rank.made) != (first.losses, first.norms, made) for rank in ranks):
         wrong.append("histories differ between ranks")
-    if len(first.losses) != made or made not in known.states:
-        wrong.append(f"{len(first.losses)} losses of {made} steps")
+    if {made, len(first.losses), len(first.norms)} != {case.steps}:
+        wrong.append(f"{made} of {case.steps} steps, with {len(first.losses)} losses and {len(first.norms)} norms")
+    if any(len(rank.evaluated) != len(known.evaluated) or rank.evaluated != first.evaluated for rank in ranks):
+        wrong.append("evaluations are missing, or differ between ranks")
+    if any(rank.state.keys() != known.states[0].keys() for rank in ranks):
+        wrong.append("the names in the final state differ")
     grads, missing = _differences([rank.grads for rank in ranks], known.grads)
     wrong += [f"no rank holds all of {name}" for name in sorted(missing)]
     return Figures(
         grads=_norm(grads.values()) / _norm(known.grads.values()),
         largest=_largest(grads) / _largest(known.grads),
-        losses=_relative([*first.evaluated, *first.losses], [*known.evaluated, *known.losses]),
+        losses=_worst((_relative(first.losses, known.losses), _relative(first.evaluated, known.evaluated))),
         norms=_relative(first.norms, known.norms),
-        moved=_worst(_moved(rank.state, known, made) for rank in ranks),
+        moved=_worst(_moved(rank.state, known, case.steps) for rank in ranks),
         wrong="; ".join(wrong),
     )
 
 
 def _differences(ranks: Sequence[Pieces], whole: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return (name -> largest |difference| of each element, names of tensors that no rank holds completely)."""
+    """Return (name -> largest |difference| of each element, names of which no rank holds some element)."""
     found = {name: torch.full(tensor.shape, -1.0, dtype=torch.float64) for name, tensor in whole.items()}
     for pieces in ranks:
         for name, (tensor, layout) in pieces.items():
             if name not in whole:
-                # One process has no gradient here, which counts as zeros.
+                # One process has no such gradient, so this one must be zero.
                 found[name] = torch.maximum(found.get(name, torch.zeros(layout.shape)), tensor.abs().max().double())
                 continue
             for local, place in layout.pieces:
                 off = (tensor[local.slices].double() - whole[name][place.slices].double()).abs()
                 target = found[name][place.slices]
-                # maximum() keeps a NaN, which counts as the largest distance.
+                # maximum() gives NaN if one of the two is NaN.
                 target.copy_(torch.maximum(target, off))
     return found, [name for name, tensor in found.items() if bool((tensor < 0).any())]
 
 
-def _moved(state: Mapping[str, Tensor], known: Truth, made: int) -> float:
-    after, before = known.states.get(made, {}), known.states[0]
+def _moved(state: Mapping[str, Tensor], known: Truth, steps: int) -> float:
+    after, before = known.states[steps], known.states[0]
     if state.keys() != after.keys():
         return inf
     off = [state[name].double() - tensor.double() for name, tensor in after.items()]
@@ -122,18 +126,19 @@ def _relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _worst(figures: Iterable[float]) -> float:
-    """Return the largest figure, 0 if there is none, NaN if one is NaN: max() would pass over it."""
+    """Return the largest; 0 if there is none, NaN if one is NaN, which max() would pass over."""
     found = list(figures)
     return max(found, default=0.0) if all(each == each for each in found) else nan
 
 
-# bfloat16: a strategy may differ from one process as much as two orders of summing differ in one process.
+# In bfloat16, a strategy may differ from one process as much as one process differs from itself if it sums in another
+# order.
 
 
 class _InParts(TorchFunctionMode):
-    """Computes linear maps in parts of their input and output features: the same sums, with other rounding.
+    """Computes linear maps in parts of their input and output features. The sums are the same, with other rounding.
 
-    An order other than 0 shuffles the input features first. Backward is computed in parts too.
+    order: a seed that shuffles the input features first; 0 leaves them.
     """
 
     def __init__(self, parts: int, order: int) -> None:
@@ -157,9 +162,9 @@ class _InParts(TorchFunctionMode):
 
 
 def _orders(rank: int, case: Case, fewer: bool) -> list[Truth]:
-    """Train one process in bfloat16, and again with other orders of summing: over rows, over features, over both.
+    """Run one process in bfloat16 several times. Each run sums in another order, over rows, features, or both.
 
-    These are forty runs. fewer: only the eight whose sums differ most.
+    There are forty runs; fewer: the eight that differ most.
     """
     every = [(parts, order) for parts in ((4,) if fewer else (1, 2, 4)) for order in range(3)]
     wraps = [nullcontext, *(partial(_InParts, parts, order) for parts, order in every)]
@@ -187,9 +192,10 @@ def _far(one: Truth, other: Truth) -> Bars:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a case. kind: one of KINDS, of the worst rank. text: how far, or why.
+    """The result of a case.
 
-    check: what `nbkit.check` said, if it was something else. left_out: the strategies of a chain that were refused.
+    kind: one of KINDS, of the worst rank. text: the difference, or the reason. check: what `nbkit.check` said, if
+    something else happened. left_out: the strategies of a chain that were refused.
     """
 
     kind: str
@@ -200,14 +206,14 @@ class Verdict:
 
     @property
     def is_wrong(self) -> bool:
-        """True if the case is neither equal nor refused, or if check said something else."""
+        """Return True if this must not happen: another kind than equal or refused, or not what `check` said."""
         return self.kind not in ("equal", "refused") or bool(self.check)
 
 
 def judged(case: Case, found: Sequence[Outcome] | str, known: Truth) -> Verdict:
-    """Return the verdict on what each rank made of `case`, or on the text of what broke them.
+    """Return the verdict on `case`. found: the outcome of each rank, or the error that broke them.
 
-    The answer of `nbkit.check` counts if `known` has it.
+    If `known` has what `nbkit.check` said, that must be what happened.
     """
     single = len(case.strategies) == 1
     if isinstance(found, str):
@@ -228,24 +234,25 @@ def _kind(case: Case, found: Sequence[Outcome], known: Truth) -> tuple[str, str,
     late = [each.late for each in found if each.late]
     if late:
         return "late", late[0], None
-    if any(not each.made for each in found):
-        return "refused", found[0].refused.get(case.strategies[0], "not refused by every rank"), None
+    first = case.strategies[0]
+    if all(first in each.refused for each in found):
+        return "refused", found[0].refused[first], None
     if any(each.refused != found[0].refused for each in found):
         return "wrong", "ranks differ in what they refuse", None
-    figures = compared(found, known)
+    figures = compared(case, found, known)
     missed = figures.missed(bars_of(case, known))
     far = f"{_worst((figures.losses, figures.moved)):.1e}"
     return ("wrong", f"{far} {', '.join(missed)}", figures) if missed else ("equal", far, figures)
 
 
 def _ended(text: str) -> str:
-    """Return the first and the last line of a text: the rank that broke, and the error of its traceback."""
+    """Return the first line, which names the rank that broke, and the last one of its traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
 
 
 def _said_otherwise(known: Truth, strategy: str, kind: str) -> str:
-    """Return what check said if something else happened, else ""."""
+    """Return what `nbkit.check` said if something else happened; "" if not, or if it was not asked."""
     said, why = known.checks.get(strategy, ("", ""))
     if not said or (said, kind) in (("fits", "equal"), ("refused", "refused")):
         return ""
@@ -258,7 +265,7 @@ def _short(text: str, most: int = 160) -> str:
 
 
 def parity_row(case: Case, verdict: Verdict) -> list[str]:
-    """Return a row of the table of figures; see PARITY_HEAD."""
+    """Return a row of the table of figures, with the columns of PARITY_HEAD."""
     row = [str(case.model), case.strategy, case.dtype, " ".join(sorted(case.extras)), str(case.steps)]
     figures = verdict.figures
     row += ["", "", "", ""] if figures is None else [
@@ -271,23 +278,23 @@ PARITY_HEAD = ("model", "strategy", "weights", "with", "steps", "gradients", "la
 
 
 def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
-    """Return one line: the number of cases of each kind, and of those for which check said something else."""
+    """Return one line with the number of verdicts of each kind, and of those that `check` did not say."""
     counted = Counter(verdict.kind for verdict in verdicts.values())
     share = 100 * counted["equal"] / max(len(verdicts), 1)
     kinds = ", ".join(f"{counted[kind]} {kind}" for kind in KINDS)
     off = sum(bool(verdict.check) for verdict in verdicts.values())
-    return f"{len(verdicts)} cells: {kinds} ({share:.0f} % equal); check said something else of {off}."
+    return f"{len(verdicts)} cells: {kinds} ({share:.0f} % equal); nbkit.check said something else of {off}."
 
 
 def zoo_table(verdicts: Mapping[Case, Verdict]) -> list[str]:
-    """Return lines of Markdown: a row for each model, then a list of the cells that are not equal."""
+    """Return lines of Markdown: a row for each model, then the reasons of the cells that are not equal."""
     columns = (*ZOO_STRATEGIES, CHAINED)
     rows = [f"| model | {' | '.join(ZOO_STRATEGIES)} | chain |", "|---" * (len(columns) + 1) + "|"]
     told = {(case.model, case.strategy): verdict for case, verdict in verdicts.items()}
     for model in dict.fromkeys(case.model for case in verdicts):
         words = [_word(told[model, strategy]) if (model, strategy) in told else "" for strategy in columns]
         rows.append(f"| {model} | {' | '.join(words)} |")
-    rows += ["", "The chain: `" + CHAINED + "`, a step in each. +check: `nbkit.check` said something else.", ""]
+    rows += ["", f"The chain is `{CHAINED}`, a step in each. +check: `nbkit.check` said something else.", ""]
     for kind in ("wrong", "crash", "late", "refused"):
         some = {case: verdict for case, verdict in verdicts.items() if verdict.kind == kind}
         rows += [f"## {kind.capitalize()}", ""] if some else []

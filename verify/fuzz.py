@@ -1,6 +1,6 @@
-"""Models drawn at random, split over two ranks as the proof says, beside one process.
+"""Split models that are drawn at random over two ranks, as the proof says, and compare them with one process.
 
-python -m verify fuzz 500          as make fuzz-tp; prints the seeds that differ from one process
+python -m verify fuzz 500          prints the seeds that differ from one process; make fuzz-tp runs this
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ IDS = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(
 TARGET = IDS.roll(-1, 1).flatten()
 
 Answer = tuple[str, int, int]
-"""(what went wrong or "", how many pairs were split, how many can be split by hand)."""
+"""(the error, or ""; number of pairs that were split; number of pairs that can be split by hand)."""
 
 
 def tried(world: Any, seeds: list[int]) -> dict[int, Answer]:
-    """Split the model of each seed, on a rank. Return an Answer for each."""
+    """Return the answer for each seed, on a rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[int, Answer] = {}
@@ -46,18 +46,18 @@ def tried(world: Any, seeds: list[int]) -> dict[int, Answer]:
 
 
 def told(found: dict[int, Answer]) -> str:
-    """Return the findings as lines."""
+    """Return the answers as text."""
     wrong = [f"seed {seed}: {why}" for seed, (why, _, _) in found.items() if why]
     by_hand = sum(possible for _, _, possible in found.values())
     split = sum(min(split, possible) for _, split, possible in found.values())
     short = Counter(possible - split for _, split, possible in found.values() if split < possible)
-    share = f"{split} of {by_hand} pairs that one can split by hand are split: {split / max(by_hand, 1):.0%}"
+    share = f"{split} of {by_hand} pairs that can be split by hand are split: {split / max(by_hand, 1):.0%}"
     less = [seed for seed, (_, split, possible) in found.items() if split < possible]
     return "\n".join([f"{len(found)} models, {len(wrong)} wrong or failed", *wrong, share, f"less: {less} {short}"])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 1 when a model is not as one process."""
+    """Return the exit status: 1 if a model differs from one process."""
     many = int(arguments[0]) if arguments else 500
     first = int(arguments[1]) if len(arguments) > 1 else 0
     found: dict[int, Answer] = {}

@@ -1,7 +1,7 @@
-"""Bugs that parallel training is known for, put into the ranks one at a time: each has to turn the parity red.
+"""Put known bugs of parallel training into the ranks, one at a time. The comparison must see each.
 
-A comparison that no bug disturbs proves nothing. Each bug is a patch of the running code that makes a likely mistake,
-and has a case that must show it.
+A comparison that sees no bug proves nothing. Each bug patches the running code with a mistake that somebody could make
+there. It comes with the case that must show it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Bug:
-    """A planted mistake. what: it, in words. case: shows it. plant: makes it, for as long as the context is open."""
+    """A mistake, in words. case: the training that must show it. plant: makes the mistake while a context is open."""
 
     what: str
     case: Case
@@ -49,7 +49,7 @@ class Bug:
 
 
 def unseen(bugs: Collection[Bug]) -> tuple[list[str], list[str]]:
-    """Return (those of `bugs`, all out of BUGS, that the parity does not see; cases that are off without their bug)."""
+    """Return (bugs that the comparison does not see, cases that are wrong without their bug). bugs: some of BUGS."""
     green, red = [], []
     for num_ranks in (2, 4):
         numbers = [i for i, bug in enumerate(BUGS) if bug in bugs and bug.case.ranks == num_ranks]
@@ -75,7 +75,7 @@ def _unseen(numbers: Sequence[int], num_ranks: int) -> tuple[list[str], list[str
 
 
 def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome, Outcome]]:
-    """Train with each bug that `bugs` numbers in BUGS, then without it, on a rank."""
+    """Train the case of each bug with the bug and without it, on a rank. bugs: places in BUGS."""
     found = []
     for number in bugs:
         with BUGS[number].plant():
@@ -85,12 +85,12 @@ def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome, Ou
 
 
 def _around(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
-    """Return a plant that replaces `owner.name` by what `make` returns for the original."""
+    """Return a plant that replaces `owner.name` by what `make` gives for the original."""
     return lambda: patch.object(owner, name, make(getattr(owner, name)))
 
 
 def _without(what: str) -> Callable[[Any], Any]:
-    """Return a function that makes a method see a ShardedModel without its `what`."""
+    """Return a function that makes a method of ShardedModel run as if `what` were empty."""
 
     def make(method: Any) -> Any:
         def blind(self: ShardedModel, *args: Any) -> Any:
@@ -153,7 +153,7 @@ def _another_ranks_keys(cut: Any) -> Any:
 
 
 class _Unreduced:
-    """A reduction whose sums are thrown away, all but the canary behind them."""
+    """A reduction whose sums are thrown away, except the canary at their end."""
 
     def __init__(self, work: dist.Work, row: Tensor, own: Tensor) -> None:
         self.work, self.row, self.own = work, row, own
@@ -173,7 +173,7 @@ def _own_gradient(reduce_scatter: Any) -> Any:
 
 def _mask_too_early(attend: Any) -> Any:
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Do not plant it in the proof: the module would then look at all positions, and would train correctly.
+        # Not in the proof before the training: it would see the bug, let the module see all positions, and be right.
         late = int(self.runs[0][0] > 0 and not isinstance(self.peers, Threads))
         with patch.multiple(self, runs=tuple((start - late, stop - late) for start, stop in self.runs)):
             return attend(self, *args, **kwargs)

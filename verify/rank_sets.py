@@ -1,4 +1,4 @@
-"""Many cases in one set of rank processes, since to start them costs more than most cases do."""
+"""Run many cases in one set of rank processes, because starting the processes takes longer than most cases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verify.compare import Verdict, judged
 from verify.training import Outcome, Truth, checked, train, train_by_hand, truth
 
 Result = tuple[Case, list[Outcome] | str]
-"""A case, and what each rank found or why there is no result."""
+"""A case, and the outcome of each rank or the error that broke them."""
 
 
 def trained(world: Any, cases: Sequence[Case]) -> list[Outcome]:
@@ -33,14 +33,14 @@ def trained(world: Any, cases: Sequence[Case]) -> list[Outcome]:
 
 
 def looped(world: Any, cases: Sequence[Case]) -> list[list[float]]:
-    """Return the losses of every case, on a rank, in a loop of its own."""
+    """Return the losses of every case, on a rank, in a loop around `nbkit.prepare`."""
     return [train_by_hand(case) for case in cases]
 
 
 def truths(
     cases: Iterable[Case], *, check: bool = False, timeout: float = 900, device: str = "cpu"
 ) -> dict[Case, Truth]:
-    """Return `case.truth` -> the result of one process, computed in a process of its own on `device`.
+    """Return `case.truth` -> the results of one process. They are computed in a new process, on `device`.
 
     check: also ask `nbkit.check` about the strategies of these cases.
     """
@@ -61,9 +61,9 @@ def _truths(rank: int, wanted: dict[Case, list[str]], device: str) -> dict[Case,
 def verdicts(
     cases: Sequence[Case], *, lanes: int = 2, patience: int = 600, check: bool = False
 ) -> Iterator[tuple[Case, Verdict]]:
-    """Yield the verdict on each case when it is known, in any order. See `in_lanes` and `truths`."""
+    """Yield each case and its verdict, in the order in which they end. See `in_lanes` and `truths`."""
     models: dict[Any, list[Case]] = {}
-    for case in sorted(cases, key=str):  # in the order in which the results come
+    for case in sorted(cases, key=str):  # about the order in which the results come
         models.setdefault(case.model, []).append(case)
     with ThreadPoolExecutor(1) as pool:
         known = {model: pool.submit(truths, some, check=check, timeout=3600) for model, some in models.items()}
@@ -72,7 +72,7 @@ def verdicts(
 
 
 def in_lanes(cases: Sequence[Case], lanes: int = 2, *, patience: int = 600) -> Iterator[Result]:
-    """Yield the `results` of all `cases`, from several sets of ranks: while one waits for messages, another computes.
+    """Yield the `results` of all `cases`, from several sets of ranks at a time: while one waits, another computes.
 
     Cases of few ranks come first.
     """
@@ -84,7 +84,7 @@ def in_lanes(cases: Sequence[Case], lanes: int = 2, *, patience: int = 600) -> I
                 for result in results(list(alike), patience=patience):
                     found.put(result)
             found.put(None)
-        except BaseException as error:
+        except BaseException as error:  # raised below, in the thread that asked
             found.put(error)
 
     ordered = sorted(cases, key=lambda case: (case.ranks, str(case)))
@@ -102,9 +102,9 @@ def in_lanes(cases: Sequence[Case], lanes: int = 2, *, patience: int = 600) -> I
 def results(
     cases: Sequence[Case], *, patience: int = 600, train: Callable[[Case], Outcome] = train
 ) -> Iterator[Result]:
-    """Yield the result of each of `cases` as soon as it is there. All cases need the same number of ranks.
+    """Yield the result of each of `cases` as soon as it is there. All need the same number of ranks.
 
-    A case that breaks the ranks or does not end takes no other with it. patience: seconds that one case may take.
+    If a case breaks the ranks or does not end, the others run in new ranks. patience: seconds that one case may take.
     """
     todo = list(cases)
     while todo:
@@ -132,9 +132,9 @@ def _noted(world: Any, cases: Sequence[Case], train: Callable[[Case], Outcome], 
     for number, case in enumerate(cases):
         if (parent := parent_process()) is not None and not parent.is_alive():
             return  # the process that asked has been killed
-        # If the case takes too long, end this process, and with it the set of ranks.
+        # Without a handler, the alarm ends this process wherever it is. The set of ranks ends with it.
         signal.alarm(patience)
-        dist.barrier()  # a rank that breaks in this case must not take along one that is still in the last case
+        dist.barrier()  # a rank that breaks in this case must not end one that still writes the last result
         written = folder / f"{number}.{world.place.rank}.part"
         written.write_bytes(pickle.dumps(train(case)))
         written.rename(written.with_suffix(""))

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group, put together again and compared with one process."""
+"""Compare a model that is split over a tensor axis with one process, without a job."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fill(part: nn.Module, whole: nn.Module, split: TensorSplit) -> None:
 
 
 def whole_gradients(part: nn.Module, split: TensorSplit, group: dist.ProcessGroup) -> dict[str, Tensor | None]:
-    """Return name -> gradient of the whole parameter. Add up partial ones, and check that whole ones agree."""
+    """Return name -> gradient of the whole parameter: pieces are joined, partial ones summed. Whole ones must agree."""
     found: dict[str, Tensor | None] = {}
     for name, places in homes(part).items():
         param = places[0][0]._parameters[places[0][1]]
@@ -62,7 +62,7 @@ def whole_gradients(part: nn.Module, split: TensorSplit, group: dist.ProcessGrou
 
 
 def proven(model: nn.Module, value: Any, said: Any = None) -> TensorPlan:
-    """Return the plan of `model` for the ranks that there are. Rank 0 runs the model on `value`, as in a job."""
+    """Return the plan of `model` for this world. Rank 0 finds it by running the model on `value`, as in a job."""
     size = dist.get_world_size()
     proof = [prove(model, lambda: call(model, value), [size], said) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(proof, src=0)
@@ -78,9 +78,10 @@ def compared(
     plan: Any = None,
     sequence: bool = True,
 ) -> tuple[float, float, TensorSplit, nn.Module]:
-    """Return (largest gradient difference / largest gradient, difference of losses, the split, this rank's part).
+    """Return (largest difference of a gradient / largest gradient, difference of the losses, the split, this rank's
+    part).
 
-    plan: a plan that was made of the model already, or the user's roles.
+    plan: a plan of the model, or the user's roles.
     """
     whole = copy.deepcopy(model)
     truth = loss(call(whole, value))
@@ -108,7 +109,7 @@ def compared(
 
 
 def shortened(value: Any, length: int) -> Any:
-    """Return the first `length` positions of every tensor (B, T) in a value."""
+    """Return `value` with the first `length` positions of every tensor (B, T) in it."""
     if isinstance(value, Tensor):
         return value[:, :length]
     if isinstance(value, dict):

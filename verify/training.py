@@ -1,4 +1,4 @@
-"""The two trainings of a case: on ranks through the Trainer, and in one process by a loop in plain torch."""
+"""Train a case twice: on ranks with the Trainer, and in one process with a loop in plain torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from verify.models.specimens import (
 from verify.models.transformers import TRANSFORMERS
 
 ARCHITECTURES: dict[str, Specimen] = {**BY_HAND, **IMAGES, **TRANSFORMERS}
-"""The architectures of `make zoo`."""
+"""The models of `make zoo`."""
 FINE_TUNED: dict[str, Specimen] = {
     "gpt_frozen": Specimen(gpt_frozen, next_tokens, cross_entropy),
     "llama_lora": Specimen(
@@ -48,7 +48,7 @@ FINE_TUNED: dict[str, Specimen] = {
         object_cross_entropy,
     ),
 }
-"""Models with frozen parameters or adapters."""
+"""Models with frozen parameters, and with adapters."""
 MODELS: dict[str, Specimen] = {**ZOO, **ARCHITECTURES, **FINE_TUNED}
 
 SEED, BATCH, RAGGED, CLIP, DROP = 5, 16, 3, 0.1, 0.1
@@ -59,11 +59,11 @@ Pieces = Mapping[str, tuple[Tensor, Layout]]
 
 @dataclass(frozen=True)
 class Truth:
-    """The results of one process. grads: of the first step, before clipping, by original name.
+    """The results of one process.
 
-    states: steps -> state of the model: at the start, at the end, and after each step of a case with SGD.
-    rounds: True if the model rounds to float32 on the way. Only cases with SGD are checked for that.
-    checks: strategy -> ("fits" | "refused" | "crash", text), as `nbkit.check` says.
+    grads: of the first step, before clipping, by original name. states: number of steps -> state of the model then: at
+    the start and the end, and with SGD after each step. rounds: the model rounds to float32 in its forward; this is
+    looked for with SGD only. checks: strategy -> ("fits" | "refused" | "crash", text), as `nbkit.check` says.
     evaluated: the loss of all data at the end, if the case evaluates.
     """
 
@@ -78,10 +78,10 @@ class Truth:
 
 @dataclass
 class Outcome:
-    """The results of one rank. made: steps; grads: its pieces of the gradients of the first step.
+    """The results of one rank.
 
-    state: of the whole model at the end. refused: strategy -> why. late: the refusal that ended the training after a
-    step. evaluated: see Truth.
+    made: number of steps. grads: its pieces of the gradients of the first step. state: of the whole model at the end.
+    refused: strategy -> why. late: a refusal after the first step, which ended the training. evaluated: see Truth.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -116,9 +116,10 @@ def _build(case: Case) -> nn.Module:
 
 
 def _smooth(model: nn.Module) -> nn.Module:
-    """Replace ReLU by GELU, in place, because results at the kink of a ReLU depend on the order of summing.
+    """Replace ReLU by GELU, in place.
 
-    In float32, one process that cuts its batch in two is 4.6e-3 off from itself after 50 steps of the encoder.
+    A number near the kink of a ReLU is above it in one order of summing and below it in another. In float32, one
+    process that cuts its batch in two differs by 4.6e-3 from itself after 50 steps of the encoder.
     """
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
@@ -136,7 +137,7 @@ def _optimizer(case: Case) -> Any:
 
 
 def _loss(case: Case, model: nn.Module | None = None) -> Any:
-    """Return the loss of a case. model: the model that is trained, if there is one already."""
+    """Return the loss of `case`. model: the one that is trained, if it exists already."""
     specimen = _specimen(case)
     if specimen.loss_of is not None and model is not None:
         return specimen.loss_of(model)
@@ -144,7 +145,7 @@ def _loss(case: Case, model: nn.Module | None = None) -> Any:
 
 
 def weighted(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sum, weight). Padding does not count, nor do two classes of five: each row has another weight."""
+    """Return (sum, weight). Padding and two of five classes do not count, so the rows have different weights."""
     logits = getattr(output, "logits", output)
     keep = (target >= 0) & (target % 5 > 1)
     losses = F.cross_entropy(logits.flatten(0, -2), target.clamp(min=0).flatten(), reduction="none")
@@ -152,7 +153,7 @@ def weighted(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(case: Case) -> Outcome:
-    """Train with nbkit, on all ranks of the world. Collective. Raise errors that are not refusals."""
+    """Train `case` with nbkit, on all ranks of the world. Collective. Raises all errors that are no refusals."""
     found, trainer = Outcome(), None
     with warnings.catch_warnings():
         if "sgd" in case.extras:
@@ -183,7 +184,7 @@ def train(case: Case) -> Outcome:
 
 
 def trainer_of(case: Case, **changed: Any) -> Trainer:
-    """Return the Trainer of `case` under its first strategy."""
+    """Return the trainer of `case` under its first strategy."""
     model = None if _specimen(case).loss_of is None else _build(case)
     asked: dict[str, Any] = {
         "model": (lambda: _build(case)) if model is None else model,
@@ -227,7 +228,7 @@ def _grad(param: Tensor) -> Tensor:
 
 
 def train_by_hand(case: Case) -> list[float]:
-    """Return the losses of the same training, on all ranks, in a loop around `nbkit.prepare`. Collective."""
+    """Train `case` in a loop of its own around `nbkit.prepare`, and return the losses. Collective."""
     data = _items(case)
     batches = [default_collate([data[i] for i in chosen]) for chosen in _chosen(case, len(data))]
     job = prepare(
@@ -248,7 +249,7 @@ def train_by_hand(case: Case) -> list[float]:
 
 
 def _chosen(case: Case, num: int) -> Iterator[list[int]]:
-    """Yield the rows of `num` samples in the batch of each step: in the pinned order, or as they come with SGD."""
+    """Yield the samples, of `num`, in the batch of each step: in the pinned order, with SGD in their own order."""
     size = ZOO_BATCH if "sgd" in case.extras else BATCH
     epoch = at = 0
     for _ in range(case.steps):
@@ -261,7 +262,7 @@ def _chosen(case: Case, num: int) -> Iterator[list[int]]:
 
 
 def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str = "cpu") -> Truth:
-    """Train in a loop in plain torch, in this process. rows: per forward; wrap: a context around the passes."""
+    """Train `case` in plain torch, in this process. rows: per forward. wrap: makes a context around each pass."""
     model, data = _build(case).to(device), _items(case)
     optimizer, loss_of, casts = _optimizer(case)(model), _loss(case, model), _Casts()
     keyed = KeyedDropout(model, SEED) if "dropout" in case.extras else None
@@ -310,7 +311,7 @@ def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str
 
 
 class _Casts(TorchDispatchMode):
-    """Notices values that are rounded from double to single precision."""
+    """Sets `seen` if a tensor is rounded from double to single precision."""
 
     seen = False
 
@@ -326,7 +327,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def checked(case: Case, strategy: str) -> tuple[str, str]:
-    """Return the answer of `nbkit.check` on the case's model under `strategy`: see Truth."""
+    """Return what `nbkit.check` says of the case's model under `strategy`; see Truth."""
     batch = default_collate(_items(case)[:ZOO_BATCH])
     try:
         told = check(_build(case), strategy, batch, zoo_ranks(strategy), loss=_loss(case))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from verify.models.specimens import hf_llama, llama_sizes
 
 VOCAB, LENGTH, SIDE = 256, 32, 32
 
@@ -40,12 +41,7 @@ def _gpt(width: int) -> Model:
 
 
 def _llama(width: int) -> Model:
-    def make() -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        return LlamaForCausalLM(LlamaConfig(**_causal(width)))
-
-    return Model(make, _tokens)
+    return Model(lambda: hf_llama(8, **_sizes(width)), _tokens)
 
 
 def _mixtral(width: int) -> Model:
@@ -53,7 +49,7 @@ def _mixtral(width: int) -> Model:
         from transformers import MixtralConfig, MixtralForCausalLM
 
         routed = {"num_local_experts": 4, "num_experts_per_tok": 2}
-        return MixtralForCausalLM(MixtralConfig(**_causal(width, layers=4), **routed))
+        return MixtralForCausalLM(MixtralConfig(**llama_sizes(4, **_sizes(width)), **routed))
 
     return Model(make, _tokens)
 
@@ -80,21 +76,10 @@ def _vit(width: int) -> Model:
     return Model(make, _images)
 
 
-def _causal(width: int, layers: int = 8) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCAB,
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": LENGTH,
-        "attn_implementation": "sdpa",
-        "use_cache": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+def _sizes(width: int) -> dict[str, Any]:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    widths = {"hidden_size": width, "intermediate_size": 2 * width}
+    return {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, **widths, **heads}
 
 
 def _tokens(rows: int) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def _off(cases: Sequence[Case], num_ranks: int) -> list[str]:
-    """Return what differs from one process. Train all cases in one set of processes."""
+    """Return the cases that differ from one process. All run in one set of processes."""
     known = truths(cases)
     ranks = run_ranks(trained, num_ranks, cases, timeout=240)
     off = []
     for i, case in enumerate(cases):
-        figures = compared([rank[i] for rank in ranks], known[case.truth])
+        figures = compared(case, [rank[i] for rank in ranks], known[case.truth])
         if missed := figures.missed(bars_of(case, known[case.truth], fewer=True)):
             off.append(f"{case}: {missed} {figures}")
     return off
@@ -131,4 +131,4 @@ def test_ten_convolutions_in_five_stages_of_two() -> None:
     assert isinstance(ranks, list)
     held = [{int(name.split(".")[1]) for name in rank.grads if name.startswith("convs")} for rank in ranks]
     assert held == [{2 * i, 2 * i + 1} for i in range(5)]
-    assert compared(ranks, truths([case])[case.truth]).missed(BARS["float64"]) == []
+    assert compared(case, ranks, truths([case])[case.truth]).missed(BARS["float64"]) == []

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from nbkit.tensor_layout import Layout
+from verify.__main__ import main
 from verify.cases import CHAINED, LONGEST, ZOO_STRATEGIES, zoo_case, zoo_cases
 from verify.compare import judged, zoo_table, zoo_totals
 from verify.rank_sets import verdicts
@@ -62,6 +64,13 @@ def test_the_table_has_thirty_architectures_eight_strategies_and_a_chain() -> No
         (replace(EQUAL, state={"weight": torch.full((3,), float("nan"))}), "wrong"),
         (replace(EQUAL, losses=[2.0, float("nan"), 2.0]), "wrong"),
         (replace(EQUAL, state={}), "wrong"),
+        (replace(EQUAL, norms=[1.0, 1.0, 1.0 + 1e-6]), "wrong"),
+        (replace(EQUAL, norms=[]), "wrong"),
+        (replace(EQUAL, grads={"weight": (torch.full((3,), 1 + 1e-6), Layout.whole((3,)))}), "wrong"),
+        (replace(EQUAL, grads={}), "wrong"),
+        (replace(EQUAL, evaluated=(1.0,)), "wrong"),
+        (replace(EQUAL, losses=[2.0] * 2, norms=[1.0] * 2, made=2), "wrong"),
+        (Outcome(), "wrong"),
         (Outcome(refused={"tp=2": "no"}), "refused"),
         (Outcome(made=1, late="no"), "late"),
         ("a traceback", "crash"),
@@ -72,6 +81,34 @@ def test_a_case_is_judged_by_its_worst_rank_and_check_has_to_have_said_so(found:
 
     assert verdict.kind == kind
     assert bool(verdict.check) == (kind != "equal")
+
+
+def test_weights_under_adamw_have_no_bar_but_all_of_them_are_there_and_are_numbers() -> None:
+    case = replace(SINGLE, extras=frozenset[str]())
+
+    def kind(**changed: Any) -> str:
+        return judged(case, [replace(EQUAL, **changed)] * 2, KNOWN).kind
+
+    assert kind() == kind(state={"weight": torch.full((3,), 1.5)}) == "equal"
+    assert kind(state={}) == kind(state={"weight": torch.full((3,), float("nan"))}) == "wrong"
+
+
+def test_a_refusal_by_some_of_the_ranks_and_a_rank_that_evaluates_otherwise_are_wrong() -> None:
+    assert judged(SINGLE, [Outcome(refused={"tp=2": "no"}), Outcome()], KNOWN).kind == "wrong"
+    evaluating = replace(KNOWN, evaluated=(1.0,))
+    right, other = replace(EQUAL, evaluated=(1.0,)), replace(EQUAL, evaluated=(1.1,))
+    assert [judged(SINGLE, [right, each], evaluating).kind for each in (right, other, EQUAL)] == [
+        "equal",
+        "wrong",
+        "wrong",
+    ]
+    assert judged(SINGLE, [other, other], evaluating).kind == "wrong"
+
+
+@pytest.mark.parametrize("what", ["parity", "zoo"])
+def test_words_that_no_case_has_are_an_error(what: str) -> None:
+    with pytest.raises(SystemExit, match="no case has all of these words: gtp"):
+        main([what, "gtp"])
 
 
 def test_what_rounds_to_single_precision_has_the_bar_of_single_precision() -> None:

@@ -1,7 +1,8 @@
-"""Models with something between the maps of a pair, or around them, that only its forward tells: one line each.
+"""Models that compute something between the two maps of a pair, or around them. Only the forward pass shows it.
 
-`MODELS[name]` is (make, how many pairs of its two blocks can be split because a rank can compute its part alone). Token
-ids (B, T) go in, logits (B, T, V) come out. `deep` models have attentions too, so that their positions are split.
+`MODELS[name]` is (make, number of pairs in its two blocks that can be split). A pair can be split if a rank can compute
+its part alone. Token ids (B, T) -> logits (B, T, V). `deep` models also have attentions, so that their positions are
+split too.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _halves(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def _short(s: Any, h: Tensor, x: Tensor) -> Tensor:
-    """Clip the norm to 40, which it seldom exceeds."""
+    """Scale `h` to a length of at most 40. It is seldom longer."""
     return h * (40 / h.norm(dim=-1, keepdim=True)).clamp(max=1)
 
 
@@ -161,7 +162,7 @@ def _aside(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 class Penalised(Model):
-    """Adds a penalty that its MLPs have kept."""
+    """Adds the penalties that its MLPs have stored."""
 
     def forward(self, ids: Tensor) -> Tensor:
         y = super().forward(ids)
@@ -169,21 +170,21 @@ class Penalised(Model):
 
 
 class Reading(Model):
-    """Reads a weight of its blocks by itself."""
+    """Reads a weight of its blocks itself."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) * sum(block.mlp.up.weight.pow(2).mean() for block in self.blocks)  # type: ignore
 
 
 class Counting(Model):
-    """Asks the attention of its first block for its heads."""
+    """Reads the number of heads from the attention of its first block."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) / self.blocks[0].attn.num_heads  # type: ignore[union-attr]
 
 
 class SelfTied(Model):
-    """Multiplies by its embedding once more."""
+    """Multiplies its output by its embedding."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
@@ -193,7 +194,7 @@ class SelfTied(Model):
 
 
 class Scaled(nn.Embedding):
-    """An embedding that scales its output, as in Gemma."""
+    """Scales the embedding, as Gemma does."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) * 3.0
@@ -248,7 +249,7 @@ def tied_to_the_outside() -> nn.Module:
 
 
 class Mixing(Block):
-    """Positions are mixed beside the maps, by a function."""
+    """Mixes positions by a function, beside the maps."""
 
     how = staticmethod(lambda x: x.cumsum(1) / 8)
 
@@ -269,7 +270,7 @@ class FirstOf(Mixing):
 
 
 class LearnedMask(Block):
-    """A vector of the block goes into its attention as an argument."""
+    """Passes a vector of the block to its attention."""
 
     def __init__(self, attention: nn.Module | None, mlp: nn.Module | None) -> None:
         super().__init__(attention, mlp)
@@ -293,7 +294,7 @@ class Biased(nn.Module):
 
 
 class NormedMemory(nn.Module):
-    """Attends to a memory, which it norms by itself."""
+    """Attends to a memory, which it normalizes itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +312,7 @@ class NormedMemory(nn.Module):
 
 
 class Remembering(Model):
-    """Every block attends to the embedding."""
+    """Lets every block attend to the embedding."""
 
     def __init__(self, attend: Callable[[], nn.Module] = NormedMemory) -> None:
         super().__init__(lambda: nn.ModuleDict({"attn": attend(), "mlp": MLP(gelu, None)}))
@@ -325,7 +326,7 @@ class Remembering(Model):
 
 
 class GatedFromOutside(nn.Module):
-    """The gate comes with the call."""
+    """Takes the gate as an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +349,7 @@ class Routed(Model):
 
 
 class FunctionalMemory(NormedMemory):
-    """Attends to a memory that it norms without parameters."""
+    """Normalizes the memory without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +360,7 @@ class FunctionalMemory(NormedMemory):
 
 
 class Telling(nn.Module):
-    """Returns what it computes between its maps, beside its output."""
+    """Returns what it computes between its maps, with its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +382,7 @@ class Listening(nn.Module):
 
 
 class Softened(nn.GELU):
-    """Calls itself elementwise."""
+    """An activation that does not work on each element alone, as its base class does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).softmax(-1)
@@ -401,7 +402,7 @@ class Softmax(torch.autograd.Function):
 
 
 def every_other() -> nn.Module:
-    """Return a model in which only one MLP takes all features; an attribute of the MLP says which."""
+    """Return a model in which an attribute says which of the MLPs needs all features."""
     made: Any = Model(lambda: Block(None, MLP(_by_number, None)))
     for number, block in enumerate(made.blocks):
         block.mlp.number = number
@@ -413,14 +414,14 @@ def _by_number(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def shared() -> nn.Module:
-    """Return a model whose blocks share an MLP with a learned slope."""
+    """Return a model with one MLP in both blocks, which has a learned slope."""
     made: Any = Model(lambda: Block(None, MLP(lambda s, h, x: s.act(h), child("act", nn.PReLU))))
     made.blocks[1].mlp = made.blocks[0].mlp
     return made  # type: ignore[no-any-return]
 
 
 def slope_elsewhere() -> nn.Module:
-    """Return a model that uses the slope of its first MLP too."""
+    """Return a model that also uses the slope of the first MLP itself."""
     made: Any = Model(lambda: Block(None, MLP(lambda s, h, x: s.act(h), child("act", nn.PReLU))))
 
     class Elsewhere(Model):

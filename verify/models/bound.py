@@ -1,6 +1,7 @@
 """Models in which functions hold parts of the model: closures, patched forwards, hooks, parts outside of modules.
 
-Each is an ordinary way to write or to change a model. `MODELS` has their builders. All take and give (rows, 4, 8).
+Each is an ordinary way to write or change a model. `MODELS` has the functions that build them. (rows, 4, 8) ->
+(rows, 4, 8).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Net(nn.Module):
 
 
 class LambdaBlock(nn.Module):
-    """A block as karpathy/minGPT writes it."""
+    """A lambda in an attribute, as in karpathy/minGPT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class PartialBlock(Block):
 
 
 class WeightsBlock(Block):
-    """Closures over the weights themselves."""
+    """Closures over weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +165,7 @@ class NestedBlock(Block):
 
 
 class WrappedBlock(Block):
-    """A decorated function of its own, with an attribute that holds a layer."""
+    """A decorated function with an attribute that holds a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +203,7 @@ class ObjectBlock(Block):
 
 
 class MethodBlock(Block):
-    """Bound methods kept as attributes, one of a function with a closure."""
+    """Bound methods in attributes, one of them of a function with a closure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +219,7 @@ class MethodBlock(Block):
 
 
 class WeakBlock(Block):
-    """A part that knows the whole by a weak reference."""
+    """A part with a weak reference to the whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +231,7 @@ class WeakBlock(Block):
 
 
 class CachedBlock(Block):
-    """A cached function that gives a layer."""
+    """A cached function that returns a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +242,7 @@ class CachedBlock(Block):
 
 
 class BorrowedBlock(Block):
-    """A layer outside of the modules, whose weights are registered by hand."""
+    """A layer that is no submodule, whose weights are registered by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +271,7 @@ class BufferBlock(Block):
 
 
 def patched(model: nn.Module) -> nn.Module:
-    """Replace the forward of some layers by one that calls the old one, as quantisers do."""
+    """Replace the forward of some layers by one that calls the old one, as quantizers do."""
 
     def patch(part: nn.Linear) -> None:
         old = part.forward
@@ -290,7 +291,7 @@ def patched_block(model: nn.Module) -> nn.Module:
 
 
 def lora(model: nn.Module) -> nn.Module:
-    """Put low-rank updates around layers by hand."""
+    """Add low-rank updates to layers by hand."""
 
     def wrap(part: nn.Linear) -> None:
         old = part.forward
@@ -304,7 +305,7 @@ def lora(model: nn.Module) -> nn.Module:
 
 
 def hooked(model: nn.Module) -> nn.Module:
-    """Add a hook that adds the output of another layer."""
+    """Add the output of another layer in a hook."""
     for block in model.blocks:  # type: ignore[union-attr]
         norm = block.norm  # type: ignore[union-attr]
         block.down.register_forward_hook(lambda part, args, y, norm=norm: y + norm(y))  # type: ignore[union-attr]
@@ -312,7 +313,7 @@ def hooked(model: nn.Module) -> nn.Module:
 
 
 def hooked_before(model: nn.Module) -> nn.Module:
-    """Add a hook before forward that multiplies the input by a weight of another layer."""
+    """Multiply the input by a weight of another layer, in a hook before forward."""
     for block in model.blocks:  # type: ignore[union-attr]
 
         def before(part: nn.Module, args: Any, block: Any = block) -> Any:
@@ -323,7 +324,7 @@ def hooked_before(model: nn.Module) -> nn.Module:
 
 
 def hooked_root(model: nn.Module) -> nn.Module:
-    """Add a hook on the whole model that uses its first layer."""
+    """Use the first layer in a hook on the whole model."""
     model.register_forward_hook(lambda part, args, y: y + 0.1 * model.inp(y))  # type: ignore[operator]
     return model
 
@@ -337,7 +338,7 @@ def tied_by_closure(model: nn.Module) -> nn.Module:
 
 
 def shared_part(model: nn.Module) -> nn.Module:
-    """Let every block call a layer that the model holds."""
+    """Let every block call a layer of the model."""
     model.shared = nn.Linear(D, D)
     shared = model.shared
     for block in model.blocks:  # type: ignore[union-attr]
@@ -347,7 +348,7 @@ def shared_part(model: nn.Module) -> nn.Module:
 
 
 class OwnLoop(Net):
-    """minGPT's other habit: the list of what to run is made of lambdas."""
+    """A list of lambdas to run, as in minGPT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +362,7 @@ class OwnLoop(Net):
 
 
 class ForwardOfObject(Net):
-    """The model's own forward is a closure."""
+    """A closure as the forward of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +378,7 @@ class ForwardOfObject(Net):
 
 
 def local_class() -> nn.Module:
-    """Return a model in which the class of a block closes over a layer."""
+    """Return a model whose blocks have a class that closes over a layer."""
     model = Net()
     inp = model.inp
 
@@ -391,7 +392,7 @@ def local_class() -> nn.Module:
 
 
 def global_part() -> nn.Module:
-    """Return a model whose blocks look a layer up among global names."""
+    """Return a model whose blocks find a layer by a global name."""
     model = Net()
     _GLOBAL["inp"] = model.inp
     for block in model.blocks:
@@ -408,7 +409,7 @@ class GlobalBlock(Block):
 
 
 class LazyHooks(Net):
-    """Installs hooks in its first forward, and notes that it did, as transformers does to collect outputs."""
+    """Installs hooks in its first forward, and remembers that, as transformers does to collect outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,7 +428,7 @@ class LazyHooks(Net):
 
 
 class ByClass(Block):
-    """Does what depends on its class: counts in it, asks for it, looks a number up by it, goes on from it."""
+    """Uses its class: counts in it, asks for it, looks up a number by it, and calls its base."""
 
     calls = 0
 
@@ -444,7 +445,7 @@ _SCALES: dict[type, float] = {}
 
 
 class AsksItsParts(Net):
-    """Does what depends on the classes of its parts."""
+    """Uses the classes of its parts."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -455,7 +456,7 @@ class AsksItsParts(Net):
 
 
 class Weakly(Net):
-    """Refers to its parts weakly, and knows them by themselves: as keys, as members."""
+    """Holds weak references to its parts, and uses the parts as keys and as members of a set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -485,18 +486,18 @@ class ByProxy(Net):
 
 
 def siblings() -> nn.Module:
-    """Return a model of a block and its shallow copy: two modules with the same parts."""
+    """Return a model with a block and its shallow copy: two modules with the same parts."""
     model = Net(number=1)
     model.blocks.append(copy.copy(model.blocks[0]))
     return model
 
 
 class Patched(Block):
-    """A block whose class has a patched forward, by `patched_class`."""
+    """A block whose class gets another forward from `patched_class`."""
 
 
 def patched_class() -> nn.Module:
-    """Patches a class each time."""
+    """Return a model, and patch its class at each call."""
     old = Patched.forward
     Patched.forward = lambda self, x: old(self, x) * 1.1  # type: ignore[method-assign]
     return Net(Patched)
@@ -540,24 +541,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "siblings": siblings,
 }
 ONCE = {"patched class": patched_class}
-"""Models that a process may build only once."""
+"""Models that a process must not build more than once."""
 
 
 def built(name: str) -> nn.Module:
-    """Return the model in float64, built from a fixed seed."""
+    """Return the model in float64, initialized from a fixed seed."""
     torch.manual_seed(0)
     return (MODELS | ONCE)[name]().double()
 
 
 def batch(number: int = 0) -> tuple[Tensor, Tensor]:
-    """Draw values and targets, both (ROWS, POSITIONS, D)."""
+    """Return values and targets, both (ROWS, POSITIONS, D)."""
     draw = torch.Generator().manual_seed(number)
     values = torch.randn(ROWS, POSITIONS, D, generator=draw, dtype=torch.float64)
     return values, values.roll(1, -1)
 
 
 def plainly(name: str, steps: int) -> list[float]:
-    """Return the losses of a training in one process, in plain torch."""
+    """Train the model in one process, in plain torch, and return the losses."""
     model, losses = built(name), list[float]()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Language models as people write them, without a library: their structure is their own."""
+"""Language models as people write them without a library, each with a structure of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from verify.models.specimens import (
 
 
 class CausalSelfAttention(nn.Module):
-    """nanoGPT's, with its two ways to attend."""
+    """The attention of nanoGPT, which has two ways to attend."""
 
     def __init__(self, *, flash: bool = True) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """A GPT as in nanoGPT. recompute: by its own torch.utils.checkpoint. pairs: its forward gives (logits, loss)."""
+    """The model of nanoGPT. recompute: by torch.utils.checkpoint in forward. pairs: forward returns (logits, loss)."""
 
     def __init__(self, *, flash: bool = True, recompute: bool = False, pairs: bool = False) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LlamaBlock(nn.Module):
-    """Grouped heads, rotary positions handed in from the model, and a gated MLP, all in one module."""
+    """Grouped heads, rotary positions as an argument, and a gated MLP, in one module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Translator(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token goes through its best two of four experts, by index."""
+    """A mixture of four experts. Each token goes through its best two, selected by index."""
 
     def __init__(self) -> None:
         super().__init__()

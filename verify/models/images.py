@@ -1,4 +1,4 @@
-"""Models of images as people write them, and those of torchvision and timm, which `make zoo` installs."""
+"""Models of images as people write them, and models of torchvision and timm, which `make zoo` installs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Double(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """A U-Net, which keeps the maps on the way down for the way up: images (B, 3, 16, 16) -> (B, 3, 16, 16)."""
+    """Images (B, 3, 16, 16) -> (B, 3, 16, 16), with skip connections from the way down to the way up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class UNet(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """adaLN-Zero: shifts, scales and gates of both halves come from the condition, and start at zero."""
+    """A block with adaLN-Zero: the condition gives shifts, scales and gates of both halves, which start at zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Mixer(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Strided convolutions down and transposed ones up, two children called in order."""
+    """Strided convolutions, then transposed ones: two children that are called in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ _OPERATIONS = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def _missing() -> Iterator[str]:
-    """Yield which of torchvision and timm cannot be imported."""
+    """Return the libraries, of torchvision and timm, that cannot be imported."""
     for name in ("torchvision", "timm"):
         try:
             import_module(name)

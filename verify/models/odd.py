@@ -1,6 +1,7 @@
-"""Small language models that do what structure does not show, and one process of plain torch to compare them with.
+"""Small language models that do something that their structure does not show.
 
-Token ids (rows, LENGTH) -> logits (rows, LENGTH, VOCAB). Used by the tests of ZeRO 3 and of context parallelism.
+Token ids (rows, LENGTH) -> logits (rows, LENGTH, VOCAB). `verdict` compares one with one process.
+The tests of ZeRO 3 and of context parallelism use them.
 """
 
 from __future__ import annotations
@@ -336,7 +337,7 @@ class Penalty:
 
 
 def listed(kind: str) -> Callable[[], nn.Module]:
-    """Return a builder of models that hold weights in a list, a dict of tuples, or an object, beside their modules."""
+    """Return what builds a model that also holds its weights in a list, a dict of tuples, or an object."""
 
     def build() -> nn.Module:
         model = Doing(lambda model, x: every(model, x) * squares(model.held(model)))
@@ -396,10 +397,10 @@ def _sample(num: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 def verdict(
     make: Callable[[], nn.Module], strategy: str, *, loss_of: Any = None, seen: bool = True, first: str = ""
 ) -> tuple[str, str]:
-    """Return ("equal" | "wrong", by how much) or ("refused" | "late" | "crash", text), judged over all ranks.
+    """Return ("equal" or "wrong", the difference), or ("refused", "late" or "crash", the text). The same on each rank.
 
-    The job makes the proofs that `strategy` asks for. It makes no whole step beforehand: what that would refuse shows.
-    seen: the job has an example of the data. first: the strategy of a first step, before it switches.
+    The job finds the facts that `strategy` needs, but proves no whole step: models that only this proof would refuse
+    train. seen: the job has an example of the data. first: the strategy of a first step, before a switch.
     """
     from verify.compare import judged
     from verify.training import train, truth

@@ -1,7 +1,7 @@
-"""Models whose attentions and MLPs have operations drawn at random in them, and whether one can split them by hand.
+"""Models with random operations in their attentions and MLPs, some of which can be split by hand.
 
-`random_model(seed)` is (model, how many pairs of maps of it a rank can compute its part of). Token ids (B, T) go in,
-logits (B, T, V) come out.
+`random_model(seed)` is (model, number of pairs of maps of which a rank can compute its part).
+Token ids (B, T) -> logits (B, T, V).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ WHOLE: Mapping[str, Op] = {
 
 
 class Ops(nn.Module):
-    """A module with a list of operations, and with the parameters and buffers that they use."""
+    """A list of operations, and what they use."""
 
     def __init__(self, ops: list[Op]) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ _WHOLES = ("norm of all heads", "temperature of a head", "mean over heads", "by 
 
 
 def random_model(seed: int) -> tuple[nn.Module, int]:
-    """Return the model of a seed, and how many pairs of its maps a rank can compute its part of."""
+    """Return the model of this seed, and the number of its pairs that can be split by hand."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
 

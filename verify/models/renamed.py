@@ -1,4 +1,4 @@
-"""Models with the names of their attributes drawn at random, from the source of those that people named."""
+"""Give the attributes of models random names, so that no name helps to find their structure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, TypeGuard
 
 
 def renamed(source: ModuleType, seed: int, **globals_: Any) -> tuple[ModuleType, dict[str, str]]:
-    """Return a module like `source` in which attributes of `self` have other names, and new name -> old one.
+    """Return a copy of the module `source` in which each attribute that is set as `self.name` has another name, and new
+    name -> old name.
 
-    Classes with a decorator, such as dataclasses, keep their names. globals_: what the new module finds by these names.
+    Classes with a decorator, such as dataclasses, stay as they are. globals_: global names of the new module.
     """
     tree = ast.parse(inspect.getsource(source))
     draw = random.Random(seed)

@@ -1,8 +1,8 @@
-"""Models written without any of this in mind, small, and what one process computes with each.
+"""Small models that know nothing of nbkit, and what one process computes with each.
 
-`ZOO[name]` is a Specimen; `build()` gives the same weights every time, `batch(rows)` an input and a target. Sizes:
-vocabulary 96, width 32, 4 heads (2 key-value heads where there are groups), T = 16 positions.
-Import of transformers takes seconds, so it happens in the builders that need it.
+`ZOO[name]` is a Specimen. `build()` gives the same weights every time, `batch(rows)` an input and a target. Sizes:
+vocabulary 96, width 32, 4 heads (2 key-value heads if there are groups), T = 16 positions. Importing transformers takes
+seconds, so only the builders that need it do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Specimen:
     loss_of: Callable[[nn.Module], Callable[[Any, Any], Tensor]] | None = None
 
     def build(self, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
-        """Return the model in training mode, initialised from seed 0. In float64, all of it computes in float64."""
+        """Return the model in training mode, initialized from seed 0. In float64 it does not round to float32."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self.make(**settings)
@@ -49,13 +49,13 @@ class Specimen:
     def batch(
         self, rows: int = 4, *, seed: int = 0, dtype: torch.dtype = torch.float32, padded: bool = False
     ) -> tuple[Any, Any]:
-        """Return (model input, target) of `rows` rows. padded: with padding, if the model takes a mask for it."""
+        """Return (model input, target) of `rows` rows. padded: with padding, if the model takes a mask."""
         sample = (self.padded if padded else None) or self.sample
         value, target = sample(rows, torch.Generator().manual_seed(seed))
         return _as(value, dtype), _as(target, dtype)
 
     def rows(self, num: int, *, dtype: torch.dtype, padded: bool = False) -> list[tuple[Any, Any]]:
-        """Return `num` samples, (model input, target) of one row each."""
+        """Return `num` samples: (model input, target) of one row each."""
         value, target = self.batch(num, dtype=dtype, padded=padded)
         return [(_row(value, i), target[i]) for i in range(num)]
 
@@ -83,7 +83,7 @@ def _row(value: Any, i: int) -> Any:
 
 @torch.no_grad()
 def _disturb(model: nn.Module) -> None:
-    """Make all biases and norms random, so that a comparison shows a parameter that is forgotten."""
+    """Change biases from zero and norms from one, so that a parameter that is forgotten shows."""
     for param in model.parameters():
         if param.ndim == 1:
             param.add_(torch.randn(param.shape) * 0.1)
@@ -93,7 +93,7 @@ _EXACT: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def exact(model: nn.Module) -> nn.Module:
-    """Take the rounding to float32 out of HF's RMS norms, in place, so that results can agree to 1e-12."""
+    """Stop HF's RMS norms from rounding to float32, in place, so that a bar of 1e-12 can be met."""
     for module in model.modules():
         kind = type(module)
         if kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
@@ -137,7 +137,8 @@ def hf_gpt2(layers: int = 4, dropout: float = 0.0, **changed: Any) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**(sizes | changed))).train()
 
 
-def _llama_sizes(layers: int, **changed: Any) -> dict[str, Any]:
+def llama_sizes(layers: int, **changed: Any) -> dict[str, Any]:
+    """Return the keywords of a LlamaConfig, and of the configs that are like it."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": WIDTH,
@@ -158,7 +159,7 @@ def _llama_sizes(layers: int, **changed: Any) -> dict[str, Any]:
 def hf_llama(layers: int = 4, dropout: float = 0.0, **changed: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_llama_sizes(layers, attention_dropout=dropout, **changed))).train()
+    return LlamaForCausalLM(LlamaConfig(**llama_sizes(layers, attention_dropout=dropout, **changed))).train()
 
 
 def hf_llama_of_8_heads(layers: int = 4, **changed: Any) -> nn.Module:
@@ -167,14 +168,14 @@ def hf_llama_of_8_heads(layers: int = 4, **changed: Any) -> nn.Module:
 
 
 def hf_qwen2(layers: int = 4, **changed: Any) -> nn.Module:
-    """Return a Llama with biases on query, key and value, and with a tied head, as in the small Qwens."""
+    """Return a Qwen2: a Llama with biases on query, key and value, and a tied head, as in the small Qwens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return Qwen2ForCausalLM(Qwen2Config(**_llama_sizes(layers, tie_word_embeddings=True, **changed))).train()
+    return Qwen2ForCausalLM(Qwen2Config(**llama_sizes(layers, tie_word_embeddings=True, **changed))).train()
 
 
 def lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
-    """Return `model` under peft's adapters, none of them zero."""
+    """Return `model` with peft's adapters, none of which is zero."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -189,7 +190,7 @@ def lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
 
 
 def gpt_frozen() -> nn.Module:
-    """Return a GPT in which the embedding, the first half of the blocks, and all later biases are frozen."""
+    """Return a GPT whose embedding, first two blocks and biases are frozen."""
     model = gpt()
     for name, p in model.named_parameters():
         p.requires_grad_(not (name.startswith(("tokens", "blocks.0", "blocks.1")) or name.endswith("bias")))
@@ -197,7 +198,7 @@ def gpt_frozen() -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """Token ids (B, T) and what is padding (B, T) -> class scores (B, 5), through an nn.TransformerEncoder."""
+    """Token ids (B, T), padding (B, T) -> class scores (B, 5), through an nn.TransformerEncoder."""
 
     def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -231,7 +232,7 @@ class TenConvs(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Token ids (B, T) -> logits (B, T, V): encoder layers whose costs differ; every third is several layers."""
+    """Token ids (B, T) -> logits (B, T, V). The costs of its layers differ: every third is three layers."""
 
     def __init__(self, layers: int = 6) -> None:
         super().__init__()
@@ -283,7 +284,7 @@ class Pairs(nn.Module):
 
 
 def sequential() -> nn.Module:
-    """Return a network from points (B, 6) to class scores (B, 5)."""
+    """Return an nn.Sequential: points (B, 6) -> class scores (B, 5)."""
     linears = [nn.Linear(a, b) for a, b in pairwise([6, 24, 40, 16, 24])]
     return nn.Sequential(*(part for linear in linears for part in (linear, nn.Tanh())), nn.Linear(24, 5))
 
@@ -294,7 +295,7 @@ def next_tokens(rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def padded_tokens(rows: int, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-    """Draw rows as HF's tokenizers give them: in padding, attention_mask is 0 and targets are -100."""
+    """Return rows as HF's tokenizers do: at padding, attention_mask is 0, and the target is -100."""
     ids, target = next_tokens(rows, draw)
     lengths = torch.randint(LENGTH // 2, LENGTH + 1, (rows,), generator=draw)
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()
@@ -318,7 +319,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def object_cross_entropy(output: Any, target: Tensor) -> Tensor:
-    """Return the loss of an HF model, whose output is an object."""
+    """Return the cross entropy of the output of an HF model, which is an object."""
     return cross_entropy(output.logits, target)
 
 

@@ -1,4 +1,4 @@
-"""Small models, and losses, that keep something beside parameters and buffers, or reach it by functions."""
+"""Small models and losses that keep state beside parameters and buffers, or reach it by functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEAKLY: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def begin() -> None:
-    """Reset everything here that an earlier training has changed."""
+    """Put back all global state of this file that an earlier training has changed."""
     global COUNT
     COUNT = 0
     COUNTS.clear()
@@ -37,7 +37,7 @@ def begin() -> None:
 
 
 class Base(nn.Module):
-    """A layer, something in between, and a head. All have the same weights."""
+    """A layer, then `between`, then a head. All models here have these weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Base(nn.Module):
         self.init()
 
     def init(self) -> None:
-        """Add what else the model has."""
+        """Add what else a model has."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.between(self.body(x).tanh()))
@@ -71,7 +71,7 @@ class Hidden(Base):
 
 
 class Memory(Base):
-    """Attends to what earlier batches left, in a list."""
+    """Attends to the hidden states of earlier batches, in a list."""
 
     def init(self) -> None:
         self.memory: list[Tensor] = []
@@ -201,7 +201,7 @@ class Nested(Base):
 
 
 class Every3(Base):
-    """Doubles its input in each third pass."""
+    """Does something only in every third pass."""
 
     def init(self) -> None:
         self.calls = 0
@@ -221,7 +221,7 @@ class TensorCount(Base):
 
 
 class Centred(Base):
-    """A running mean over rows, in an attribute."""
+    """Keeps a running mean over rows in an attribute."""
 
     def init(self) -> None:
         self.mean = torch.zeros(6)
@@ -241,21 +241,21 @@ class CentredFloat(Base):
 
 
 class EarlyExit(Base):
-    """Leaves the block out for a batch that is far out."""
+    """Branches on the mean of the batch."""
 
     def between(self, h: Tensor) -> Tensor:
         return h if float(h.detach().mean()) > 0 else h.relu() * 2
 
 
 class FirstRow(Base):
-    """Goes by the first row of the batch."""
+    """Branches on the first row of the batch."""
 
     def between(self, h: Tensor) -> Tensor:
         return h if bool(h[0].sum() > 0) else -2 * h
 
 
 class Cached(Base):
-    """Keeps a table that it would make again, and what it saw last, which it never reads."""
+    """Keeps a table, which it can make again, and its last input, which it never reads."""
 
     def init(self) -> None:
         self.tables: dict[int, Tensor] = {}
@@ -269,7 +269,7 @@ class Cached(Base):
 
 
 class Tabled(Base):
-    """Keeps a table beside how long it is, as rotary embeddings do, and counts what it never reads."""
+    """Keeps a table and its length, as rotary embeddings do, and a count that it never reads."""
 
     def init(self) -> None:
         self.table, self.length, self.calls = None, 0, 0
@@ -283,7 +283,7 @@ class Tabled(Base):
 
 
 class Recurrent(Base):
-    """Holds torch's own LSTM, which keeps its weights in a list too."""
+    """An nn.LSTM, which holds its weights in a list too."""
 
     def init(self) -> None:
         self.cells = nn.LSTM(6, 6, batch_first=True)
@@ -293,7 +293,7 @@ class Recurrent(Base):
 
 
 class Normed(Base):
-    """torch computes the weight anew in each pass, by a vector in a buffer that each pass makes better."""
+    """Spectral norm: torch computes the weight in each pass, with a vector in a buffer that each pass improves."""
 
     def init(self) -> None:
         self.body = nn.utils.spectral_norm(self.body)
@@ -328,7 +328,7 @@ class CountsPasses(Base):
 
 
 class Unkept(Base):
-    """Counts in a buffer that no checkpoint holds."""
+    """Counts in a buffer that is not in checkpoints."""
 
     def init(self) -> None:
         self.register_buffer("rows", torch.zeros(()), persistent=False)
@@ -361,7 +361,7 @@ class ByHand(Base):
 
 
 class Teacher(Base):
-    """An average of the layer that is not registered, and that each pass moves."""
+    """Keeps an average of the layer, which is not registered, and changes it in each pass."""
 
     def init(self) -> None:
         self.others = [copy.deepcopy(self.body)]
@@ -383,7 +383,7 @@ class Drawing(Base):
 
 
 class Between(Base):
-    """A model in which one part counts and another one reads the count."""
+    """Counts in one part, and reads the count in another."""
 
     def init(self) -> None:
         self.counter = Schedule()
@@ -404,7 +404,7 @@ class _Reader(nn.Module):
 
 
 class Lambdas(Base):
-    """Calls its layers by functions in a list, which hold the module that they were made from."""
+    """Calls its layers by functions in a list, which close over the module."""
 
     def init(self) -> None:
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
@@ -417,7 +417,7 @@ class Lambdas(Base):
 
 
 class Patched(Base):
-    """A layer whose forward was replaced by a function around the old one, as adapters are put in."""
+    """A layer whose forward was replaced by a function around the old one, as adapters do."""
 
     def init(self) -> None:
         old, self.low, self.high = self.body.forward, nn.Linear(6, 2), nn.Linear(2, 6)
@@ -425,7 +425,7 @@ class Patched(Base):
 
 
 class OfAnother(Base):
-    """Holds a dict of functions, one of which belongs to another part."""
+    """A dict of functions, one of which is a method of another part."""
 
     def init(self) -> None:
         self.mix = nn.Linear(6, 6)
@@ -436,7 +436,7 @@ class OfAnother(Base):
 
 
 class CountingLambda(Base):
-    """A function that counts on the module it was made from."""
+    """A function that counts in the module over which it closes."""
 
     def init(self) -> None:
         self.calls = 0
@@ -471,7 +471,7 @@ class RunningOnWeight(Base):
 
 
 class ReadsMark(Base):
-    """Reads what was set on a parameter."""
+    """Reads an attribute that was set on a parameter."""
 
     def init(self) -> None:
         self.body.weight.scale = 3.0  # type: ignore[assignment]
@@ -489,7 +489,7 @@ class Cycling(Base):
 
 
 class Generating(Base):
-    """Advances a generator by two names."""
+    """Advances a generator that has two names."""
 
     def init(self) -> None:
         def scales() -> Iterator[float]:
@@ -506,7 +506,7 @@ class Generating(Base):
 
 
 class BoundNext(Base):
-    """Advances an iterator that nothing can replace."""
+    """Advances an iterator through a bound method, which cannot be replaced by a copy."""
 
     def init(self) -> None:
         self.scale = itertools.cycle([1.0, 0.5, 2.0]).__next__
@@ -516,7 +516,7 @@ class BoundNext(Base):
 
 
 class OnceComputed(Base):
-    """Computes a table of the weights in its first pass, and keeps it."""
+    """Computes a table from the weights in its first pass, and keeps it."""
 
     @functools.cached_property
     def table(self) -> Tensor:
@@ -536,7 +536,7 @@ class OnceCached(Base):
 
 
 class ByItself(Base):
-    """Counts under itself as a key."""
+    """Counts in a dict with the module itself as the key."""
 
     def between(self, h: Tensor) -> Tensor:
         OF_MODELS[self] = OF_MODELS.get(self, 0) + 1
@@ -567,19 +567,19 @@ def plain(output: Tensor, target: Tensor) -> Tensor:
 
 
 def damped(output: Tensor, target: Tensor) -> Tensor:
-    """Weigh the loss by an attribute of the function."""
+    """Return a loss that depends on an attribute of this function."""
     damped.calls += 1  # type: ignore[attr-defined]
     return F.cross_entropy(output, target) * (1 + 1 / (1 + damped.calls))  # type: ignore[attr-defined]
 
 
 def warmed(output: Tensor, target: Tensor, seen: list[float] = []) -> Tensor:  # noqa: B006
-    """Weigh the loss by a count in a default argument."""
+    """Return a loss that depends on a list in the default of an argument."""
     seen.append(1.0)
     return F.cross_entropy(output, target) * min(1.0, 0.2 * len(seen))
 
 
 def relative(output: Tensor, target: Tensor) -> Tensor:
-    """Divide the loss by the mean of the last three losses of this rank's rows."""
+    """Return the loss divided by the mean of the last losses."""
     loss = F.cross_entropy(output, target)
     SEEN.append(float(loss.detach()))
     return loss / (sum(SEEN[:-1][-3:]) / len(SEEN[:-1][-3:]) if len(SEEN) > 1 else 1.0)

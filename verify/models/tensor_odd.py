@@ -1,4 +1,4 @@
-"""Models written in ways that tensor parallelism has to see through, or to leave alone."""
+"""Models written in unusual ways, which tensor parallelism must split correctly or leave whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lora_gpt2() -> nn.Module:
 
 
 class Packed(nn.Module):
-    """A GPT as many small ones are: one matrix for query, key and value, cut by the width of the input."""
+    """One matrix for query, key and value, cut by the width of the input, as in many small GPTs."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class PackedAttention(nn.Module):
 
 
 class PerHead(PackedAttention):
-    """Keeps query, key and value of each head together, which no name tells."""
+    """Has query, key and value of each head side by side, which no name shows."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.c_attn(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2).chunk(3, -1)
@@ -82,7 +82,7 @@ def per_head() -> nn.Module:
 
 
 class FromConfig(nn.Module):
-    """Reads its number of heads from a config that everybody shares; norms its queries; keeps its residual."""
+    """Reads its number of heads from a shared config, normalizes its queries, and adds its residual itself."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class FromConfig(nn.Module):
 
 
 class Configured(nn.Module):
-    """Attentions that are their own blocks, with a learned mask that all of them share."""
+    """Attentions that are blocks themselves, and share a learned mask."""
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Configured(nn.Module):
 
 
 class Hidden(nn.Module):
-    """Does not hold its number of heads in any attribute."""
+    """Has its number of heads in no attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Hidden(nn.Module):
 
 
 class ByHand(nn.Module):
-    """Multiplies by the weight of its second map itself."""
+    """Multiplies by the weight of its second map without calling the map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class ByHand(nn.Module):
 
 
 class Translator(nn.Module):
-    """Encoder and decoder of torch's own layers, with masks; the decoder attends to the encoder's output."""
+    """An encoder and a decoder of torch's layers, with masks. The decoder attends to the output of the encoder."""
 
     def __init__(self, batch_first: bool = True) -> None:
         super().__init__()
@@ -171,14 +171,14 @@ class Translator(nn.Module):
 
 
 class Halving(Block):
-    """Leaves out every other position."""
+    """Drops every second position."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[:, ::2]
 
 
 class Deciding(Block):
-    """Its forward is a property."""
+    """Has a property as its forward."""
 
     @property
     def forward(self) -> Any:  # type: ignore[override]
@@ -186,7 +186,7 @@ class Deciding(Block):
 
 
 class Looks(nn.Module):
-    """A module that calls its nn.MultiheadAttention in every way: weights asked for, 3-D masks, no batch."""
+    """One nn.MultiheadAttention, called in several ways: for its weights, with 3-D masks, without a batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ _SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 
 
 
 def _made(config: str, model: str, **changed: Any) -> Callable[[], nn.Module]:
-    """Builds `model` with those of the common settings that its config knows."""
+    """Return what builds `model` with the common settings that its config knows."""
 
     def make() -> nn.Module:
         import transformers
@@ -120,7 +120,7 @@ def _texts_and_images(rows: int, draw: torch.Generator) -> tuple[dict[str, Tenso
 
 
 def _likeness(output: Any, target: Tensor) -> Tensor:
-    """Return a loss of each pair by itself: the contrastive loss of CLIP is not a mean over rows."""
+    """Return a loss of each pair alone, because the contrastive loss of CLIP is no mean over rows."""
     return F.mse_loss((output.image_embeds * output.text_embeds).sum(-1), target)
 
 
