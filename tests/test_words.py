@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "nbkit").rglob("*.py"))
-ALSO_DOCUMENTED = sorted(path for folder in ("bench", "magics") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("bench", "magics", "tests", "verify")
+ALSO_DOCUMENTED = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 """Files whose docstrings begin like those of nbkit; their class names may exist twice."""
 OPENINGS = frozenset(
     "What Whether Of One As How From Where Who Which Whose When That Those In By For To At".split()
@@ -40,7 +41,7 @@ def test_a_public_class_name_exists_once() -> None:
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    """As "Return ...", "Raise ..."; classes may begin with what they are."""
+    """Functions begin like "Return ..."; classes may begin with what they are."""
     found = [f"{path.relative_to(ROOT)}: {text.splitlines()[0]}" for path, text in documented()
              if text.split()[0].strip(".,:`") in OPENINGS]  # fmt: skip
     assert found == []

@@ -81,7 +81,7 @@ def differently(world: Any) -> list[str]:
 def test_ranks_that_registered_different_functions_are_told_so_before_they_wait_for_each_other() -> None:
     for first, later, strategy in run_ranks(differently, 2):
         for said in (first, later):
-            assert "not the same schedules: 'mine: rank 0 of 2, 2 micro-batches' differs" in said
+            assert "The ranks have different schedules: 'mine: rank 0 of 2, 2 micro-batches' differs" in said
             assert "'0F0 0F1 0B0 0B1', '0F0 0B0 0F1 0B1'; 6 in all" in said
         assert strategy == "dp=2"
 

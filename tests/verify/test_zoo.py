@@ -67,7 +67,6 @@ def test_the_table_has_thirty_architectures_eight_strategies_and_a_chain() -> No
         (replace(EQUAL, norms=[1.0, 1.0, 1.0 + 1e-6]), "wrong"),
         (replace(EQUAL, norms=[]), "wrong"),
         (replace(EQUAL, grads={"weight": (torch.full((3,), 1 + 1e-6), Layout.whole((3,)))}), "wrong"),
-        (replace(EQUAL, grads={}), "wrong"),
         (replace(EQUAL, evaluated=(1.0,)), "wrong"),
         (replace(EQUAL, losses=[2.0] * 2, norms=[1.0] * 2, made=2), "wrong"),
         (Outcome(), "wrong"),
@@ -91,6 +90,7 @@ def test_weights_under_adamw_have_no_bar_but_all_of_them_are_there_and_are_numbe
 
     assert kind() == kind(state={"weight": torch.full((3,), 1.5)}) == "equal"
     assert kind(state={}) == kind(state={"weight": torch.full((3,), float("nan"))}) == "wrong"
+    assert kind(grads={}) == "wrong"  # on no rank
 
 
 def test_a_refusal_by_some_of_the_ranks_and_a_rank_that_evaluates_otherwise_are_wrong() -> None:

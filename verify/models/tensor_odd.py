@@ -23,7 +23,7 @@ def lora_gpt2() -> nn.Module:
 
 
 class Packed(nn.Module):
-    """One matrix for query, key and value, cut by the width of the input, as in many small GPTs."""
+    """An attention with one matrix for query, key and value, cut by the width of the input, as in many small GPTs."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Deciding(Block):
 
 
 class Looks(nn.Module):
-    """One nn.MultiheadAttention, called in several ways: for its weights, with 3-D masks, without a batch."""
+    """An nn.MultiheadAttention, called in several ways: for its weights, with 3-D masks, without a batch."""
 
     def __init__(self) -> None:
         super().__init__()
