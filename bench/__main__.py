@@ -64,9 +64,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, help="of `long_run`: until so many steps are made, such as 1000000; hours")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md (a full run: bench/results)")
     parser.add_argument("--join", nargs="+", type=Path, metavar="A.json", help="write these into OUT; measure nothing")
-    parser.add_argument(
-        "--docs", action="store_true", help="write the table of docs/evidence/measured.md; measure nothing"
-    )
+    parser.add_argument("--docs", action="store_true", help="write the table of the page of figures; measure nothing")
     asked = parser.parse_args(arguments)
     unknown = set(asked.names) - {*BENCHMARKS, *BY_NAME}
     if unknown:

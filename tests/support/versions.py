@@ -1,7 +1,8 @@
 """Run a sample of the tests on other versions of torch and Python: python -m tests.support.versions [VERSION ...]
 
 A version is one of torch ("2.14.1", on this Python) or "PYTHON:TORCH" ("3.12:2.14.1"). Each gets an environment below
-.venv/versions, which stays. Without arguments all of VERSIONS are run, and the table in docs/evidence/versions.md is written.
+.venv/versions, which stays. Without arguments all of VERSIONS are run, and the table in
+docs/evidence/versions.md is written.
 Exits with 1 if a test failed; a version that cannot be installed is a row that says why.
 """
 
