@@ -75,7 +75,7 @@ class SwitchPreparation(step_boundary.Preparation):
             return
         self._unknown = new
         if builder.rank == 0:
-            _choose_device(self._job)
+            accelerator().choose_in_thread(self._job.device)
             builder.finder.find([new], beside=True)
 
     def _create_groups(self) -> None:
@@ -106,16 +106,11 @@ def make_ready(job: Job, text: str) -> ParallelPlan:
 
     Raises StrategyError for a strategy that does not fit.
     """
-    _choose_device(job)
+    accelerator().choose_in_thread(job.device)
     builder = job.builder
     new = builder.plan(job.cost_model().placed(job.parsed(text), now=job.strategy))
     builder.make_ready(job.sharded_model.plan, new, builder.exchanges.kinds(_expected(job)))
     return new
-
-
-def _choose_device(job: Job) -> None:
-    if accelerator().holds(job.device):
-        accelerator().choose(job.device.index or 0)  # a new thread begins with the first device
 
 
 def _expected(job: Job) -> dict[str, dict[str, torch.dtype]]:
