@@ -175,6 +175,7 @@ _WHILE_IT_RUNS = {"breakpoint"}
 def take(element: Any) -> bytes:
     """Return the element as a PNG, without empty margins."""
     element.scroll_into_view_if_needed()
+    element.page.mouse.move(0, 0)  # no tooltips
     shot = Image.open(io.BytesIO(element.screenshot())).convert("RGB")
     corner = Image.new("RGB", shot.size, shot.getpixel((shot.width - 1, 0)))
     left, top, right, bottom = ImageChops.difference(shot, corner).getbbox() or (0, 0, *shot.size)
