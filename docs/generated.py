@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product
@@ -125,7 +126,7 @@ def _link(found: re.Match[str]) -> str:
 def sentence(text: str) -> str:
     """Return a text as a sentence, with a capital and a full stop."""
     text = text.strip().rstrip(";,")
-    first = text[:1].upper() + text[1:] if re.match(r"[a-z]+[ ,.;:]", text) else text
+    first = text[:1].upper() + text[1:] if re.match(r"[a-z-]+[ ,.;:]", text) else text
     return prose(first + ("" if text.endswith((".", "!", "?", ".)")) else "."))
 
 
@@ -153,7 +154,7 @@ def _typed(name: str, parser: argparse.ArgumentParser, level: str, said: str = "
     yield sentence((parser.description or said).replace("%%", "%")) + "\n"
     if not verbs:
         usage = " ".join(parser.format_usage().removeprefix("usage: ").split()).replace(" [-h]", "")
-        yield f"```text\n{usage}\n```\n"
+        yield _shown(usage)
     if options:
         yield table(("argument", "values", "meaning"), (_option(parser, action) for action in options))
     if parser.epilog:
@@ -162,6 +163,11 @@ def _typed(name: str, parser: argparse.ArgumentParser, level: str, said: str = "
         helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
         for verb, below in action.choices.items():
             yield from _typed(f"{name} {verb}", below, level + "#", helps.get(verb, ""))
+
+
+def _shown(line: str) -> str:
+    lines = textwrap.wrap(line, 88, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "```text\n" + "\n".join(lines) + "\n```\n"
 
 
 def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, str, str]:
@@ -320,7 +326,7 @@ def members(name: str, module: str, variable: str, wanted: str) -> Iterator[str]
         shown = (
             f"{owner}.{word}" if decorators & {"property", "cached_property"} else f"{owner}.{word}({_signature(node)})"
         )
-        yield f"### {word}\n\n```text\n{shown}\n```\n"
+        yield f"### {word}\n\n{_shown(shown)}"
         yield from _body(node)
 
 
@@ -402,7 +408,7 @@ def _function(name: str) -> ast.FunctionDef:
 def functions() -> Iterator[str]:
     """Yield a section for each function that needs no training."""
     for name in ("check", "plan", "export", "read_run", "from_pretrained"):
-        yield f"## nbkit.{name}\n\n```text\nnbkit.{name}({_signature(_function(name))})\n```\n"
+        yield f"## nbkit.{name}\n\n" + _shown(f"nbkit.{name}({_signature(_function(name))})")
         yield from called(name)
 
 
