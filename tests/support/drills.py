@@ -162,8 +162,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     seconds = sorted(each.seconds for each in outcomes)
     return (
         f"{len(right)} of {len(outcomes)} are answered as they should be; median {statistics.median(seconds):.2f} s, "
-        f"slowest {seconds[-1]:.1f} s. After each, the next cell ran on both ranks, and no process was left. No process "
-        "was left after the notebook either."
+        f"slowest {seconds[-1]:.1f} s. After each, the next cell ran on both ranks, and no process was left. None was "
+        "left after the notebook either."
     )
 
 
