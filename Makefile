@@ -91,11 +91,7 @@ fuzz-tp: $(READY)
 	@$(BIN)/python -m verify fuzz $(SEEDS)
 
 # Some of it:  make plan-check P="peak llama"
-plan-# --fail-on-warning: a link to a page or a heading that is not there is a warning, as is a page that no list names.
-docs: $(READY)
-	@$(BIN)/python -m sphinx --quiet --fail-on-warning --builder html docs docs/build/html
-
-check: $(READY)
+plan-check: $(READY)
 	@$(BIN)/python -m bench.plan $(P)
 
 # As root, where slurm-wlm, munge, openssh-server and iproute2 are installed.
@@ -104,11 +100,7 @@ machines: $(READY)
 	@$(BIN)/python -m pytest -m "" tests/machines
 
 # Some of it:  make gpu-check G="llama errors"
-gpu-# --fail-on-warning: a link to a page or a heading that is not there is a warning, as is a page that no list names.
-docs: $(READY)
-	@$(BIN)/python -m sphinx --quiet --fail-on-warning --builder html docs docs/build/html
-
-check: $(READY)
+gpu-check: $(READY)
 	@$(BIN)/python -m tests.support.gpu_check $(G)
 
 # Some of it:  make why W="operation DDP"

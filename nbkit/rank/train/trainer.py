@@ -61,8 +61,11 @@ class Trainer:
     """Trains `model` on `data`. Collective: every rank makes the same calls.
 
     model: an nn.Module, or a callable that builds one. loss: a function of (output, target) that returns a mean, or
-    (sum, weight). optimizer: a callable that gets the model and returns a torch optimizer. data: map-style or iterable,
-    with items (input, target) or dicts. batch_size: rows of the global batch, over all ranks. strategy: a text such as
+    (sum, weight). optimizer: a callable that gets the model. It returns an optimizer, or a list or dict of several that
+    share the parameters: Muon for the matrices and AdamW for the rest. Each parameter that trains is in exactly one of
+    them. lr_schedule, checkpoints and switches treat several as one, and `trainer.optimizer.optimizers` is the list or
+    dict. data: map-style or iterable, with items (input, target) or dicts. batch_size: rows of the global batch, over
+    all ranks. strategy: a text such as
     "dp=2 tp=2"; "auto" takes the first row of a plan (docs/plan.md) and prints it. precision: "bf16" or "fp16" run
     forward and loss under autocast, "fp16" with a scale on the loss; None (the default): float32. clip_norm: scale
     gradients down to this norm; None (the default): never. lr_schedule: a function of the finished steps that returns
