@@ -61,7 +61,10 @@ class Trainer:
     """Trains `model` on `data`. Collective: every rank makes the same calls.
 
     model: a callable that builds an nn.Module, or such a module. loss: (output, target) -> mean, or -> (sum, weight).
-    optimizer: a callable given the model. data: map-style or iterable, with items (input, target) or dicts.
+    optimizer: a callable given the model. It returns an optimizer, or a list or dict of several that share the
+    parameters: Muon for the matrices and AdamW for the rest. Each parameter that trains is in exactly one of them.
+    lr_schedule, checkpoints and switches treat several as one, and `trainer.optimizer.optimizers` is the list or dict.
+    data: map-style or iterable, with items (input, target) or dicts.
     batch_size: global, over all ranks. strategy: "ddp"; "auto" takes the first of a plan (docs/plan.md) and prints it.
     precision: None, or "bf16" or "fp16" (forward and loss under autocast; with "fp16" a scale on the loss).
     clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr.
