@@ -17,6 +17,9 @@ from jupyter_client.manager import start_new_kernel
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "build" not in page.relative_to(ROOT).parts)
+LAPTOP = ROOT / "docs" / "start" / "laptop.md"
+CONCEPTS = sorted((ROOT / "docs" / "concepts").glob("*.md"))
+CHINESE = [*ROOT.glob("*.zh-CN.md"), *sorted((ROOT / "docs").rglob("*.zh-CN.md"))]
 SECONDS_PER_CELL = 120
 
 
@@ -55,7 +58,7 @@ def run(client: Any, source: str) -> str:
 def test_every_cell_of_readme_and_of_the_pages_runs(kernel: Any) -> None:
     sources = [(README, source) for source in cells(README)]
     assert sources, "README has no ```python block"
-    of_pages = [(page, source) for page in PAGES for source in cells(page)]
+    of_pages = [(page, source) for page in PAGES if page not in (LAPTOP, *CONCEPTS, *CHINESE) for source in cells(page)]
 
     with forked_parents_of_programs() as forked:
         # README starts its cluster itself, and ends it; the pages stand in a notebook that has one.
@@ -65,6 +68,27 @@ def test_every_cell_of_readme_and_of_the_pages_runs(kernel: Any) -> None:
             assert not problem, f"a cell of {page.name} failed:\n{source}\n{problem}"
 
 
+@pytest.mark.timeout(600)
+def test_every_cell_of_the_concepts_runs_after_those_of_a_laptop(kernel: Any) -> None:
+    with forked_parents_of_programs() as forked:
+        before = [(ROOT / "docs", forked)]
+        sources = [(page, source) for page in (LAPTOP, *CONCEPTS) for source in cells(page)]
+        assert len(sources) > len(CONCEPTS)
+        for page, source in [*before, *sources]:
+            problem = run(kernel, source)
+            assert not problem, f"a cell of {page.name} failed:\n{source}\n{problem}"
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.name)
+def test_a_page_in_chinese_has_the_same_cells(page: Path) -> None:
+    chinese, english = (
+        re.findall(r"^```(\w+)\n(.*?)^```$", text.read_text(), re.MULTILINE | re.DOTALL)
+        for text in (page, page.with_name(page.name.replace(".zh-CN", "")))
+    )
+
+    assert chinese == english
+
+
 def test_a_failing_cell_is_seen(kernel: Any) -> None:
     assert run(kernel, "1 + 1") == ""
     assert "ZeroDivisionError" in run(kernel, "print('before')\n1 / 0")
@@ -72,7 +96,7 @@ def test_a_failing_cell_is_seen(kernel: Any) -> None:
 
 def test_every_link_leads_somewhere() -> None:
     broken = []
-    for page in [README, ROOT / "CONTRIBUTING.md", *PAGES]:
+    for page in [README, *CHINESE, ROOT / "CONTRIBUTING.md", *PAGES]:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in link and not (page.parent / link).exists():
                 broken.append(f"{page.name}: {link}")
@@ -80,8 +104,21 @@ def test_every_link_leads_somewhere() -> None:
     assert broken == []
 
 
-def test_readme_fits_in_150_lines() -> None:
-    assert len(README.read_text().splitlines()) <= 150
+def test_readme_is_short_and_its_first_cell_is_on_the_first_screen() -> None:
+    text = README.read_text()
+    lines = text.splitlines()
+
+    assert len(lines) <= 120
+    assert len(text.split()) <= 900
+    assert lines.index("```python") <= 30
+
+
+def test_pages_of_concepts_and_of_start_are_short() -> None:
+    pages = set((ROOT / "docs" / "start").glob("*.md")) - set(CHINESE)
+    start = sum(len(page.read_text().split()) for page in pages)
+
+    assert {page.name: words for page in CONCEPTS if (words := len(page.read_text().split())) > 550} == {}
+    assert start <= 1600
 
 
 def test_every_file_that_the_pages_on_the_inside_name_is_there() -> None:
