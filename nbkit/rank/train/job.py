@@ -131,7 +131,7 @@ def prepare(
     hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on, which pipelines and context
     parallelism need, and tensor parallelism for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
     "replace", where a rank that dies in a loop over `batches` is replaced by one that helps to save the job
-    (docs/clusters.md), or "stop". For all other arguments see Trainer.
+    (docs/reference/clusters.md), or "stop". For all other arguments see Trainer.
     Raises TrainingError or StrategyError if it could not train as asked.
     """
     check_options(compute=compute, hints=hints, recovery=recovery)
