@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,9 +27,11 @@ from torch.optim import Optimizer
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.step.optimizer_state import numbered, per_element, states_of
-from nbkit.rank.train.step.optimizer_trial import OptimizerTrial
+from nbkit.rank.train.step.optimizer_trial import PLAIN, Need, OptimizerTrial
 from nbkit.rank.train.step.several_optimizers import Several, SeveralOptimizers, together
 from nbkit.strategy import Strategy
+
+T = TypeVar("T")
 
 ABSENT: Any = object()
 """Replaces what the copy has to do without. Containers leave it out; elsewhere it becomes None."""
@@ -192,7 +194,9 @@ class OptimizerSpec:
                     self.state.setdefault(names[id(p)], {}).update({numbered(number, key): held[key] for key in held})
         self._made = _with_each(made)
         self._begin()
-        self._trial = OptimizerTrial(self.name, self.groups, dict(module.named_parameters()), self._small)
+        params = dict(module.named_parameters())
+        self._sizes = {name: (params[name].ndim, params[name].nbytes) for group in self.groups for name in group}
+        self._trial = OptimizerTrial(self.name, self.groups, params, self._small)
         self._trial.check(made, module.parameters())
 
     def _begin(self) -> None:
@@ -262,6 +266,14 @@ class OptimizerSpec:
             if hasattr(scheduled, "_wrapped_by_lr_sched"):
                 made.__dict__.setdefault("step", scheduled)
 
+    def needs(self) -> dict[str, Need]:
+        """Return parameter -> what its update has to see at once. This is found by running copies on small tensors.
+
+        A parameter needs what tensors of its group with as many dims need.
+        """
+        with self._tried:
+            return self._like_tried(self._trial.needs())
+
     def check(self, strategy: Strategy) -> None:
         """Raise TrainingError if ranks of `strategy` would not update what they hold as one process does.
 
@@ -270,7 +282,29 @@ class OptimizerSpec:
         cut = [("rows", strategy.zero > 0), ("columns", strategy.tp > 1), ("tensors", strategy.pp > 1)]
         for kind in (kind for kind, needed in cut if needed):
             with self._tried:
-                self._trial.check_parts(kind, str(strategy))
+                self._trial.check_parts(kind, str(strategy), self._cost)
+
+    def _like_tried(self, found: Mapping[str, T]) -> dict[str, T]:
+        """Return `found`, which is of the tensors that were tried, for all parameters that are like them."""
+        every: dict[str, T] = {}
+        for names in self.groups:
+            by_dims = {self._sizes[name][0]: found[name] for name in names if name in found}
+            every |= {name: by_dims[dims] for name in names if (dims := self._sizes[name][0]) in by_dims}
+        return every
+
+    def _cost(self) -> tuple[str, str]:
+        """Return (what it would take a step to update whole tensors by one rank each, in words; what to type)."""
+        needs = self._like_tried(self._trial.needs())
+        most = max(needs.values())
+        size = sum(self._sizes[name][1] for name, need in needs.items() if need > Need.ROW) / 1e6
+        if most == Need.TENSOR:
+            count = sum(need == Need.TENSOR for need in needs.values())
+            words = (
+                f"; it needs {count} tensors whole: {size:.3g} MB of gradients to their owners in a step, and updates"
+            )
+            return f"{words} back", PLAIN
+        what = "all tensors of a group" if most == Need.GROUP else "all parameters"
+        return f"; it needs {what} together: {size:.3g} MB of gradients on one rank in a step", PLAIN
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:
         """Raise SwitchError if what the optimizer remembers under `old` cannot all be taken along to `new`.
