@@ -139,7 +139,7 @@ def test_every_common_error_is_in_the_source() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
-    titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "reference" / "common-errors.md").read_text(), re.MULTILINE)
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "reference" / "errors.md").read_text(), re.MULTILINE)
     unknown = [title for title in titles if any(part.strip(" .") not in spoken for part in title.split("…"))]
 
     assert len(titles) > 10

@@ -331,7 +331,10 @@ class Trainer:
         top_k: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """Continue `prompt`, or each of several, by `tokens` tokens. Equal on ranks: docs/reference/generation.md."""
+        """Continue `prompt`, or each of several, by `tokens` tokens, the same on every rank.
+
+        See docs/reference/generation.md.
+        """
         check_counts(tokens=tokens)
         sampling, inputs, device = Sampling(temperature, top_k, seed), self.job.config.inputs, self.job.device
         with self.job.ledger.clock.stopped():
