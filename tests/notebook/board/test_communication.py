@@ -258,7 +258,9 @@ def test_the_newest_step_shows_messages_exactly_and_the_pipeline_planned_and_mea
     assert sorted(step["traffic"]["sent"]) == [[i, j, each] for i in range(4) for j in (i - 1, i + 1) if 0 <= j < 4]
     row = next(row for row in step["table"] if row["op"] == "send")
     assert row["formula_bytes"] == row["bytes"] == row["sent"] == 6 * each
-    assert next(one["sent"] for one in ask(board, "runs")["runs"] if one["name"] == "small") == 2 * each  # the busiest rank
+    assert (
+        next(one["sent"] for one in ask(board, "runs")["runs"] if one["name"] == "small") == 2 * each
+    )  # the busiest rank
     moments = step["moments"]
     assert (moments["kind"], moments["step"], moments["ranks"]) == ("pipeline", 50, [0, 1, 2, 3])
     # 1f1b: (p - 1) / (m + p - 1) is idle when transfers cost nothing.

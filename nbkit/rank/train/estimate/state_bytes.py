@@ -159,7 +159,7 @@ class StateBytes:
             for number, (size, stage) in enumerate(zip(sizes, (3, 2, 1), strict=True)):
                 sums[number] += count * size * self._cut(some, strategy, place, stage).numel
         own = (size for name, size in self._buffers.items() if self._runs(strategy, place, name))
-        return Rest(*sums, self._all_buffers if here is None else sum(own))
+        return Rest(sums[0], sums[1], sums[2], self._all_buffers if here is None else sum(own))
 
     def _held(self, strategy: Strategy, place: Place, number: int) -> int:
         """Return how many elements of a block the rank at `place` updates."""
