@@ -265,6 +265,7 @@ class Job:
             integrity=self.integrity,
             backups=self.backups,
             seed=self.seed,
+            before_count=self.recorder.before_count,
         )
 
     def parsed(self, text: str) -> Strategy:
@@ -356,6 +357,8 @@ class Job:
         compute = replace(self.config.compute, **changed)
         self.config = self.builder.config = replace(self.config, compute=compute)
         self.training_step.microbatch_size = compute.microbatch_size
+        self.ledger.counts.clear()
+        self.training_step.count_again()
 
     @property
     def waits_for_update(self) -> bool:
@@ -886,6 +889,7 @@ class Job:
                 held=self.sharded_model.held.values(),
                 strategy=self.strategy,
                 cost_model=self.cost_model,
+                peak=self.training_step.counted.peak,
             )
 
     def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:
