@@ -10,7 +10,7 @@ import pytest
 import nbkit
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-NAMES = [name for name in nbkit.__all__ if name not in ("load_ipython_extension", "schedules", "techniques")]
+NAMES = [name for name in nbkit.__all__ if name not in ("load_ipython_extension", "schedules", "sinks", "techniques")]
 
 
 @pytest.mark.parametrize("name", nbkit.__all__)
