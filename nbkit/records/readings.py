@@ -142,6 +142,8 @@ def _late_among(of: Sequence[Bar], floor: float) -> Late | None:
 
 
 MESSAGES = ("send", "recv", "batch")
+BACKUP = "backup"
+"""The axis of the messages that back up the state of a rank. They are no part of what a strategy sends."""
 _ALIKE = ("dp", "shard", "replicate", "cp", "tp")
 
 Steps = Mapping[int, StepRecord]  # rank -> its record of one and the same step
@@ -152,10 +154,10 @@ Members = Mapping[str, Sequence[int]]  # label of a group -> global ranks in it
 class TrafficRow:
     """An operation on one axis, per step, summed over groups and ranks. calls: of one rank, on average.
 
-    bytes: of the tensors that ranks hand to it. sent: bytes that they send for it; for collectives, as if in a ring.
-    seconds: mean duration of a call, including the wait for late peers; None if no call was timed. algbw, busbw:
-    bytes/s as nccl-tests define them (busbw: the load of each link). overlap: the share of that time in which this rank
-    did something else; None if no call was timed. blocked: seconds for which the ranks stood still for it.
+    bytes: of the tensors that ranks hand to it. sent: bytes that they send for it, see `sent_bytes`; what they receive,
+    for receives. seconds: mean duration of a call, including the wait for late peers; None if no call was timed. algbw,
+    busbw: bytes/s as nccl-tests define them (busbw: the load of each link). overlap: the share of that time in which
+    this rank did something else; None if no call was timed. blocked: seconds for which the ranks stood still for it.
     """
 
     op: str
@@ -215,6 +217,21 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
         waiting = min(waiting, exposed)
         made.append(Bar(rank, record.seconds, exposed=exposed - waiting, waiting=waiting, peers=peers[rank], **parts))
     return made
+
+
+MEDIAN_OF = 20  # steps
+STANDS = 5  # steps for which what is told of them stands
+
+
+def usual_steps(newest: int, first: int) -> range:
+    """Return the numbers of the steps whose medians describe a strategy as of step `newest`.
+
+    first: its first step since it came into force, which makes what later ones reuse, so that it counts only if there
+    is no other. Every view uses these steps. They stay the same for five steps, so that views that are drawn at
+    different times show the same numbers.
+    """
+    first, ends = min(first + 1, newest), newest - newest % STANDS
+    return range(max(ends - MEDIAN_OF + 1, first), ends + 1) if ends >= first else range(first, newest + 1)
 
 
 def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
@@ -286,7 +303,7 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
                 bus / seconds if timed and seconds > 0 else None,
                 overlap,
                 sum(row.blocked for row in rows),
-                sum(sent_by(row, members) for row in rows),
+                sum(row.bytes if row.op == "recv" else sent_by(row, members) for row in rows),
             )
         )
     for other in near:
@@ -306,12 +323,28 @@ def _timed_as(row: TrafficRow, other: TrafficRow | None) -> TrafficRow:
     return replace(row, seconds=other.seconds, algbw=alg, busbw=bus, overlap=other.overlap)
 
 
+def sent_bytes(op: str, given: float, ranks: int) -> float:
+    """Return the bytes that a rank puts on the wire for an operation of a group of `ranks` ranks.
+
+    given: bytes of the tensors that the rank hands to it. A message is sent as it is. A collective sends as in a ring,
+    an all-to-all to each peer. Every view of "sent" uses this function, and so do the planner's formulas.
+    """
+    if op in ("recv", "batch"):  # what is received, and the wait for several messages
+        return 0.0
+    if op == "send":
+        return given
+    return given * _whole(op, ranks) * _bus_factor(op, ranks) if ranks > 1 else 0.0
+
+
 def sent_by(row: Traffic, members: Members) -> float:
-    """Return the bytes that a rank sends: for a message its own, for a collective as in a ring or to each peer."""
-    if not _collective(row):
-        return row.bytes
-    n = len(members.get(row.group, ()))
-    return row.bytes * _whole(row.op, n) * _bus_factor(row.op, n) if n > 1 else 0.0
+    """Return the bytes that a rank sends for a row of its traffic; see `sent_bytes`."""
+    return sent_bytes(row.op, row.bytes, len(members.get(row.group, ())))
+
+
+def busiest(steps: Steps, members: Members) -> float:
+    """Return the bytes that the busiest rank sends in a step, without backups."""
+    return max((sum(sent_by(row, members) for row in one.traffic if row.axis != BACKUP) for one in steps.values()),
+               default=0.0)  # fmt: skip
 
 
 def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMatrix:

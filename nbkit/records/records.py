@@ -171,8 +171,9 @@ class Detail(Record):
 class MemoryRecord(Record):
     """Bytes of a rank after a backward pass. Tensors that share memory count once.
 
-    now, peak: of the device's allocator (source: its kind), or of the process ("rss"), which includes Header.base_bytes
-    from before.
+    peak: bytes at the highest moment of a step, 0 if not counted: of the device's allocator (source: its kind), or of
+    the storages that were alive ("storages"). now: bytes in the allocator, or of the process, which includes
+    Header.base_bytes from before. Records of older releases have the peak of the process (source "rss").
     """
 
     kind: ClassVar[str] = "memory"
@@ -183,16 +184,17 @@ class MemoryRecord(Record):
     buffers: int = 0
     now: int = 0
     peak: int = 0
-    source: str = "rss"
+    source: str = "storages"
 
     @property
-    def known(self) -> int:
-        """Bytes of tensors that were counted one by one."""
+    def at_rest(self) -> int:
+        """Bytes that the rank holds between two steps, gradients included."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
-    def rest(self, base: int = 0) -> int:
-        """Return bytes at the peak beyond `known` and `base`: activations, communication buffers, the allocator's."""
-        return max(0, self.peak - self.known - base)
+    @property
+    def activations(self) -> int | None:
+        """Bytes at the peak beyond `at_rest`: activations, communication buffers, padding. None if not counted."""
+        return max(0, self.peak - self.at_rest) if self.peak and self.source != "rss" else None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ known state of ranks and hosts: clocks, temperature, power, CPU, with slowed GPU
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,7 @@ from nbkit.errors import NbkitError
 from nbkit.notebook.run.follower import PARTS, Run, short, strategy_of
 from nbkit.planner import forecast
 from nbkit.planner.exchange import orders
-from nbkit.records.readings import Bar, Late, TrafficRow, bars, late_rank, table, traffic_matrix, usual_bars
+from nbkit.records.readings import Bar, Late, TrafficRow, bars, busiest, late_rank, table, traffic_matrix, usual_bars
 from nbkit.records.records import LISTEN_EVERY, Detail, GpuHealth, HealthRecord, PipelineOp, StepRecord
 from nbkit.records.run_advice import PipelineLink, links, reading, slow_link
 from nbkit.schedules import Schedule, simulate
@@ -253,6 +254,7 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
         "late": _late(late_rank(shown)),
         "table": [_row(row, predicted) for row in rows],
         "formula": predicted is not None and bool(predicted.traffic),
+        "sent": round(busiest(steps, run.members)),
         "traffic": _traffic(run, steps, predicted),
         "memory": _memory(run, step, forecasts),
         "health": health(run),
@@ -338,7 +340,10 @@ def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[int]]:
 
 
 def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dict[str, Any]]:
-    """Return the memory of each rank. Its prediction is for the strategy in force when the memory was measured."""
+    """Return the memory of each rank. Its prediction is for the strategy in force when the memory was measured.
+
+    growth: bytes by which the process has grown since before the job; None on a device.
+    """
     made = []
     for rank in sorted(run.memory):
         record = run.memory_of(rank, step)
@@ -356,9 +361,11 @@ def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dic
                 "gradients": record.gradients,
                 "optimizer": record.optimizer,
                 "buffers": record.buffers,
-                "rest": record.rest(header.base_bytes if header else 0),
-                "source": record.source,
-                "formula": None if formula is None else [formula.parameters, formula.gradients, formula.optimizer],
+                "at_rest": record.at_rest,
+                "activations": record.activations,
+                "peak": record.peak if record.activations is not None else None,
+                "growth": record.now - header.base_bytes if header and record.source == "storages" else None,
+                "formula": None if formula is None else list(astuple(formula)),
             }
         )
     return made

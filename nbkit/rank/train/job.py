@@ -132,13 +132,14 @@ def prepare(
     """Return a job for a user who has a loop of their own. Collective: every rank calls it.
 
     model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is a
-    module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); None if the loop computes
-    the loss itself, by `rows`, `model` and `backward(loss)`. inputs: the names of the entries of a dict batch that the
-    model takes; loss then gets (output, batch). precision: None, "bf16" or "fp16".
+    module, an optimizer of its parameters; or a list or dict of several, as for the Trainer. loss: (output, target) ->
+    mean or (sum, weight); None if the loop computes the loss itself, by `rows`, `model` and `backward(loss)`. inputs:
+    the names of the entries of a dict batch that the model takes; loss then gets (output, batch). precision: None,
+    "bf16" or "fp16".
     hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on, which pipelines and context
     parallelism need, and tensor parallelism for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
     "replace", where a rank that dies in a loop over `batches` is replaced by one that helps to save the job
-    (docs/clusters.md), or "stop". For all other arguments see Trainer.
+    (docs/reference/clusters.md), or "stop". For all other arguments see Trainer.
     Raises TrainingError or StrategyError if it could not train as asked.
     """
     check_options(compute=compute, hints=hints, recovery=recovery)
@@ -264,6 +265,7 @@ class Job:
             integrity=self.integrity,
             backups=self.backups,
             seed=self.seed,
+            before_count=self.recorder.before_count,
         )
 
     def parsed(self, text: str) -> Strategy:
@@ -355,6 +357,8 @@ class Job:
         compute = replace(self.config.compute, **changed)
         self.config = self.builder.config = replace(self.config, compute=compute)
         self.training_step.microbatch_size = compute.microbatch_size
+        self.ledger.counts.clear()
+        self.training_step.count_again()
 
     @property
     def waits_for_update(self) -> bool:
@@ -856,7 +860,8 @@ class Job:
 
     def bytes_per_element(self) -> dict[str, dict[str, int]]:
         """Return bytes per element of every parameter and of its optimizer state: see job_state.bytes_per_element."""
-        return bytes_per_element(self.sharded_model, self.optimizer.inner, self.builder.skeleton)
+        builder, inner = self.builder, self.optimizer.inner
+        return bytes_per_element(self.sharded_model, inner, builder.skeleton, builder.template.groups)
 
     def cost_model(self) -> CostModel:
         """Return the formulas that predict the cost of any strategy. From any thread."""
@@ -885,6 +890,7 @@ class Job:
                 held=self.sharded_model.held.values(),
                 strategy=self.strategy,
                 cost_model=self.cost_model,
+                peak=self.training_step.counted.peak,
             )
 
     def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:

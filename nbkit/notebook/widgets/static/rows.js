@@ -97,4 +97,7 @@ export function drawAxes(picture, table) {
   });
 }
 
-export const axisNote = (table) => (table.some((row) => row.formula_bytes !== null) ? "measured; tick: by formula" : "measured; no formula known");
+export function axisNote({ table = [], sent }) {
+  const formula = table.some((row) => row.formula_bytes !== null) ? "measured; tick: by formula" : "measured; no formula known";
+  return sent ? `${formula}; the busiest rank sends ${bytes(sent)}` : formula;
+}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import Recording
-from optimizers import OPTIMIZERS
+from optimizers import OPTIMIZERS, halves
 from ranks import known_optimizers, run_ranks
 from torch import nn
 
@@ -128,6 +128,70 @@ def test_a_class_given_for_a_factory_is_told_how_to_be_one() -> None:
     with pytest.raises(TrainingError, match="Mixing wants its parameters") as refused:
         OptimizerSpec(Mixing, module=model)  # type: ignore[arg-type]
     assert refused.value.hint == "optimizer=lambda model: Mixing(model.parameters(), lr=1e-3)"
+
+
+class InGroups(torch.optim.SGD):
+    """Divides by the norm of the gradients of each group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for p in group["params"]:
+                p -= group["lr"] * p.grad / norm
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, vectors = halves(model)
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=0.02)]
+
+
+def by_group(model: nn.Module) -> torch.optim.Optimizer:
+    return InGroups([{"params": list(part.parameters())} for part in model], lr=0.1)  # type: ignore[union-attr]
+
+
+NEEDS: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
+    "adamw": (lambda model: torch.optim.AdamW(model.parameters()), "ELEMENT", "ELEMENT"),
+    "muon and adamw": (muon_and_adamw, "TENSOR", "ELEMENT"),
+    "in groups": (by_group, "GROUP", "GROUP"),
+    **{
+        name: (OPTIMIZERS[name], matrices, vectors)
+        for name, matrices, vectors in (
+            ("lion", "ELEMENT", "ELEMENT"),
+            ("ademamix", "ELEMENT", "ELEMENT"),
+            ("agc", "ROW", "TENSOR"),
+            ("muon", "TENSOR", "ELEMENT"),
+            ("soap", "TENSOR", "ELEMENT"),
+            ("lamb", "TENSOR", "TENSOR"),
+            ("adafactor", "TENSOR", "TENSOR"),
+            ("8-bit", "TENSOR", "TENSOR"),
+            ("prodigy", "ALL", "ALL"),
+            ("d-adaptation", "ALL", "ALL"),
+            ("clipping", "ALL", "ALL"),
+        )
+    },
+}
+
+
+def test_what_an_optimizer_needs_at_once_is_found_by_running_it() -> None:
+    for name, (kind, matrices, vectors) in NEEDS.items():
+        model = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 10), nn.Linear(10, 9), nn.Linear(9, 5))
+        needs = OptimizerSpec(kind, module=model).needs()
+        assert {need.name for part, need in needs.items() if part.endswith("weight")} == {matrices}, name
+        assert {need.name for part, need in needs.items() if part.endswith("bias")} == {vectors}, name
+        assert len(needs) == 8
+
+
+def test_a_refusal_says_what_whole_tensors_would_cost() -> None:
+    model, tp = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 10)), Strategy.parse("tp=2", 2)
+    with pytest.raises(TrainingError, match=r"Muon \+ AdamW does not update each element") as whole:
+        OptimizerSpec(muon_and_adamw, module=model).check(tp)
+    with pytest.raises(TrainingError, match="Clipping does not update each element") as together:
+        OptimizerSpec(OPTIMIZERS["clipping"], module=model).check(tp)
+
+    said = "; it needs 2 tensors whole: 2.02 MB of gradients to their owners in a step, and updates back"
+    assert (whole.value.numbers or "").endswith(said)
+    assert (together.value.numbers or "").endswith("together: 2.02 MB of gradients on one rank in a step")
 
 
 def test_an_optimizer_that_wants_a_closure_is_refused() -> None:

@@ -57,7 +57,7 @@ export async function render() {
   await new Promise((done) => { style.onload = done; style.onerror = done; });
   document.body.innerHTML = LAYOUT;
   $("parts").innerHTML = swatches(COLOURS, SPOKEN);
-  $("memorylegend").innerHTML = `${swatches(MEMORY, { rest: "activations, other (peak)" })}<b class="tick"></b>formula, at rest`;
+  $("memorylegend").innerHTML = `${swatches(MEMORY, { activations: "activations and other, at the peak" })}<b class="tick"></b>formula, at rest`;
   for (const [id, label] of Object.entries({ timeline: "step breakdown over time", bars: "step breakdown per rank", traffic: "traffic from rank to rank", moments: "moments of a step", memory: "memory per rank" })) {
     pictures[id] = new Picture($(id), label);
   }
