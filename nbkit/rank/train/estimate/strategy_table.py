@@ -28,7 +28,7 @@ from nbkit.strategy import Strategy
 
 _PROVEN = "a whole step of it was compared with one process"
 _UNPROVEN = "a whole step of it is compared with one process before a switch"
-_REST = 0.5  # pause after each row, as a share of its time: the training thread needs the interpreter too
+_REST = 1.0  # pause after each row, as a share of its time: the training thread needs the interpreter too
 
 
 def table(job: Job, *, every: bool = False) -> dict[str, Any]:
