@@ -267,7 +267,9 @@ def text_of(state: State) -> str:
         lines.append("what each strategy would cost is being worked out; look again")
     if not job:
         return "\n".join([*lines, *(result.line for result in state.results[:1])])
-    lines += [f"strategy  {job['strategy']}", f"          {job['arithmetic']}", "", *_drawing(job), ""]
+    cut = next((row["cut"] for row in job["rows"] if row["current"]), "")
+    told = "; ".join(words for words in (job["arithmetic"], cut) if words)
+    lines += [f"strategy  {job['strategy']}", f"          {told}", "", *_drawing(job), ""]
     lines += _table([row for row in job["rows"] if row["ok"]])
     refused = [row for row in job["rows"] if not row["ok"]]
     lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
@@ -346,6 +348,7 @@ def _row(
         "held": row["held"],
         "axis": axis_of(row["strategy"]),
         "arithmetic": row["arithmetic"] or "",
+        "cut": row["cut"],
         "memory": size(memory["after"]) if row["ok"] else "",
         "memory_part": min(1.0, memory["after"] / scale) if scale else 0.0,
         "during_part": min(1.0, memory["during"] / scale) if scale else 0.0,

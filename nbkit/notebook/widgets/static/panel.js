@@ -241,7 +241,8 @@ function render({ model, el }) {
   function drawChoice() {
     const row = candidate();
     const shown = draft === null ? job().arithmetic : row?.arithmetic ?? "";
-    sum.textContent = shown ? `${shown}, unchanged` : "";
+    const cut = (draft === null ? rowOf(job().strategy) : row)?.cut;
+    sum.textContent = [shown, cut].filter(Boolean).join("; ");
     const why = draft === null ? "" : row ? row.why : verdict?.why ?? "";
     said.textContent = why;
     said.classList.toggle("bad", draft !== null && (row ? !open(row) : verdict ? !verdict.ok : false));
