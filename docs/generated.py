@@ -65,6 +65,8 @@ UNITS = {
     "limit": "bytes",
     "tokens": "tokens",
     "temperature": "",
+    "formula": "",
+    "measured": "",
     "top_k": "tokens",
 }
 """The unit of each argument that takes a number; "" if it has none."""
@@ -442,6 +444,17 @@ def handle() -> Iterator[str]:
     yield from members("CellHandle", "nbkit.notebook.cluster.cells.handle", "handle", "wait stop output status show")
 
 
+def questions() -> Iterator[str]:
+    """Yield what `nbkit.lesson` offers to the writer of a lesson, and what a question has."""
+    for name in ("predict", "collect"):
+        node = definition(name, "nbkit.lesson")
+        assert isinstance(node, ast.FunctionDef)
+        yield f"## nbkit.lesson.{name}\n\n" + _shown(f"nbkit.lesson.{name}({_signature(node)})")
+        yield from _body(node)
+    yield "## A question\n"
+    yield from members("Prediction", "nbkit.lesson", "question", "lock check within")
+
+
 def plugins() -> Iterator[str]:
     """Yield a section for what extends nbkit."""
     for name, module in (("register", "nbkit.schedules"), ("register", "nbkit.techniques.registry")):
@@ -696,7 +709,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     made.__name__: made
     for made in (
         *(magics, commands, trainer, options, trainer_members, prepare, job, functions, models, views, cluster, handle),
-        *(plugins, presets, axes, keys, pipelines, records, events, error_kinds, error_texts),
+        *(questions, plugins, presets, axes, keys, pipelines, records, events, error_kinds, error_texts),
     )
 }
 """The name of a table -> the function that yields its parts."""
