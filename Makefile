@@ -15,8 +15,9 @@ G ?=
 W ?=
 C ?=
 D ?=
+S ?=
 
-.PHONY: help demo test long versions lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why chaos drills docs check clean
+.PHONY: help demo test long versions lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why chaos drills docs shots check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +39,7 @@ help:
 	@echo "make drills  do 86 things wrong in a notebook, one after the other, and look at the answers: about 3 minutes"
 	@echo "make chaos   kill ranks, parents, controllers and notebooks under trainings, fill disks and memory: up to an hour"
 	@echo "make docs    build the site of the manual, docs/build/html; a warning or a dead link is an error"
+	@echo "make shots   take the pictures of docs/gallery.md in JupyterLab: about 8 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -119,6 +121,10 @@ chaos: $(READY)
 # --fail-on-warning: a link to a page or a heading that is not there is a warning, as is a page that no list names.
 docs: $(READY)
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --builder html docs docs/build/html
+
+# All of them, or some:  make shots S="panel why"
+shots: $(READY)
+	@$(BIN)/python -m tests.support.shots $(S)
 
 check: $(READY)
 	$(BIN)/ruff check

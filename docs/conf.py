@@ -17,6 +17,7 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(DOCS)]
 
 import generated  # noqa: E402
+from sphinx.errors import ExtensionError  # noqa: E402
 
 import nbkit  # noqa: E402
 
@@ -80,7 +81,16 @@ def _lead_to_pages(app: Any, name: str, source: list[str]) -> None:
         source[0] = generated.filled(source[0])
 
 
+def _needs_no_network(app: Any, error: Exception | None) -> None:
+    """Raise if a page loads a script, a style or a picture from elsewhere."""
+    loaded = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=[\"'](?:https?:)?//[^\"']*")
+    for page in () if error else Path(app.outdir).rglob("*.html"):
+        if found := loaded.search(page.read_text(encoding="utf-8")):
+            raise ExtensionError(f"{page.relative_to(app.outdir)} needs the network: {found[0]}")
+
+
 def setup(app: Any) -> None:
-    """Copy the notebooks, and follow links, at each build."""
+    """Copy the notebooks, follow links and look at the result, at each build."""
     _copy_notebooks()
     app.connect("source-read", _lead_to_pages)
+    app.connect("build-finished", _needs_no_network)

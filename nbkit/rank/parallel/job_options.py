@@ -12,7 +12,7 @@ class JobOptions:
 
     tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass. cut: a rank
     cuts its rows into several forwards, whatever the strategy. compile: compile blocks where that is safe. adaptive:
-    the optimizer's steps do not grow with the gradients, as with Adam.
+    the optimizer's steps do not grow with the gradients, as with Adam. own_forward: the user calls the model.
     """
 
     tp_plan: Mapping[str, str] | None = None
@@ -20,3 +20,4 @@ class JobOptions:
     cut: bool = False
     compile: bool | str = False
     adaptive: bool = False
+    own_forward: bool = False

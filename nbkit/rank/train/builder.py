@@ -131,6 +131,7 @@ class Builder:
             cut=config.compute.microbatch_size is not None,
             compile=config.compute.compile,
             adaptive=self.template.is_adaptive(),
+            own_forward=config.own_loss,
         )
         self.finder = self._finder(ModelFacts(ModelShapes(self.skeleton)))
         wanted = frozenset[str]().union(*map(needed_facts, asked))

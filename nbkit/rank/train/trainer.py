@@ -65,12 +65,12 @@ class Trainer:
     share the parameters: Muon for the matrices and AdamW for the rest. Each parameter that trains is in exactly one of
     them. lr_schedule, checkpoints and switches treat several as one, and `trainer.optimizer.optimizers` is the list or
     dict. data: map-style or iterable, with items (input, target) or dicts. batch_size: rows of the global batch, over
-    all ranks. strategy: a text such as "dp=2 tp=2"; "auto" takes the first row of a plan (docs/plan.md) and prints it.
-    precision: "bf16" or "fp16" run forward and loss under autocast, "fp16" with a scale on the loss; None (the
-    default): float32. clip_norm: scale gradients down to this norm; None (the default): never. lr_schedule: a function
-    of the finished steps that returns the factor of the optimizer's lr. eval_data: data for evaluations; their mean
-    loss is `eval_loss` in `history`. eval_every: steps between two evaluations. inputs: for dicts, the names of the
-    entries that the model takes; `loss` then gets (output, batch). seed: the seed of weights, order and dropout.
+    all ranks. strategy: a text such as "dp=2 tp=2"; "auto" takes the first row of a plan (docs/reference/planner.md)
+    and prints it. precision: "bf16" or "fp16" run forward and loss under autocast, "fp16" with a scale on the loss;
+    None (the default): float32. clip_norm: scale gradients down to this norm; None (the default): never. lr_schedule: a
+    function of the finished steps that returns the factor of the optimizer's lr. eval_data: data for evaluations; their
+    mean loss is `eval_loss` in `history`. eval_every: steps between two evaluations. inputs: for dicts, the names of
+    the entries that the model takes; `loss` then gets (output, batch). seed: the seed of weights, order and dropout.
     callbacks: functions of (trainer, record), called after each step; a GPU is waited for, so that the model is that of
     the record. name: the name of the run. log_dir: the parent of the run's directory, which %dashboard and TensorBoard
     read; None: keep no records. sinks: objects with a method write(event), which gets each step and event on rank 0.
@@ -331,7 +331,10 @@ class Trainer:
         top_k: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """Continue `prompt`, or each of several, by `tokens` tokens. The same on every rank: see docs/generate.md."""
+        """Continue `prompt`, or each of several, by `tokens` tokens, the same on every rank.
+
+        See docs/reference/generation.md.
+        """
         check_counts(tokens=tokens)
         sampling, inputs, device = Sampling(temperature, top_k, seed), self.job.config.inputs, self.job.device
         with self.job.ledger.clock.stopped():
