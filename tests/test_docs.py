@@ -132,7 +132,7 @@ def test_every_file_that_the_pages_on_the_inside_name_is_there() -> None:
     assert set(re.findall(r"[a-z_0-9]+\.py", text)) - files == set()
 
 
-def test_every_error_text_of_the_faq_is_in_the_source() -> None:
+def test_every_common_error_is_in_the_source() -> None:
     spoken = "\n".join(
         re.sub(r"\s+", " ", node.value)
         for path in (ROOT / "nbkit").rglob("*.py")

@@ -356,6 +356,11 @@ class Accelerator:
         kind = next((d.type for d in devices if self.holds(d)), NVIDIA)
         return torch.random.fork_rng(devices=held, device_type=kind)
 
+    def generator_states(self, device: torch.device) -> list[Tensor]:
+        """Return the states of torch's generators of the CPU and of `device`."""
+        states = [torch.default_generator.get_state()]
+        return [*states, self._generator(device).get_state()] if self.holds(device) else states
+
     @contextmanager
     def drawing_by(self, seed: int, device: torch.device) -> Iterator[None]:
         """Make what torch draws on `device` depend only on `seed` inside, and restore the generator on exit."""

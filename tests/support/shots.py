@@ -69,12 +69,15 @@ def _pause(seconds: float) -> Callable[[LabPage, int], Any]:
     return pause
 
 
+_REMOVE_LOGS = """area => {
+  const notes = area.querySelector("small");
+  notes.innerHTML = notes.innerHTML.split("<br>").filter(line => !line.startsWith("logs")).join("<br>");
+}"""
+
+
 def _start(lab: LabPage, number: int) -> Any:
     """Leave out the folder of logs, which is another one on each machine."""
-    shown_by(lab, number).evaluate(
-        """area => [...area.querySelectorAll("p, div, small")]
-            .filter(e => e.innerText.startsWith("logs")).forEach(e => e.remove())"""
-    )
+    shown_by(lab, number).evaluate(_REMOVE_LOGS)
     return shown_by(lab, number)
 
 
@@ -119,7 +122,7 @@ def _replaced(lab: LabPage, number: int) -> Any:
 
 def _board(lab: LabPage, number: int) -> Any:
     frame = lab.cell(number).locator("iframe")
-    frame.scroll_into_view_if_needed()
+    frame.evaluate("frame => frame.scrollIntoView({ block: 'center' })")
     frame.element_handle().content_frame().wait_for_selector("text=/loss/", timeout=90_000)
     lab.page.wait_for_timeout(6000)
     return frame
@@ -174,7 +177,7 @@ _WHILE_IT_RUNS = {"breakpoint"}
 
 def take(element: Any) -> bytes:
     """Return the element as a PNG, without empty margins."""
-    element.scroll_into_view_if_needed()
+    element.evaluate("element => element.scrollIntoView({ block: 'center' })")
     element.page.mouse.move(0, 0)  # no tooltips
     shot = Image.open(io.BytesIO(element.screenshot())).convert("RGB")
     corner = Image.new("RGB", shot.size, shot.getpixel((shot.width - 1, 0)))
@@ -199,6 +202,7 @@ def main(wanted: Sequence[str]) -> int:
         (Path(server["root"]) / "gallery.ipynb").write_text(json.dumps(notebook_of([source for source, _ in cells])))
         context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
         lab = LabPage(context.new_page(), server)
+        lab.page.set_default_timeout(CELL_SECONDS * 1000)
         lab.open("gallery.ipynb")
         lab.page.evaluate("jupyterapp.shell.collapseLeft()")
         for number, (_, pictures) in enumerate(cells[: last + 1]):

@@ -18,6 +18,7 @@ from typing import Any
 
 from nbkit import errors
 from nbkit.errors import ClusterError, NbkitError, UsageError
+from nbkit.figures import seconds, size
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.handle import handle_of, wait_for, wait_here
 from nbkit.notebook.cluster.cells.submit import request_for
@@ -122,7 +123,7 @@ class ControlResult:
     @property
     def compared(self) -> list[tuple[str, ...]]:
         """Return the rows of a comparison; the first one is the header."""
-        head = "strategy", "a step", "95 % of the median", "memory beyond before", "sent a step"
+        head = "strategy", "a step", "the median lies within", "peak", "sent in a step"
         return [head, *(_compared(row) for row in self.result["strategies"])]
 
     def _repr_html_(self) -> str:
@@ -143,8 +144,8 @@ class ControlResult:
 def _compared(row: Mapping[str, Any]) -> tuple[str, ...]:
     if row["error"]:
         return row["strategy"], row["error"], "", "", ""
-    between = f"{seconds(row['low_s'])} to {seconds(row['high_s'])}"
-    return row["strategy"], seconds(row["step_s"]), between, size(row["memory_bytes"]), size(row["sent_bytes"])
+    between = f"{seconds(row['low_s'])} to {seconds(row['high_s'])}" if row["low_s"] is not None else ""
+    return row["strategy"], seconds(row["step_s"]), between, size(row["peak_bytes"]), size(row["sent_bytes"])
 
 
 def _lined_up(rows: list[tuple[str, ...]]) -> list[str]:
@@ -164,23 +165,6 @@ def proof(switched: Mapping[str, Any]) -> str:
     """Return in words whether the state is the same as before."""
     words = {True: "state identical, bit for bit", False: "STATE DIFFERS", None: "state not compared"}
     return words[switched.get("identical")]
-
-
-def size(count: float | None) -> str:
-    """Return bytes for people; "unknown" for None."""
-    if count is None:
-        return "unknown"
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-def seconds(value: float | None) -> str:
-    """Return seconds for people; "unknown" for None."""
-    if value is None:
-        return "unknown"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 TICK_SECONDS = 0.03

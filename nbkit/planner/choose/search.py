@@ -21,6 +21,8 @@ from typing import Any, Literal, TypeVar
 
 from nbkit import techniques
 from nbkit.errors import StrategyError, UsageError
+from nbkit.figures import seconds as span
+from nbkit.figures import size
 from nbkit.planner.choose.load import (
     Candidate,
     Hardware,
@@ -340,20 +342,20 @@ def _strategies(facts: Facts, on: Hardware) -> Iterator[Strategy]:
 
 def _candidates(strategy: Strategy, batch: int, blocks: int) -> Iterator[Candidate]:
     rows = batch // strategy.dp
-    sizes = [size for size in _MICROS if rows % size == 0] if strategy.pp > 1 or rows > 1 else [rows]
+    sizes = [micro for micro in _MICROS if rows % micro == 0] if strategy.pp > 1 or rows > 1 else [rows]
     if strategy.pp == 1 and rows not in sizes:
         sizes.append(rows)
     # Large micro-batches first: fewer forwards are better if nothing waits for them.
-    for size in sorted(sizes, reverse=True):
+    for micro in sorted(sizes, reverse=True):
         for recompute in (False, True):
             if strategy.pp == 1:
-                yield Candidate(strategy, size, rows // size, recompute)
+                yield Candidate(strategy, micro, rows // micro, recompute)
                 continue
             for schedule in ("1f1b", "interleaved") if strategy.pp > 1 else (None,):
-                if schedule == "interleaved" and ((rows // size) % strategy.pp or 2 * strategy.pp > blocks):
+                if schedule == "interleaved" and ((rows // micro) % strategy.pp or 2 * strategy.pp > blocks):
                     continue
-                made = replace(strategy, schedule=schedule, microbatches=rows // size)
-                yield Candidate(made, size, rows // size, recompute)
+                made = replace(strategy, schedule=schedule, microbatches=rows // micro)
+                yield Candidate(made, micro, rows // micro, recompute)
 
 
 def _least(known: Known, candidate: Candidate, rest: Rest) -> Peak:
@@ -562,18 +564,3 @@ def _cells(row: PlanRow, plan: Plan) -> Sequence[str]:
         f"{size(sum(row.sent.values()))}, most on {axis}{between}" if row.sent else "nothing",
         f"{row.rate:,.0f} {plan.unit}/s, {row.device_seconds_per_million:.3g} device s / M",
     )
-
-
-def size(num_bytes: float) -> str:
-    """Return bytes for people."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= limit:
-            return f"{num_bytes / limit:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def span(seconds: float) -> str:
-    """Return seconds for people."""
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

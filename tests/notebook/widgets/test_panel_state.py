@@ -151,7 +151,7 @@ def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
     assert by_name["dp=4"]["memory_part"] == 0.25  # 4 MB of the 16 MB that a rank has room for
     assert by_name["dp=4 zero=3"]["during_part"] == 5 / 16
     assert "4 MB now, 5 MB while it switches, 1 MB then" in by_name["dp=4 zero=3"]["memory_words"]
-    assert by_name["dp=4 zero=1"]["sends"] == "250 kB"
+    assert by_name["dp=4 zero=1"]["sends"] == "≈ 250 kB"
     assert by_name["dp=4 zero=3"]["payback"] == "never"
     assert by_name["tp=4"]["payback"] == "50 steps"
     assert by_name["dp=4 zero=1"]["step"] == "unknown"
@@ -210,7 +210,7 @@ def test_a_typed_strategy_without_a_row_has_the_figures_that_ranks_predict_of_it
     assert verdict["ok"] and not in_table(state, verdict["strategy"]) and in_table(state, like["strategy"])
     row = previewed(state, verdict, option)["row"]
     shown = next(one for one in job_view(state)["rows"] if one["strategy"] == like["strategy"])
-    assert row == {**shown, "strategy": verdict["strategy"], "sends": "7 MB", "recommended": False}
+    assert row == {**shown, "strategy": verdict["strategy"], "sends": "≈ 7 MB", "recommended": False}
     assert previewed(state, verdict, {}) == verdict
     refused = previewed(state, verdict, {**option, "ok": False, "untried": False, "why": "no two blocks", "memory": {}})
     assert not refused["ok"] and refused["why"] == refused["row"]["why"] == "no two blocks"
@@ -230,7 +230,7 @@ def test_a_strategy_that_was_not_tried_yet_does_not_fit_and_can_be_chosen() -> N
 def test_the_panel_as_text_says_the_same() -> None:
     text = text_of(state_of(Looked(answer_of(table_of("zero3", previous="dp=4"))), Finished(verdict_of())))
 
-    assert "training · step 7 of 100 · loss 2.500" in text
+    assert "training · step 7 of 100 · loss 2.5" in text
     assert "global 16 = micro 4 x accum 1 x dp 4" in text
     assert "blocks.1  ▂▂ ▂▂ ▂▂ ▂▂  12.7 k" in text
     assert "* dp=4 zero=3" in text
@@ -284,7 +284,7 @@ def test_of_a_cluster_that_is_gone_nothing_can_be_pressed() -> None:
 def test_the_recommended_strategy_comes_first_with_its_peak_and_is_named() -> None:
     state = reduce(State("c", 4), Looked(answer_of(table_of())))
     first, *others = job_view(state)["rows"]
-    assert first["recommended"] and first["strategy"].startswith("pp=4") and first["peak"] == "3 MB"
+    assert first["recommended"] and first["strategy"].startswith("pp=4") and first["peak"] == "≈ 3 MB"
     assert not any(row["recommended"] for row in others)
     assert "recommended: pp=4" in text_of(state) and "→ pp=4" in text_of(state)
 

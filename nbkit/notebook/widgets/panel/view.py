@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from nbkit.durations import text_of as text_of_seconds
 from nbkit.errors import StrategyError
-from nbkit.figures import figure
+from nbkit.figures import figure, seconds, size
 from nbkit.notebook.cluster.status import text_table
-from nbkit.notebook.cluster.training_control import ControlResult, proof, seconds, size
+from nbkit.notebook.cluster.training_control import ControlResult, proof
 from nbkit.planner.choose.search import Choice, bounds_of, in_words, recommended
 from nbkit.planner.link_speed import ranks_of_node
 from nbkit.strategy import Strategy
@@ -267,7 +267,9 @@ def text_of(state: State) -> str:
         lines.append("what each strategy would cost is being worked out; look again")
     if not job:
         return "\n".join([*lines, *(result.line for result in state.results[:1])])
-    lines += [f"strategy  {job['strategy']}", f"          {job['arithmetic']}", "", *_drawing(job), ""]
+    cut = next((row["cut"] for row in job["rows"] if row["current"]), "")
+    told = "; ".join(words for words in (job["arithmetic"], cut) if words)
+    lines += [f"strategy  {job['strategy']}", f"          {told}", "", *_drawing(job), ""]
     lines += _table([row for row in job["rows"] if row["ok"]])
     refused = [row for row in job["rows"] if not row["ok"]]
     lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
@@ -294,7 +296,7 @@ def _headline(state: State) -> str:
         # The step that is being made is not yet among the finished ones.
         parts[-1] = f"step {progress['step']:,} of {progress['goal']:,}"
     if "loss" in progress:
-        parts.append(f"loss {progress['loss']:.3f}")
+        parts.append(f"loss {figure(progress['loss'])}")
     if progress.get("tokens_per_s") and state.phase == "training":
         parts.append(f"{figure(progress['tokens_per_s'])} {progress['unit']}/s")
     if progress.get("eta_s") and state.phase == "training":
@@ -346,13 +348,14 @@ def _row(
         "held": row["held"],
         "axis": axis_of(row["strategy"]),
         "arithmetic": row["arithmetic"] or "",
+        "cut": row["cut"],
         "memory": size(memory["after"]) if row["ok"] else "",
         "memory_part": min(1.0, memory["after"] / scale) if scale else 0.0,
         "during_part": min(1.0, memory["during"] / scale) if scale else 0.0,
-        "peak": size(peak) if row["ok"] else "",
+        "peak": _bytes(peak, row["peak_counted"]) if row["ok"] else "",
         "tight": limit is not None and max(memory["during"], peak or 0) > limit,
         "memory_words": f"the fullest rank holds {size(memory['now'])} now{during}, {size(memory['after'])} then"
-        + (f", {size(peak)} at the peak of a step" if peak is not None else "")
+        + (f", {_bytes(peak, row['peak_counted'])} at the peak of a step" if peak is not None else "")
         + (f"; it has room for {size(limit)}" if limit is not None else ""),
         "sends": _sends(row) if row["ok"] else "",
         "moved": "" if current or not row["ok"] else size(row["moved_bytes"]),
@@ -369,6 +372,11 @@ def _step(row: Mapping[str, Any]) -> str:
     return seconds(row["step_s"]) if row["step_s"] is not None else _predicted(row) or seconds(None)
 
 
+def _bytes(value: float | None, counted: bool) -> str:
+    """Return bytes as they were counted, or with a sign that they are predicted."""
+    return size(value) if counted or value is None else f"≈ {size(value)}"
+
+
 def _predicted(row: Mapping[str, Any]) -> str:
     predicted = row["predicted_step_s"]
     return f"≈ {seconds(predicted)}" if predicted is not None else ""
@@ -377,7 +385,8 @@ def _predicted(row: Mapping[str, Any]) -> str:
 def _sends(row: Mapping[str, Any]) -> str:
     """Return what a rank sends and, on several nodes, what all ranks send between nodes."""
     between = row.get("between_bytes")
-    return size(row["step_bytes"]) + (f"; {size(between)} between nodes" if between is not None else "")
+    own = _bytes(row["step_bytes"], row["sent_counted"])
+    return own + (f"; ≈ {size(between)} between nodes" if between is not None else "")
 
 
 def _levers(found: Mapping[str, Any]) -> str:

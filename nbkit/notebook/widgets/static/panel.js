@@ -9,16 +9,16 @@ const KEYS = [
 const TITLES = {
   "strategy": "",
   "memory": "of a rank at rest, weights, gradients and optimizer state of the fullest rank; paler: while the switch is made",
-  "peak": "of the fullest rank within a step, activations counted",
+  "peak": "bytes of the fullest rank at the highest moment of a step: as counted in a step; ≈ predicted by formula",
   "step": "seconds of a step: where it has run in this job the median of its newest steps, and between what that lies with 95 %, 10 % more where they were made more than 400 steps ago; ≈ predicted from the steps of the strategy in force",
-  "sends": "bytes that the busiest rank sends in a step, by the formulas; on several nodes also what all ranks send between them",
+  "sends": "bytes that the busiest rank sends in a step, without backups: as counted in a step; ≈ predicted by formula. On several nodes also what all ranks send between them",
   "moves": "bytes that the switch moves, over all ranks, exactly",
   "pause": "seconds without a step while the switch is made, predicted",
   "pays back": "steps after which the pause is won back; within noise: the margins of both steps overlap, so that nobody can say",
 };
 // What a column is of stands below its name: two columns of bytes are not the same bytes.
 const OF = {
-  "memory": "at rest,\nfullest rank", "peak": "by formula,\nfullest rank", "step": "≈ predicted", "sends": "in a step,\nno backups,\nbusiest rank",
+  "memory": "at rest,\nfullest rank", "peak": "in a step,\nfullest rank", "step": "≈ predicted", "sends": "in a step,\nno backups,\nbusiest rank",
   "moves": "over\nall ranks", "pause": "predicted", "pays back": "after",
 };
 const COLUMNS = [["memory", "memory"], ["peak", "peak"], ["step", "step"], ["sends", "sends"], ["moves", "moved"], ["pause", "pause"], ["pays back", "payback"]];
@@ -241,7 +241,8 @@ function render({ model, el }) {
   function drawChoice() {
     const row = candidate();
     const shown = draft === null ? job().arithmetic : row?.arithmetic ?? "";
-    sum.textContent = shown ? `${shown}, unchanged` : "";
+    const cut = (draft === null ? rowOf(job().strategy) : row)?.cut;
+    sum.textContent = [shown, cut].filter(Boolean).join("; ");
     const why = draft === null ? "" : row ? row.why : verdict?.why ?? "";
     said.textContent = why;
     said.classList.toggle("bad", draft !== null && (row ? !open(row) : verdict ? !verdict.ok : false));

@@ -89,14 +89,14 @@ def test_strategies_are_compared_and_the_training_goes_on_as_if_they_had_not_bee
     # ddp reduces all gradients and a few numbers of the step. zero3 gathers half of the weights twice, and reduces the
     # gradients. pp sends activations of twelve rows forth, or their gradients back.
     assert weights < ddp["sent_bytes"] < weights + 600
-    assert weights <= zero3["sent_bytes"] - ddp["sent_bytes"] < 2 * weights  # with what makes the parts alike
-    assert 0 < pp["sent_bytes"] < 12 * 16 * 4 + 600
+    assert weights / 2 <= zero3["sent_bytes"] - ddp["sent_bytes"] < weights  # with what makes the parts alike
+    assert 0 < pp["sent_bytes"] < 12 * 16 * 4 + 800  # with the shapes of the rows
     for row in (ddp, zero3, pp):
-        assert 0 < row["low_s"] <= row["step_s"] <= row["high_s"] and row["memory_bytes"] >= 0
+        assert 0 < row["low_s"] <= row["step_s"] <= row["high_s"] and row["peak_bytes"] > 3 * weights / 2
 
 
 def test_a_comparison_is_shown_as_a_table() -> None:
-    good = {"step_s": 0.5, "low_s": 0.4, "high_s": 2.0, "memory_bytes": 3e6, "sent_bytes": 1e3, "error": ""}
+    good = {"step_s": 0.5, "low_s": 0.4, "high_s": 2.0, "peak_bytes": 3e6, "sent_bytes": 1e3, "error": ""}
     rows = [{"strategy": "zero3", **good}, {"strategy": "tp=2", "error": "It <cannot> be split."}]
     result = ControlResult(
         "1", "compare", {}, 7, "zero3", True, "", "", "", "", {"steps": 20, "strategies": rows}, served=True
