@@ -15,8 +15,9 @@ G ?=
 W ?=
 C ?=
 D ?=
+S ?=
 
-.PHONY: help demo test long versions lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why chaos drills check clean
+.PHONY: help demo test long versions lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why chaos drills docs shots check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +38,8 @@ help:
 	@echo "make why     hang four ranks in 23 ways, and ask who is stuck where: about 3 minutes"
 	@echo "make drills  do 86 things wrong in a notebook, one after the other, and look at the answers: about 3 minutes"
 	@echo "make chaos   kill ranks, parents, controllers and notebooks under trainings, fill disks and memory: up to an hour"
+	@echo "make docs    build the site of the manual, docs/build/html; a warning or a dead link is an error"
+	@echo "make shots   take the pictures of docs/gallery.md in JupyterLab: about 8 minutes"
 	@echo "make check   ruff, mypy, import-linter"
 	@echo "make clean   remove the environment and the caches"
 
@@ -108,12 +111,22 @@ why: $(READY)
 
 # All of it is stored; a part only printed:  make drills D="strategy Stop"
 drills: $(READY)
-	@$(BIN)/python -m tests.support.drills $(if $(D),$(D),--out docs/drills.md)
+	@$(BIN)/python -m tests.support.drills $(if $(D),$(D),--out docs/evidence/drills.md)
 
 # Some of it, from a seed on:  make chaos C="faults N=20 SEED=40"     make chaos C=kill     make chaos C=pairs
 # By its name alone, 40 minutes:  make chaos C="goodput MINUTES=20"
 chaos: $(READY)
 	@$(BIN)/python -m tests.support.chaos $(C)
+
+# --fail-on-warning: a link to a page or a heading that is not there is a warning, as is a page that no list names.
+# From nothing each time, since the tables of the reference depend on all of the code.
+docs: $(READY)
+	@rm -rf docs/build
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --builder html docs docs/build/html
+
+# All of them, or some:  make shots S="panel why"
+shots: $(READY)
+	@$(BIN)/python -m tests.support.shots $(S)
 
 check: $(READY)
 	$(BIN)/ruff check

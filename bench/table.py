@@ -1,4 +1,4 @@
-"""The table of results: one row per figure, as markdown and as JSON, and its copy in docs/measured.md."""
+"""The table of results: one row per figure, as markdown and as JSON, and its copy in docs/evidence/measured.md."""
 
 from __future__ import annotations
 

@@ -35,9 +35,11 @@ from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
 from nbkit.bridge.user_programs import hide_the_world, run_launched_in_place, warn_of_cells
+from nbkit.device_kinds import CPU
 from nbkit.errors import ClusterError
 from nbkit.mpi_variables import forget_mpi
 from nbkit.rank.comm.background_creation import forming
+from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry import sinks
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.replace import resume_fit, stages
@@ -281,7 +283,7 @@ def main(
     _redirect_to_log(log)
     failure_alarm.dump_on_signal(log)
     forget_mpi(os.environ)
-    os.environ.update(pin.env)
+    os.environ.update(spec.environment(rank))
     os.environ["OMP_NUM_THREADS"] = str(pin.threads)  # for processes that this rank starts
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     if pin.cores and hasattr(os, "sched_setaffinity"):
@@ -292,6 +294,8 @@ def main(
     torch.set_num_threads(pin.threads)
     _draw_own_numbers()
     calls.place, calls.address, calls.hosts = spec.place(rank), spec.address, spec.hosts
+    if spec.device != CPU:
+        accelerator().choose(calls.place.local_rank)
     # On several hosts the ranks first learn each other's addresses through the notebook. A new rank joins later.
     if spec.line is None and not replaces:
         world.World.join(calls.place, listen=listener, address=spec.address, port=spec.port)
@@ -328,10 +332,8 @@ def _verify_device(pinned: str, device: str) -> None:
 
     MIG instances have other names and are not checked.
     """
-    if device == "cpu" or not pinned.startswith("GPU-"):
+    if device == CPU or not pinned.startswith("GPU-"):
         return
-    from nbkit.rank.device import accelerator
-
     used = accelerator().uuid(accelerator().device(device))
     if not used.startswith(pinned):
         raise ClusterError("A rank is on another GPU than it was given.", numbers=f"given {pinned}, torch uses {used}")
@@ -347,7 +349,7 @@ def _fill_namespace(user_ns: dict[str, Any], place: RankPlace) -> None:
         rank=place.rank,
         world_size=place.world_size,
         local_rank=place.local_rank,
-        device=torch.device(place.device),
+        device=accelerator().device(place.device),
         torch=torch,
         dist=dist,
         nbkit=nbkit,

@@ -35,7 +35,9 @@ from IPython.core.displayhook import DisplayHook
 from nbkit.bridge.debugger import Debugger, Prompts
 from nbkit.bridge.output import OutputCapture, shortened
 from nbkit.bridge.shell import Shell, end_words, ends_well
+from nbkit.device_kinds import CPU
 from nbkit.errors import Stopped
+from nbkit.figures import figure
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.control import step_boundary
@@ -138,6 +140,7 @@ class Runner:
         self.in_user_code = False
         self.serving: Running | None = None  # a call of the notebook, not a cell, that runs the user's code
         self._telling = 0.0  # when the text of an error was begun, in code that may be the user's
+        self._elsewhere: set[int] = set()  # GPUs of other ranks on which tensors of this rank were found
         self._untold: tuple[int, str] = (0, "")  # (id of an error whose text could not be made, why)
         self.target: Running | None = None  # the cell for which an interrupt is on its way
         self._held: tuple[Running, float] | None = None  # (cell whose interrupt waits for an import, since when)
@@ -250,6 +253,7 @@ class Runner:
             failure = self._failure(running, error, capturing.error)
             status = _status(failure, running)
             self._let_go(running, error, failure, status)
+            self._name_tensors_elsewhere()
         finally:
             # The parent hears of a failure first of all, since it releases the ranks that wait for this one.
             self.link.send(CellEnded(request.id, status))
@@ -280,6 +284,21 @@ class Runner:
         while len(self.records) > RECORDS_KEPT:
             self.requests.pop(self.records.popitem(last=False)[0])
         return record
+
+    def _name_tensors_elsewhere(self) -> None:
+        """Print, once for each GPU, that this rank has tensors on the GPU of another rank."""
+        here = world.current()
+        if here is None or here.place.device == CPU:
+            return
+        kind, own = here.place.device, here.place.local_rank
+        for index, size in accelerator().elsewhere(own).items():
+            if index not in self._elsewhere:
+                self._elsewhere.add(index)
+                print(
+                    f"nbkit: rank {self.rank} has {figure(size / 1e6)} MB of tensors on {kind}:{index}, the GPU of "
+                    f"rank {self.rank - own + index}. Its own is {kind}:{own}; in cells: device",
+                    file=sys.stderr,
+                )
 
     @contextmanager
     def _entering(self, enters: ast.NodeTransformer | None) -> Iterator[None]:

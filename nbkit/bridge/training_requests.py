@@ -20,6 +20,7 @@ from typing import Any
 from nbkit.errors import NbkitError, NotFinite, TrainingError, UsageError
 from nbkit.quoting import user_path
 from nbkit.rank.background_threads import examining
+from nbkit.rank.device import accelerator
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.step_boundary import newest
 from nbkit.rank.train.estimate import strategy_table
@@ -188,6 +189,7 @@ class TrainingRequestHandler:
     def _make_table(self, job: Any, stamp: str, timed: bool, found: int) -> None:
         began = time.time()
         try:
+            accelerator().choose_in_thread(job.device)
             with examining():
                 self._table, self._stamp = strategy_table.table(job), stamp
             self._timed, self._shown = timed, found
@@ -199,6 +201,7 @@ class TrainingRequestHandler:
     def _look(self, job: Any) -> None:
         began, self._looked_at = time.time(), id(job)
         try:
+            accelerator().choose_in_thread(job.device)
             with examining():
                 for _ in strategy_table.findings(job):
                     self._found += 1

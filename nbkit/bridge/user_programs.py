@@ -31,6 +31,7 @@ import ipykernel.zmqshell
 import IPython.core.interactiveshell
 
 from nbkit.errors import UsageError
+from nbkit.rank.device import accelerator
 from nbkit.rank.world import world
 
 Change = Callable[[ModuleType], None]
@@ -155,7 +156,9 @@ def _world_of(least: int, most: int, fits: str) -> world.World:
     place = here.place
     if not least <= place.world_size <= most:
         ranks = place.world_size
-        local = 1 if place.device != "cpu" else place.local_world_size  # each rank sees only its own GPU
+        local = place.local_world_size
+        if place.device != "cpu":
+            local = min(local, accelerator().count())  # a rank that shares a GPU, or has a MIG instance, sees one
         raise UsageError(
             "A launcher in a cell runs its function on the ranks that are there.",
             numbers=f"{most} process{'es' * (most != 1)} asked for, {ranks} rank{'s' * (ranks != 1)} there",

@@ -2,7 +2,7 @@
 
 The module is built on torch.accelerator, so ROCm works like CUDA; torch calls both of them cuda. `DeviceKind` has what
 torch.accelerator lacks: the backend between devices, environment variables, names, texts of errors. A further kind is
-one subclass. A package can bring one by an entry point of the group "nbkit.devices": see docs/extending.md.
+one subclass. A package can bring one by an entry point of the group "nbkit.devices": see docs/reference/extensions.md.
 """
 
 from __future__ import annotations
@@ -205,6 +205,11 @@ class Accelerator:
         """Make this thread compute on device `index`."""
         torch.accelerator.set_device_index(index)
 
+    def choose_in_thread(self, device: torch.device) -> None:
+        """Make this thread compute on `device`. A new thread begins with the first device that the process sees."""
+        if self.holds(device):
+            self.choose(device.index or 0)
+
     def chosen(self) -> int:
         """Return the index of the device that this thread computes on."""
         return torch.accelerator.current_device_index()
@@ -212,6 +217,10 @@ class Accelerator:
     def device(self, kind: str) -> torch.device:
         """Return the device for the tensors of a rank whose place says `kind`: the chosen device, or the CPU."""
         return _CPU if kind == CPU else torch.device(kind, self.chosen())
+
+    def own(self) -> torch.device:
+        """Return the device of this rank: the chosen one, or the CPU."""
+        return self.device(self.kind)
 
     def holds(self, what: Tensor | torch.device | None) -> bool:
         """Return True if `what` is an accelerator device, or a tensor on one.
@@ -283,6 +292,11 @@ class Accelerator:
         """Return the bytes that tensors take on `device`: (now, at the peak)."""
         return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
+    def elsewhere(self, own: int) -> dict[int, int]:
+        """Return index -> bytes of this process's tensors on the devices that it sees, except for device `own`."""
+        held = {i: torch.accelerator.memory_allocated(i) for i in range(self.count()) if i != own}
+        return {index: size for index, size in held.items() if size}
+
     def reset_peak(self, device: torch.device) -> None:
         """Count the peak from here on."""
         torch.accelerator.reset_peak_memory_stats(device)
@@ -341,6 +355,11 @@ class Accelerator:
         held = sorted({d.index for d in devices if self.holds(d) and d.index is not None})
         kind = next((d.type for d in devices if self.holds(d)), NVIDIA)
         return torch.random.fork_rng(devices=held, device_type=kind)
+
+    def generator_states(self, device: torch.device) -> list[Tensor]:
+        """Return the states of torch's generators of the CPU and of `device`."""
+        states = [torch.default_generator.get_state()]
+        return [*states, self._generator(device).get_state()] if self.holds(device) else states
 
     @contextmanager
     def drawing_by(self, seed: int, device: torch.device) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The table: what stands in a row, and its copy in docs/measured.md."""
+"""The table: what stands in a row, and its copy in docs/evidence/measured.md."""
 
 from __future__ import annotations
 

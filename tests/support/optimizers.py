@@ -405,13 +405,37 @@ def two(kind: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
     return kind(SGD(matrices, lr=0.1, momentum=0.9), AdamW(vectors, lr=0.02))
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+def listed(model: nn.Module) -> list[Optimizer]:
+    matrices, vectors = halves(model)
+    return [SGD(matrices, lr=0.1, momentum=0.9), AdamW(vectors, lr=0.02)]
+
+
+def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+    matrices, vectors = halves(model)
+    return [torch.optim.Muon(matrices, lr=0.02), AdamW(vectors, lr=0.02)]
+
+
+def named(model: nn.Module) -> dict[str, Optimizer]:
+    """Return three optimizers by name. One has two groups, one is around another."""
+    matrices, vectors = halves(model)
+    groups = [{"params": matrices[1:2]}, {"params": matrices[2:], "lr": 0.05}]
+    return {
+        "first": Lookahead(SGD(matrices[:1], lr=0.1, momentum=0.9)),
+        "rest": SGD(groups, lr=0.1, momentum=0.9),
+        "vectors": AdamW(vectors, lr=0.02),
+    }
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "prodigy": lambda model: Prodigy(model.parameters()),
     "d-adaptation": lambda model: DAdaptation(model.parameters()),
     "lookahead": lambda model: Lookahead(AdamW(model.parameters(), lr=0.02)),
     "schedule-free": lambda model: ScheduleFree(model.parameters()),
     "two in one": lambda model: two(Both, model),
     "chained": lambda model: two(Chained, model),
+    "several": listed,
+    "muon and adamw": muon_and_adamw,
+    "several by name": named,
     "8-bit": lambda model: EightBit(model.parameters()),
     "lars": lambda model: Lars(model.parameters()),
     "lamb": lambda model: Lamb(model.parameters()),

@@ -1,7 +1,8 @@
 """Run a sample of the tests on other versions of torch and Python: python -m tests.support.versions [VERSION ...]
 
 A version is one of torch ("2.14.1", on this Python) or "PYTHON:TORCH" ("3.12:2.14.1"). Each gets an environment below
-.venv/versions, which stays. Without arguments all of VERSIONS are run, and the table in docs/versions.md is written.
+.venv/versions, which stays. Without arguments all of VERSIONS are run, and the table in
+docs/evidence/versions.md is written.
 Exits with 1 if a test failed; a version that cannot be installed is a row that says why.
 """
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "evidence" / "versions.md"
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 VERSIONS = ["2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0", "3.12:2.14.1", "3.13:2.14.1", "3.14:2.15.0"]
 SAMPLE = [

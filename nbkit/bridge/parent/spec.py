@@ -12,6 +12,7 @@ from nbkit.rank.world.world import RankPlace
 from nbkit.wire.processes import Process
 
 _DEVICES = ("pins", "spares", "retired")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,32 @@ class EngineSpec:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this host."""
+        """Return the ranks of this host."""
         return range(self.base, self.base + len(self.pins))
 
     def pin(self, rank: int) -> RankPin:
         return self.pins[rank - self.base]
 
+    @property
+    def sees_all_gpus(self) -> bool:
+        """Return True if each rank sees the GPUs of all ranks of its host, in rank order, as under torchrun.
+
+        It sees its own GPU alone if ranks share one, and if they have MIG instances: CUDA shows a process one instance.
+        """
+        given = [pin.env.get(_VISIBLE, "") for pin in self.pins]
+        return all(uuid.startswith("GPU-") for uuid in given) and len(set(given)) == len(given)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the environment variables for the devices of `rank`."""
+        own = self.pin(rank).env
+        return {**own, _VISIBLE: ",".join(pin.env[_VISIBLE] for pin in self.pins)} if self.sees_all_gpus else own
+
     def place(self, rank: int) -> RankPlace:
         return RankPlace(
             rank=rank,
             world_size=self.world_size,
-            # Each rank sees one GPU, as cuda:0, and code written for torchrun uses cuda:LOCAL_RANK.
-            # torchrun can pin in the same way: --virtual-local-rank.
-            local_rank=rank - self.base if self.device == "cpu" else 0,
+            # Code written for torchrun computes on cuda:LOCAL_RANK. If a rank sees its own GPU alone, that is cuda:0.
+            local_rank=rank - self.base if self.device == "cpu" or self.sees_all_gpus else 0,
             local_world_size=len(self.pins),
             device=self.device,
             backend=self.backend,

@@ -59,6 +59,9 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
+        Device("T4", 65e12, 16e9, 0.32e12, 16e9, 12.5e9),
+        Device("L4", 121e12, 24e9, 0.3e12, 32e9, 12.5e9),
+        Device("A10", 125e12, 24e9, 0.6e12, 32e9, 12.5e9),
         Device("V100", 125e12, 32e9, 0.9e12, 150e9, 12.5e9),
         Device("A100", 312e12, 80e9, 2.039e12, 300e9, 25e9),
         Device("A100-40GB", 312e12, 40e9, 1.555e12, 300e9, 25e9),
@@ -66,11 +69,16 @@ DEVICES = {
         Device("H200", 989e12, 141e9, 4.8e12, 450e9, 50e9),
         Device("B200", 2250e12, 180e9, 8e12, 900e9, 50e9),
         Device("L40S", 362e12, 48e9, 0.864e12, 32e9, 12.5e9),
+        Device("RTX3090", 71e12, 24e9, 0.936e12, 32e9, 12.5e9),
         Device("RTX4090", 165e12, 24e9, 1.008e12, 32e9, 12.5e9),
+        Device("RTX5090", 209e12, 32e9, 1.792e12, 64e9, 12.5e9),
         Device("MI300X", 1307e12, 192e9, 5.3e12, 448e9, 50e9),
     )
 }
-"""Known devices by name."""
+"""Known devices by name. flops: dense, in 16 bits with sums in 32 bits. A link counts in one direction."""
+
+NODE = 8
+"""Devices of a node, if a line names more than that and no nodes."""
 
 _LINE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*x?\s*([a-z][\w-]*)((?:\s+\w+=\S+)*)", re.IGNORECASE)
 _SPEED = re.compile(r"net=([\d.]+)\s*(GB/s|Gbit/s)", re.IGNORECASE)
@@ -93,7 +101,8 @@ class Hardware:
     def parse(cls, text: str) -> Hardware:
         """Parse a line such as "2 x 8 H100".
 
-        Raises UsageError if the line names no hardware, or a device that is not in `DEVICES`.
+        "64 H100" means nodes of `NODE` devices each. Raises UsageError if the line names no hardware, or a device that
+        is not in `DEVICES`, or more than `NODE` devices that do not fill such nodes.
         """
         found = _LINE.fullmatch(text.strip())
         names = {name.lower(): name for name in DEVICES}
@@ -103,6 +112,15 @@ class Hardware:
                 numbers=f"devices: {', '.join(DEVICES)}",
                 hint='on="128 x 8 H100", 128 nodes of 8; on="8 A100", one node',
             )
+        nodes, node = int(found[1] or 0), int(found[2])
+        if not nodes:
+            nodes, node = (1, node) if node <= NODE else (node // NODE, NODE)
+            if nodes * node != int(found[2]):
+                raise UsageError(
+                    f"{text!r} does not say how many devices a node has.",
+                    numbers=f"{found[2]} devices do not fill nodes of {NODE}",
+                    hint=f'on="1 x {found[2]} {found[3]}", one node; on="2 x 6 H100", two nodes of 6',
+                )
         device = DEVICES[names[found[3].lower()]]
         if found[4].strip():
             speed = _SPEED.fullmatch(found[4].strip())
@@ -114,16 +132,17 @@ class Hardware:
                 )
             far = float(speed[1]) * (1e9 if speed[2].lower() == "gb/s" else 1e9 / 8)
             device = Device(device.name, device.flops, device.memory, device.bandwidth, device.near, far)
-        return cls(int(found[1] or 1), int(found[2]), device)
+        return cls(nodes, node, device)
 
     def __str__(self) -> str:
-        return f"{self.nodes} x {self.node} {self.device.name}" if self.nodes > 1 else f"{self.node} {self.device.name}"
+        nodes = f"{self.nodes} x " if self.nodes > 1 or self.node > NODE else ""
+        return f"{nodes}{self.node} {self.device.name}"
 
 
 _DELAY = 20e-6
 """Seconds until a collective is under way."""
 _CALIBRATED = 0.13
-"""The largest error of a calibrated prediction. All but one of the published steps in docs/plan.md are within it."""
+"""The largest error of a calibrated prediction. All but one published step in docs/evidence/planner.md is within it."""
 _BACK = 2.0
 """A backward pass multiplies twice as much as its forward."""
 

@@ -45,6 +45,7 @@ from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control.rank_sync import compare_ranks, constants_of
 from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.rank.train.step.optimizer_state import offload, remember
+from nbkit.rank.train.step.several_optimizers import Several
 from nbkit.rank.train.switch.exchange_cache import ExchangeCache, Kinds
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.schedules import checked_sizes
@@ -52,7 +53,7 @@ from nbkit.strategy import Strategy
 
 T = TypeVar("T")
 Model = nn.Module | Callable[[], nn.Module] | Pretrained
-Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
+Optimizer = torch.optim.Optimizer | Several | Callable[[nn.Module], torch.optim.Optimizer | Several]
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Builder:
                 hint="register_buffer; or model=lambda: ..., which is built from one seed on every rank",
             )
         # Before the skeleton: the factory sees weights, and may freeze some of them.
-        if self.shells and not isinstance(optimizer, torch.optim.Optimizer | type):
+        if self.shells and callable(optimizer) and not isinstance(optimizer, type):
             optimizer = partial(self.shells[0].made_unread, optimizer)
         self.template = OptimizerSpec(optimizer, module=self.module)
         OutsideState(self.module, config.loss)  # iterators that it finds can be copied and put back from now on
@@ -130,6 +131,9 @@ class Builder:
             cut=config.compute.microbatch_size is not None,
             compile=config.compute.compile,
             adaptive=self.template.is_adaptive(),
+            own_forward=config.own_loss,
+            whole=self.template.whole("rows") if world_size > 1 else frozenset(),
+            whole_in_tp=self.template.whole("columns") if world_size > 1 else frozenset(),
         )
         self.finder = self._finder(ModelFacts(ModelShapes(self.skeleton)))
         wanted = frozenset[str]().union(*map(needed_facts, asked))

@@ -29,9 +29,26 @@ def test_hardware_is_a_line() -> None:
     assert (one.nodes, one.node, one.devices, one.device.memory) == (128, 8, 1024, 80e9)
     assert Hardware.parse("8 a100").nodes == 1
     assert Hardware.parse("2 x 8 H100 net=400Gbit/s").device.far == 50e9
-    for wrong in ("8 abacus", "H100", "0 x 8 H100", "8 H100 net=fast"):
+    for wrong in ("8 abacus", "H100", "0 x 8 H100", "8 H100 net=fast", "12 H100"):
         with pytest.raises(UsageError):
             Hardware.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes", "node", "told"),
+    [
+        ("2 T4", 1, 2, "2 T4"),
+        ("64 H100", 8, 8, "8 x 8 H100"),
+        ("1 x 64 H100", 1, 64, "1 x 64 H100"),
+        ("2 x 6 H100", 2, 6, "2 x 6 H100"),
+    ],
+)
+def test_more_devices_than_a_node_has_are_on_several_nodes_unless_the_line_says_otherwise(
+    line: str, nodes: int, node: int, told: str
+) -> None:
+    on = Hardware.parse(line)
+    assert (on.nodes, on.node, str(on)) == (nodes, node, told)
+    assert Hardware.parse(str(on)) == on
 
 
 def test_a_model_that_fits_on_each_device_is_split_over_data_alone() -> None:

@@ -34,8 +34,6 @@ def launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]
     began = time.monotonic()
     connection = Connection(*launch(name, pinning, ttl, options))
     notes = tuple(pinning.notes)
-    if pinning.pins[0].kind == "gpu":
-        notes += ("LOCAL_RANK is 0 on every rank: each sees its own GPU alone, as cuda:0.",)
     notes += (*_of_ranks(connection.entry.folder), *problems((*IPYPARALLEL, *IPYTHON), imported=True))
     return Started(connection, pinning, time.monotonic() - began, notes)
 

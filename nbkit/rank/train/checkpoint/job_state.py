@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ def per_element(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -
     found: JobState = {}
     for name, param in sharded_model.held.items():
         for key, value in optimizer_state.per_element(optimizer, param).items():
-            found[f"{key}/{name}"] = (value, sharded_model.data.layouts[name])
+            found[f"{key}/{name}"] = (value, sharded_model.layouts[name])
     return found
 
 
@@ -101,20 +101,39 @@ def allocate(
 
 
 def bytes_per_element(
-    sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, skeleton: nn.Module
+    sharded_model: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    skeleton: nn.Module,
+    groups: Sequence[Sequence[str]],
 ) -> dict[str, dict[str, int]]:
     """Return name -> {"weight" or key of optimizer state: bytes of an element}, for every parameter of the model.
 
-    It assumes that the optimizer keeps the same state for all parameters that train.
+    groups: the names of the parameters in each group. It assumes that the optimizer keeps the same state for all
+    parameters of a group that train.
     """
-    keys = {
-        key.partition("/")[0]: tensor.element_size()
-        for key, (tensor, _) in per_element(sharded_model, optimizer).items()
-    }
-    return {
-        name: {"weight": p.element_size()} | (keys if p.requires_grad else {})
-        for name, p in skeleton.named_parameters()
-    }
+    kept = {key: tensor.element_size() for key, (tensor, _) in per_element(sharded_model, optimizer).items()}
+    params = dict(skeleton.named_parameters())
+    keys = alike_in_groups(kept, groups, [name for name, p in params.items() if p.requires_grad])
+    return {name: {"weight": p.element_size()} | keys.get(name, {}) for name, p in params.items()}
+
+
+V = TypeVar("V")
+
+
+def alike_in_groups(
+    kept: Mapping[str, V], groups: Sequence[Sequence[str]], names: Sequence[str]
+) -> dict[str, dict[str, V]]:
+    """Return name -> {key: value} for `names`, if all parameters of a group keep what is kept of those here.
+
+    kept: "KEY/NAME" -> value. A group of which nothing is here keeps what any other group does.
+    """
+    found = [key.partition("/") for key in kept]
+    of_all = {key: kept[f"{key}/{name}"] for key, _, name in found}
+    of_group: dict[str, dict[str, V]] = {}
+    for members in map(frozenset, groups):
+        here = {key: kept[f"{key}/{name}"] for key, _, name in found if name in members}
+        of_group.update(dict.fromkeys(members, here or of_all))
+    return {name: of_group.get(name, of_all) for name in names}
 
 
 _BOX_BYTES = 64 << 20

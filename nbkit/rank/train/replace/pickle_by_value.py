@@ -25,6 +25,8 @@ from typing import Any, cast
 
 import torch
 
+from nbkit.rank.device import accelerator
+
 _MARSHAL = 2  # later versions write which objects are shared, which differs between processes
 _CACHED = type(functools.lru_cache(lambda: None))
 # Python 3.13 has the last two. Their order and presence vary between processes.
@@ -100,6 +102,8 @@ class _Pickler(pickle.Pickler):
         kind = type(value)
         if kind is torch.Tensor and _is_carried(value):
             return self._reduced_tensor(value)
+        if kind is torch.device and value == accelerator().own():
+            return _own_device, ()
         if kind is types.ModuleType or isinstance(value, types.ModuleType):
             return importlib.import_module, (value.__name__,)
         if kind is types.FunctionType and not _can_be_imported(value):
@@ -197,6 +201,11 @@ def _reduced_class(value: type) -> Any:
     body = {name: held for name, held in sorted(vars(value).items()) if name not in _OF_THE_CLASS_ITSELF}
     body["__qualname__"] = value.__qualname__
     return _class, (type(value), value.__name__, value.__bases__), body, None, None, _finish_class
+
+
+def _own_device() -> torch.device:
+    """Return the device of the rank that loads the pickle: each rank computes on another one."""
+    return accelerator().own()
 
 
 def _class(meta: type, name: str, bases: tuple[type, ...]) -> type:

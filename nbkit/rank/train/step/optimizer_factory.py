@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,8 +27,11 @@ from torch.optim import Optimizer
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.step.optimizer_state import numbered, per_element, states_of
-from nbkit.rank.train.step.optimizer_trial import OptimizerTrial
+from nbkit.rank.train.step.optimizer_trial import Need, OptimizerTrial
+from nbkit.rank.train.step.several_optimizers import Several, SeveralOptimizers, together
 from nbkit.strategy import Strategy
+
+T = TypeVar("T")
 
 ABSENT: Any = object()
 """Replaces what the copy has to do without. Containers leave it out; elsewhere it becomes None."""
@@ -167,15 +170,17 @@ class OptimizerSpec:
 
     def __init__(
         self,
-        optimizer: Optimizer | Callable[[nn.Module], Optimizer],
+        optimizer: Optimizer | Several | Callable[[nn.Module], Optimizer | Several],
         *,
         module: nn.Module,
     ) -> None:
-        """optimizer: a callable given `module`, or an optimizer of its parameters.
+        """optimizer: a callable given `module`, or an optimizer of its parameters, or a list or dict of several.
 
-        Raises TrainingError if it is no optimizer, holds other tensors than the model's, or cannot be copied.
+        Raises TrainingError if it is no optimizer, holds other tensors than the model's, or cannot be copied. For
+        several see `together`.
         """
-        made = optimizer if isinstance(optimizer, Optimizer) else _made_by(optimizer, module)
+        given = optimizer if isinstance(optimizer, Optimizer | Sequence | Mapping) else _made_by(optimizer, module)
+        made = together(given, module)
         argument_checks.check_optimizer(made, module)
         names = {id(p): name for name, p in module.named_parameters()}
         self.name = _named(made)
@@ -187,9 +192,11 @@ class OptimizerSpec:
             for p, held in state.items():
                 if id(p) in names:
                     self.state.setdefault(names[id(p)], {}).update({numbered(number, key): held[key] for key in held})
-        self._made: Optimizer | None = made
+        self._made = _with_each(made)
         self._begin()
-        self._trial = OptimizerTrial(self.name, self.groups, dict(module.named_parameters()), self._small)
+        params = dict(module.named_parameters())
+        self._sizes = {name: (params[name].ndim, params[name].nbytes) for group in self.groups for name in group}
+        self._trial = OptimizerTrial(self.name, self.groups, params, self._small)
         self._trial.check(made, module.parameters())
 
     def _begin(self) -> None:
@@ -202,7 +209,7 @@ class OptimizerSpec:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.state, self._made = {}, None
+        self.state, self._made = {}, []
         self._begin()
         self._trial.build = self._small
 
@@ -253,21 +260,62 @@ class OptimizerSpec:
         steps.
         """
         self.state.clear()
-        if (made := self._made) is not None:
+        for made, shown in zip(self._made, _with_each(inner), strict=False):
             scheduled = vars(made).get("step")
-            made.__dict__ = inner.__dict__
+            made.__dict__ = shown.__dict__
             if hasattr(scheduled, "_wrapped_by_lr_sched"):
                 made.__dict__.setdefault("step", scheduled)
+
+    def needs(self) -> dict[str, Need]:
+        """Return parameter -> what its update has to see at once. This is found by running copies on small tensors.
+
+        A parameter needs what tensors of its group with as many dims need.
+        """
+        with self._tried:
+            return self._like_tried(self._trial.needs())
+
+    def whole(self, cut: str) -> frozenset[str]:
+        """Return the parameters that one rank has to update whole where a strategy cuts them.
+
+        cut: "rows", or "columns" for rows and columns.
+        """
+        with self._tried:
+            return frozenset(self._like_tried(dict.fromkeys(self._trial.owned(cut), True)))
 
     def check(self, strategy: Strategy) -> None:
         """Raise TrainingError if ranks of `strategy` would not update what they hold as one process does.
 
         This is tried on small tensors: parts of them are updated beside the whole.
         """
-        cut = [("rows", strategy.zero > 0), ("columns", strategy.tp > 1), ("tensors", strategy.pp > 1)]
-        for kind in (kind for kind, needed in cut if needed):
+        for kind in self._cuts(strategy):
             with self._tried:
-                self._trial.check_parts(kind, str(strategy))
+                self._trial.check_parts(kind, str(strategy), self._cost)
+
+    def _cuts(self, *strategies: Strategy) -> list[str]:
+        """Return how the strategies cut tensors; see OptimizerTrial.lost_in_a_switch."""
+        columns = any(strategy.tp > 1 for strategy in strategies)
+        rows = not columns and any(strategy.zero for strategy in strategies)
+        stages = any(strategy.pp > 1 for strategy in strategies)
+        cuts = ["columns"] * columns + ["rows"] * rows
+        with self._tried:
+            owned = [f"{cut} and owners" if self._trial.owned(cut) else cut for cut in cuts]
+        return owned + ["tensors"] * stages
+
+    def _like_tried(self, found: Mapping[str, T]) -> dict[str, T]:
+        """Return `found`, which is of the tensors that were tried, for all parameters that are like them."""
+        every: dict[str, T] = {}
+        for names in self.groups:
+            by_dims = {self._sizes[name][0]: found[name] for name in names if name in found}
+            every |= {name: by_dims[dims] for name in names if (dims := self._sizes[name][0]) in by_dims}
+        return every
+
+    def _cost(self) -> str:
+        """Return what it would take in a step to make the updates that no strategy can cut, in words."""
+        needs = self._like_tried(self._trial.needs())
+        size = sum(self._sizes[name][1] for name, need in needs.items() if need > Need.ROW) / 1e6
+        what = {Need.GROUP: "all tensors of a group together", Need.ALL: "all parameters together"}
+        needed = what.get(max(needs.values()), "whole tensors")
+        return f"; it needs {needed}: {size:.3g} MB of gradients on one rank in a step"
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:
         """Raise SwitchError if what the optimizer remembers under `old` cannot all be taken along to `new`.
@@ -276,7 +324,7 @@ class OptimizerSpec:
         """
         self.check(new)
         with self._tried:
-            lost = self._trial.lost_in_a_switch(_cuts(old, new))
+            lost = self._trial.lost_in_a_switch(self._cuts(old, new))
         if lost:
             raise SwitchError(
                 f"A switch to {new} would not take along all that {self.name} remembers under {old}.",
@@ -301,7 +349,7 @@ class OptimizerSpec:
         The same holds for a process that takes the place of another.
         """
         with self._tried:
-            return self._trial.lost_in_a_checkpoint(_cuts(strategy))
+            return self._trial.lost_in_a_checkpoint(self._cuts(strategy))
 
     def check_rate(self) -> None:
         """Raise TrainingError if the learning rate of its groups has no effect."""
@@ -320,38 +368,42 @@ class OptimizerSpec:
         return self._trial.draws
 
     def is_adaptive(self) -> bool:
-        """Return True if gradients ten times as large hardly make larger steps, as in Adam. Tried on a small matrix."""
+        """Return True if gradients ten times as large hardly make larger steps, as in Adam, in any of its groups.
+
+        Tried on a small matrix.
+        """
         torch_state = torch.get_rng_state()
         grad = torch.linspace(1.0, 2.0, 24).reshape(4, 6)
         try:
-            small, large = (self._one_step(grad * times) for times in (1, 10))
+            steps = [[self._one_step(name, grad * times) for times in (1, 10)] for name in self._firsts]
         except Exception:  # whatever an optimizer wants of real parameters
             return False
         finally:
             torch.set_rng_state(torch_state)
-        return bool(0 < small and large < 2 * small)
+        return any(0 < small and large < 2 * small for small, large in steps)
 
-    def _one_step(self, grad: torch.Tensor) -> float:
-        """Return how far one step goes from zero, with the first group's settings."""
+    def _one_step(self, name: str, grad: torch.Tensor) -> float:
+        """Return how far one step goes from zero, with the settings of the group of `name`."""
         weight = nn.Parameter(torch.zeros_like(grad))
         settings = {"weight_decay": 0.0}
-        optimizer = self._small({self._first: weight}, lambda group: {**settings, "lr": group.get("lr") or 0.1})
+        optimizer = self._small({name: weight}, lambda group: {**settings, "lr": group.get("lr") or 0.1})
         weight.grad = grad
         optimizer.step()
         return float(weight.detach().norm())
 
     @property
-    def _first(self) -> str:
-        return next(name for names in self.groups for name in names)
+    def _firsts(self) -> list[str]:
+        """The first parameter of each group."""
+        return [names[0] for names in self.groups if names]
 
     def kinds(self, model: nn.Module) -> dict[str, dict[str, int]]:
         """Return what job_state.bytes_per_element does, before the first step.
 
         It is found by a step of a small optimizer.
         """
-        keys = self._bytes_per_element()
+        keys = {name: found for names in self.groups if names for found in [self._kept_by(names[0])] for name in names}
         return {
-            name: {"weight": p.element_size()} | (keys if p.requires_grad else {})
+            name: {"weight": p.element_size()} | (keys.get(name, {}) if p.requires_grad else {})
             for name, p in model.named_parameters()
         }
 
@@ -359,20 +411,21 @@ class OptimizerSpec:
     def keys_per_element(self) -> set[str]:
         """Return the keys of what it remembers of each element; none if that cannot be tried."""
         try:
-            return set(self._bytes_per_element())
+            return {key for name in self._firsts for key in self._kept_by(name)}
         except Exception:  # whatever it wants of real parameters
             return set()
 
-    def _bytes_per_element(self) -> dict[str, int]:
+    def _kept_by(self, name: str) -> dict[str, int]:
+        """Return the keys of what the group of `name` remembers of each element, with the bytes of each."""
         weight = nn.Parameter(torch.zeros(4, 6))
-        small = self._small({self._first: weight}, lambda group: {})
+        small = self._small({name: weight}, lambda group: {})
         weight.grad = torch.zeros_like(weight)
         small.step()
         return {key: value.element_size() for key, value in per_element(small, weight).items()}
 
     def over(self, params: list[nn.Parameter]) -> Any:
         """Return an optimizer of this kind, with its first group's settings, over other parameters on the CPU."""
-        optimizer = self._small({self._first: params[0]}, lambda group: {})
+        optimizer = self._small({self._firsts[0]: params[0]}, lambda group: {})
         for groups in _group_lists(optimizer):
             groups[:] = [{**group, "params": list(params)} for group in groups if group["params"]]
         return optimizer
@@ -422,7 +475,7 @@ class OptimizerSpec:
         return optimizer
 
 
-def _made_by(factory: Callable[[nn.Module], Optimizer], model: nn.Module) -> Optimizer:
+def _made_by(factory: Callable[[nn.Module], Optimizer | Several], model: nn.Module) -> Optimizer | Several:
     try:
         return factory(model)
     except TypeError as error:
@@ -436,16 +489,15 @@ def _made_by(factory: Callable[[nn.Module], Optimizer], model: nn.Module) -> Opt
         raise
 
 
-def _cuts(*strategies: Strategy) -> list[str]:
-    """Return how the strategies cut tensors; see OptimizerTrial.lost_in_a_switch."""
-    columns = any(strategy.tp > 1 for strategy in strategies)
-    rows = not columns and any(strategy.zero for strategy in strategies)
-    stages = any(strategy.pp > 1 for strategy in strategies)
-    return ["columns"] * columns + ["rows"] * rows + ["tensors"] * stages
+def _with_each(optimizer: Optimizer) -> list[Optimizer]:
+    """Return `optimizer`, and those that it stands for."""
+    return [optimizer, *(optimizer.each if isinstance(optimizer, SeveralOptimizers) else [])]
 
 
 def _named(made: Optimizer) -> str:
-    """Return the name of its class, and what was put on it that is no part of the class."""
+    """Return the name of its class, and what was put on it that is no part of the class. Join the names of several."""
+    if isinstance(made, SeveralOptimizers):
+        return " + ".join(map(_named, made.each))
     name, held = type(made).__name__, vars(made)
     if "step" in held and not _is_ours("step", held["step"]):
         name += " with another step"

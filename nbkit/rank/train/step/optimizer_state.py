@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.train.step.several_optimizers import SeveralOptimizers
 
 State = MutableMapping[Any, dict[str, Any]]
 
@@ -173,6 +174,14 @@ class OptimizerHandle(torch.optim.Optimizer):
     ) -> None:
         self.__dict__.update(inner=inner, _update=update, _forgotten=forgotten, _fits=fits)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Raise TrainingError: torch's GradScaler asks for this, and would scale by what one rank has found."""
+        raise TrainingError(
+            "torch's GradScaler would skip a step on one rank and not on another.",
+            hint="precision='fp16' of nbkit.prepare, which scales the loss; without a GradScaler: job.backward(loss)",
+        )
+
     def step(self, closure: Any = None) -> Any:
         """Update the parameters once. A closure is not supported: `job.backward` makes the gradients."""
         if closure is not None:
@@ -233,8 +242,10 @@ def offload(optimizer: torch.optim.Optimizer) -> None:
 
     Raises TrainingError for an optimizer whose update of some parameters may depend on the others.
     """
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
+    several = optimizer.each if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+    for kind in map(type, several):
+        if kind.__module__.startswith("torch.optim") and kind is not torch.optim.LBFGS:
+            continue
         raise TrainingError(
             f"offload= updates parameters some at a time, and nothing says that {kind.__name__} may be.",
             numbers=f"it is of {kind.__module__}; torch's own update each parameter by itself",

@@ -11,6 +11,10 @@ multiple of common periods. Whole numbers among the settings are often such peri
 Size of tensors: an optimizer may treat small tensors, vectors or matrices in a special way. So the tensors have the
 dims of the model's parameters, up to a size beyond which known optimizers make no difference: 8-bit states begin at
 4,096 elements, factored ones at 128 rows and columns.
+
+`Need` says how much an update has to see at once. It is found for each tensor: parts of all tensors are updated beside
+the whole, then each tensor alone, then each group alone. The first way in which a tensor stays equal is what it needs.
+A tensor that needs its whole, and no other, can be updated by one rank that owns it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
+from enum import IntEnum
 from inspect import getclosurevars, unwrap
 from math import prod
 from threading import get_ident
@@ -46,8 +51,23 @@ Copy = tuple[Any, list[tuple[str, nn.Parameter, Part]]]
 _SCALES = {_CARRIED_AT + 2: 1e-3, _CARRIED_AT + 6: 1e3}
 """Factors of the gradients, by step: so that limits on a norm are sometimes passed and sometimes not reached."""
 _FAILED = "failed: "
+_NEEDS = {"across": 1, "rows": 2, "each": 3, "groups": 4}
+"""Arrangement -> the Need of a tensor whose update differs in it."""
 _PLAIN = "strategy='ddp', or an optimizer such as AdamW or SGD"
 _REACHABLE = "hold them in attributes of the optimizer, or take an optimizer such as AdamW or SGD"
+
+
+class Need(IntEnum):
+    """Values for how much the update of a tensor has to see at once."""
+
+    ELEMENT = 0
+    ROW = 1
+    """One index along dim 0, with all that belongs to it."""
+    TENSOR = 2
+    GROUP = 3
+    """All tensors of a parameter group."""
+    ALL = 4
+    """All parameters."""
 
 
 class OptimizerSends(Exception):
@@ -85,9 +105,12 @@ class OptimizerTrial:
         self.name, self.build = name, build
         self.draws = False  # its steps draw random numbers
         self._shapes = _chosen(groups, params)
+        self._groups = [[name for name in names if name in self._shapes] for names in groups]
         self._on, self._dtype = torch.device("cpu"), torch.float64
         self._failed = ""  # why no step could be made
         self._found: dict[str, str] = {}
+        self._differing: dict[str, dict[str, str]] = {}  # arrangement -> {tensor: where and how far it differs}
+        self._owned: dict[str, list[str]] = {}  # by `cut`
         self._still: list[str] = []  # what it did not update
         self._reads = False  # its steps over other tensors read parameters of the model
         self._keyed = ""  # where its steps look something up by a parameter of the model
@@ -153,10 +176,45 @@ class OptimizerTrial:
         self._failed = why
         return ""
 
-    def check_parts(self, kind: str, strategy: str) -> None:
+    def needs(self) -> dict[str, Need]:
+        """Return the name of each tensor that is tried -> what its update has to see at once.
+
+        A way that cannot be tried, because the optimizer raises an error on parts, counts as one in which it differs.
+        """
+        found = dict.fromkeys(self._shapes, Need.ELEMENT)
+        for kind, need in _NEEDS.items():
+            if not (differing := self._apart_in(kind)) and kind != "across":
+                break
+            found.update(dict.fromkeys(differing, Need(need)))
+        if len([names for names in self._groups if names]) == 1:
+            return {name: Need.ALL if need == Need.GROUP else need for name, need in found.items()}
+        return found
+
+    def owned(self, cut: str) -> Sequence[str]:
+        """Return the tried tensors that one rank has to update whole, if that trains as one process does.
+
+        cut: "rows" if a strategy cuts tensors in rows, "columns" if in rows and columns.
+        """
+        if cut not in self._owned:
+            self._owned[cut] = []
+            if not self._failed and self._tried(cut):
+                least = Need.ROW if cut == "columns" else Need.TENSOR
+                self._owned[cut] = [name for name, need in self.needs().items() if least <= need <= Need.TENSOR]
+                if self._tried(f"{cut} and owners"):
+                    self._owned[cut] = []
+        return self._owned[cut]
+
+    def _apart_in(self, kind: str) -> dict[str, str]:
+        """Return tensor -> where and how far its update differs if copies have parts that are arranged like this."""
+        if not (found := self._tried(kind)):
+            return {}
+        return dict.fromkeys(self._shapes, found) if found.startswith(_FAILED) else self._differing[kind]
+
+    def check_parts(self, kind: str, strategy: str, cost: Callable[[], str] = lambda: "") -> None:
         """Raise TrainingError if ranks that hold parts would make other updates.
 
-        kind: "rows" or "columns" for parts of tensors, "tensors" for some of the tensors on each rank.
+        kind: "rows" or "columns" for parts of tensors; with " and owners" some are whole on one rank. "tensors" for
+        some of the tensors on each rank. cost: returns what it would cost to do otherwise, for the error.
         """
         splits = "gives each rank some of the parameters" if kind == "tensors" else "splits parameters over ranks"
         alone = " does not update each element by itself, and "
@@ -181,7 +239,7 @@ class OptimizerTrial:
         if differs:
             raise TrainingError(
                 f"{self.name}{alone}{strategy} {splits}: it would train otherwise than one process.",
-                numbers=differs,
+                numbers=differs + cost(),
                 hint=_PLAIN,
             )
 
@@ -216,6 +274,7 @@ class OptimizerTrial:
         pushes = [self._drawn(shape, draw) * 2.0 ** (n % 4) for n, shape in enumerate(self._shapes.values())]
         noise = self._drawn((max(map(prod, self._shapes.values()), default=0) + 7 * _MOST_STEPS,), draw)
         kept = ExitStack()
+        differing: dict[str, str] = {}
         try:
             hooks = kind != "again"  # a hook may clip or remember; many log, so skip them where they are not needed
             whole = self._over(start, {name: () for name in start}, hooks=hooks)
@@ -237,8 +296,10 @@ class OptimizerTrial:
                 self.draws |= drawn
                 if not all(bool(p.isfinite().all()) for _, p, _ in whole[1]):
                     break  # further steps show nothing
-                if found := _apart(whole, others, start):
-                    return f"{found} after {step + 1} of {steps} steps"
+                apart = {name: f"{far} after {step + 1} of {steps} steps" for name, far in _apart(whole, others, start)}
+                if apart and kind not in _NEEDS:
+                    return next(iter(apart.values()))
+                differing = apart | differing
             if kind in ("saved", "again"):
                 self._still = [name for name, p, _ in whole[1] if p.numel() and torch.equal(p.detach(), start[name])]
         except OptimizerSends as error:
@@ -252,7 +313,8 @@ class OptimizerTrial:
             return f"{_FAILED}{type(error).__name__}: {error}"
         finally:
             kept.close()
-        return ""
+        self._differing[kind] = differing
+        return next(iter(differing.values()), "")
 
     def _drawn(self, shape: Sequence[int], draw: torch.Generator) -> Tensor:
         drawn = torch.randn(tuple(shape), generator=draw, dtype=torch.float64)
@@ -286,16 +348,30 @@ class OptimizerTrial:
         names = list(self._shapes)
         if kind in ("again", "saved", "carried"):
             return [dict.fromkeys(names, ())]
+        if kind == "each":
+            return [{name: ()} for name in names]
+        if kind == "groups":
+            return [dict.fromkeys(group, ()) for group in self._groups if group]
         if kind.endswith("tensors"):
             half = (len(names) + 1) // 2
             return [dict.fromkeys(some, ()) for some in (names[:half], names[half:])]
         first: dict[str, Part] = {}
         second: dict[str, Part] = {}
+        cut, _, with_owners = kind.removeprefix("carried in ").partition(" and ")
+        owned = self.owned(cut) if with_owners else ()
         for n, (name, shape) in enumerate(self._shapes.items()):
+            if name in owned:
+                (second if n % 2 else first)[name] = ()
+                continue
             first[name] = second[name] = ()
+            if kind == "across":
+                if len(shape) > 1 and shape[1] > 1:
+                    at = shape[1] // 2 + shape[1] % 2
+                    first[name], second[name] = (slice(None), slice(0, at)), (slice(None), slice(at, None))
+                continue
             # Split every other tensor by columns: tensor parallelism splits by rows and by columns.
-            dim = 1 if kind.endswith("columns") and len(shape) > 1 and n % 2 == 0 else 0
-            if shape and (kind.endswith("rows") or (shape[dim] > 1 and (len(shape) > 1 or n % 2))):
+            dim = 1 if cut == "columns" and len(shape) > 1 and n % 2 == 0 else 0
+            if shape and (cut == "rows" or (shape[dim] > 1 and (len(shape) > 1 or n % 2))):
                 at = shape[dim] // 2 + 1 if shape[dim] > 2 else 1
                 ahead: Part = (slice(None),) * dim
                 first[name], second[name] = (*ahead, slice(0, at)), (*ahead, slice(at, None))
@@ -411,7 +487,8 @@ def _make_step(copy: Copy, grads: Mapping[str, Tensor], step: int) -> bool:
     return before is not None and not torch.equal(before, torch.default_generator.get_state())
 
 
-def _apart(whole: Copy, others: Sequence[Copy], start: Mapping[str, Tensor]) -> str:
+def _apart(whole: Copy, others: Sequence[Copy], start: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield (name, where and how far) of each tensor that `others` have updated otherwise than `whole`."""
     of_way, of_weight = _TOLERANCE[start[next(iter(start))].dtype] if start else (0.0, 0.0)
     weights = {name: p.detach() for name, p, _ in whole[1]}
     way = {name: (weight - start[name]).abs().max().item() for name, weight in weights.items() if weight.numel()}
@@ -420,8 +497,10 @@ def _apart(whole: Copy, others: Sequence[Copy], start: Mapping[str, Tensor]) -> 
             if p.numel():
                 differs = (weights[name][part] - p.detach()).abs().max().item()
                 if not differs <= of_way * way[name] + of_weight * weights[name].abs().max().item():
-                    return f"{name}, as {tuple(weights[name].shape)}: {differs:.2g} apart, of {way[name]:.2g} moved,"
-    return ""
+                    yield (
+                        name,
+                        f"{name}, as {tuple(weights[name].shape)}: {differs:.2g} apart, of {way[name]:.2g} moved,",
+                    )
 
 
 @contextmanager

@@ -200,7 +200,15 @@ class StepReduction:
 
     @property
     def loss(self) -> Tensor:
-        """Return the loss of all ranks, on the device, 0-dimensional. Call it after `finish`."""
+        """Return the loss of all ranks, on the device, 0-dimensional.
+
+        Raises TrainingError before `finish`, if the user sums the gradients later.
+        """
+        if self._underway is None:
+            raise TrainingError(
+                "The loss of all ranks is not known yet: it is summed with the gradients.",
+                hint="job.optimizer.step(), or job.clip(1.0), and then result.loss; or job.mean(loss) at once",
+            )
         return self._vector[_LOSS] * self.per_weight()
 
     def read(self) -> StepNumbers:
@@ -265,7 +273,8 @@ class Pending:
     """A step whose numbers are under way.
 
     mesh, strategy, parts: those the step was made under; parts: see Shard. asked: the number of the request its
-    reduction asked about. made: the optimizer took the step. remarks: words to add to the record.
+    reduction asked about. made: the optimizer took the step. remarks: words to add to the record. losses: of the
+    user's own; 0 if `backward` was given a batch.
     """
 
     step: int
@@ -277,6 +286,7 @@ class Pending:
     mesh: Mesh
     strategy: str
     parts: Parts = None
+    losses: int = 0
     extra: dict[str, float | DeviceScalar] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
     made: bool = False

@@ -119,7 +119,7 @@ def gather(
     try:
         new = cost_model().placed(new, now=sharded_model.strategy)
         plan = builder.plan(new)
-        kinds = bytes_per_element(sharded_model, optimizer, builder.skeleton)
+        kinds = bytes_per_element(sharded_model, optimizer, builder.skeleton, builder.template.groups)
         own = (
             changes_of(sharded_model, builder.skeleton),
             memory_of(sharded_model, optimizer, builder.names),

@@ -25,7 +25,7 @@ from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.job_state import by_name
+from nbkit.rank.train.checkpoint.job_state import alike_in_groups, by_name
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
@@ -75,7 +75,7 @@ class SwitchPreparation(step_boundary.Preparation):
             return
         self._unknown = new
         if builder.rank == 0:
-            _choose_device(self._job)
+            accelerator().choose_in_thread(self._job.device)
             builder.finder.find([new], beside=True)
 
     def _create_groups(self) -> None:
@@ -106,23 +106,17 @@ def make_ready(job: Job, text: str) -> ParallelPlan:
 
     Raises StrategyError for a strategy that does not fit.
     """
-    _choose_device(job)
+    accelerator().choose_in_thread(job.device)
     builder = job.builder
     new = builder.plan(job.cost_model().placed(job.parsed(text), now=job.strategy))
     builder.make_ready(job.sharded_model.plan, new, builder.exchanges.kinds(_expected(job)))
     return new
 
 
-def _choose_device(job: Job) -> None:
-    if accelerator().holds(job.device):
-        accelerator().choose(job.device.index or 0)  # a new thread begins with the first device
-
-
 def _expected(job: Job) -> dict[str, dict[str, torch.dtype]]:
     """Return name -> {key: dtype} of what the optimizers of all ranks keep, as far as this rank can tell."""
     kept = job_state.per_element(job.sharded_model, job.optimizer.inner)
-    own = by_name({key: tensor.dtype for key, (tensor, _) in kept.items()})
-    # Assume that others keep of their parameters what this rank keeps of its own.
-    usual = next(iter(own.values()), {})
+    dtypes = {key: tensor.dtype for key, (tensor, _) in kept.items()}
     trained = [name for name, p in job.builder.skeleton.named_parameters() if p.requires_grad]
-    return {name: usual for name in trained if name not in job.sharded_model.held} | own
+    others = [name for name in trained if name not in job.sharded_model.held]
+    return alike_in_groups(dtypes, job.builder.template.groups, others) | by_name(dtypes)
