@@ -396,8 +396,8 @@ def job() -> Iterator[str]:
         "Job",
         "nbkit.rank.train.job",
         "job",
-        "batches backward clip grad_norm log stop_if evaluate switch undo save opened load full_state_dict step "
-        "strategy history",
+        "batches backward rows draw mean clip grad_norm log stop_if evaluate switch undo save opened load "
+        "full_state_dict step strategy history",
     )
 
 
@@ -660,11 +660,8 @@ def error_texts() -> Iterator[str]:
 
 def _hint(text: str) -> str:
     parts = [part for part in re.split(r" {3,}", text) if part.strip()]
-    typed = re.compile(r"[%\-]|(nbkit|pip|trainer|job|cluster|handle|squeue|sinfo)\b[ .]")
-    shown = (
-        code(part) if "`" not in part and (len(parts) == 1 or typed.match(part)) else prose(part) for part in parts
-    )
-    return " ".join(shown)
+    typed = re.compile(r"[%\-]|(nbkit|pip|trainer|job|cluster|handle|squeue|sinfo)\b[ .]|\S+ ?\S*$")
+    return " ".join(code(part) if "`" not in part and typed.match(part) else prose(part) for part in parts)
 
 
 _followed: list[str] = []
