@@ -154,6 +154,11 @@ class DataAxis:
     def keep_open(self) -> None:
         """Keep what a backward pass needs until `finish`, because another one follows through the same graph."""
 
+    @property
+    def is_open(self) -> bool:
+        """Return True if a user's forwards have left the module with other parameters than between two steps."""
+        return False
+
     def pass_over(self) -> None:
         """End a backward pass that may have come through this model on its way to another one's."""
 

@@ -306,7 +306,7 @@ def _move(
         _RankState(
             {key: layout for key, (_, layout) in weights.items()},
             {key: layout for key, (_, layout) in own.items() if key not in weights},
-            dict(sharded_model.data.layouts),
+            dict(sharded_model.layouts),
             {key: tensor.dtype for key, (tensor, _) in own.items()},
             job_state.scalars(sharded_model, optimizer),
         ),

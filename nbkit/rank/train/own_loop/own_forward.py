@@ -171,15 +171,16 @@ class OwnForward:
         if (name := self._outside(loss)) is not None:
             raise StrategyError(
                 f"The loss reads a parameter of the model, of which a rank has a part: {name}.",
-                numbers=f"under {job.strategy}; it reads it other than by job.model(...)",
+                numbers=f"under {job.strategy}; it reads it other than by job.model(...), as a gradient penalty does",
                 hint="a forward that gives what the loss needs, called as job.model(...); or strategy='zero2'",
             )
         job.ledger.begun = True
         number, named = self.losses + 1, f"job.backward, loss {self.losses + 1} of step {job.step + 1}"
+        named += ", retain_graph=True" * retain_graph + ", last=True" * last + ", with a weight" * (weight is not None)
         try:
             with job.order(), phase("backward"):
                 if self._talks or weight is not None:
-                    meeting.meet(named + ", with a weight" * (weight is not None))
+                    meeting.meet(named)
                 share = self._share(rows, weight, reduction)
                 self._pass(loss * share, retain_graph=retain_graph, last=last)
         except BaseException as error:
@@ -243,7 +244,8 @@ class OwnForward:
             self._calls += 1
             with job.order(), phase("forward"), job.precision.autocast():
                 if self._talks:
-                    meeting.meet(f"job.model, call {self._calls} of step {job.step + 1}")
+                    without = "" if trains else ", without gradients"
+                    meeting.meet(f"job.model, call {self._calls} of step {job.step + 1}{without}")
                 with self._drawing(args, kwargs), job.sharded_model.data.calling(autocast=self._autocast):
                     output = plain(*args, **kwargs)
         except BaseException as error:
@@ -303,13 +305,31 @@ class OwnForward:
         except BaseException as error:
             job.broken(error)
             raise
-        logged, self.losses, self._called = self._logged, 0, False
+        logged, self.losses, self._called, self._started = self._logged, 0, False, False
         self._logged = {}
         if logged:
             job.ledger.log(logged)
 
+    def close(self) -> None:
+        """Drop forwards that wait for no backward pass. Raises TrainingError if losses are not summed yet."""
+        data = self._job.sharded_model.data
+        if not data.is_open:
+            return
+        if self.losses:
+            raise TrainingError(
+                f"Under {self._job.strategy} the weights are gathered within this step, and cannot be looked at.",
+                numbers=f"step {self._job.step + 1}, after {self.losses} losses",
+                hint="after job.optimizer.step(); or job.optimizer.zero_grad(), which drops the gradients",
+            )
+        data.reset(passes=0)
+
     def forget(self) -> None:
-        """Drop the gradients that were not summed. A forward that waits for its backward goes on waiting."""
+        """Drop the gradients that were not summed. A forward that waits for its backward goes on waiting.
+
+        Collective if the sum has begun.
+        """
+        if self._started:
+            self._job.sharded_model.data.finish()  # it is on its way already
         if self._begun:
             self._job.sharded_model.data.drop()
         if self._reduction is not None:

@@ -45,7 +45,7 @@ from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Box, Layout
 
 Shares = Mapping[str, tuple[Box, ...]]
-"""name of a parameter, or "buffer/NAME" -> boxes of the global tensor."""
+"""name of a parameter, "buffer/NAME", or "state/NAME" of a tensor with an owner -> boxes of the global tensor."""
 
 
 def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = False) -> Shares | None:
@@ -55,8 +55,12 @@ def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = Fals
     weights, as it may on GPUs.
     """
     spread = [
-        {**of_params, **{f"buffer/{name}": layout for name, layout in of_buffers.items()}}
-        for of_params, of_buffers in zip(rank_layouts.held, rank_layouts.buffers, strict=True)
+        {
+            **summed,
+            **{f"state/{name}": layout for name, layout in held.items() if summed[name] != layout},
+            **{f"buffer/{name}": layout for name, layout in of_buffers.items()},
+        }
+        for summed, held, of_buffers in zip(rank_layouts.summed, rank_layouts.held, rank_layouts.buffers, strict=True)
     ]
     alike = all(one.keys() == spread[0].keys() and all(each.is_whole for each in one.values()) for one in spread)
     if alike and not all_may_tear:
@@ -109,6 +113,9 @@ class Contents:
     def of(cls, state: JobState, shares: Shares) -> Contents:
         """Return the contents for what `shares` name of `state`."""
         named = {key: key if key.startswith("buffer/") else key.partition("/")[2] for key in state}
+        # The state of a whole tensor is on its owner; the weight is where its parts are.
+        owned = {key: f"state/{name}" for key, name in named.items() if not key.startswith(("buffer/", "weight/"))}
+        named |= {key: name for key, name in owned.items() if name in shares}
         return cls.by_key(state, {key: shares[name] for key, name in named.items() if name in shares})
 
     @classmethod

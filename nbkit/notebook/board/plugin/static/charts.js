@@ -1,6 +1,6 @@
 // The pictures along an axis: a run over time, one bar per rank, memory per rank, several runs.
 
-import { COLOURS, MEMORY, PARTS, SPOKEN, STRATEGIES, alarm, bytes, faint, ink, number, paper, percent, rule, seconds, ticks } from "./paint.js";
+import { COLOURS, MEMORY, PARTS, SPOKEN, STRATEGIES, alarm, bytes, faint, ink, lateWords, number, paper, percent, rule, seconds, ticks } from "./paint.js";
 
 const LEFT = 58;
 
@@ -161,7 +161,7 @@ export function drawBars(picture, ranks, late) {
     const text = () => [
       `rank ${rank}: ${seconds(total)}`,
       ...PARTS.map((part, p) => `  ${SPOKEN[part]}: ${seconds(values[2 + p])} (${percent(values[2 + p] / total)})`),
-      slow ? `late: its ${SPOKEN[late.cause]} takes ${seconds(late.seconds)} longer than elsewhere` : "",
+      slow ? `late: ${lateWords(late)}` : "",
     ].filter(Boolean).join("\n");
     picture.spot(0, y, width, row, text);
   });
