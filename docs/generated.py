@@ -398,8 +398,8 @@ def job() -> Iterator[str]:
         "Job",
         "nbkit.rank.train.job",
         "job",
-        "batches backward clip grad_norm log stop_if evaluate switch undo save opened load full_state_dict step "
-        "strategy history",
+        "batches backward rows draw mean clip grad_norm log stop_if evaluate switch undo save opened load "
+        "full_state_dict step strategy history",
     )
 
 

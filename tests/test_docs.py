@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shots
 from clusters import end_clusters
 from forked_parents import forked_parents_of_programs
 from jupyter_client.manager import start_new_kernel
@@ -92,6 +93,16 @@ def test_a_page_in_chinese_has_the_same_cells(page: Path) -> None:
 def test_a_failing_cell_is_seen(kernel: Any) -> None:
     assert run(kernel, "1 + 1") == ""
     assert "ZeroDivisionError" in run(kernel, "print('before')\n1 / 0")
+
+
+def test_each_picture_of_the_gallery_has_a_cell_and_is_small() -> None:
+    cells = shots.cells_of(shots.PAGE.read_text())
+    files = {path.stem: path.stat().st_size for path in (ROOT / "docs" / "pictures").glob("*.png")}
+    taken = {name for _, names in cells for name in names}
+
+    assert len(taken) >= 20
+    assert taken == files.keys()
+    assert {name: size for name, size in files.items() if size > shots.LARGEST_BYTES} == {}
 
 
 def test_every_link_leads_somewhere() -> None:

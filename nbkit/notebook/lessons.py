@@ -10,7 +10,7 @@ from nbkit.notebook.user_files import write_file
 
 
 def lesson(name: str) -> Path:
-    """Return the path of a lesson, such as "02_switch_live". Raises NbkitError if it is not there."""
+    """Return the path of a lesson, such as "00_switch_live". Raises NbkitError if it is not there."""
     path = _folder() / f"{name}.ipynb"
     if not path.is_file():
         raise NbkitError("There is no such lesson.", numbers=str(path), hint="nbkit lab")

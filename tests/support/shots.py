@@ -23,7 +23,6 @@ if str(_folder) not in sys.path:
     sys.path.insert(0, str(_folder))
 
 from jupyter_lab import LabPage, chromium, jupyter_lab  # noqa: E402
-from PIL import Image, ImageChops  # noqa: E402
 
 PAGE = _folder.parents[1] / "docs" / "gallery.md"
 WIDTH, HEIGHT = 1250, 1500
@@ -177,6 +176,8 @@ _WHILE_IT_RUNS = {"breakpoint"}
 
 def take(element: Any) -> bytes:
     """Return the element as a PNG, without empty margins."""
+    from PIL import Image, ImageChops
+
     element.evaluate("element => element.scrollIntoView({ block: 'center' })")
     element.page.mouse.move(0, 0)  # no tooltips
     shot = Image.open(io.BytesIO(element.screenshot())).convert("RGB")

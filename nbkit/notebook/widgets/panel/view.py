@@ -138,13 +138,11 @@ _PHASES = {
 _NEAR = 4.0
 _NAMED = 4  # strategies; more are counted
 _REASONS = {
-    ("fastest", False): "the fastest that fits of the {known} whose step is known",
-    ("in force", True): "it runs now, and no switch is known to gain",
-    ("in force", False): "it runs now, and of too few others a step is known",
-    ("least memory", True): "of these it holds least",
-    ("least memory", False): "it holds least, and of too few a step is known",
+    "fastest": "the fastest of those whose step time is known",
+    "in force": "as fast as {names}, and it runs now",
+    "least memory": "as fast as {names}, and it needs the least memory",
 }
-"""By a Choice's `why`, and whether it has rivals."""
+"""By a Choice's `why`."""
 _HELD_WORDS = {
     "dp": "a copy on every rank",
     "zero": "a part on each rank (zero)",
@@ -177,6 +175,7 @@ def pulse_view(state: State) -> dict[str, Any]:
         "can": {
             "apply": job,
             "try": job,
+            "measure": job and len(state.table["options"]) > 1,
             "undo": job and bool(state.table.get("previous")),
             "pause": job and state.phase == "training",
             "resume": state.phase == "held" and not busy,
@@ -205,6 +204,7 @@ def job_view(state: State) -> dict[str, Any]:
         "unpredicted": table["unpredicted"],
         "unpredicted_pause": table["unpredicted_pause"],
         "levers": _levers(table["levers"]),
+        "measure": _to_measure(options, table, limit),
         "arithmetic": table["arithmetic"],
         "ranks": table["ranks"],
         "blocks": [{"name": block["name"], "size": _count(block["parameters"])} for block in table["blocks"]],
@@ -316,12 +316,34 @@ def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[st
 
 
 def _because(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
-    """Return why it is recommended, and which rivals it could not be told apart from."""
+    """Return why it is recommended, and from which rivals the measurements cannot tell it."""
     names = [row["label"] for row in options if row["strategy"] in choice.rivals]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    noise = f"within noise of {', '.join(names[:_NAMED])}{more}: " if names else ""
-    known = sum(row["ok"] and (row["step_s"] is not None or row["predicted_step_s"] is not None) for row in options)
-    return noise + _REASONS.get((choice.why, bool(names)), "").format(known=known)
+    return _REASONS.get(choice.why, "").format(names=", ".join(names[:_NAMED]) + more)
+
+
+_MEASURED_STEPS, _MEASURED_AT_MOST = 8, 12
+
+
+def _to_measure(options: Sequence[Mapping[str, Any]], table: Mapping[str, Any], limit: float | None) -> dict[str, Any]:
+    """Return what "Measure all that fit" measures: strategies, steps of each, and a label; {} if there is nothing.
+
+    Of many strategies, those that send least are measured.
+    """
+    now = next((row for row in options if row["strategy"] == table["strategy"]), None)
+    room = math.inf if limit is None else limit
+    fits = [row for row in options if row["ok"] and row is not now and (row["peak_bytes"] or 0) <= room]
+    if now is None or not fits:
+        return {}
+    chosen = sorted(fits, key=lambda row: row["step_bytes"] or math.inf)[:_MEASURED_AT_MOST]
+    what, took = "all that fit" if len(chosen) == len(fits) else f"{len(chosen)} of {len(fits)} that fit", ""
+    if now["step_s"] is not None:
+        # Each has two turns, with two steps before those that count, and two switches.
+        steps = [row["step_s"] or row["predicted_step_s"] or now["step_s"] for row in (now, *chosen)]
+        pauses = [row["switch_s"] or 0.0 for row in chosen]
+        took = f" (about {text_of_seconds(max(1.0, (_MEASURED_STEPS + 4) * sum(steps) + 4 * sum(pauses)))})"
+    names = [row["strategy"] for row in chosen]
+    return {"strategies": names, "steps": _MEASURED_STEPS, "label": f"Measure {what}{took}"}
 
 
 def _row(
@@ -413,7 +435,9 @@ def _payback(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]
     step, step_now = (one["step_s"] if one["step_s"] is not None else one["predicted_step_s"] for one in (row, now))
     if pause is None or step is None or step_now is None:
         return ""
-    (low, high), (low_now, high_now) = bounds_of(row), bounds_of(now)
+    (low, high), (low_now, high_now) = (
+        bounds_of(one) if one["step_s"] is not None else (one["predicted_step_s"],) * 2 for one in (row, now)
+    )
     if low < high_now and low_now < high:
         return "within noise"
     if step >= step_now:

@@ -4,6 +4,7 @@
 const KEYS = [
   ["switch", "Apply", "main", "apply"],
   ["try", "Try 10 steps", "", "try"],
+  ["measure", "Measure all that fit", "", "measure"],
   ["undo", "Undo", "", "undo"],
 ];
 const TITLES = {
@@ -24,7 +25,7 @@ const OF = {
 const COLUMNS = [["memory", "memory"], ["peak", "peak"], ["step", "step"], ["sends", "sends"], ["moves", "moved"], ["pause", "pause"], ["pays back", "payback"]];
 const LOOSE = { before: "before blocks", after: "after blocks" }; // what is in no block
 const UNTOLD = "what this strategy keeps for backward is not known";
-const UNKNOWN = "not measured in this job yet: Try 10 steps measures it";
+const UNKNOWN = "This job has not measured it yet. Try 10 steps measures it.";
 const APART = [
   ["pause", "Pause", "", "pause"],
   ["save", "Save", "", "save"],
@@ -213,6 +214,9 @@ function render({ model, el }) {
     const changes = draft !== null && (candidate() ? open(candidate()) : verdict?.ok ?? false);
     buttons.switch.disabled = !(can.apply && changes);
     buttons.try.disabled = !(can.try && changes);
+    buttons.measure.disabled = !(can.measure && job().measure?.label);
+    buttons.measure.textContent = job().measure?.label ?? "Measure all that fit";
+    buttons.measure.title = "measures each of them in turns, from the same state on the same batches; then the training goes on";
     buttons.undo.disabled = !can.undo;
     buttons.undo.title = can.undo ? `back to ${job().previous}` : "";
     buttons.pause.disabled = !(can.pause || can.resume);
@@ -381,11 +385,12 @@ function render({ model, el }) {
   // How many rows there are, of which some are out of sight, and what is recommended.
   function wordsOn(all) {
     const known = all.filter((row) => row.ok && row.step !== "unknown").length;
-    const why = job().unpredicted ? `not predicted (${job().unpredicted}), ` : "";
-    const asked = known < all.filter((row) => row.ok).length ? `?: ${why}not measured yet, Try 10 steps measures it` : "";
+    const unknown = all.filter((row) => row.ok).length - known;
+    const why = job().unpredicted ? `, and cannot be predicted (${job().unpredicted})` : "";
+    const asked = unknown ? `The step time of ${unknown} is not known yet${why}: the button below measures it.` : "";
     const first = all.find((row) => row.recommended);
-    const sure = first && `recommended: ${first.label}, ${job().because}`;
-    return [`${all.length} strategies: choose a row, then Apply`, asked, sure].filter(Boolean).join(" · ");
+    const sure = first ? `Recommended: ${first.label}, ${job().because}.` : "";
+    return [`${all.length} strategies. Choose a row, then Apply.`, asked, sure].filter(Boolean).join(" ");
   }
 
   function lineOf(row) {

@@ -37,10 +37,10 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     every: include all schedules of a pipeline, not only 1f1b.
 
     "nodes": the node number of each rank. "limit_bytes": what the fullest rank can hold; None if unknown. "held":
-    distinct rows of fractions by block, and the row of each rank. "recommended": the strategy to choose, "" if none
-    fits. "unpredicted", "unpredicted_pause": why no step or no pause is predicted, "" if they are. "levers": if plain
-    data parallelism waits for its link, its "strategy", its predicted "step_s", and in "each" what levers would leave
-    of that; else {}.
+    distinct rows of fractions by block, and the row of each rank. "recommended": the strategy to choose, "" without
+    evidence. "unpredicted", "unpredicted_pause": why no step or no pause is predicted, "" if they are. "levers": if
+    plain data parallelism waits for its link, its "strategy", its predicted "step_s", and in "each" what levers would
+    leave of that; else {}.
 
     Each row of "options" has these keys; the values are None if unknown. moved_bytes: exact. memory: bytes of the
     fullest rank at rest now, during the switch, and at rest after a step under the new strategy. peak_bytes: of
