@@ -14,7 +14,10 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(DOCS)]
+
+import generated  # noqa: E402
+from sphinx.errors import ExtensionError  # noqa: E402
 
 import nbkit  # noqa: E402
 
@@ -33,6 +36,7 @@ html_theme_options = {"navigation_with_keys": True}
 # The anchors are those that GitHub makes, so that a link leads to the same place in both.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
+smartquotes = False  # they would make one dash of the two in --name
 # Cells hold magics, which Python's highlighter does not know; it then shows the cell without colours.
 suppress_warnings = ["misc.highlighting_failure"]
 
@@ -73,9 +77,20 @@ def _lead_to_pages(app: Any, name: str, source: list[str]) -> None:
         return f"]({os.path.relpath(page, os.path.dirname(name) or '.')}{link[2] or ''})" if page else link[0]
 
     source[0] = _LINK.sub(shown, source[0])
+    if name.startswith("reference/"):
+        source[0] = generated.filled(source[0])
+
+
+def _needs_no_network(app: Any, error: Exception | None) -> None:
+    """Raise if a page loads a script, a style or a picture from elsewhere."""
+    loaded = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=[\"'](?:https?:)?//[^\"']*")
+    for page in () if error else Path(app.outdir).rglob("*.html"):
+        if found := loaded.search(page.read_text(encoding="utf-8")):
+            raise ExtensionError(f"{page.relative_to(app.outdir)} needs the network: {found[0]}")
 
 
 def setup(app: Any) -> None:
-    """Copy the notebooks, and follow links, at each build."""
+    """Copy the notebooks, follow links and look at the result, at each build."""
     _copy_notebooks()
     app.connect("source-read", _lead_to_pages)
+    app.connect("build-finished", _needs_no_network)

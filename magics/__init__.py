@@ -10,18 +10,19 @@ from typing import Any
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics with `shell`. A second call changes nothing."""
-    from magics.board import BoardMagics
-    from magics.cells import CellMagics, rewrite
-    from magics.cluster import ClusterMagics
-    from magics.completion import complete
-    from magics.dashboard import DashboardMagics
-    from magics.debug import point_to_ranks
-    from magics.nbkit import NbkitMagics
-    from magics.strategy import StrategyMagics
-    from magics.train import TrainMagics
-    from magics.values import ValueMagics
     from nbkit.notebook.cluster.cluster import observe_cells
     from nbkit.notebook.widgets import training_card
+
+    from .board import BoardMagics
+    from .cells import CellMagics, rewrite
+    from .cluster import ClusterMagics
+    from .completion import complete
+    from .dashboard import DashboardMagics
+    from .debug import point_to_ranks
+    from .nbkit import NbkitMagics
+    from .strategy import StrategyMagics
+    from .train import TrainMagics
+    from .values import ValueMagics
 
     observe_cells(training_card.follow)
     point_to_ranks(shell)
@@ -38,6 +39,6 @@ def _say_who_is_replaced(shell: Any) -> None:
     for kind, name in (("cell", "distributed"), ("cell", "rank"), ("line", "cluster")):
         owner = shell.magics_manager.magics[kind].get(name)
         module = getattr(owner, "__module__", "")
-        if owner is not None and not module.startswith("magics."):
+        if owner is not None and not module.startswith(f"{__name__}."):
             sign = "%%" if kind == "cell" else "%"
             print(f"nbkit: {sign}{name} belonged to {module}; from now on it is nbkit's.")

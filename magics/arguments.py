@@ -84,7 +84,10 @@ def _variable(text: str) -> str:
 
 def _cell_options(parser: MagicParser) -> None:
     parser.add_argument(
-        "--timeout", type=_duration, metavar="TIME", help="stop the cell after so long: 30s, 10min; see docs/cells.md"
+        "--timeout",
+        type=_duration,
+        metavar="TIME",
+        help="stop the cell after so long: 30s, 10min; see docs/reference/cells.md",
     )
     parser.add_argument(
         "--detach",
@@ -145,13 +148,13 @@ def cluster_parser() -> MagicParser:
     start.add_argument(
         "--on", default="", metavar="NAME", help="as the [clusters] of nbkit.toml describe it; what is typed here wins"
     )
-    start.add_argument("--slurm", action="store_true", help="in a job of Slurm's: -n ranks; see docs/clusters.md")
+    start.add_argument("--slurm", action="store_true", help="in a Slurm job: -n ranks; see docs/reference/clusters.md")
     start.add_argument("--mpi", action="store_true", help="mpirun starts them: on --hosts, on a batch job's, or here")
     start.add_argument(
         "--launcher",
         default="",
         metavar="NAME",
-        help="lsf, pbs, sge, or one that another package brings; see docs/clusters.md",
+        help="lsf, pbs, sge, or one that another package brings; see docs/reference/clusters.md",
     )
     start.add_argument(
         "--nodes", type=int, metavar="N", help="for --slurm, --launcher: how many; default: as few as hold them"
@@ -179,7 +182,7 @@ def cluster_parser() -> MagicParser:
         "--container",
         default="",
         metavar="WORDS",
-        help="put the ranks of other hosts into a container: 'apptainer exec --nv torch.sif'; see docs/clusters.md",
+        help="container of the ranks of other hosts: 'apptainer exec --nv torch.sif'; see docs/reference/clusters.md",
     )
     attach = verbs.add_parser("attach", help="take up a cluster that runs")
     attach.add_argument("name", metavar="NAME")

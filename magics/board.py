@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import HelpShown, board_parser, parse
 from nbkit.notebook.board.board import Board
+
+from .arguments import HelpShown, board_parser, parse
 
 
 @magics_class

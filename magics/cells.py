@@ -13,9 +13,10 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, cell_magic, magics_class, no_var_expand
 
-from magics.arguments import PARSERS, HelpShown, distributed_parser, parse, rank_parser
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
+
+from .arguments import PARSERS, HelpShown, distributed_parser, parse, rank_parser
 
 
 def rewrite(lines: list[str]) -> list[str]:
@@ -30,7 +31,7 @@ def rewrite(lines: list[str]) -> list[str]:
     ):
         return lines
     body = "".join(lines[1:])
-    return [f"await __import__('magics.cells', fromlist=['run']).run({magic!r}, {line!r}, {body!r})\n"]
+    return [f"await __import__({__name__!r}, fromlist=['run']).run({magic!r}, {line!r}, {body!r})\n"]
 
 
 def _is_outermost(shell: Any, lines: list[str]) -> bool:

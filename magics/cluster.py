@@ -8,11 +8,12 @@ from typing import Any
 from IPython import get_ipython
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import DETACHED, HelpShown, cluster_parser, parse
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cluster import Cluster, current, is_current
 from nbkit.notebook.cluster.hosts.start_options import requested
+
+from .arguments import DETACHED, HelpShown, cluster_parser, parse
 
 
 @magics_class

@@ -8,11 +8,12 @@ from typing import Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
-from magics.arguments import PARSERS
 from nbkit.errors import ClusterError
 from nbkit.notebook.cluster.cluster import current
 from nbkit.wire.cells import first_rank
 from nbkit.wire.messages import CompleteName
+
+from .arguments import PARSERS
 
 PATIENCE_SECONDS = 0.3  # a rank answers in a few milliseconds, even while it trains; typing must not wait longer
 _NAME = re.compile(r"[A-Za-z_][\w.]*$")

@@ -6,8 +6,9 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import HelpShown, dashboard_parser, parse
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
+
+from .arguments import HelpShown, dashboard_parser, parse
 
 
 @magics_class

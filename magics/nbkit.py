@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import HelpShown, nbkit_parser, parse
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.cluster.why import Why
 from nbkit.notebook.export.export import Exported, export
@@ -13,6 +12,8 @@ from nbkit.notebook.tracing import TraceFile
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.run_report import Written
 from nbkit.planner.choose.search import Plan, Words
+
+from .arguments import HelpShown, nbkit_parser, parse
 
 
 @magics_class

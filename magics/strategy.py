@@ -6,11 +6,12 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import HelpShown, compare_parser, parse, strategy_parser
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.cluster.training_control import ControlResult
 from nbkit.notebook.widgets.panel.panel import StrategyPanel
+
+from .arguments import HelpShown, compare_parser, parse, strategy_parser
 
 
 @magics_class

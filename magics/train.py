@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import HelpShown, parse, train_parser
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.cluster.training_control import ControlResult
+
+from .arguments import HelpShown, parse, train_parser
 
 
 @magics_class

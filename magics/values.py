@@ -6,9 +6,10 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from magics.arguments import HelpShown, parse, pull_parser, push_parser
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
+
+from .arguments import HelpShown, parse, pull_parser, push_parser
 
 
 @magics_class

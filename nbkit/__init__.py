@@ -7,7 +7,11 @@ torch, and a rank must not import Jupyter. So nothing is imported here until its
 from __future__ import annotations
 
 import importlib
+import warnings
+from pathlib import Path
 from typing import Any
+
+from nbkit.name_clash import REMEDY, other_nbkit
 
 __version__ = "0.1.0"
 
@@ -33,7 +37,7 @@ _HOME = {
     **dict.fromkeys(("Checkpoints", "Compute", "Loading", "ModelHints", "Recovery"), "nbkit.trainer_options"),
 }
 
-_MODULES = ("schedules", "techniques")
+_MODULES = ("lesson", "schedules", "sinks", "techniques")
 
 __all__ = [*sorted(_HOME), "load_ipython_extension", *_MODULES]
 
@@ -51,17 +55,28 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Run on `%load_ext nbkit`: hand the shell to every entry point of the group `nbkit.ipython`."""
-    from importlib.metadata import entry_points
+    """Run on `%load_ext nbkit`: register the magics with the shell.
 
+    A wheel has them as `nbkit.magics`, where they hide no other package named magics. A checkout has them in its folder
+    `magics/`. Raises NbkitError if they are not there.
+    """
     from nbkit.errors import NbkitError
 
-    found = entry_points(group="nbkit.ipython")
-    if not found:
-        raise NbkitError(
-            "nbkit's magics are not installed.",
-            numbers="no entry point in the group 'nbkit.ipython'",
-            hint="pip install -e .   (in the checkout), then restart the kernel",
-        )
-    for entry in found:
-        entry.load()(shell)
+    name = "nbkit.magics" if (_FOLDER / "magics").is_dir() else "magics"
+    try:
+        magics = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        where, what = str(_FOLDER.parent), "nbkit's magics are not there."
+    else:
+        where, what = str(magics.__file__), "Another package named magics hides nbkit's."
+        if Path(where).parent.parent in (_FOLDER, _FOLDER.parent):
+            magics.load_ipython_extension(shell)
+            return
+    raise NbkitError(what, numbers=where, hint="pip install .   (in the checkout), then restart the kernel")
+
+
+_FOLDER = Path(__file__).resolve().parent
+if _clash := other_nbkit(_FOLDER.parent):
+    warnings.warn(f"{_clash} Keep one of them: {REMEDY}", stacklevel=2)

@@ -69,7 +69,7 @@ class Loading(_Option):
     shuffle: give each epoch another order. None (the default): do so for data that can be indexed. Data that can only
     be iterated comes in its own order. drop_last: leave out the last batch of an epoch when it is short (default:
     False). collate: samples -> batch; None (the default): torch's default_collate. workers: processes beside each rank
-    that read ahead, also in shards (docs/data.md); 0 (the default): samples are read in the step.
+    that read ahead, also in shards (docs/reference/data.md); 0 (the default): samples are read in the step.
 
     Raises TrainingError if workers is not a number of processes.
     """
@@ -85,7 +85,7 @@ class Loading(_Option):
 
 @_option
 class Compute(_Option):
-    """The computation of a step. The first three trade time for memory (docs/memory.md).
+    """The computation of a step. The first three trade time for memory (docs/reference/memory.md).
 
     microbatch_size: rows per rank and forward pass; None (the default): all of them at once. recompute: compute
     activations again in the backward pass (default: False). offload: "cpu" keeps the optimizer's state in host memory
@@ -166,14 +166,14 @@ class Checkpoints(_Option):
 class Recovery(_Option):
     """The reaction to ranks that die, hang, slow down or run out of memory.
 
-    on_failure: "replace" a rank that dies and go on, if possible (the default; docs/clusters.md); "shrink": go on with
-    the ranks that are left; or "stop". hang_timeout: seconds after which a rank that all others wait for is ended, and
-    counts as dead; None (the default): never. on_oom: a step that runs out of memory is taken back (docs/memory.md).
-    "fit" makes it again with a setting that fits; "ask" asks you for the setting (the default in a notebook); "raise"
-    ends `fit` with the error (the default elsewhere). balance: measure how fast ranks compute, and switch to matching
-    speeds= of the strategy when they change (default: False). backup_every: steps between backups of what one rank
-    alone holds, in the host memory of another rank. None (the default): as often as costs below 5 % of a step, if a
-    rank can be replaced. 0: no backups; a replacement then needs a checkpoint.
+    on_failure: "replace" a rank that dies and go on, if possible (the default; docs/reference/clusters.md); "shrink":
+    go on with the ranks that are left; or "stop". hang_timeout: seconds after which a rank that all others wait for is
+    ended, and counts as dead; None (the default): never. on_oom: a step that runs out of memory is taken back
+    (docs/reference/memory.md). "fit" makes it again with a setting that fits; "ask" asks you for the setting (the
+    default in a notebook); "raise" ends `fit` with the error (the default elsewhere). balance: measure how fast ranks
+    compute, and switch to matching speeds= of the strategy when they change (default: False). backup_every: steps
+    between backups of what one rank alone holds, in the host memory of another rank. None (the default): as often as
+    costs below 5 % of a step, if a rank can be replaced. 0: no backups; a replacement then needs a checkpoint.
 
     In a loop over `job.batches` on_failure ("replace" or "stop") and backup_every apply; the rest is refused.
     Raises TrainingError for a value that does not exist.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shots
 from clusters import end_clusters
 from forked_parents import forked_parents_of_programs
 from jupyter_client.manager import start_new_kernel
@@ -17,6 +18,9 @@ from jupyter_client.manager import start_new_kernel
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "build" not in page.relative_to(ROOT).parts)
+LAPTOP = ROOT / "docs" / "start" / "laptop.md"
+CONCEPTS = sorted((ROOT / "docs" / "concepts").glob("*.md"))
+CHINESE = [*ROOT.glob("*.zh-CN.md"), *sorted((ROOT / "docs").rglob("*.zh-CN.md"))]
 SECONDS_PER_CELL = 120
 
 
@@ -55,7 +59,7 @@ def run(client: Any, source: str) -> str:
 def test_every_cell_of_readme_and_of_the_pages_runs(kernel: Any) -> None:
     sources = [(README, source) for source in cells(README)]
     assert sources, "README has no ```python block"
-    of_pages = [(page, source) for page in PAGES for source in cells(page)]
+    of_pages = [(page, source) for page in PAGES if page not in (LAPTOP, *CONCEPTS, *CHINESE) for source in cells(page)]
 
     with forked_parents_of_programs() as forked:
         # README starts its cluster itself, and ends it; the pages stand in a notebook that has one.
@@ -65,14 +69,45 @@ def test_every_cell_of_readme_and_of_the_pages_runs(kernel: Any) -> None:
             assert not problem, f"a cell of {page.name} failed:\n{source}\n{problem}"
 
 
+@pytest.mark.timeout(600)
+def test_every_cell_of_the_concepts_runs_after_those_of_a_laptop(kernel: Any) -> None:
+    with forked_parents_of_programs() as forked:
+        before = [(ROOT / "docs", forked)]
+        sources = [(page, source) for page in (LAPTOP, *CONCEPTS) for source in cells(page)]
+        assert len(sources) > len(CONCEPTS)
+        for page, source in [*before, *sources]:
+            problem = run(kernel, source)
+            assert not problem, f"a cell of {page.name} failed:\n{source}\n{problem}"
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.name)
+def test_a_page_in_chinese_has_the_same_cells(page: Path) -> None:
+    chinese, english = (
+        re.findall(r"^```(\w+)\n(.*?)^```$", text.read_text(), re.MULTILINE | re.DOTALL)
+        for text in (page, page.with_name(page.name.replace(".zh-CN", "")))
+    )
+
+    assert chinese == english
+
+
 def test_a_failing_cell_is_seen(kernel: Any) -> None:
     assert run(kernel, "1 + 1") == ""
     assert "ZeroDivisionError" in run(kernel, "print('before')\n1 / 0")
 
 
+def test_each_picture_of_the_gallery_has_a_cell_and_is_small() -> None:
+    cells = shots.cells_of(shots.PAGE.read_text())
+    files = {path.stem: path.stat().st_size for path in (ROOT / "docs" / "pictures").glob("*.png")}
+    taken = {name for _, names in cells for name in names}
+
+    assert len(taken) >= 20
+    assert taken == files.keys()
+    assert {name: size for name, size in files.items() if size > shots.LARGEST_BYTES} == {}
+
+
 def test_every_link_leads_somewhere() -> None:
     broken = []
-    for page in [README, ROOT / "CONTRIBUTING.md", *PAGES]:
+    for page in [README, *CHINESE, ROOT / "CONTRIBUTING.md", *PAGES]:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in link and not (page.parent / link).exists():
                 broken.append(f"{page.name}: {link}")
@@ -80,8 +115,21 @@ def test_every_link_leads_somewhere() -> None:
     assert broken == []
 
 
-def test_readme_fits_in_150_lines() -> None:
-    assert len(README.read_text().splitlines()) <= 150
+def test_readme_is_short_and_its_first_cell_is_on_the_first_screen() -> None:
+    text = README.read_text()
+    lines = text.splitlines()
+
+    assert len(lines) <= 120
+    assert len(text.split()) <= 900
+    assert lines.index("```python") <= 30
+
+
+def test_pages_of_concepts_and_of_start_are_short() -> None:
+    pages = set((ROOT / "docs" / "start").glob("*.md")) - set(CHINESE)
+    start = sum(len(page.read_text().split()) for page in pages)
+
+    assert {page.name: words for page in CONCEPTS if (words := len(page.read_text().split())) > 550} == {}
+    assert start <= 1600
 
 
 def test_every_file_that_the_pages_on_the_inside_name_is_there() -> None:
@@ -95,14 +143,14 @@ def test_every_file_that_the_pages_on_the_inside_name_is_there() -> None:
     assert set(re.findall(r"[a-z_0-9]+\.py", text)) - files == set()
 
 
-def test_every_error_text_of_the_faq_is_in_the_source() -> None:
+def test_every_common_error_is_in_the_source() -> None:
     spoken = "\n".join(
         re.sub(r"\s+", " ", node.value)
         for path in (ROOT / "nbkit").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
-    titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE)
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "reference" / "errors.md").read_text(), re.MULTILINE)
     unknown = [title for title in titles if any(part.strip(" .") not in spoken for part in title.split("…"))]
 
     assert len(titles) > 10

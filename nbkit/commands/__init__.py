@@ -15,8 +15,12 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from nbkit import __version__
+import nbkit
 from nbkit.errors import NbkitError, UsageError
+from nbkit.name_clash import REMEDY
+
+if not hasattr(nbkit, "load_ipython_extension"):  # the other project was installed later, and owns nbkit/__init__.py
+    sys.exit(f"{nbkit.__file__} belongs to another project named nbkit, not to nbkit-train.\n→ {REMEDY}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +61,7 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
 
 def prepare_parser(modules: Sequence[ModuleType]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nbkit", description="A Jupyter notebook as the cockpit of PyTorch training.")
-    parser.add_argument("--version", action="version", version=f"nbkit {__version__}")
+    parser.add_argument("--version", action="version", version=f"nbkit {nbkit.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in modules:
         name = module.__name__.rpartition(".")[2]

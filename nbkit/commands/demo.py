@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -13,15 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import nbkit
 from nbkit.errors import CellError, NbkitError, UsageError
 from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.launch.pins import pins_within
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged
+from nbkit.notebook.lessons import lesson
 from nbkit.notebook.user_files import write_file
 
-NOTEBOOK = Path(nbkit.__file__).resolve().parents[1] / "notebooks" / "02_switch_live.ipynb"
+LESSON = "00_switch_live"
 # Ranks that outlive a killed demo release their devices after this time.
 TTL_SECONDS = 60
 CPU_RANKS, MOST_RANKS, BATCH = 4, 8, 16
@@ -55,12 +56,14 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 4:
         raise UsageError("A demo has at least 4 steps.", numbers=f"--steps {arguments.steps}", hint="--steps 150")
-    notebook = read_notebook(NOTEBOOK)
+    notebook = read_notebook(lesson(LESSON))
     (parameters,) = tagged(notebook, "parameters")
     ranks, parameters["source"] = _settings(arguments)
     terminal = Terminal()
+    if importlib.util.find_spec("matplotlib") is None:
+        notebook["cells"] = [cell for cell in notebook["cells"] if "import matplotlib" not in "".join(cell["source"])]
     terminal.say(f"A GPT learns to write Python on {ranks}, and its strategy is switched while it trains.")
-    terminal.say(f"The notebook: notebooks/{NOTEBOOK.name}\n")
+    terminal.say(f"The notebook: {LESSON}.ipynb, which `nbkit lab` opens\n")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     story = Story(notebook, terminal)
@@ -179,14 +182,17 @@ def _close(terminal: Terminal, story: Story, steps: int, output: Path, seconds: 
     if story.apart is None:
         raise NbkitError("The notebook has not said how far apart the curves are.", hint=f"see {output}")
     same = story.apart <= APART
+    curves = f"{_beside_python('tensorboard')} --logdir runs"
+    if importlib.util.find_spec("tensorboard") is None:
+        curves = "nbkit watch runs --once; in TensorBoard: pip install 'nbkit-train[board]'"
     verdict = "went on as if nothing had happened" if same else "is NOT that of a training without switches"
     terminal.say(
         f"The loss curve {verdict}: "
         f"largest difference {story.apart:.1e}.\n"
         f"{steps} steps, twice, and all the rest took {seconds:.0f} s.\n\n"
         f"  the notebook, with all its outputs   {output}\n"
-        f"  the curves                           {_beside_python('tensorboard')} --logdir runs\n"
-        "  next: the same, by hand              make lab"
+        f"  the curves                           {curves}\n"
+        f"  next: the same, by hand              {_beside_python('nbkit')} lab"
     )
     return 0 if same else 1
 

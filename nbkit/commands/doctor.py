@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 
+from nbkit.notebook.bug_report import bug_report
 from nbkit.notebook.doctor import doctor
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="as Markdown for a bug report, with versions; without secrets, names of user and host, and home paths",
+    )
     parser.epilog = "Exit status 1 when something required is missing."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    report = doctor()
-    print(report)
-    return 0 if report.ok else 1
+    found = doctor()
+    print(bug_report(found) if arguments.report else found)
+    return 0 if found.ok else 1

@@ -17,19 +17,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
 from nbkit.durations import text_of
 from nbkit.errors import NbkitError
+from nbkit.figures import size
 from nbkit.ipyparallel_private import SYMBOLS as IPYPARALLEL
 from nbkit.ipython_private import SYMBOLS as IPYTHON
+from nbkit.name_clash import REMEDY, other_nbkit
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.launch.pins import pins_within
 from nbkit.notebook.cluster.launch.platform_check import check_platform, release, starts_by_forking
 from nbkit.notebook.cluster.machine.gpus import show_mib
 from nbkit.notebook.cluster.machine.machine import Machine, read_machine
 from nbkit.notebook.cluster.machine.remarks import remarks
-from nbkit.notebook.cluster.training_control import size
 from nbkit.private_symbols import problems
 from nbkit.quoting import shell_words
 from nbkit.wire.own_modules import hiding
@@ -133,6 +135,8 @@ def doctor() -> DoctorReport:
 
 
 def _machine() -> Iterator[DoctorFinding]:
+    for clash in filter(None, (other_nbkit(Path(folder or ".")) for folder in dict.fromkeys(sys.path))):
+        yield DoctorFinding("Machine", "nbkit", clash, "note", REMEDY)
     python = f"{platform.python_version()}  {sys.executable}"
     try:
         check_platform(torch="999")
@@ -198,7 +202,8 @@ def _packages() -> Iterator[DoctorFinding]:
     minimum = required_versions()
     if not minimum:
         hint = f"{_python()} -m pip install -e .   (in the checkout)"
-        yield DoctorFinding("Jupyter", "nbkit", "is imported but not installed: no magics", "missing", hint)
+        text = "is imported but not installed: the versions that it needs are not known"
+        yield DoctorFinding("Jupyter", "nbkit", text, "note", hint)
     for name in _REQUIRED:
         yield _package(name, minimum, "missing", "")
     for name, purpose in _OPTIONAL.items():

@@ -169,11 +169,13 @@ def plan(
     """Return every strategy that fits, the best first, with its peak memory, its seconds and what it sends.
 
     model: a GPTConfig, of which nothing is built and which needs no torch; or a module, or a callable that builds one.
-    For those, two rows of example= are run on the CPU. example: a batch of any number of rows, or a callable that makes
-    one. loss=, optimizer= (default: AdamW) and inputs= are as in the Trainer. Callables run in their own process,
-    unless torch has been imported in this one. batch: rows of a global batch. on: hardware in a line, "128 x 8 H100".
-    precision: as in a Trainer. `.rows[0]` is the recommendation, `.refused` what does not fit, with the arithmetic.
-    Raises UsageError for what cannot be planned, and what the model raises.
+    For those, two rows of `example` are run on the CPU. batch: rows of a global batch. on: hardware in a line, such as
+    "128 x 8 H100". precision: as in a Trainer. example: a batch of any number of rows, or a callable that makes one.
+    loss, inputs: as in a Trainer. optimizer: as in a Trainer; None (the default): AdamW.
+
+    Callables run in their own process, unless torch has been imported in this one. `.rows[0]` is the recommendation,
+    `.refused` is what does not fit, with the arithmetic. Raises UsageError for a request that cannot be planned, and
+    any error of the model.
     """
     asked = _Asked(model, batch, Hardware.parse(on), precision, example, loss, optimizer, inputs)
     return asked.answered(lambda subject: search(subject, batch, asked.on))

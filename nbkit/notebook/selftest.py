@@ -7,32 +7,28 @@ contains nothing that a stranger should not read.
 from __future__ import annotations
 
 import io
-import os
-import platform
 import re
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import nbkit
 from nbkit.device_kinds import CPU, GLOO
 from nbkit.errors import CellError, CellStopped, NbkitError, StrategyError
+from nbkit.figures import seconds, size
+from nbkit.notebook.bug_report import block, bug_report, without_secrets
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cluster import Cluster
-from nbkit.notebook.cluster.training_control import seconds, size
 from nbkit.notebook.doctor import doctor
 from nbkit.notebook.run.reader import read_run
 from nbkit.notebook.user_files import uninterrupted, write_file
-from nbkit.quoting import user_path
 from nbkit.strategy import Strategy
 from nbkit.wire.messages import GetStatus
 
@@ -281,8 +277,6 @@ def _needs(ranks: int, at: SelftestCluster) -> None:
         raise ItemSkipped(f"{at.n} rank")
 
 
-_PACKAGES = ("torch", "ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
-_TELLING = ("TORCH", "PYTORCH", "NCCL", "CUDA")
 TAIL = 60  # lines of what was printed before an item failed
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -338,13 +332,11 @@ class SelftestReport:
             f"# nbkit selftest: {self.verdict}",
             time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.began)),
             "\n".join(["| item | result | seconds | found |", "|---|---|---|---|", *rows]),
-            *(f"## {one.name} failed\n\n{_block(one.tail)}" for one in self.failed),
-            f"## Versions\n\n{_block(_versions())}",
-            f"## Ranks\n\n{_block(self.devices)}",
-            f"## Environment\n\n{_block(_environment())}",
-            f"## nbkit doctor\n\n{_block(str(doctor()))}",
+            *(f"## {one.name} failed\n\n{block(one.tail)}" for one in self.failed),
+            f"## Ranks\n\n{block(self.devices)}",
+            bug_report(doctor()),
         ]
-        return _without_home("\n\n".join(parts)) + "\n"
+        return without_secrets("\n\n".join(parts)) + "\n"
 
 
 def tail_of(text: str) -> str:
@@ -352,38 +344,8 @@ def tail_of(text: str) -> str:
     return "\n".join(_COLOURS.sub("", text).splitlines()[-TAIL:])
 
 
-def _versions() -> str:
-    found = {"nbkit": nbkit.__version__, "Python": platform.python_version(), "platform": platform.platform()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return _columns(list(found.items()))
-
-
-def _environment() -> str:
-    """Return the variables of torch, NCCL and CUDA, and no others."""
-    return _columns([(name, value) for name, value in sorted(os.environ.items()) if name.startswith(_TELLING)])
-
-
-def _columns(rows: Sequence[tuple[str, str]]) -> str:
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def _block(text: str) -> str:
-    # Longer than any fence within.
-    return f"````text\n{text.strip() or '(nothing)'}\n````"
-
-
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _without_home(text: str) -> str:
-    home = str(user_path("~"))
-    return text.replace(home, "~") if len(home) > 1 else text
 
 
 # Ranks that outlive a killed selftest let go of their devices after this.

@@ -9,7 +9,12 @@ from nbkit.errors import UsageError
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT. `vocab=256` is one token per byte."""
+    """Sizes of a GPT.
+
+    vocab: the number of different tokens; 256 is one for each byte. block: the longest text that it sees at once.
+    layers: the number of blocks. heads: attention heads of a block; they divide `width`. width: features of a token.
+    dropout: the share of elements that are dropped while it trains.
+    """
 
     vocab: int = 256
     block: int = 128

@@ -2,7 +2,7 @@
 
 The module is built on torch.accelerator, so ROCm works like CUDA; torch calls both of them cuda. `DeviceKind` has what
 torch.accelerator lacks: the backend between devices, environment variables, names, texts of errors. A further kind is
-one subclass. A package can bring one by an entry point of the group "nbkit.devices": see docs/extending.md.
+one subclass. A package can bring one by an entry point of the group "nbkit.devices": see docs/reference/extensions.md.
 """
 
 from __future__ import annotations
@@ -355,6 +355,11 @@ class Accelerator:
         held = sorted({d.index for d in devices if self.holds(d) and d.index is not None})
         kind = next((d.type for d in devices if self.holds(d)), NVIDIA)
         return torch.random.fork_rng(devices=held, device_type=kind)
+
+    def generator_states(self, device: torch.device) -> list[Tensor]:
+        """Return the states of torch's generators of the CPU and of `device`."""
+        states = [torch.default_generator.get_state()]
+        return [*states, self._generator(device).get_state()] if self.holds(device) else states
 
     @contextmanager
     def drawing_by(self, seed: int, device: torch.device) -> Iterator[None]:

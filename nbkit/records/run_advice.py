@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from nbkit.records.readings import MESSAGES, Bar, Late, TrafficRow, late_rank
 from nbkit.records.records import Detail, TimedCall
@@ -100,7 +101,9 @@ def largest_loss(of: Sequence[Bar], *, slow: PipelineLink | None = None) -> Pipe
     least = {part: min(getattr(bar, part) for bar in of) for part in _SHARED}
     if slow is not None and (late is None or slow.seconds > late.seconds):
         for_it = dict.fromkeys(("bubble", "exposed"), slow.seconds)  # where standing still for a link shows
-        if slow.seconds >= max(seconds - for_it.get(part, 0.0) for part, seconds in least.items()):
+        # A bubble may be on some ranks alone. On average it is what the pipeline loses.
+        lost = least | {"bubble": fmean(bar.bubble for bar in of)}
+        if slow.seconds >= max(seconds - for_it.get(part, 0.0) for part, seconds in lost.items()):
             return slow
     if late is not None and late.seconds >= max(least.values()):
         return late
@@ -131,6 +134,9 @@ def reading(
             f"{loss.seconds * 1e3:.0f} ms of each step ({loss.seconds / step:.0%}): {_CAUSES['exposed']}"
         )
     if isinstance(loss, Late):
+        if loss.by_nbkit:
+            took = f"{_spoken(loss.longer)} of each step ({loss.longer / step:.0%})"
+            return f"nbkit examines strategies for the panel on rank {loss.rank}. That takes {took} and ends by itself."
         ranks = (loss.rank, *loss.beside)
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if loss.beside else f"rank {loss.rank}"
         others = "The others wait" if len(of) > 2 else "The other rank waits"

@@ -30,7 +30,7 @@ def gpipe(ranks: int, microbatches: int, rank: int) -> list[Op]:
 
 
 def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return 1F1B: each backward as soon as possible, so that rank r holds at most ranks - r activations.
+    """Return each backward as soon as possible, so that rank r holds at most ranks - r activations.
 
     PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.
     """
@@ -58,7 +58,7 @@ def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) 
 
 
 def dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return DualPipeV: stages r and 2 ranks - 1 - r on each rank, whose forwards and backwards alternate.
+    """Return stages r and 2 ranks - 1 - r on each rank, whose forwards and backwards alternate.
 
     These are the eight steps of DeepSeek's DualPipeV, the "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe).
     There a forward and a backward run side by side; here they run one after the other.
@@ -113,12 +113,15 @@ def _one_by_one(forwards: list[Op], backwards: list[Op], warm: int) -> list[Op]:
 
 
 def zb(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
-    """Return the list of one rank, which holds stages r, r + ranks, ... (Qi et al. 2023, ZB)."""
+    """Return a zero-bubble schedule, stages r, r + ranks, ... on each rank. Gradients of weights fill the gaps.
+
+    Qi et al. 2023, ZB.
+    """
     return zero_bubble(ranks, microbatches, stages_per_rank, v_shaped=False)[rank]
 
 
 def zbv(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return the list of one rank, which holds stages r and 2 ranks - 1 - r (Qi et al. 2024, ZB-V)."""
+    """Return a zero-bubble schedule in a V: stages r and 2 ranks - 1 - r on each rank (Qi et al. 2024, ZB-V)."""
     return zero_bubble(ranks, microbatches, 2, v_shaped=True)[rank]
 
 

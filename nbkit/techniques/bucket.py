@@ -15,7 +15,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 class BucketKey(GradientKey):
-    """The value is a number of bytes. zero=3 has no buckets."""
+    """A number of bytes, also as 25M or 1G. zero=3 has no buckets."""
 
     name = "bucket"
     neutral = BUCKET

@@ -1,4 +1,4 @@
-"""compress=int8 (or bf16): gradients travel in fewer bytes, and their sums are off within a bound."""
+"""compress=int8: gradients travel in fewer bytes, and their sums are off within a bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 512
 
 
 class CompressKey(GradientKey):
-    """The value is one of FORMATS."""
+    """bf16 or int8."""
 
     name = "compress"
     suggestions: ClassVar[Sequence[str]] = FORMATS

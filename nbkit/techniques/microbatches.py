@@ -8,7 +8,7 @@ from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
 class MicrobatchesKey(Key):
-    """The value is a whole number. It is None without a pipeline, and else twice its ranks if it is not given."""
+    """A whole number; twice the ranks of a pipeline if it is not given. Without a pipeline there is none."""
 
     name = "microbatches"
     is_field = True

@@ -8,7 +8,7 @@ from nbkit.techniques.key import AnyStrategy, Key
 
 
 class OrderKey(Key):
-    """The value is an axis of the mesh, "" if it is not given: then nbkit chooses the axis."""
+    """The name of an axis. nbkit chooses one if it is not given."""
 
     name = "order"
     neutral = ""

@@ -8,7 +8,7 @@ from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
 class PlacesKey(Key):
-    """The value has the number of each rank, () if each rank is at its own. `Mesh` checks it."""
+    """A number for each rank, with colons between them. Each rank is at its own place if it is not given."""
 
     name = "places"
     neutral: ClassVar[tuple[int, ...]] = ()

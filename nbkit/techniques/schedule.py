@@ -7,7 +7,7 @@ from nbkit.techniques.key import AnyStrategy, Key
 
 
 class ScheduleKey(Key):
-    """The value is the name of a schedule. It is None without a pipeline, and else "1f1b" if it is not given."""
+    """The name of a schedule; 1f1b if it is not given. Without a pipeline there is none."""
 
     name = "schedule"
     is_field = True

@@ -1,4 +1,4 @@
-"""speeds=2:1:1:1: how fast the ranks compute, if they are unequal. Rows and stages follow; see nbkit.device_speeds."""
+"""speeds=2:1:1:1: how fast the ranks compute, if they are unequal. Rows and stages follow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
 class SpeedsKey(Key):
-    """The value has the speed of each rank, in lowest terms; () if all are equally fast."""
+    """A whole number for each rank, with colons between them; only their ratios count. All equal if it is not given."""
 
     name = "speeds"
     neutral: ClassVar[tuple[int, ...]] = ()

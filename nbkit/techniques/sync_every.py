@@ -13,7 +13,7 @@ from nbkit.techniques.registry import key_of, spelled
 
 
 class SyncEveryKey(GradientKey):
-    """The value is the number of steps between two averages."""
+    """The number of steps between two averages; 1 if it is not given."""
 
     name = "sync_every"
     neutral = 1

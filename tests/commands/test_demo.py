@@ -110,7 +110,7 @@ def test_it_shows_a_sample_and_what_to_type_next(demo: tuple[int, str, Path]) ->
     assert re.search(r"It writes, spread over the ranks:\n {4}.*\S", text)
     assert "runs/demo.ipynb" in text
     assert "tensorboard --logdir runs" in text
-    assert "make lab" in text
+    assert "nbkit lab" in text
 
 
 def test_the_executed_notebook_and_the_curves_are_kept(demo: tuple[int, str, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -209,3 +210,27 @@ def test_files_that_hide_modules_are_named(tmp_path: Path, monkeypatch: pytest.M
     found = finding(doctor(), "names of files")
     assert found.state == "note" and found.text.startswith("queue.py in this folder: ")
     assert found.hint.startswith("mv queue.py my_queue.py")
+
+
+def test_a_report_for_strangers_has_versions_and_findings_and_nothing_private(tmp_path: Path) -> None:
+    told = {"NCCL_DEBUG": "WARN", "TORCH_HUB_TOKEN": "hidden-1", "HUB_TOKEN": "hidden-2", "LOGNAME": "ada.l"}
+    told |= {"TORCH_MIRROR": "https://ada:hidden-3@mirror.example/torch", "HOME": str(tmp_path / "ada.l")}
+    (tmp_path / "ada.l").mkdir()
+    code = "import sys; from nbkit.commands import main; sys.exit(main(['doctor', '--report']))"
+    env = {**os.environ, **told, "NBKIT_HOME": str(tmp_path / "ada.l" / "nbkit")}
+
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+
+    words = " ".join(done.stdout.split())
+    assert done.returncode == 0, done.stderr
+    assert f"nbkit {nbkit.__version__}" in words and f"torch {metadata.version('torch')}" in words
+    assert "NCCL_DEBUG WARN" in words and "TORCH_MIRROR https://...@mirror.example/torch" in words
+    assert "TORCH_HUB_TOKEN ..." in words and "✓ folder ~/nbkit" in words and "Ready: %load_ext nbkit" in words
+    secrets = ("hidden-", "HUB_TOKEN hidden", str(tmp_path), "ada.l", socket.gethostname())
+    assert not [secret for secret in secrets if secret in done.stdout]
+
+
+def test_the_issue_form_asks_for_the_report() -> None:
+    form = (Path(__file__).resolve().parents[2] / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+
+    assert "nbkit doctor --report" in form

@@ -162,8 +162,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     seconds = sorted(each.seconds for each in outcomes)
     return (
         f"{len(right)} of {len(outcomes)} are answered as they should be; median {statistics.median(seconds):.2f} s, "
-        f"slowest {seconds[-1]:.1f} s. After each the next cell ran on both ranks and no process was left; when the "
-        "notebook had ended, none at all."
+        f"slowest {seconds[-1]:.1f} s. After each, the next cell ran on both ranks, and no process was left. None was "
+        "left after the notebook either."
     )
 
 
@@ -184,8 +184,8 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = lambda text: pri
     lines = [summary(outcomes), "", *table(outcomes)]
     say("\n".join(["", *lines]))
     if asked.out is not None:
-        title = "What people do wrong and what breaks, in a real notebook with two ranks: `make drills`."
-        head = ["# Drills", "", title, ""]
+        does = "After this page you know what a notebook shows after a mistake or a failure. `make drills` does each of"
+        head = ["# Drills", "", f"{does} them in a real notebook with two ranks, and writes this table.", ""]
         asked.out.write_text("\n".join([*head, *lines]) + "\n")
     return int(any(each.wrong for each in outcomes))
 

@@ -220,9 +220,9 @@ class Cluster:
         spares: this many extra GPUs, or sets of cores, on each host, in reserve for a rank whose own device fails in a
         training; taken from the end of `gpus`. ttl: seconds, or "12h", without a notebook and a running cell after
         which the cluster ends (two hours, unless nbkit.toml says otherwise). launcher, nodes, options: start `n` ranks
-        on so many hosts with this launcher, given these words (docs/extending.md). on: a StartRequest of a launcher
-        with options of its own, which gives the number of ranks. Returns when every rank has answered and the process
-        group has done an all-reduce.
+        on so many hosts with this launcher, given these words (docs/reference/extensions.md). on: a StartRequest of
+        a launcher with options of its own, which gives the number of ranks. Returns when every rank has answered and
+        the process group has done an all-reduce.
         Raises ClusterError, ClusterExists or UsageError, with nothing left running.
         """
         check_platform()

@@ -394,12 +394,15 @@ def export(
 ) -> Exported:
     """Write the cells that the ranks have run as one script for torchrun, which needs no Jupyter.
 
-    notebook: a saved notebook, whose cells are taken in file order. Default: the running notebook, in the order in
-    which its cells ran since the ranks were started. slurm: also write an sbatch file for this many nodes, each with as
-    many ranks as the notebook had. gpus, cpus: on each node. requeue: the job goes on later from a checkpoint if its
-    time limit or another job has ended it. If the notebook has switched its strategy, the switches are written beside
-    the script, for --switches. A file that was not exported by nbkit is not overwritten. Raises UsageError, with
-    nothing written, for anything that a script cannot have.
+    path: the script to write. notebook: a saved notebook, whose cells are taken in file order. Default: the running
+    notebook, in the order in which its cells ran since the ranks were started. slurm: also write an sbatch file. nodes:
+    the number of nodes in it, each with as many ranks as the notebook had. partition: Slurm's name for a set of nodes.
+    time: the limit of the job, such as "4:00:00". gpus, cpus: of each node. requeue: the job goes on later from a
+    checkpoint if its time limit or another job has ended it.
+
+    If the notebook has switched its strategy, the switches are written beside the script, for --switches. A file that
+    was not exported by nbkit is not overwritten. Raises UsageError, with nothing written, for anything that a script
+    cannot have.
     """
     to = user_path(os.fspath(path))
     options = SlurmOptions(nodes, partition, time, gpus, cpus, requeue)

@@ -3,7 +3,8 @@
 A saved notebook has no kernel: a page there says "Error displaying widget", whatever else the output holds.
 
 This module also tells whether a kernel hears its pages during a cell, or on a page opened then, and what to say if it
-does not. What was tried is in docs/watching.md, "Where the panel answers"; what is known of VS Code is from reports.
+does not. What was tried is in docs/reference/measurements.md, "Where the panel answers". What is known of VS Code is
+from reports.
 If neither source covers a case, the page itself notices that a click is not heard.
 """
 

@@ -142,7 +142,7 @@ class Hardware:
 _DELAY = 20e-6
 """Seconds until a collective is under way."""
 _CALIBRATED = 0.13
-"""The largest error of a calibrated prediction. All but one of the published steps in docs/plan.md are within it."""
+"""The largest error of a calibrated prediction. All but one published step in docs/evidence/planner.md is within it."""
 _BACK = 2.0
 """A backward pass multiplies twice as much as its forward."""
 

@@ -38,11 +38,12 @@ def from_pretrained(
 ) -> Pretrained:
     """Return the model in `directory`, for `Trainer(model=...)` or `prepare`.
 
-    The directory has config.json and one or more safetensors files. Each rank reads from the files exactly what it
-    must hold under the strategy. overrides: settings that replace those of the config (dtype="float32",
+    directory: a folder with config.json and one or more safetensors files. Each rank reads from the files exactly what
+    it must hold under the strategy. overrides: settings that replace those of the config (dtype="float32",
     attn_implementation="sdpa", ...). adapt: a function that takes the module and returns the one to train, for example
-    lambda model: peft.get_peft_model(model, peft.LoraConfig(...)). It initialises what it adds. The Trainer raises
-    TrainingError if the directory does not hold every weight.
+    lambda model: peft.get_peft_model(model, peft.LoraConfig(...)). It initialises what it adds.
+
+    The Trainer raises TrainingError if the directory does not hold every weight.
     """
     return Pretrained(user_path(directory), adapt, overrides)
 

@@ -56,8 +56,8 @@ def _sources(folder: Path) -> Iterator[Path]:
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
     """Blocks of text. Item i is (x, y), both int64 of shape (block,); y has the bytes that follow those of x.
 
-    path: a text file; None takes the standard library's source. split: "train" or "heldout". Every tenth stretch of
-    64 blocks is held out, so both splits have every kind of text and share no byte.
+    path: a text file; None takes the standard library's source. block: the length of an item. split: "train" or
+    "heldout". Every tenth stretch of 64 blocks is held out, so both splits have every kind of text and share no byte.
     limit: the most bytes to use. Raises TrainingError if the text is too short for one block.
     """
 

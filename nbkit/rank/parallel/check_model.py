@@ -197,6 +197,7 @@ def check(
     """Return how `strategy` would split `model`, module by module, and why not. It runs locally and does not change the
     model.
 
+    model: the model, or a callable that builds it. strategy: a text such as "dp=2 tp=2", or a Strategy.
     batch: the number of rows of a global batch, or such a batch. Two rows of a batch are run once, to find where the
     model can be cut. Without a batch the blocks are guessed by structure. Stages assume that all blocks cost the same,
     until a job has measured them. world_size: the number of ranks. The default is the current world, or else the

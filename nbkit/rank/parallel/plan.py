@@ -268,7 +268,8 @@ def refusals(
 
     guessed: there is no batch to run, and the blocks of the model are guessed by its structure.
     """
-    needs = [_need_facts, _need_copies, _need_whole_gradients, need_rows, _need_outside, _need_one_gradient]
+    needs = [_need_stages, _need_facts, _need_copies, _need_whole_gradients, need_rows, _need_outside]
+    needs += [_need_one_gradient]
     for need in [*needs, *([] if guessed else [need_chain]), _need_gathers, _need_positionwise]:
         try:
             need(strategy, facts, options)
@@ -285,6 +286,17 @@ def keeps_whole(strategy: Strategy) -> bool:
 def parts_rows(strategy: Strategy, options: JobOptions) -> bool:
     """Return True if the rows of a batch go through several forwards, on one rank or many."""
     return strategy.dp > 1 or (strategy.microbatches or 1) > 1 or options.cut
+
+
+def _need_stages(strategy: Strategy, _: ModelFacts, options: JobOptions) -> None:
+    """Raise StrategyError if the user calls the model, of which each rank would hold some stages."""
+    if options.own_forward and strategy.pp > 1:
+        raise StrategyError(
+            f"Under {strategy} no rank can run the forward by itself: each holds some of the stages.",
+            numbers=f"{strategy.pp} stages, and a loop that calls job.model",
+            hint="job.backward(batch), with loss= of nbkit.prepare, which follows the schedule; "
+            "or a strategy without pp",
+        )
 
 
 def _need_facts(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:

@@ -37,7 +37,8 @@ class ShardedModel:
     partial: parameters whose gradients are partial sums over the named axes. notes: information for the user about how
     the model was split. owned: the tensors that the optimizer updates whole, each on its owner; None if there are none.
     no_cache: why the model keeps no keys and values while it generates; "" if it keeps them, None if this was not
-    tried. built: the plain attributes of the module's parts as they were built.
+    tried. inside: nbkit, not the user, is calling the module. built: the plain attributes of the module's parts as they
+    were built.
     """
 
     plan: ParallelPlan
@@ -50,6 +51,7 @@ class ShardedModel:
     notes: Sequence[str] = ()
     owned: WholeTensors | None = None
     no_cache: str | None = None
+    inside: bool = field(default=False, init=False)
     built: Attributes = field(init=False)
     _attributes: list[dict[str, Any]] = field(init=False, repr=False)
 
@@ -105,7 +107,11 @@ class ShardedModel:
     def stage(self, stage: int, value: Any, received: tuple[Tensor, ...]) -> Any:
         """Run the forward pass of one stage. Return what goes to the next stage, or the model's output."""
         if self.staged is None:
-            return call(self.module, value)
+            before, self.inside = self.inside, True
+            try:
+                return call(self.module, value)
+            finally:
+                self.inside = before
         return self.staged.forward(self._range_of(stage), value, received)
 
     def idle(self) -> bool:
@@ -154,12 +160,27 @@ class ShardedModel:
                 launch()
                 self.data.start()
             canary = self.data.finish()
-        self._sum_partial()
-        if self.owned is not None:
-            self.owned.take()
+        self._sum_the_rest()
         if self.pipeline is not None and micros:
             self.pipeline.meet(numbers)
         return canary
+
+    def sum_up(self, *, started: bool) -> Tensor | None:
+        """Sum the gradients of backward passes that the user's losses have made, each followed by `data.hold()`.
+
+        started: `data.start()` was called before the last of them. Returns the data axis' canary.
+        """
+        if not started:
+            self.data.start()
+        canary = self.data.finish()
+        self._sum_the_rest()
+        return canary
+
+    def _sum_the_rest(self) -> None:
+        """Sum over the axes beside data, and give the owners of whole tensors their gradients."""
+        self._sum_partial()
+        if self.owned is not None:
+            self.owned.take()
 
     def after_step(self) -> None:
         """Share the update after the optimizer's step: whole tensors first, then as the data axis does."""

@@ -169,13 +169,19 @@ class KeyedDropout:
         self._settings = _settings(module)
         self._found, self._tried, self._said = plan is not None, False, False
 
-    def step(self, step: int, rows: Tensor | Sequence[int]) -> AbstractContextManager[None]:
+    def step(self, step: int, rows: Tensor | Sequence[int], call: int = 0) -> AbstractContextManager[None]:
         """Key the draws of a forward pass inside this context.
 
         step: number of finished steps. rows: the place in the global batch of each sample in the pass. They must be all
-        samples of the pass, because dim 0 of a dropped tensor is compared with their number.
+        samples of the pass, because dim 0 of a dropped tensor is compared with their number. call: the number of the
+        pass among those of these rows in the step.
         """
-        return nullcontext() if self.idle() else self._keyed(step, rows)
+        return nullcontext() if self.idle() else self._keyed(step, rows, call=call)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Return True if something was drawn so far, or is known to be drawn."""
+        return self._found
 
     def idle(self) -> bool:
         """Return True if the model, with its current settings, draws nothing.
@@ -212,7 +218,9 @@ class KeyedDropout:
             yield trace
 
     @contextmanager
-    def _keyed(self, step: int, rows: Tensor | Sequence[int], trace: DrawTrace | None = None) -> Iterator[None]:
+    def _keyed(
+        self, step: int, rows: Tensor | Sequence[int], trace: DrawTrace | None = None, *, call: int = 0
+    ) -> Iterator[None]:
         if not _followed(self._module):
             _follow(self._module)
         replay_checkpoints()
@@ -220,7 +228,8 @@ class KeyedDropout:
         mode = _Interception(self)
         # Draws outside of all modules count as draws of the root.
         first = int(rows[0]) if len(rows) else 0
-        new = _Pass(key_of(self.seed, step), places, first, mode, self.plan, trace, stack=[_Call(0, 0, False)])
+        key = key_of(self.seed, step, call) if call else key_of(self.seed, step)
+        new = _Pass(key, places, first, mode, self.plan, trace, stack=[_Call(0, 0, False)])
         token = _passing.set(new)
         try:
             with mode:

@@ -163,9 +163,16 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
     """Raise TrainingError if the ranks read different batches."""
     if len(set(numbers.fingerprints)) > 1:
         odd = [rank for rank, mark in enumerate(numbers.fingerprints) if mark != numbers.fingerprints[0]]
+        which = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
+        if pending.losses:
+            raise TrainingError(
+                f"The ranks read different data in step {pending.step}, or gave job.backward another number of losses.",
+                numbers=f"{which} did otherwise than rank 0; this rank gave {pending.losses}",
+                hint="the same batches, job.rows and job.backward on every rank, and none behind `if rank == 0:`",
+            )
         raise TrainingError(
             f"The ranks read different data in step {pending.step}.",
-            numbers=f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} had another batch than rank 0",
+            numbers=f"{which} had another batch than rank 0",
             hint="the same data, batch_size and seed on every rank, which takes its own rows; seed what shuffles, "
             "without the rank: torch.manual_seed(0)",
         )

@@ -131,6 +131,7 @@ class Builder:
             cut=config.compute.microbatch_size is not None,
             compile=config.compute.compile,
             adaptive=self.template.is_adaptive(),
+            own_forward=config.own_loss,
             whole=self.template.whole("rows") if world_size > 1 else frozenset(),
             whole_in_tp=self.template.whole("columns") if world_size > 1 else frozenset(),
         )

@@ -26,6 +26,7 @@ from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.data.split.data_shards import data_shards, why_whole
 from nbkit.rank.data.stream import Stream, is_map_style
 from nbkit.rank.device import accelerator
+from nbkit.rank.loss.output_tensors import loss_of_outputs
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.fact_finder import ModelExample
@@ -56,6 +57,11 @@ class TrainConfig:
         """Return True if attention kernels draw their own dropout masks on `device`."""
         dropout = self.compute.dropout
         return dropout == "fused" or (dropout is None and accelerator().holds(device))
+
+    @property
+    def own_loss(self) -> bool:
+        """Return True if the user's loop computes the loss, and `loss` stands for it in trials."""
+        return self.loss is loss_of_outputs
 
     @property
     def model_example(self) -> ModelExample:

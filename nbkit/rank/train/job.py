@@ -8,6 +8,11 @@ for batch in job.batches(loader):       # global batches, the same on every rank
     job.clip(1.0); job.optimizer.step(); job.optimizer.zero_grad()
     job.log(loss=result.loss)
 
+Or with a forward and a loss of the user's own, and no `loss=`:
+
+    x, y = job.rows(batch)
+    job.backward(F.mse_loss(job.model(x), y))
+
 `evaluate` computes the loss on other data, weighted over all samples and ranks. Each sample counts once.
 """
 
@@ -39,6 +44,7 @@ from nbkit.rank.data.data_state import DataHooks
 from nbkit.rank.data.open_stream import shards
 from nbkit.rank.data.stream import fetched, is_map_style
 from nbkit.rank.device import accelerator
+from nbkit.rank.loss.output_tensors import loss_of_outputs
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import SHARED
@@ -58,6 +64,7 @@ from nbkit.rank.train.control.switch_plan import SwitchPlan, SwitchSchedule
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.recommend import AUTO, ordered, recommend
 from nbkit.rank.train.own_loop import user_gradients
+from nbkit.rank.train.own_loop.own_forward import OwnForward
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.run_recorder import Recorder, new_run_dir
@@ -109,7 +116,7 @@ def prepare(
     model: Model,
     optimizer: Optimizer,
     *,
-    loss: Loss,
+    loss: Loss | None = None,
     strategy: str = "ddp",
     precision: str | None = None,
     inputs: Sequence[str] | None = None,
@@ -126,20 +133,22 @@ def prepare(
 
     model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is a
     module, an optimizer of its parameters; or a list or dict of several, as for the Trainer. loss: (output, target) ->
-    mean or (sum, weight). inputs: the names of the entries of a dict batch that the model takes; loss then gets
-    (output, batch). precision: None, "bf16" or "fp16".
+    mean or (sum, weight); None if the loop computes the loss itself, by `rows`, `model` and `backward(loss)`. inputs:
+    the names of the entries of a dict batch that the model takes; loss then gets (output, batch). precision: None,
+    "bf16" or "fp16".
     hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on, which pipelines and context
     parallelism need, and tensor parallelism for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
     "replace", where a rank that dies in a loop over `batches` is replaced by one that helps to save the job
-    (docs/clusters.md), or "stop". For all other arguments see Trainer.
+    (docs/reference/clusters.md), or "stop". For all other arguments see Trainer.
     Raises TrainingError or StrategyError if it could not train as asked.
     """
     check_options(compute=compute, hints=hints, recovery=recovery)
-    config = TrainConfig(loss, seed, inputs, precision, compute, hints)
+    config = TrainConfig(loss or loss_of_outputs, seed, inputs, precision, compute, hints)
     argument_checks.check_own_loop(recovery, compute)
     check_sinks(sinks)
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
     job.own_loop = replace(OWN_LOOP, recovery=replace(recovery, on_oom="raise"))
+    job.own_forward.possible = True
     job.check_plan()
     job.record(log_dir, name=name)
     job.listen(sinks, name=name)
@@ -216,6 +225,7 @@ class Job:
         self.model, self.model_handle = builder.module, ModelHandle(builder.module)
         self.ledger = History(world_size=self.world_size, device=self.device)
         self.integrity, self.feed = Integrity(), DataHooks()
+        self.own_forward = OwnForward(self)
         self.backups = Backups(rank=self.rank, world_size=self.world_size, device=self.device)
         self.checkpoint_writer = CheckpointWriter(rank=self.rank, world_size=self.world_size, device=self.device)
         self.sync, self.switcher = RankSync(self), Switcher(self)
@@ -242,6 +252,8 @@ class Job:
         # The user's model object now shows what this rank holds. What it showed before is freed.
         self.model_handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
+        self.own_forward.end()
+        self.own_forward.install()
         self.builder.computing = weakref.ref(sharded_model)
         self.builder.took(inner)
         self.training_step = TrainingStep(
@@ -253,6 +265,7 @@ class Job:
             integrity=self.integrity,
             backups=self.backups,
             seed=self.seed,
+            before_count=self.recorder.before_count,
         )
 
     def parsed(self, text: str) -> Strategy:
@@ -344,6 +357,8 @@ class Job:
         compute = replace(self.config.compute, **changed)
         self.config = self.builder.config = replace(self.config, compute=compute)
         self.training_step.microbatch_size = compute.microbatch_size
+        self.ledger.counts.clear()
+        self.training_step.count_again()
 
     @property
     def waits_for_update(self) -> bool:
@@ -357,6 +372,7 @@ class Job:
         Raises TrainingError if that is impossible, or if the model is another job's.
         """
         self.model_handle.check()
+        self.own_forward.close()
         self.sharded_model.data.follow()
         argument_checks.check_parameters(
             self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
@@ -406,39 +422,52 @@ class Job:
         return self.ledger.records
 
     @argument_checks.batches_call
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], *, others: Sequence[Job] = ()) -> Iterator[Any]:
         """Return an iterator over the loader's batches, with a step boundary after each.
 
         The loader gives *global* batches, in the same order on every rank; `backward` takes this rank's rows. Random
         numbers of a DataLoader or dataset are seeded here, so that the ranks agree. A loop that was left by an error
-        ends when the next one begins.
+        ends when the next one begins. others: jobs that take part in the loop. They take over this job's strategy now
+        and at each boundary, so that one switch is a switch of all.
         """
         argument_checks.check_loader(loader)
         self._leave_loop()
-        batches = self._steps(loader)
+        batches = self._steps(loader, others)
         self._loop = weakref.ref(batches)
         return batches
 
-    def _steps(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
+    def _steps(self, loader: Iterable[Any], others: Sequence[Job]) -> Generator[Any, None, None]:
         """Yield the loader's batches. Reading is seeded for each step, and its time counts as the phase "data"."""
         host = resume_fit.host
         own = self._own = None if host is None else host.loop(self)
         with self.running() if own is None else own.running():
-            batches, end = None, object()
+            batches, end, read = None, object(), (-1, 0)
             while True:
+                for other in others:
+                    other._own = own
+                    other.follow(self)
+                # Batches between two steps, as where losses of several batches are accumulated, draw other numbers.
+                read = self.step, read[1] + 1 if read[0] == self.step else 0
                 with phase("data"):
-                    data_rng.seed(self.seed, self.step, SHARED)
+                    data_rng.seed(self.seed + read[1] * _READ, self.step, SHARED)
                     batches = iter(loader) if batches is None else batches
                     batch = next(batches, end)
                 if batch is end:
-                    with self._in_order():
+                    with self.order():
                         self.arrive()
                     return
                 yield batch
-                with self._in_order():
-                    self.at_boundary()
+                if not self.own_forward.losses:  # else their gradients are not summed yet: this is no boundary
+                    with self.order():
+                        self.at_boundary()
 
-    def _in_order(self) -> AbstractContextManager[None]:
+    def follow(self, other: Job) -> None:
+        """Switch to the strategy of another job, and read the numbers of finished steps. Collective if it differs."""
+        self.ledger.settle(keep=1)
+        if str(self.strategy) != str(other.strategy):
+            self.switch(str(other.strategy))
+
+    def order(self) -> AbstractContextManager[None]:
         """Return a context for waiting on other ranks. In a loop of the user's own it saves the job if one dies."""
         return nullcontext() if self._own is None else self._own.saved_if_a_rank_dies()
 
@@ -450,12 +479,67 @@ class Job:
             batches.close()
         self._loop = None
 
-    def backward(self, batch: Any) -> StepResult:
-        """Run forward and backward of one global batch (or of this rank's Shard of it), in micro-batches.
+    def rows(self, batch: Any) -> Any:
+        """Return this rank's rows of a global batch, on its device, for a forward and a loss of the user's own.
 
-        Afterwards every rank holds the same gradients: those of the loss over the whole global batch.
-        On CPU ranks it raises NotFinite before the weights are touched. On GPUs `at_boundary` raises it one step later.
+        batch: a tensor, or tensors in a list, tuple or dict; dim 0 is the row. A list stands for a tuple. Every rank
+        gives the same batch. Ranks that share the work on a row (tp, cp) get the same rows. Raises StrategyError under
+        pp, and TrainingError if a rank would have no row.
         """
+        return self.own_forward.rows(batch)
+
+    def draw(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Return `function(*args, **kwargs)`, a random function of torch, with numbers that belong to the rows.
+
+        They depend on the job's seed, the step, the number of the call in the step and each row's place in the global
+        batch. So they are the same under every strategy and on any number of ranks. Dim 0 of the result is the row:
+        `job.draw(torch.randn_like, x)`, `job.draw(torch.randint, 1000, (len(x),))`. Call it after `rows`, equally often
+        on every rank. Raises TrainingError for a function that draws in another way.
+        """
+        drawn: Tensor = self.own_forward.draw(function, *args, **kwargs)
+        return drawn
+
+    def mean(self, value: Tensor | float, weight: Tensor | float | None = None) -> Tensor:
+        """Return the mean of `value`, a mean over this rank's rows, over the rows of all ranks. Collective.
+
+        weight: what `value` is the mean of, if that is not the number of rows. The result is float64, 0-dimensional.
+        """
+        return self.own_forward.mean(value, weight)
+
+    def backward(
+        self,
+        batch: Any,
+        *,
+        weight: float | Tensor | None = None,
+        reduction: str = "mean",
+        retain_graph: bool = False,
+        last: bool = False,
+    ) -> StepResult:
+        """Make the gradients of a step, of a global batch (see `nbkit.prepare(loss=)`) or of a loss of the user's own.
+
+        batch: a global batch, or this rank's Shard of it. Forward and backward run in micro-batches. Afterwards every
+        rank holds the same gradients: those of the loss over the whole global batch.
+
+        Or a loss of this rank's rows: a 0-dimensional tensor that requires a gradient. There may be any number of
+        losses before a step; their gradients add up. They are summed over the ranks by `clip`, `grad_norm` or
+        `optimizer.step`, and the result's `loss` is known after that. The other arguments are for such a loss:
+        weight: the number of rows, tokens, ... that the loss is the mean of on this rank; default: the rows of `rows`.
+        reduction: "sum" if the loss sums over the rows instead. retain_graph: as in torch. last: no other loss follows
+        in this step, so that the sum over the ranks begins during the backward pass.
+
+        On CPU ranks NotFinite is raised before the weights are touched, and on GPUs by `at_boundary`, one step later.
+        """
+        if isinstance(batch, Tensor) and batch.ndim == 0:
+            return self.own_forward.backward(
+                batch, weight=weight, reduction=reduction, retain_graph=retain_graph, last=last
+            )
+        if self.own_forward.losses:
+            raise TrainingError(
+                "A batch follows losses of your own in one step.",
+                numbers=f"step {self.step + 1}, {self.own_forward.losses} losses",
+                hint="job.optimizer.step() between them; or job.rows(batch) and a loss for both",
+            )
+        self._check_loss_is_known("job.backward(batch)")
         if self.training_step.reduced:
             raise TrainingError(
                 "backward() twice in one step: the gradients hold the sum over all ranks already.",
@@ -473,17 +557,11 @@ class Job:
         while True:
             try:
                 # This covers taking the rows, seeding, and the check that the loss is finite too.
-                with self._in_order(), self.switcher.first_step() as first, phase("backward"):
+                self.own_forward.end()
+                with self.order(), self.own_forward.left_out(), self.switcher.first_step() as first, phase("backward"):
                     result = self.training_step.backward(self.training_step.rows(batch))
             except BaseException as error:
-                self.ledger.begun = False
-                self.integrity.broken_off = not isinstance(error, NotFinite)
-                self.optimizer.zero_grad()
-                if isinstance(error, NotFinite) and not error.spoiled and (names := job_checkpoint.not_finite(self)):
-                    argument_checks.blame_weights(error, names, self.ledger.made_last)
-                self._leave_loop(error)  # its generator does not know that the body of the loop was left
-                if isinstance(error, Exception) and (parted := meeting.parted()) is not None:
-                    raise parted from None
+                self.broken(error)
                 raise
             if not first.taken_back:
                 return result
@@ -493,6 +571,26 @@ class Job:
                     numbers=f"data-parallel place {place}, now {self._place()}",
                     hint="job.backward(batch) with the global batch, or the next one",
                 )
+
+    def broken(self, error: BaseException) -> None:
+        """Drop the step that `error` has broken off, and leave the loop. Raises what has parted the ranks instead."""
+        self.ledger.begun = False
+        self.integrity.broken_off = not isinstance(error, NotFinite)
+        self.own_forward.end()
+        self.optimizer.zero_grad()
+        if isinstance(error, NotFinite) and not error.spoiled and (names := job_checkpoint.not_finite(self)):
+            argument_checks.blame_weights(error, names, self.ledger.made_last)
+        self._leave_loop(error)  # its generator does not know that the body of the loop was left
+        if isinstance(error, Exception) and (parted := meeting.parted()) is not None:
+            raise parted from None
+
+    def _check_loss_is_known(self, what: str) -> None:
+        if self.config.own_loss:
+            raise TrainingError(
+                f"{what} computes the loss itself, and this job was given none.",
+                numbers="loss=None",
+                hint="nbkit.prepare(..., loss=loss); or x, y = job.rows(batch), then job.backward(loss)",
+            )
 
     def _place(self) -> tuple[int, int]:
         """Return (number of this rank's part of a global batch, number of parts)."""
@@ -504,12 +602,14 @@ class Job:
 
         Returns the norm before scaling, as a tensor that is not waited for.
         """
-        with self._passed_over(), self._in_order():
+        with self._passed_over(), self.order():
+            self.own_forward.sum_up()
             return self.training_step.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of all gradients, on the device. It is recorded in this step's history."""
-        with self._passed_over(), self._in_order():
+        with self._passed_over(), self.order():
+            self.own_forward.sum_up()
             return self.training_step.grad_norm()
 
     @contextmanager
@@ -528,6 +628,7 @@ class Job:
         data: samples as a DataLoader takes them; each counts once. batch_size: rows of a global batch. The model is in
         eval mode meanwhile. Raises TrainingError if the total weight of the samples is 0.
         """
+        self._check_loss_is_known("job.evaluate")
         with self.ledger.clock.stopped():
             meeting.meet("evaluate")
             self.sync.resync()
@@ -583,7 +684,8 @@ class Job:
 
         Give the same numbers on every rank, so that `history` stays equal on all of them. `loss` is there already.
         """
-        self.ledger.log(numbers)
+        if not self.own_forward.log(numbers):
+            self.ledger.log(numbers)
 
     @contextmanager
     def running(
@@ -660,6 +762,7 @@ class Job:
         with suppress(NotFinite):  # the error that has broken the step off is raised
             self.ledger.settle()
         self.ledger.pending.clear()
+        self.own_forward.end()
         self.optimizer.zero_grad()
 
     def arrive(self) -> None:
@@ -772,8 +875,14 @@ class Job:
         self._cost_model = None
 
     def _update(self) -> None:
-        with self._in_order():
+        with self.order():
+            self.own_forward.sum_up()
+            if not self.training_step.reduced:
+                user_gradients.refuse_unsummed(self)
             self.training_step.update(late=self._late)
+            if self.own_forward.active:
+                self.own_forward.end()
+                self.switcher.commit(step_made=True)
             self.recorder.after_step(
                 self.step,
                 self.model,
@@ -781,6 +890,7 @@ class Job:
                 held=self.sharded_model.held.values(),
                 strategy=self.strategy,
                 cost_model=self.cost_model,
+                peak=self.training_step.counted.peak,
             )
 
     def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:
@@ -794,11 +904,16 @@ class Job:
 
     def _forgotten(self, are_none: bool) -> None:
         self.training_step.reduced = False
+        self.own_forward.forget()
         # Clear gradients of parameters that are in no group too: the next step would sum them once more.
         inside = set() if are_none else {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for p in self.sharded_model.data.leaves():
             if p.grad is not None and id(p) not in inside:
                 p.grad = None
+
+
+_READ = 1_000_003
+"""The seed of a further batch of a step differs from that of the one before by this number."""
 
 
 def _warn_if_taken_back(error: BaseException | None) -> None:

@@ -60,31 +60,30 @@ from nbkit.trainer_options import Checkpoints, Compute, Loading, ModelHints, Rec
 class Trainer:
     """Trains `model` on `data`. Collective: every rank makes the same calls.
 
-    model: a callable that builds an nn.Module, or such a module. loss: (output, target) -> mean, or -> (sum, weight).
-    optimizer: a callable given the model. It returns an optimizer, or a list or dict of several that share the
-    parameters: Muon for the matrices and AdamW for the rest. Each parameter that trains is in exactly one of them.
-    lr_schedule, checkpoints and switches treat several as one, and `trainer.optimizer.optimizers` is the list or dict.
-    data: map-style or iterable, with items (input, target) or dicts.
-    batch_size: global, over all ranks. strategy: "ddp"; "auto" takes the first of a plan (docs/plan.md) and prints it.
-    precision: None, or "bf16" or "fp16" (forward and loss under autocast; with "fp16" a scale on the loss).
-    clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr.
-    eval_data, eval_every: evaluate every so many steps, and put the result into `history` as eval_loss.
-    inputs: with dicts, the names of the entries that the model takes; loss then gets (output, batch).
-    seed: of weights, order and dropout. callbacks: f(trainer, record), called after each step; a GPU is waited for, so
-    that the model is that of the record.
-    name: the run's. log_dir: parent of the run's directory (None: no records), which %dashboard and TensorBoard read.
-    sinks: objects with a method write(event), which get each step and event on rank 0. progress: print the moving line.
+    model: an nn.Module, or a callable that builds one. loss: a function of (output, target) that returns a mean, or
+    (sum, weight). optimizer: a callable that gets the model. It returns an optimizer, or a list or dict of several that
+    share the parameters: Muon for the matrices and AdamW for the rest. Each parameter that trains is in exactly one of
+    them. lr_schedule, checkpoints and switches treat several as one, and `trainer.optimizer.optimizers` is the list or
+    dict. data: map-style or iterable, with items (input, target) or dicts. batch_size: rows of the global batch, over
+    all ranks. strategy: a text such as "dp=2 tp=2"; "auto" takes the first row of a plan (docs/reference/planner.md)
+    and prints it. precision: "bf16" or "fp16" run forward and loss under autocast, "fp16" with a scale on the loss;
+    None (the default): float32. clip_norm: scale gradients down to this norm; None (the default): never. lr_schedule: a
+    function of the finished steps that returns the factor of the optimizer's lr. eval_data: data for evaluations; their
+    mean loss is `eval_loss` in `history`. eval_every: steps between two evaluations. inputs: for dicts, the names of
+    the entries that the model takes; `loss` then gets (output, batch). seed: the seed of weights, order and dropout.
+    callbacks: functions of (trainer, record), called after each step; a GPU is waited for, so that the model is that of
+    the record. name: the name of the run. log_dir: the parent of the run's directory, which %dashboard and TensorBoard
+    read; None: keep no records. sinks: objects with a method write(event), which gets each step and event on rank 0.
+    progress: print the moving line.
 
-    What most trainings leave as it is comes in option values, each with a docstring of its own:
-    loading: `nbkit.Loading(shuffle= drop_last= collate= workers=)`, how samples become batches.
-    checkpoints: `nbkit.Checkpoints(every= path= keep= snapshot_every=)`, what is saved without being told.
-    compute: `nbkit.Compute(microbatch_size= recompute= offload= compile= dropout= grad_norm_every=)`, how a step is
-    computed.
-    recovery: `nbkit.Recovery(on_failure= hang_timeout= on_oom= balance= backup_every=)`, what happens when ranks die,
-    hang, slow down or run out of memory.
-    hints: `nbkit.ModelHints(stages= tp_plan= example=)`, what nbkit does not find out about the model.
-    switches: finished steps -> strategy, or a JSON file of that, for an unattended training; step 0 gives the first
-    strategy.
+    Settings that most trainings leave alone are fields of option values, each with a docstring of its own:
+    loading: how samples become batches, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: what is
+    saved without being told, `nbkit.Checkpoints(every= path= keep= snapshot_every=)`. compute: how a step is computed,
+    `nbkit.Compute(microbatch_size= recompute= offload= compile= dropout= grad_norm_every=)`. recovery: what happens
+    when ranks die, hang, slow down or run out of memory,
+    `nbkit.Recovery(on_failure= hang_timeout= on_oom= balance= backup_every=)`. hints: facts of the model that nbkit
+    does not find out, `nbkit.ModelHints(stages= tp_plan= example=)`. switches: strategies by finished steps, as a dict
+    or a JSON file of one, for an unattended training; step 0 gives the first strategy.
 
     Raises TrainingError or StrategyError, before anything trains, if it could not train as asked.
     """
@@ -332,7 +331,10 @@ class Trainer:
         top_k: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """Continue `prompt`, or each of several, by `tokens` tokens. The same on every rank: see docs/generate.md."""
+        """Continue `prompt`, or each of several, by `tokens` tokens, the same on every rank.
+
+        See docs/reference/generation.md.
+        """
         check_counts(tokens=tokens)
         sampling, inputs, device = Sampling(temperature, top_k, seed), self.job.config.inputs, self.job.device
         with self.job.ledger.clock.stopped():

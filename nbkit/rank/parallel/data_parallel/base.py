@@ -142,12 +142,32 @@ class DataAxis:
         """Begin a step. The one before may have been broken off anywhere.
 
         passes: micro-batches of the rank that has the most. A rank with fewer, or none, makes up for them in `finish`.
+        0: a user calls the model and runs the backward passes, on every rank alike.
         """
         raise NotImplementedError
 
     def hold(self) -> None:
         """Keep the gradients after a backward pass that another one follows."""
         raise NotImplementedError
+
+    def drop(self) -> None:
+        """Drop the gradients that were kept. Forwards that wait for their backward pass go on waiting."""
+
+    def keep_open(self) -> None:
+        """Keep what a backward pass needs until `finish`, because another one follows through the same graph."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return True if a user's forwards have left the module with other parameters than between two steps."""
+        return False
+
+    def pass_over(self) -> None:
+        """End a backward pass that may have come through this model on its way to another one's."""
+
+    @contextmanager
+    def calling(self, *, autocast: bool = False) -> Iterator[None]:
+        """Surround a user's call of the model. autocast: see `computing`."""
+        yield
 
     def start(self) -> None:
         """Prepare for the backward pass that completes the gradients."""

@@ -427,6 +427,10 @@ class DtypePart:
         """Give the summed gradients to the optimizer. Counts are read only if this rank left a parameter unused."""
         if self.sums is None:
             return
+        if not self.num_passes:
+            for slot in self.trained:
+                slot.shard.grad = None
+            return
         counts = self.sums[-len(self.trained) :].tolist() if self.never_here else []
         for i, slot in enumerate(self.trained):
             slot.shard.grad = None if i in self.never_here and counts[i] == 0 else slot.grad
@@ -471,6 +475,11 @@ class Unit:
         """Update which parameters are trained, when a step begins."""
         for part in self._parts:
             part.train()
+            part.num_passes = 0
+
+    def drop(self) -> None:
+        """Drop the gradients of the passes so far."""
+        for part in self._parts:
             part.num_passes = 0
 
     def let_go(self) -> None:

@@ -212,6 +212,7 @@ class GatherOrder:
     def __init__(self, units: list[Unit], blocks: Sequence[nn.Module], parents: Sequence[int], keep: bool, ahead: int):
         self.keep, self._armed, self._computing = keep, False, False
         self._running = self._forwarded = self._kept = self._lent = self._proven = False
+        self._by_user = False  # a user calls the model, and runs the backward passes
         self._next = self._made = self._entry = 0
         self._units, self._root = units, units[0]
         inside = {id(part) for slot in self._root.slots for part, _ in slot.places}
@@ -243,6 +244,9 @@ class GatherOrder:
         if unit is self._root:
             if self._running and (number < self._entry or is_nested(block)):
                 unit.depth += number == self._entry
+                return None
+            if self._by_user and self._forwarded and torch.is_grad_enabled():
+                self._open_all()  # the backward pass of several forwards needs the units in no known order
                 return None
             self._begin_forward(number)
         elif not self._running and self._borrows[number] and not self._root.here:
@@ -510,7 +514,7 @@ class ShardedParameters(GatherOrder, DataAxis):
 
     def reset(self, *, passes: int = 1) -> None:
         self._passes, self._made = passes, 0
-        self._armed = False
+        self._armed, self._by_user = False, not passes
         self._flight.forget()
         self._rest()
         for unit in self._units:
@@ -519,6 +523,28 @@ class ShardedParameters(GatherOrder, DataAxis):
     def hold(self) -> None:
         if not self._kept:
             self._end_backward()
+
+    def drop(self) -> None:
+        for unit in self._units:
+            unit.drop()
+
+    def keep_open(self) -> None:
+        if self._forwarded and not self._kept:
+            self._open_all()
+
+    @property
+    def is_open(self) -> bool:
+        return self._kept
+
+    def pass_over(self) -> None:
+        if not self._kept and any(unit.begun for unit in self._units):
+            self._end_backward()
+
+    @contextmanager
+    def calling(self, *, autocast: bool = False) -> Iterator[None]:
+        self._set_autocast(autocast)  # for the backward pass too
+        with nullcontext() if self._proven else weight_uses(self._units, refuse_use, lambda unit: unit.here):
+            yield
 
     def start(self) -> None:
         self._armed = True
@@ -553,7 +579,7 @@ class ShardedParameters(GatherOrder, DataAxis):
                 self.absent()
                 self._kept = True
             self._end_backward()
-        elif self._forwarded:
+        elif self._forwarded or self._kept:
             self._end_backward()
         while not self.keep and self._made < self._passes:
             self.absent(backward=True)

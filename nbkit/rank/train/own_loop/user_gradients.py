@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from nbkit.errors import TrainingError
+from nbkit.rank.train.own_loop.own_forward import by_a_job
 
 Job = Any  # nbkit.rank.train.job's, which imports this file
 Standing = list[tuple[Tensor | None, int]]
@@ -41,9 +42,12 @@ def watch_backward(job: Job) -> None:
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> None:
         waiting = [(job, _standing(job)) for job in _jobs if job.waits_for_update]
+        others = [] if by_a_job() else [(job, _standing(job)) for job in _jobs if job.own_forward.active]
         function(*args, **kwargs)
         for job, before in waiting:
             _refuse_added(job, before)
+        for job, before in others:
+            _refuse_unweighed(job, before)
 
     checked.checked_by_nbkit = True  # type: ignore[attr-defined]
     torch.autograd.backward = checked
@@ -54,9 +58,24 @@ def _standing(job: Job) -> Standing:
     return [(grad, 0 if grad is None else grad._version) for grad in grads]
 
 
-def _refuse_added(job: Job, before: Standing) -> None:
+def _changed(job: Job, before: Standing) -> bool:
     after = _standing(job)
-    if all(old is new and was == now for (old, was), (new, now) in zip(before, after, strict=True)):
+    return not all(old is new and was == now for (old, was), (new, now) in zip(before, after, strict=True))
+
+
+def _refuse_unweighed(job: Job, before: Standing) -> None:
+    if not _changed(job, before):
+        return
+    job.optimizer.zero_grad()
+    raise TrainingError(
+        "loss.backward() gives the gradient of this rank's rows, without their share of the batch.",
+        numbers=f"step {job.step + 1}, under {job.strategy}; the gradients are dropped",
+        hint="job.backward(loss)   in its place",
+    )
+
+
+def _refuse_added(job: Job, before: Standing) -> None:
+    if not _changed(job, before):
         return
     job.optimizer.zero_grad()
     raise TrainingError(
@@ -75,6 +94,17 @@ def refuse_before(job: Job) -> None:
             "There are gradients from before job.backward, which would be summed over the ranks with its own.",
             numbers=f"step {job.step + 1}, under {job.strategy}: {len(grads)} parameters had one; they are dropped",
             hint=_HINT,
+        )
+
+
+def refuse_unsummed(job: Job) -> None:
+    """Raise TrainingError if a parameter has a nonzero gradient that no `backward` of the job has made."""
+    if any(p.grad is not None and bool(p.grad.any()) for p in job.sharded_model.data.leaves()):
+        job.optimizer.zero_grad()
+        raise TrainingError(
+            "There are gradients that no rank has summed: they are not of job.backward.",
+            numbers=f"step {job.step + 1}, under {job.strategy}; they are dropped",
+            hint="x, y = job.rows(batch); job.backward(loss_of(job.model(x), y))   in the place of loss.backward()",
         )
 
 
@@ -119,8 +149,17 @@ def _norm(gradients: Sequence[Tensor]) -> None:
 
 
 def _none(gradients: Sequence[Tensor]) -> None:
-    """Raise TrainingError if no gradients are given while a job waits for its update and holds them elsewhere."""
+    """Raise TrainingError if the gradients of a job are not summed yet, or if none are given and it holds them
+    elsewhere."""
     for job in list(_clipped):
+        if job.own_forward.losses:
+            own = {id(p.grad) for p in job.sharded_model.data.leaves() if p.grad is not None}
+            if not gradients or not own.isdisjoint(map(id, gradients)):
+                raise TrainingError(
+                    "torch would clip the gradients of this rank's rows: they are summed over the ranks after that.",
+                    numbers=f"step {job.step + 1}, under {job.strategy}",
+                    hint="job.clip(1.0)   sums and clips; or job.grad_norm() before clip_grad_value_",
+                )
         if not gradients and job.training_step.reduced and job.strategy.zero in (1, 2):
             raise TrainingError(
                 f"torch would clip nothing: under {job.strategy} the optimizer's parameters have the gradients.",

@@ -40,6 +40,7 @@ from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.switch.consensus import memory_of
+from nbkit.records.readings import BACKUP
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Box, Layout
 
@@ -335,7 +336,7 @@ class Backups:
             return
         if self._group is None:
             # Always gloo: the backup goes from host memory to host memory.
-            self._group = dist.new_group(backend="gloo", group_desc="backup")
+            self._group = dist.new_group(backend="gloo", group_desc=BACKUP)
         state = job_state.state(sharded_model, optimizer)
         contents = self._contents(state, shares)
         if first and self.asked is None and self._crowded(2 * _GENERATIONS * contents.num_bytes):

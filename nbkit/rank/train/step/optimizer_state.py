@@ -174,6 +174,14 @@ class OptimizerHandle(torch.optim.Optimizer):
     ) -> None:
         self.__dict__.update(inner=inner, _update=update, _forgotten=forgotten, _fits=fits)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Raise TrainingError: torch's GradScaler asks for this, and would scale by what one rank has found."""
+        raise TrainingError(
+            "torch's GradScaler would skip a step on one rank and not on another.",
+            hint="precision='fp16' of nbkit.prepare, which scales the loss; without a GradScaler: job.backward(loss)",
+        )
+
     def step(self, closure: Any = None) -> Any:
         """Update the parameters once. A closure is not supported: `job.backward` makes the gradients."""
         if closure is not None:

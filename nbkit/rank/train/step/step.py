@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.batch import Shard, pair, shapes_of, shard_of
+from nbkit.rank.data.batch import Parts, Shard, pair, shapes_of, shard_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.mean_over_rows import row_losses
 from nbkit.rank.loss.reads_model import reading_no_parameter
@@ -53,6 +53,7 @@ from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step_stats import Pending, StepReduction, StepResult, to_host_async
+from nbkit.rank.train.step_count import Counts, StepCount
 
 
 @dataclass
@@ -66,7 +67,10 @@ class _Sums:
 
 
 class TrainingStep:
-    """Makes the steps of one sharded model and its optimizer. reduced: the gradients are sums over all ranks."""
+    """Makes the steps of one sharded model and its optimizer.
+
+    reduced: the gradients are sums over all ranks. coupled: forward passes wait for all ranks. dropout: keys the draws.
+    """
 
     def __init__(
         self,
@@ -79,19 +83,24 @@ class TrainingStep:
         integrity: Integrity,
         backups: Backups,
         seed: int,
+        before_count: Callable[[], None] = lambda: None,
     ) -> None:
+        """before_count: called before a step whose memory is counted."""
         self.sharded_model, self.optimizer, self.builder = sharded_model, optimizer, builder
         self.precision, self.ledger, self.integrity, self.seed = precision, ledger, integrity, seed
         self.backups = backups
         self.microbatch_size = builder.config.compute.microbatch_size
         self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
+        self._made, self._before_count = 0, before_count
+        self._count: StepCount | None = None  # of the step that is being made
+        self.counted = Counts()  # of the second step
         loss = reading_no_parameter(builder.config.loss, sharded_model.strategy, builder.module)
         self._forward = ForwardPass(sharded_model, loss, builder.config.inputs)
         fused = builder.config.fuses_dropout(self.device)
-        self._dropout = KeyedDropout(sharded_model.module, seed, builder.facts.draws, fused=fused)
+        self.dropout = KeyedDropout(sharded_model.module, seed, builder.facts.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
-        self._coupled = any(takes_all_ranks(module) for module in sharded_model.module.modules())
+        self.coupled = any(takes_all_ranks(module) for module in sharded_model.module.modules())
         # Parameters of which a rank has a part, and their versions when the last step was made.
         self._parts, self._changes = sharded_model.data.parts(), list[int]()
         # True if the loss function gives (sum, weight). Until the first step is read, only ranks that call it know.
@@ -99,7 +108,11 @@ class TrainingStep:
 
     def reseed(self, seed: int) -> None:
         """Draw random numbers by `seed` from now on."""
-        self.seed = self._dropout.seed = seed
+        self.seed = self.dropout.seed = seed
+
+    def count_again(self) -> None:
+        """Count the step after the next one."""
+        self._made, self.counted = 0, Counts()
 
     def compare_buffers(self) -> None:
         """Compare, in the next step, the buffers that forward passes update."""
@@ -107,7 +120,7 @@ class TrainingStep:
 
     def release(self) -> None:
         """Take the hooks off the modules, because another sharded model is in force."""
-        self._dropout.release()
+        self.dropout.release()
 
     def begin_again(self) -> None:
         """Do again, on every rank alike, what is done once in the first step."""
@@ -117,11 +130,13 @@ class TrainingStep:
 
     def rows(self, batch: Any) -> Shard:
         """Return this rank's rows of a global batch. Ranks that work on the same rows draw the same random numbers."""
-        axes = self.sharded_model.axes
-        ranks, rank = axes.size("dp"), axes.index("dp")
-        seed_step(self.seed, self.ledger.step, rank)
-        speeds = self.sharded_model.strategy.replica_speeds
-        return batch if isinstance(batch, Shard) else shard_of(batch, ranks=ranks, rank=rank, speeds=speeds)
+        seed_step(self.seed, self.ledger.step, self.sharded_model.axes.index("dp"))
+        return batch if isinstance(batch, Shard) else self.cut(batch)
+
+    def cut(self, batch: Any) -> Shard:
+        """Return this rank's rows of a global batch that every rank holds."""
+        axes, speeds = self.sharded_model.axes, self.sharded_model.strategy.replica_speeds
+        return shard_of(batch, ranks=axes.size("dp"), rank=axes.index("dp"), speeds=speeds)
 
     def backward(self, shard: Shard) -> StepResult:
         """Fill every parameter's gradient. Return the step's numbers, which are still under way.
@@ -129,13 +144,13 @@ class TrainingStep:
         Raises NotFinite on CPU ranks, before the weights are touched; on GPUs `boundary` does, one step later.
         """
         sharded_model, micros, ledger, step = self.sharded_model, self._cut(shard), self.ledger, self.ledger.step
-        request = step_boundary.inbox.acted + 1
+        request = self.next_request
         self.builder.look_at_first(sharded_model, shard, step)
         facts = self.builder.facts
-        self._dropout.plan = facts.draws
+        self.dropout.plan = facts.draws
         # The context of a micro-batch's forward pass; called with the numbers of its rows.
         drawing: Callable[[Sequence[int]], AbstractContextManager[None]]
-        drawing = _undrawn if self._dropout.idle() else partial(self._dropout.step, step)
+        drawing = _undrawn if self.dropout.idle() else partial(self.dropout.step, step)
         counted = facts.counted if parts_rows(sharded_model.strategy, self.builder.options) else None
         whole = whole_of(shard, counted, sharded_model, self.device)
         # The divisor of a mean, as far as it is known now. For rows it is complete.
@@ -144,14 +159,14 @@ class TrainingStep:
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
         apart = sharded_model.data.apart
         sharded_model.data.reset(passes=most_passes(shard, sharded_model, self.microbatch_size))
-        if self._changes and [p._version for p in self._parts] != self._changes:
-            self._warn_of_changes()
-        if self._coupled:
+        self.warn_if_changed()
+        if self.coupled:
             dp, parts = sharded_model.axes.size("dp"), shard.parts
             check_level(shard.total, ranks=dp, microbatch_size=self.microbatch_size, parts=parts)
 
         # The reduction's result says that all backups have arrived. While one travels, launch after the backward pass.
         late, laps = self.backups.under_way, list[float]()
+        counts = sharded_model.counts
         carried = reduction.carried() if micros and sharded_model.sums_numbers and not late else None
 
         def last_loss() -> None:
@@ -160,18 +175,15 @@ class TrainingStep:
                 launch()
 
         def launch() -> None:
-            counts = sharded_model.counts
-            self.backups.wait()  # a rank with the reduction's result knows that all ranks have their backups
-            reduction.launch(
+            self.launch(
+                reduction,
+                request,
                 sums.loss if counts else torch.zeros_like(sums.loss),
                 sums.weight if counts else 0.0,
                 weighted=sums.summed,
-                stage=step_boundary.inbox.stage(request),
                 tokens=sums.tokens if counts else 0,
                 seconds=laps[0],
                 fingerprint=shard.fingerprint,
-                backup=self.backups.spent(),
-                ends=step_boundary.told_to_end(),
                 data_ends=shard.ends,
             )
 
@@ -199,19 +211,23 @@ class TrainingStep:
             value = part.value if part.summed else part.value * (part.weight / expected)
             return (self.precision.scaled(value if apart == 1 else value * apart),)
 
-        canary = sharded_model.backward(
-            len(micros),
-            forward,
-            key=lambda i: shapes_of(micros[i].data),
-            launch=last_loss,
-            on_op=clock.on_op,
-            autocast=self.precision.dtype is not None,
-            numbers=carried,
-        )
+        if self._is_counted:
+            self._before_count()
+            compiled = self.builder.config.compute.compile
+            self._count = StepCount(sharded_model, self.optimizer, self.device, memory=not compiled)
+        with self._counting():
+            canary = sharded_model.backward(
+                len(micros),
+                forward,
+                key=lambda i: shapes_of(micros[i].data),
+                launch=last_loss,
+                on_op=clock.on_op,
+                autocast=self.precision.dtype is not None,
+                numbers=carried,
+            )
         if late:
             launch()
-        reduction.finish(canary)
-        self.precision.unscale(sharded_model.held.values())
+        self._finish(reduction, canary)
         if micros and sharded_model.gives_output:
             self._summed = sums.summed
         elif self._summed is None and counted is None:
@@ -222,18 +238,77 @@ class TrainingStep:
             factor = reduction.per_weight(1 if counted is None else expected)
             if accelerator().holds(self.device) or factor != 1:
                 scale(grads, factor)
+        self._note(reduction, request, samples=shard.total, indices=shard.indices, parts=shard.parts)
+        return StepResult(reduction)
+
+    @property
+    def next_request(self) -> int:
+        """Return the number of the request that the next reduction asks about."""
+        return step_boundary.inbox.acted + 1
+
+    def launch(
+        self,
+        reduction: StepReduction,
+        request: int,
+        loss: Tensor,
+        weight: Tensor | float,
+        *,
+        weighted: bool = False,
+        tokens: int = 0,
+        seconds: float | None = None,
+        fingerprint: int,
+        data_ends: bool = False,
+    ) -> None:
+        """Start to sum the step's numbers over the ranks: see StepReduction.launch. seconds: None ends a lap here."""
+        self.backups.wait()  # a rank with the reduction's result knows that all ranks have their backups
+        reduction.launch(
+            loss,
+            weight,
+            weighted=weighted,
+            stage=step_boundary.inbox.stage(request),
+            tokens=tokens,
+            seconds=self.ledger.clock.lap() if seconds is None else seconds,
+            fingerprint=fingerprint,
+            backup=self.backups.spent(),
+            ends=step_boundary.told_to_end(),
+            data_ends=data_ends,
+            counted=(self.counted.peak, self.counted.sent),
+        )
+
+    def summed(
+        self, reduction: StepReduction, canary: Tensor | None, request: int, *, samples: int, losses: int
+    ) -> None:
+        """Note that gradients of losses of the user's own are summed over the ranks. Raises as `backward` does."""
+        self._finish(reduction, canary)
+        self._note(reduction, request, samples=samples, indices=range(samples), losses=losses)
+
+    def _finish(self, reduction: StepReduction, canary: Tensor | None) -> None:
+        reduction.finish(canary)
+        self.precision.unscale(self.sharded_model.held.values())
+
+    def _note(
+        self,
+        reduction: StepReduction,
+        request: int,
+        *,
+        samples: int,
+        indices: Sequence[int],
+        parts: Parts = None,
+        losses: int = 0,
+    ) -> None:
+        """Note a step whose gradients are sums, and check it on CPU ranks."""
+        sharded_model, ledger = self.sharded_model, self.ledger
         if self._drift_unknown:
             # Before the first update: later is too late for the weights.
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
             self._drift_unknown = False
         self.reduced = True
         strategy, lr = sharded_model.strategy, to_host_async(self.optimizer.param_groups[0]["lr"])
-        shape = strategy.mesh, str(strategy), shard.parts
-        pending = Pending(step + 1, reduction, request, shard.total, shard.indices, lr, *shape)
+        shape: Any = {"mesh": strategy.mesh, "strategy": str(strategy), "parts": parts, "losses": losses}
+        pending = Pending(ledger.step + 1, reduction, request, samples, indices, lr, **shape)
         if not accelerator().holds(self.device):
             ledger.check(pending)
         ledger.pending.append(pending)
-        return StepResult(reduction)
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of all gradients, on the device. It is recorded in this step's history.
@@ -268,7 +343,7 @@ class TrainingStep:
         if self.precision.pending:
             scale, made = self.precision.scale or 1.0, self.precision.may_step()
             self.ledger.log({"loss_scale": scale, "skipped": float(not made)})
-        with self.integrity.changing() if made else nullcontext():
+        with self.integrity.changing() if made else nullcontext(), self._counting():
             if made:
                 if self.builder.template.draws:
                     seed_step(self.seed, self.ledger.step, SHARED)  # replicas draw the same
@@ -276,12 +351,29 @@ class TrainingStep:
             self.sharded_model.after_step()
             if not late:
                 self.sharded_model.data.settle()
+        if self._count is not None:
+            self.counted, self._count = self._count.done(), None
+        self._made += 1
         if self._parts:
             self._changes = [p._version for p in self._parts]
         self.ledger.made()
 
-    def _warn_of_changes(self) -> None:
-        """Warn, once, that weights were changed between two steps while no rank has the whole of them."""
+    @property
+    def _is_counted(self) -> bool:
+        """Return True if this step is counted: the second one, since the first makes what later steps reuse.
+
+        The steps of a trial are taken back. They are counted unless that was done before.
+        """
+        known = self.ledger.is_silent and str(self.sharded_model.strategy) in self.ledger.counts
+        return self._made == 1 and not known
+
+    def _counting(self) -> AbstractContextManager[None]:
+        return self._count.part() if self._count is not None else nullcontext()
+
+    def warn_if_changed(self) -> None:
+        """Warn, once, if weights were changed since the last step while no rank has the whole of them."""
+        if not self._changes or [p._version for p in self._parts] == self._changes:
+            return
         self._parts, self._changes = [], []
         if self.rank == 0:
             strategy = self.sharded_model.strategy

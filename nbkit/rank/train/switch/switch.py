@@ -281,7 +281,7 @@ class Switcher:
         job = self._job
         job.sync.resync()
         job.sync.compare_settings()
-        if job.waits_for_update:
+        if job.waits_for_update or job.own_forward.losses:
             raise TrainingError(
                 "A switch between backward() and optimizer.step() would drop the update.",
                 numbers=f"step {job.step + 1}",

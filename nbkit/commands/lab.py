@@ -1,0 +1,38 @@
+"""Write the lessons into a folder, and open the first one in JupyterLab."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from nbkit.errors import NbkitError
+from nbkit.notebook.lessons import write_lessons
+from nbkit.quoting import shell_words
+from nbkit.wire.own_modules import OWN_MODULES
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("nbkit-lessons"), metavar="FOLDER", help="where to (%(default)s)"
+    )
+    parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
+    parser.add_argument("--port", type=int, metavar="PORT", help="of the server; default: as JupyterLab chooses")
+    parser.add_argument("--allow-root", action="store_true", help="as root, which JupyterLab refuses without it")
+    parser.epilog = "Lessons that are in the folder already stay as they are. More options: jupyter lab --help"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    first, *others = write_lessons(arguments.folder)
+    print(f"{len(others) + 1} lessons in {arguments.folder}", flush=True)
+    if importlib.util.find_spec("jupyterlab") is None:
+        hint = f"{shell_words(sys.executable)} -m pip install 'nbkit-train[lab]'"
+        raise NbkitError("JupyterLab is not installed.", numbers=f"{sys.executable} has none", hint=hint)
+    # Not the lesson's path as a word: the address that --no-browser prints would lead to no lesson.
+    command = [sys.executable, *OWN_MODULES, "jupyterlab", f"--ServerApp.root_dir={arguments.folder.absolute()}"]
+    command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
+    command += ["--no-browser"] * arguments.no_browser + ["--allow-root"] * arguments.allow_root
+    command += [] if arguments.port is None else [f"--port={arguments.port}"]
+    os.execv(sys.executable, command)  # JupyterLab gets Ctrl-C itself, and asks

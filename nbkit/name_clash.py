@@ -1,0 +1,26 @@
+"""Find the other project that is called nbkit.
+
+It has the name nbkit on PyPI and the same import name, so pip writes both into one folder. Whichever was installed last
+owns `nbkit/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+REMEDY = "pip uninstall -y nbkit; pip install --force-reinstall --no-deps nbkit-train"
+"""What to type. The first command removes files of ours too, so the second installs them again."""
+
+
+def other_nbkit(folder: Path) -> str:
+    """Return a sentence about the other project if it is installed in `folder`, else ""."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # a package in a zip file
+        return ""
+    found = next((name for name in names if name.startswith("nbkit-") and name.endswith(("-info", ".egg"))), "")
+    if not found:
+        return ""
+    version = found.split("-")[1].removesuffix(".dist").removesuffix(".egg")
+    return f"nbkit {version} in {folder} is another project. It has the same import name as nbkit-train."

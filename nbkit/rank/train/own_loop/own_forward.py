@@ -1,0 +1,546 @@
+"""Steps in which the user keeps the forward and the loss: `job.rows`, `job.model`, `job.backward(loss)`.
+
+A rank computes the loss of its rows. `backward` multiplies it by the rank's share of the batch, so that the sum of the
+gradients over the ranks is the gradient of one process over the whole batch. Gradients stay on the rank until
+`job.clip`, `job.grad_norm` or `job.optimizer.step` asks for them (`sum_up`). So a step may have any number of losses.
+
+Several jobs may take part in one loss, such as the two networks of a GAN. A backward pass gives gradients to all of
+them, as in plain torch. Each job sums and updates its own.
+
+Ranks that call the model or `backward` another number of times would wait for each other, or would sum wrong numbers.
+Where a call communicates, the ranks meet first. Elsewhere the checksum of the step's data tells.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nbkit.errors import StrategyError, TrainingError
+from nbkit.rank.data.batch import Shard, numbers_of, on_device
+from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.module.forward_wrapper import in_backward
+from nbkit.rank.parallel.proof.observe import tensors_in
+from nbkit.rank.rng.dropout_masks import key_of
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.train.step.step_stats import StepReduction, StepResult
+from nbkit.rank.world import meeting
+
+Job = Any  # nbkit.rank.train.job's, which imports this file
+
+_CALL = "_compiled_call_impl"  # torch calls it in the place of a module's hooks and forward
+_OUTPUT = "output of a job's model"  # a mark on nodes of the graph
+_ROWS = "x, y = job.rows(batch)   before the forward"
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """The rows that `job.rows` gave last, of whichever job.
+
+    numbers: which rows of the batch of `total` rows they are. cut: equal for two jobs that cut a batch alike.
+    drawn: the states of torch's generators afterwards.
+    """
+
+    numbers: Sequence[int]
+    total: int
+    cut: tuple[Any, ...]
+    drawn: list[Tensor]
+
+    @property
+    def share(self) -> float:
+        """Return the rank's share of the rows of the batch."""
+        return len(self.numbers) / self.total
+
+
+@dataclass
+class _Process:
+    """The state that all jobs of a process share. inside: the backward pass that runs is that of a job."""
+
+    rows: OwnRows | None = None
+    inside: bool = False
+    loss: tuple[Tensor, int, int] | None = None  # (the rank's part of the newest loss, rows of the rank, of the batch)
+    every: weakref.WeakSet[OwnForward] = field(default_factory=weakref.WeakSet)
+    made: int = 0
+
+    @property
+    def jobs(self) -> list[OwnForward]:
+        """Return those of all jobs, in one order on all ranks."""
+        return sorted(self.every, key=lambda own: own.number)
+
+
+_here = _Process()
+
+
+def by_a_job() -> bool:
+    """Return True in a backward pass that `job.backward` runs."""
+    return _here.inside
+
+
+class OwnForward:
+    """The forwards and losses of a user's own, of one job. It lasts as long as the job.
+
+    possible: the job is of a loop of the user's own. active: the loop calls `rows` of this job, or of another one that
+    may share a loss with it. losses: the number of backward passes of this step that are not summed. number: counts
+    the jobs of this process.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.possible = self.active = self._inside = False
+        _here.made = self.number = _here.made + 1
+        _here.every.add(self)
+        self.end()
+
+    def end(self) -> None:
+        """Begin anew: a step was made, or whatever was begun is dropped."""
+        self.losses = self._calls = self._draws = self._mark = self._rows_of_losses = 0
+        self._begun = self._called = self._started = False
+        self._sizes: list[int] = []
+        self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
+        self._trains: list[bool] = []
+        self._logged: dict[str, Any] = {}
+        self._reduction: StepReduction | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Return True if there may be gradients that were not summed over the ranks."""
+        return bool(self.losses) or self._called
+
+    # What the user calls --------------------------------------------------------------------------------------------
+
+    def rows(self, batch: Any) -> Any:
+        """Return this rank's rows of a global batch, on its device: see Job.rows."""
+        job = self._job
+        for own in _here.jobs:
+            own._activate()
+        if job.strategy.pp > 1:
+            job.builder.plan(job.strategy)  # raises
+        shard = job.training_step.cut(batch)
+        self._refuse_empty(shard)
+        if torch.is_grad_enabled():
+            self._begin()
+            self._sizes.append(shard.total)
+            self._mark = zlib.crc32(f"{self._mark} {shard.fingerprint}".encode())
+        numbers = numbers_of(shard.parts, shard.total, self._cut[1], self._cut[0])
+        _here.rows = OwnRows(numbers, shard.total, self._cut, accelerator().generator_states(job.device))
+        return on_device(shard.data, job.device)
+
+    def draw(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a random function of torch draws for this rank's rows: see Job.draw."""
+        job, rows = self._job, self._rows("job.draw")
+        self._draws += 1
+        names = zlib.crc32(" ".join(job.builder.names).encode())  # jobs of one seed draw other numbers
+        keyed = KeyedDropout(nn.Identity(), key_of(job.seed, names, self._draws))
+        with accelerator().generators_kept([job.device]), keyed.step(job.step, rows.numbers):
+            made = function(*args, **kwargs)
+        if not keyed.has_drawn or not isinstance(made, Tensor) or made.shape[:1] != (len(rows.numbers),):
+            got = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+            raise TrainingError(
+                f"job.draw draws one random tensor, whose dim 0 is the row; {_name(function)} does not.",
+                numbers=f"{got}, for {len(rows.numbers)} rows",
+                hint="job.draw(torch.randn_like, x), rand, randint, normal, bernoulli; "
+                "or draw for the whole batch, and then job.rows",
+            )
+        return made
+
+    def backward(
+        self, loss: Tensor, *, weight: float | Tensor | None, reduction: str, retain_graph: bool, last: bool
+    ) -> StepResult:
+        """Run the backward pass of this rank's loss: see Job.backward."""
+        job = self._job
+        self._activate()
+        self._check_loss(loss, weight, reduction)
+        rows = self._rows("job.backward(loss)")
+        self._refuse_draws(rows)
+        self._begin()
+        if weight is None and reduction == "mean" and len(set(self._sizes)) > 1:
+            raise TrainingError(
+                "The loss may be that of any of several batches, of unequal sizes.",
+                numbers=f"{', '.join(map(str, self._sizes))} rows, given by job.rows since the last loss",
+                hint="job.backward(loss, weight=len(x))   where x are the rows that the loss is the mean of",
+            )
+        if (name := self._outside(loss)) is not None:
+            raise StrategyError(
+                f"The loss reads a parameter of the model, of which a rank has a part: {name}.",
+                numbers=f"under {job.strategy}; it reads it other than by job.model(...), as a gradient penalty does",
+                hint="a forward that gives what the loss needs, called as job.model(...); or strategy='zero2'",
+            )
+        job.ledger.begun = True
+        number, named = self.losses + 1, f"job.backward, loss {self.losses + 1} of step {job.step + 1}"
+        named += ", retain_graph=True" * retain_graph + ", last=True" * last + ", with a weight" * (weight is not None)
+        try:
+            with job.order(), phase("backward"):
+                if self._talks or weight is not None:
+                    meeting.meet(named)
+                share = self._share(rows, weight, reduction)
+                self._pass(loss * share, retain_graph=retain_graph, last=last)
+        except BaseException as error:
+            job.broken(error)
+            raise
+        part = loss.detach().double() * share
+        _here.loss = part, len(rows.numbers), rows.total
+        self.losses, self._started, self._newest = number, last, (self._newest[0] + part, *_here.loss[1:])
+        self._rows_of_losses += rows.total if self._sizes or not self._rows_of_losses else 0
+        self._sizes = []
+        self._mark = zlib.crc32(f"{self._mark} {reduction}".encode())
+        assert self._reduction is not None
+        return StepResult(self._reduction)
+
+    def mean(self, value: Tensor | float, weight: float | Tensor | None) -> Tensor:
+        """Return the mean of `value` over the rows of all ranks: see Job.mean."""
+        job = self._job
+        own = len(self._rows("job.mean").numbers) if weight is None else weight
+        pair = [torch.as_tensor(each, dtype=torch.float64, device=job.device).detach() for each in (value, own)]
+        sums = torch.stack([pair[0] * pair[1], pair[1]]) * job.sharded_model.counts
+        with job.order():
+            meeting.meet("job.mean")
+            if job.world_size > 1:
+                dist.all_reduce(sums)
+        mean: Tensor = sums[0] / sums[1]
+        return mean
+
+    def log(self, numbers: dict[str, Any]) -> bool:
+        """Keep numbers for the record of this step, if it is not summed yet. Return True if they were kept."""
+        if self.losses:
+            self._logged.update(numbers)
+        return bool(self.losses)
+
+    # The model ------------------------------------------------------------------------------------------------------
+
+    def _activate(self) -> None:
+        if self.possible and not self.active:
+            self.active = True
+            self._job.builder.choose(own_forward=True)
+            self.install()
+
+    def install(self) -> None:
+        """Run `call` where the user calls the model. Call it again after the model shows another module."""
+        if self.active:
+            model = self._job.model
+            before = vars(model).get(_CALL)
+            vars(model)[_CALL] = _Call(self, model, before.compiled if isinstance(before, _Call) else before)
+
+    def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the user's call of the model."""
+        job = self._job
+        if self._inside or job.sharded_model.inside or in_backward():
+            return plain(*args, **kwargs)
+        trains = torch.is_grad_enabled()
+        self._inside = True
+        try:
+            if trains:
+                if _here.rows is not None:
+                    self._rows("job.model")
+                self._begin()
+            self._calls += 1
+            with job.order(), phase("forward"), job.precision.autocast():
+                if self._talks:
+                    without = "" if trains else ", without gradients"
+                    meeting.meet(f"job.model, call {self._calls} of step {job.step + 1}{without}")
+                with self._drawing(args, kwargs), job.sharded_model.data.calling(autocast=self._autocast):
+                    output = plain(*args, **kwargs)
+        except BaseException as error:
+            if self._talks:  # other ranks may wait for what this one has not sent
+                job.broken(error)
+            raise
+        finally:
+            self._inside = False
+        if trains:
+            self._called = True
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    _notes(tensor.grad_fn)[_OUTPUT] = True
+        return output
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leave calls of the model alone inside: nbkit makes them."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    def sum_up(self) -> None:
+        """Sum the gradients over the ranks, if there are any that were not summed. Collective.
+
+        Raises NotFinite on CPU ranks, before the weights are touched.
+        """
+        job, step = self._job, self._job.training_step
+        if not self.waits or job.waits_for_update:
+            return
+        self._refuse_summed()
+        self._begin()
+        reduction, request = self._reduction, step.next_request
+        assert reduction is not None
+        value, own, total = self._newest
+        if not self.losses and _here.loss is not None:
+            value, own, total = _here.loss  # of another job: its loss has come through this model
+        samples = self._rows_of_losses or total
+        counts = job.sharded_model.counts
+        try:
+            with job.order(), phase("backward"):
+                if self._talks:
+                    meeting.meet(f"the update of step {job.step + 1}")
+                step.launch(
+                    reduction,
+                    request,
+                    torch.as_tensor(value, dtype=torch.float64, device=job.device) * total * counts,
+                    float(own * counts),
+                    fingerprint=self._mark,
+                )
+                canary = job.sharded_model.sum_up(started=self._started)
+                step.summed(reduction, canary, request, samples=samples, losses=max(self.losses, 1))
+        except BaseException as error:
+            job.broken(error)
+            raise
+        logged, self.losses, self._called, self._started = self._logged, 0, False, False
+        self._logged = {}
+        if logged:
+            job.ledger.log(logged)
+
+    def close(self) -> None:
+        """Drop forwards that wait for no backward pass. Raises TrainingError if losses are not summed yet."""
+        data = self._job.sharded_model.data
+        if not data.is_open:
+            return
+        if self.losses:
+            raise TrainingError(
+                f"Under {self._job.strategy} the weights are gathered within this step, and cannot be looked at.",
+                numbers=f"step {self._job.step + 1}, after {self.losses} losses",
+                hint="after job.optimizer.step(); or job.optimizer.zero_grad(), which drops the gradients",
+            )
+        data.reset(passes=0)
+
+    def forget(self) -> None:
+        """Drop the gradients that were not summed. A forward that waits for its backward goes on waiting.
+
+        Collective if the sum has begun.
+        """
+        if self._started:
+            self._job.sharded_model.data.finish()  # it is on its way already
+        if self._begun:
+            self._job.sharded_model.data.drop()
+        if self._reduction is not None:
+            self._reduction = self._new_reduction()
+        self.losses = self._mark = self._rows_of_losses = 0
+        self._newest, self._started, self._logged = (0.0, 0, 0), False, {}
+
+    def _begin(self) -> None:
+        """Begin a step, unless it has begun."""
+        job = self._job
+        data = job.sharded_model.data
+        if self._begun and self._trains == [p.requires_grad for p in data.leaves()]:
+            return
+        if job.waits_for_update:  # a forward between job.clip and the optimizer's step
+            return
+        if self._begun and self.losses:
+            raise TrainingError(
+                "requires_grad of parameters was changed within a step.",
+                numbers=f"after {self.losses} losses of step {job.step + 1}",
+                hint="after job.optimizer.step(), or before the first job.backward(loss)",
+            )
+        job.model_handle.check()
+        if not job.is_running:
+            job.ledger.settle(keep=1)
+        data.reset(passes=0)
+        self._begun, self._reduction = True, self._new_reduction()
+        self._trains = [p.requires_grad for p in data.leaves()]
+        job.training_step.warn_if_changed()
+
+    def _new_reduction(self) -> StepReduction:
+        job = self._job
+        return StepReduction(rank=job.rank, world_size=job.world_size, device=job.device)
+
+    def _pass(self, value: Tensor, *, retain_graph: bool, last: bool) -> None:
+        job, data = self._job, self._job.sharded_model.data
+        if retain_graph:
+            data.keep_open()
+        if last:
+            data.start()
+        before, _here.inside = _here.inside, True
+        try:
+            job.precision.scaled(value if data.apart == 1 else value * data.apart).backward(retain_graph=retain_graph)
+        finally:
+            _here.inside = before
+        data.hold()
+        for other in _here.jobs:
+            if other is not self and other._called:
+                other._job.sharded_model.data.pass_over()
+
+    def _share(self, rows: OwnRows, weight: float | Tensor | None, reduction: str) -> float | Tensor:
+        """Return the number to multiply the rank's loss by. Collective along dp if a weight is given."""
+        if reduction == "sum":
+            return 1.0
+        if weight is None:
+            return rows.share
+        job = self._job
+        own = torch.as_tensor(weight, dtype=torch.float64, device=job.device).detach().reshape(())
+        total = own.clone()
+        if (group := job.sharded_model.axes.group("dp")) is not None:
+            dist.all_reduce(total, group=group)
+        return torch.where(total > 0, own / total, 0.0)
+
+    # Checks ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _cut(self) -> tuple[Any, ...]:
+        axes, speeds = self._job.sharded_model.axes, self._job.strategy.replica_speeds
+        return axes.index("dp"), axes.size("dp"), speeds
+
+    @property
+    def _autocast(self) -> bool:
+        return self._job.precision.dtype is not None
+
+    @property
+    def _talks(self) -> bool:
+        """Return True if a call of the model, or its backward pass, waits for other ranks."""
+        job = self._job
+        strategy = job.strategy
+        splits = strategy.tp > 1 or strategy.cp > 1 or (strategy.zero == 3 and strategy.shard > 1)
+        return bool(splits or job.training_step.coupled or job.builder.facts.collectives)
+
+    def _rows(self, what: str) -> OwnRows:
+        """Return the newest rows. Raises TrainingError if there are none, or if this job cuts batches in another way.
+
+        what: the call that needs them.
+        """
+        if (rows := _here.rows) is None:
+            raise TrainingError(
+                f"{what} before job.rows: nothing says which rows of a batch this rank has.", hint=_ROWS
+            )
+        if rows.cut != self._cut:
+            (_, theirs, _), (_, ours, _) = rows.cut, self._cut
+            raise TrainingError(
+                "The newest rows were cut for another job, whose strategy gives the ranks other rows.",
+                numbers=f"{what} under {self._job.strategy}, {ours} parts; the rows are one of {theirs}",
+                hint="one strategy for all jobs of a loop: other.switch(str(job.strategy)); "
+                "or job.batches(loader, others=[other])",
+            )
+        return rows
+
+    def _refuse_empty(self, shard: Shard) -> None:
+        ranks = self._cut[1]
+        counts = [len(numbers_of(shard.parts, shard.total, ranks, rank)) for rank in range(ranks)]
+        if not min(counts):
+            raise TrainingError(
+                "A rank would have no row, and its forward nothing to compute.",
+                numbers=f"{shard.total} rows over {ranks} data ranks",
+                hint="DataLoader(..., drop_last=True), and at least a row for each; or job.backward(batch)",
+            )
+
+    def _check_loss(self, loss: Tensor, weight: Any, reduction: str) -> None:
+        job = self._job
+        self._refuse_summed()
+        if self._started:
+            raise TrainingError(
+                "A loss follows one that was given as the last of its step.",
+                numbers=f"step {job.step + 1}, loss {self.losses + 1}",
+                hint="last=True for the last job.backward(loss) before job.optimizer.step()",
+            )
+        if not loss.requires_grad:
+            raise TrainingError(
+                "The loss does not depend on parameters that train.",
+                numbers="requires_grad is False",
+                hint="compute it from the model's output, without .detach(), .item() or torch.no_grad()",
+            )
+        if reduction not in ("mean", "sum") or (reduction == "sum" and weight is not None):
+            raise TrainingError(
+                "reduction= is 'mean' or 'sum', and only a mean has a weight.",
+                numbers=f"reduction={reduction!r}, weight={weight!r}",
+                hint="job.backward(loss, reduction='sum')   or   job.backward(loss, weight=mask.sum())",
+            )
+
+    def _refuse_summed(self) -> None:
+        job = self._job
+        if job.training_step.reduced:
+            raise TrainingError(
+                "The gradients hold sums over all ranks already, to which those of one rank cannot be added.",
+                numbers=f"step {job.step + 1}",
+                hint="job.optimizer.zero_grad() after each job.optimizer.step(), and job.clip or job.grad_norm after "
+                "the last job.backward(loss) of a step",
+            )
+
+    def _refuse_draws(self, rows: OwnRows) -> None:
+        """Raise TrainingError if random numbers were drawn since `job.rows`: each rank would have the same."""
+        now = accelerator().generator_states(self._job.device)
+        if all(torch.equal(old, new) for old, new in zip(rows.drawn, now, strict=True)):
+            return
+        raise TrainingError(
+            "Random numbers were drawn between job.rows and job.backward: each rank draws the same for its rows.",
+            numbers=f"step {self._job.step + 1}, under {self._job.strategy}",
+            hint="noise = job.draw(torch.randn_like, x), by row; or draw for the whole batch, and "
+            "x, noise = job.rows([x, noise])",
+        )
+
+    def _outside(self, loss: Tensor) -> str | None:
+        """Return the name of a parameter in parts that the loss reads other than by a call of the model."""
+        job = self._job
+        if not job.sharded_model.data.parts() and job.strategy.tp == job.strategy.cp == 1:
+            return None
+        names = dict.fromkeys(map(id, job.sharded_model.data.leaves()), "of a part that was called by itself")
+        names |= {id(p): repr(name) for name, p in job.sharded_model.data.held.items()}
+        seen, waiting = set[Any](), [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen or _OUTPUT in _notes(node):
+                continue
+            seen.add(node)
+            if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+                return name
+            waiting += [before for before, _ in node.next_functions]
+        return None
+
+    def _drawing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Return the context in which the model draws by row."""
+        dropout = self._job.training_step.dropout
+        first = next((tensor for tensor in tensors_in((args, kwargs)) if tensor.ndim), None)
+        return nullcontext() if dropout.idle() or first is None else self._keyed(dropout, len(first))
+
+    @contextmanager
+    def _keyed(self, dropout: KeyedDropout, count: int) -> Iterator[None]:
+        job, rows = self._job, _here.rows
+        fits = rows is not None and rows.cut == self._cut and count == len(rows.numbers)
+        numbers = rows.numbers if fits and rows is not None else range(count)
+        with accelerator().generators_kept([job.device]), dropout.step(job.step, numbers, self._calls - 1):
+            yield
+        if not fits and rows is not None and dropout.has_drawn and job.model.training and torch.is_grad_enabled():
+            raise TrainingError(
+                "The model draws random numbers, and was called with other rows than job.rows has given.",
+                numbers=f"{count} rows; job.rows gave {len(rows.numbers)}",
+                hint="a call for each: real = job.model(x); fake = job.model(y)",
+            )
+
+
+class _Call:
+    """Stands for the call of `model`. compiled: what stood there before."""
+
+    def __init__(self, own: OwnForward, model: nn.Module, compiled: Callable[..., Any] | None) -> None:
+        self._own, self._model, self.compiled = weakref.ref(own), weakref.ref(model), compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own, model = self._own(), self._model()
+        assert model is not None
+        plain = self.compiled or model._call_impl
+        return plain(*args, **kwargs) if own is None else own.call(plain, args, kwargs)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _notes(node: Any) -> dict[str, Any]:
+    """Return the dict that torch keeps with a node of a graph."""
+    notes: dict[str, Any] = node.metadata
+    return notes

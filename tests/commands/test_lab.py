@@ -1,0 +1,83 @@
+"""`nbkit lab`: the lessons in a folder of the user's, and a real server that has the first one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+
+from nbkit.commands import main
+from nbkit.notebook.lessons import lesson, write_lessons
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+
+
+def test_the_lessons_are_written_and_what_the_reader_has_changed_stays(tmp_path: Path) -> None:
+    changed = tmp_path / "new" / "03_data_parallel.ipynb"
+    changed.parent.mkdir()
+    changed.write_text("my answers")
+
+    written = write_lessons(tmp_path / "new")
+
+    assert [path.name for path in written] == sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
+    assert changed.read_text() == "my answers"
+    others = [path for path in written if path != changed]
+    assert all(path.read_bytes() == (NOTEBOOKS / path.name).read_bytes() for path in others)
+    assert lesson("00_switch_live") == NOTEBOOKS / "00_switch_live.ipynb"
+
+
+def test_without_jupyterlab_the_lessons_are_there_and_the_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    assert main(["lab", str(tmp_path / "lessons")]) == 1
+
+    assert (tmp_path / "lessons" / "00_quickstart.ipynb").is_file()
+    assert "-m pip install 'nbkit-train[lab]'" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+
+    assert main(["lab", str(tmp_path / "file")]) == 1
+
+    assert f"The folder for the lessons cannot be made.\n{tmp_path}/file: File exists" in capsys.readouterr().err
+
+
+def test_jupyterlab_serves_the_first_lesson(tmp_path: Path) -> None:
+    private = {name: str(tmp_path / name) for name in ("HOME", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
+    command = [sys.executable, "-m", "nbkit", "lab", "--no-browser", "--allow-root", "--port", "0"]
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        lab = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **private}, stdout=out, stderr=out)
+    try:
+        served = _answer(lab, log)
+        assert served["content"]["cells"]
+        assert f"{len(list(NOTEBOOKS.glob('*.ipynb')))} lessons in nbkit-lessons" in log.read_text()
+    finally:
+        lab.send_signal(signal.SIGTERM)
+        lab.wait(30)
+
+
+def _answer(lab: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+    """Return what the server says of the first lesson, at the address that it prints."""
+    address = r"(http://localhost:\d+/)lab/tree/00_quickstart\.ipynb\?(token=\w+)"
+    deadline = time.monotonic() + 100
+    while lab.poll() is None and time.monotonic() < deadline:
+        if found := re.search(address, log.read_text()):
+            with suppress(URLError), urlopen(f"{found[1]}api/contents/00_quickstart.ipynb?{found[2]}") as answer:
+                return dict(json.load(answer))
+        time.sleep(0.1)
+    raise AssertionError(log.read_text())

@@ -1,0 +1,53 @@
+"""Ports of five programs equal their plain versions, in one process and in float64, with at most six changed lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from own_programs import PORTS, changed
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import nbkit
+
+CHAINS = ["ddp", "zero3", "dp=1 tp=2", "ddp > zero3 > dp=1 tp=2 > zero1"]
+
+
+def run(world: Any, name: str, chains: list[str]) -> list[list[dict[str, Tensor]]]:
+    """Return the weights of the models of a program under each chain of strategies, switched live, two steps each."""
+    _, program, loader, widths = PORTS[name]
+    found = []
+    for chain in chains:
+        first, *later = chain.split(" > ")
+        given = iter(widths)
+
+        def prepare(model: nn.Module, opt: Any, first: str = first, later: Any = later, given: Any = given) -> Any:
+            x = tuple(torch.randn(*((4, n) if n else (4,)), dtype=torch.float64) for n in next(given))
+            return nbkit.prepare(
+                model,
+                opt,
+                strategy=first,
+                switches=dict(zip((1, 3, 5), later, strict=False)),
+                hints=nbkit.ModelHints(example=(x if len(x) > 1 else x[0], x[0])),
+                log_dir=None,
+            )
+
+        jobs = program(loader, prepare)
+        found.append([job.full_state_dict() for job in jobs] + [len(job.switches) for job in jobs])
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+@pytest.mark.parametrize("name", PORTS)
+def test_a_port_equals_the_plain_program_under_every_strategy_and_switched_live(name: str) -> None:
+    plain, program, loader, _ = PORTS[name]
+    assert changed(plain, program) <= 6
+    models = plain(loader, None)
+    for rank in run_ranks(run, 2, name, CHAINS, timeout=120):
+        for chain, states in zip(CHAINS, rank, strict=True):
+            assert states[len(models) :] == [chain.count(">")] * len(models)
+            for model, state in zip(models, states, strict=False):
+                for key, value in model.state_dict().items():
+                    torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11, msg=f"{chain} {key}")

@@ -1,0 +1,101 @@
+"""The tables of the manual's reference are made of the code, and leave out nothing that people type."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nbkit
+from magics.arguments import PARSERS
+from nbkit.commands import subcommands
+from nbkit.records import events, records
+from nbkit.trainer_options import OPTIONS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def _load() -> Any:
+    spec = importlib.util.spec_from_file_location("generated", DOCS / "generated.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules["generated"] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+generated = _load()
+
+
+@pytest.fixture(scope="module")
+def reference() -> str:
+    """Return all pages of the reference, with their tables."""
+    return "\n".join(generated.filled(page.read_text()) for page in sorted((DOCS / "reference").glob("*.md")))
+
+
+def test_each_table_is_on_a_page() -> None:
+    pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+
+    assert set(re.findall(r"<!-- generated: (\w+) -->", pages)) == set(generated.TABLES)
+
+
+def test_everything_that_people_type_is_in_the_reference(reference: str) -> None:
+    options = {option for make in PARSERS.values() for option in re.findall(r"--[a-z-]+", make().format_help())}
+    commands = [f"## nbkit {module.__name__.rpartition('.')[2]}\n" for module in subcommands()]
+    names = [f"nbkit.{name}" for name in nbkit.__all__ if name not in ("load_ipython_extension", "techniques")]
+
+    without_texts = reference.replace("\n".join(generated.error_texts()), "")
+
+    assert len(without_texts) < len(reference)
+    for typed in [*(f"## {name}\n" for name in PARSERS), *(options - {"--help"}), *commands, *names]:
+        assert typed in without_texts, typed
+    for name in ("Trainer", "prepare"):
+        for argument, *_ in generated.parameters(generated.definition(name)):
+            assert f"| `{argument}` |" in reference, argument
+    for kind in OPTIONS.values():
+        for argument, *_ in generated.parameters(generated.definition(kind.__name__)):
+            assert f"| `{argument}` |" in reference, argument
+
+
+def test_each_record_and_event_has_its_fields_explained(reference: str) -> None:
+    kinds = {kind for module in (events, records) for kind in vars(module).values() if isinstance(kind, type)}
+    named = {kind.kind for kind in kinds if getattr(kind, "kind", "")}
+
+    assert len(named) > 15
+    assert [kind for kind in named if f'"kind": "{kind}"' not in reference] == []
+
+
+def test_a_row_says_type_unit_default_and_meaning() -> None:
+    table = "".join(generated.trainer())
+
+    assert re.search(r"\| `batch_size` \| `int` \| rows of all ranks \| required \| .+\. \|", table)
+    assert re.search(r"\| `eval_every` \| `int` \| steps \| `None` \| .+\. \|", table)
+
+
+def test_an_argument_without_a_unit_or_a_meaning_is_an_error() -> None:
+    (undescribed,) = generated.ast.parse("def train(rows: int) -> None:\n    '''Train.'''").body
+    (unitless,) = generated.ast.parse("def train(moons: int) -> None:\n    '''Train. moons: how many.'''").body
+
+    with pytest.raises(LookupError, match="does not say what rows is"):
+        generated.arguments(undescribed)
+    with pytest.raises(LookupError, match="give its unit"):
+        generated.arguments(unitless)
+
+
+def test_a_docstring_is_read_by_its_arguments() -> None:
+    doc = "Do it: now.\n\na, b: the ends (see c: below). c: more.\nStill c. Raises UsageError if not.\n\nThe end."
+
+    general, said, raised = generated.meanings(doc, ["a", "b", "c"])
+
+    assert general == "Do it: now.\n\nThe end."
+    assert said == {"a": "the ends (see c: below).", "b": "the ends (see c: below).", "c": "more. Still c."}
+    assert raised == "Raises UsageError if not."
+
+
+def test_the_text_of_an_error_is_found_with_what_to_type(reference: str) -> None:
+    assert re.search(r"\| More ranks than idle GPUs\.", reference)
+    assert re.search(r"\| There is no such ZeRO stage\. \| `zero=3` \|", reference)

@@ -1,0 +1,158 @@
+"""The wheel and the source distribution, built from this tree, and what the wheel does where it is installed.
+
+Also the name: another project is called nbkit, and other packages are called magics.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+import nbkit
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_BUILT = shutil.ignore_patterns(".git*", ".venv", "__pycache__", "runs", "dist", "build", ".*_cache", ".ipynb_*")
+OTHER = "__version__ = '0.0.10'\n__all__ = ['NotebookFinder']\n"
+"""What the other project has in its nbkit/__init__.py, in short."""
+
+
+def build(folder: Path, out: Path, *what: str) -> None:
+    command = [sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", str(out), *what, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a wheel and a source distribution of this tree."""
+    folder = tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, folder / "tree", ignore=NOT_BUILT)
+    (folder / "tree" / "notebooks" / "runs").mkdir()
+    (folder / "tree" / "notebooks" / "runs" / "left.jsonl").touch()  # what a reader's training leaves, ignored by git
+    shutil.copy(ROOT / ".gitignore", folder / "tree")
+    build(folder / "tree", folder / "dist", "--sdist")
+    build(folder / "tree", folder / "dist", "--wheel")
+    return folder / "dist"
+
+
+@pytest.fixture
+def installed(built: Path, tmp_path: Path) -> Iterator[Path]:
+    """Yield a folder that holds the wheel as pip lays it out."""
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    yield tmp_path / "site"
+
+
+def python(code: str, *places: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run code with `places` before all other places of packages, as a notebook's kernel there would."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places)), "IPYTHONDIR": str(cwd / "ipython")}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], env=env, cwd=cwd, capture_output=True, text=True, timeout=90
+    )
+
+
+def files(folder: str, *patterns: str) -> set[str]:
+    found = {path.relative_to(ROOT / folder) for pattern in patterns for path in (ROOT / folder).rglob(pattern)}
+    return {str(path) for path in found}
+
+
+def test_the_wheel_has_code_javascript_magics_lessons_and_licence_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        meta = {name.partition("/")[2]: archive.read(name).decode() for name in archive.namelist() if "-info/" in name}
+
+    expected = {f"nbkit/{name}" for name in files("nbkit", "*.py", "*.js", "*.css", "py.typed")}
+    expected |= {f"nbkit/magics/{name}" for name in files("magics", "*.py")}
+    expected |= {f"nbkit/lessons/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert names == expected
+    told = HeaderParser().parsestr(meta["METADATA"])
+    assert (told["Name"], told["Version"]) == ("nbkit-train", nbkit.__version__)
+    assert {"all", "board", "lab", "widgets"} <= set(told.get_all("Provides-Extra") or [])
+    assert "torch" not in {line.split(">")[0] for line in told.get_all("Requires-Dist") or [] if "extra" not in line}
+    assert meta["licenses/LICENSE"] == (ROOT / "LICENSE").read_text()
+
+
+def test_the_source_distribution_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
+    (source,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    build(tmp_path / source.name.removesuffix(".tar.gz"), tmp_path, "--wheel")
+
+    (again,) = tmp_path.glob("*.whl")
+    assert again.read_bytes() == wheel.read_bytes()
+
+
+LOADED = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for line in ("%load_ext nbkit", "%load_ext nbkit"):
+    shell.run_cell(line).raise_error()
+cell = shell.transform_cell("%%distributed\\n1")
+assert "nbkit.magics.cells" in cell, cell
+shell.run_cell("%cluster list").raise_error()
+shell.run_cell(cell)                       # the rewritten cell finds its function: only a cluster is missing
+import magics
+print("theirs:", magics.OF)
+"""
+
+
+def test_magics_of_the_wheel_work_beside_another_package_of_that_name(installed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "magics"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("OF = 'weather maps'\n")
+
+    done = python(LOADED, installed, other.parent, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "theirs: weather maps" in done.stdout and "%cluster attach NAME" in done.stdout
+    assert "No module" not in done.stdout + done.stderr
+
+
+def test_a_checkout_whose_magics_are_hidden_by_another_package_says_by_which(tmp_path: Path) -> None:
+    other = tmp_path / "other" / "magics"
+    other.mkdir(parents=True)
+    (other / "__init__.py").touch()
+
+    done = python("import nbkit; nbkit.load_ipython_extension(None)", other.parent, ROOT, cwd=tmp_path)
+
+    assert f"Another package named magics hides nbkit's.\n{other}/__init__.py" in done.stderr
+
+
+def test_the_demo_and_the_lessons_are_found_in_the_wheel(installed: Path, tmp_path: Path) -> None:
+    code = "from nbkit.notebook.lessons import lesson; print(lesson('00_switch_live'))"
+
+    assert python(code, installed, cwd=tmp_path).stdout.strip() == f"{installed}/nbkit/lessons/00_switch_live.ipynb"
+
+
+def test_the_other_project_named_nbkit_is_named_by_the_import_and_by_doctor(installed: Path, tmp_path: Path) -> None:
+    (installed / "nbkit-0.0.10.dist-info").mkdir()
+    code = "import nbkit; from nbkit.notebook.doctor import _machine; print(*_machine(), sep='\\n')"
+
+    done = python(code, installed, cwd=tmp_path)
+
+    said = f"nbkit 0.0.10 in {installed} is another project. It has the same import name as nbkit-train."
+    remedy = "pip uninstall -y nbkit; pip install --force-reinstall --no-deps nbkit-train"
+    assert f"UserWarning: {said} Keep one of them: {remedy}" in done.stderr
+    assert said in done.stdout.splitlines()[0] and remedy in done.stdout.splitlines()[0]
+
+
+def test_where_the_other_project_was_installed_later_every_command_says_so(installed: Path, tmp_path: Path) -> None:
+    (installed / "nbkit" / "__init__.py").write_text(OTHER)
+
+    done = python("from nbkit.commands import main; main(['doctor'])", installed, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert f"{installed}/nbkit/__init__.py belongs to another project named nbkit, not to nbkit-train." in done.stderr
+    assert "Traceback" not in done.stderr and "pip uninstall -y nbkit" in done.stderr
