@@ -246,6 +246,8 @@ class OwnForward:
                 if self._talks:
                     without = "" if trains else ", without gradients"
                     meeting.meet(f"job.model, call {self._calls} of step {job.step + 1}{without}")
+                if trains and self._calls == 1 and not self.waits:
+                    self._look(args, kwargs)
                 with self._drawing(args, kwargs), job.sharded_model.data.calling(autocast=self._autocast):
                     output = plain(*args, **kwargs)
         except BaseException as error:
@@ -501,6 +503,25 @@ class OwnForward:
                 return name
             waiting += [before for before, _ in node.next_functions]
         return None
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look in the first steps whether rows depend on each other, if no example has told. Collective.
+
+        Raises StrategyError, on every rank alike, if the strategy in force parts such rows.
+        """
+        job = self._job
+        if not job.config.own_loss or job.builder.facts.looked is not None or (args and kwargs):
+            return
+        # The same rows on every rank: what a rank finds decides how often it runs the model.
+        given: list[Any] = [on_device(kwargs or list(args), torch.device("cpu")) if job.rank == 0 else None]
+        if job.world_size > 1 and (job.strategy.mesh.size > job.strategy.dp or job.strategy.zero == 3):
+            dist.broadcast_object_list(given, src=0, device=job.device)
+        tensors = [tensor for tensor in tensors_in(given) if tensor.ndim]
+        rows = len(tensors[0]) if tensors else 0
+        batch = [given[0], tensors[0].detach() if tensors else None]
+        shard = Shard(batch, rows, rows, range(rows), everything=lambda: (batch,) if rows else ())
+        job.builder.look_at_first(job.sharded_model, shard, job.step)
+        job.sharded_model.data.reset(passes=0)
 
     def _drawing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Return the context in which the model draws by row."""
