@@ -17,7 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,12 @@ class OwnForward:
         self._trains: list[bool] = []
         self._logged: dict[str, Any] = {}
         self._reduction: StepReduction | None = None
+
+    def made(self) -> None:
+        """Note that the optimizer has stepped."""
+        self.end()
+        if self._job.builder.template.draws and (rows := _here.rows) is not None:
+            _here.rows = replace(rows, drawn=accelerator().generator_states(self._job.device))
 
     @property
     def waits(self) -> bool:
@@ -265,12 +271,13 @@ class OwnForward:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Leave calls of the model alone inside: nbkit makes them."""
-        before, self._inside = self._inside, True
+        """Leave calls of the model and backward passes alone inside: nbkit makes them."""
+        before = self._inside, _here.inside
+        self._inside = _here.inside = True
         try:
             yield
         finally:
-            self._inside = before
+            self._inside, _here.inside = before
 
     # The step -------------------------------------------------------------------------------------------------------
 
@@ -520,7 +527,8 @@ class OwnForward:
         rows = len(tensors[0]) if tensors else 0
         batch = [given[0], tensors[0].detach() if tensors else None]
         shard = Shard(batch, rows, rows, range(rows), everything=lambda: (batch,) if rows else ())
-        job.builder.look_at_first(job.sharded_model, shard, job.step)
+        with self.left_out():
+            job.builder.look_at_first(job.sharded_model, shard, job.step)
         job.sharded_model.data.reset(passes=0)
 
     def _drawing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:

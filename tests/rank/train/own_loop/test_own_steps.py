@@ -299,9 +299,9 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_the_next_batch_trains()
 
 def in_precision(world: Any, precision: str | None, strategy: str) -> list[Any]:
     found = []
-    for own in (True, False):
+    for how in ((True, True), (False, False), (True, False)):
         job = prepared(strategy, lambda: mlp(4, 3, 1).float(), loss=F.mse_loss, precision=precision)
-        for batch in DATA[:4]:
+        for batch, own in zip(DATA[:4], 2 * how, strict=True):
             x, y = rows = [part.float() for part in batch]
             if own:
                 x, y = job.rows(rows)
@@ -323,9 +323,10 @@ def in_precision(world: Any, precision: str | None, strategy: str) -> list[Any]:
     [("fp16", "ddp"), ("bf16", "zero3"), ("fp16", "zero2"), (None, "sync_every=2"), (None, "compress=bf16")],
 )
 def test_a_precision_and_a_key_train_as_with_a_batch(precision: str | None, strategy: str) -> None:
-    for own, batch in run_ranks(in_precision, 2, precision, strategy):
-        assert own[0] == pytest.approx(batch[0], rel=1e-6) and own[1] == batch[1]
-        torch.testing.assert_close(own[2], batch[2], rtol=1e-5, atol=1e-7)
+    for own, batch, by_turns in run_ranks(in_precision, 2, precision, strategy):
+        for other in (own, by_turns):
+            assert other[0] == pytest.approx(batch[0], rel=1e-6) and other[1] == batch[1]
+            torch.testing.assert_close(other[2], batch[2], rtol=1e-5, atol=1e-7)
 
 
 def of_tokens(job: Any, data: list[Any]) -> None:
