@@ -215,7 +215,7 @@ export function memoryNote(rows, strategy) {
   if (!rows.length) return "not counted yet";
   const [{ step, strategy: under }] = rows;
   const grown = Math.max(...rows.map((r) => r.growth ?? 0));
-  return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", grown > 0 ? `processes have grown by at most ${bytes(grown)}` : ""].filter(Boolean).join("; ");
+  return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", grown > 0 ? `a process has grown by ${bytes(grown)} since before the job, at most` : ""].filter(Boolean).join("; ");
 }
 
 // One bar for each run, on a common axis of seconds a step.
