@@ -128,7 +128,7 @@ def _replaced(lab: LabPage, number: int) -> Any:
 def _board(lab: LabPage, number: int) -> Any:
     frame = lab.cell(number).locator("iframe")
     frame.evaluate("frame => frame.scrollIntoView({ block: 'center' })")
-    frame.element_handle().content_frame().wait_for_selector("text=/loss/", timeout=90_000)
+    frame.element_handle().content_frame().wait_for_selector("text=/loss/", timeout=CELL_SECONDS * 1000)
     lab.page.wait_for_timeout(6000)
     return frame
 
@@ -218,6 +218,8 @@ def main(wanted: Sequence[str]) -> int:
                 lab.wait_done(number, CELL_SECONDS)
             lab.page.wait_for_timeout(500)  # the page draws
             for name in pictures:
+                if wanted and name not in wanted and name not in _AFTER:
+                    continue
                 element = _BEFORE.get(name, shown_by)(lab, number)
                 if not wanted or name in wanted:
                     picture = take(element)
