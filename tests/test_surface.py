@@ -26,7 +26,7 @@ from nbkit.rank.train.job import Job
 from nbkit.records import events, records, tags
 
 EXPECTED = Path(__file__).parent / "surface.txt"
-OF_A_JOB = "backward batches clip evaluate grad_norm history log step strategy switch undo".split()
+OF_A_JOB = "backward batches clip draw evaluate grad_norm history log mean rows step strategy switch undo".split()
 """The members of a job that a user's own loop calls; the rest is for the Trainer."""
 SOURCES = [path for folder in ("nbkit", "magics") for path in (EXPECTED.parents[1] / folder).rglob("*.py")]
 

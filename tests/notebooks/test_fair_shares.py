@@ -15,13 +15,13 @@ from nbkit.notebook.headless import Headless, read_notebook, tagged, text_of
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 # name -> parameters, guesses
 CASES = {
-    "04_fair_shares": ('CLUSTER = "-n 2 --cpu --ttl 10min"\nSLEEP = 0.02', ("1.5", "6", "None", "16", "None")),
-    "05_parameter_server": (
+    "14_fair_shares": ('CLUSTER = "-n 2 --cpu --ttl 10min"\nSLEEP = 0.02', ("1.5", "6", "None", "16", "None")),
+    "17_parameter_server": (
         'CLUSTER = "-n 4 --cpu --ttl 10min"\nSTEPS, SIZE = 12, 200',
         ("1.33", "None"),
     ),
-    "07_break_it": ('CLUSTER = "-n 4 --cpu --ttl 10min"\nSTEPS, PACE = 24, 0.2', ("0", "4", "3", "8")),
-    "06_which_strategy": ('CLUSTER = "-n 2 --cpu --ttl 10min"\nSLEEP = 0.01', ("108", "None", "1.25")),
+    "19_break_it": ('CLUSTER = "-n 4 --cpu --ttl 10min"\nSTEPS, PACE = 24, 0.2', ("0", "4", "3", "8")),
+    "21_which_strategy": ('CLUSTER = "-n 2 --cpu --ttl 10min"\nSLEEP = 0.01', ("108", "None", "1.25")),
 }
 
 # Left to make long: see tests/rank/train/test_unequal_speeds.py and tests/bench/test_formulas.py.

@@ -143,7 +143,7 @@ export function drawBars(picture, ranks, late) {
     picture.line(x(value), 0, x(value), bottom, rule());
     picture.words(seconds(value), x(value), bottom + 12, { align: "center" });
   }
-  picture.words("time", LEFT - 6, bottom + 12, { align: "right" });
+  picture.words("time", LEFT - 14, bottom + 12, { align: "right" });
   ranks.forEach((values, i) => {
     const [rank, total] = values;
     const y = i * row + 4;
