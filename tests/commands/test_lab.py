@@ -64,7 +64,8 @@ def test_jupyterlab_serves_the_first_lesson(tmp_path: Path) -> None:
         lab = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **private}, stdout=out, stderr=out)
     try:
         served = _answer(lab, log)
-        assert served["content"]["cells"] and f"{len(list(NOTEBOOKS.glob('*.ipynb')))} lessons in nbkit-lessons" in log.read_text()
+        number = len(list(NOTEBOOKS.glob("*.ipynb")))
+        assert served["content"]["cells"] and f"{number} lessons in nbkit-lessons" in log.read_text()
     finally:
         lab.send_signal(signal.SIGTERM)
         lab.wait(30)
