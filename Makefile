@@ -119,7 +119,9 @@ chaos: $(READY)
 	@$(BIN)/python -m tests.support.chaos $(C)
 
 # --fail-on-warning: a link to a page or a heading that is not there is a warning, as is a page that no list names.
+# From nothing each time, since the tables of the reference depend on all of the code.
 docs: $(READY)
+	@rm -rf docs/build
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --builder html docs docs/build/html
 
 # All of them, or some:  make shots S="panel why"

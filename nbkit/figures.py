@@ -1,4 +1,7 @@
-"""Formats numbers such as "12,300" and "2.314" for the line of a training and the views of a run; names rate units."""
+"""Formats numbers for people: bytes, seconds, losses and rates. Every view of a quantity uses the same function.
+
+board/plugin/static/paint.js has the same formats for what a page draws.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,29 @@ def figure(value: float) -> str:
     if not math.isfinite(value):
         return ""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def size(count: float | None) -> str:
+    """Return bytes with three digits, such as "882 kB"; "unknown" for None."""
+    if count is None:
+        return "unknown"
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.0f} B" if units[0] == "B" else f"{count:.3g} {units[0]}"
+
+
+def seconds(value: float | None) -> str:
+    """Return seconds with three digits, such as "176 ms"; "unknown" for None."""
+    if value is None:
+        return "unknown"
+    if value >= 999.5:
+        return f"{value:,.0f} s"
+    for limit, unit in ((1.0, "s"), (1e-3, "ms")):
+        if value >= limit * 0.9995:
+            return f"{value / limit:.3g} {unit}"
+    return f"{value * 1e6:.3g} µs" if value else "0 s"
 
 
 def unit_of(numbers: Mapping[str, Any]) -> str:

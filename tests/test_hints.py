@@ -37,7 +37,7 @@ from nbkit.trainer_options import OPTIONS
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "nbkit").rglob("*.py"), *(ROOT / "magics").rglob("*.py")])
 OBJECTS = {"trainer": Trainer, "job": Job, "handle": CellHandle, "cluster": Cluster, "world": World}
-CALLED = [getattr(nbkit, name) for name in nbkit.__all__ if name not in ("lesson", "schedules", "techniques")]
+CALLED = [getattr(nbkit, name) for name in nbkit.__all__ if name not in nbkit._MODULES]
 CALLED += [
     lesson.predict,
     schedules.register,
@@ -47,13 +47,15 @@ CALLED += [
     Trainer.fit,
     Trainer.evaluate,
     Trainer.generate,
+    Job.backward,
+    Job.batches,
     World.join,
     RankPlace,
     partition,
 ]
 ARGUMENTS = {*keys(), "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
 OPTION_OF = {field.name: kind.__name__ for kind in OPTIONS.values() for field in fields(kind)}
-ALSO_OF_OTHERS = {"shuffle", "example"}  # DataLoader and nbkit.plan have them too
+ALSO_OF_OTHERS = {"shuffle", "drop_last", "example"}  # DataLoader and nbkit.plan have them too
 OF_OTHERS = {
     *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),
     *("attn_implementation", "use_dora", "lora_bias", "num_heads", "head_dim", "requires_grad", "device"),

@@ -15,6 +15,7 @@ from magics.arguments import PARSERS
 from nbkit.commands import subcommands
 from nbkit.records import events, records
 from nbkit.trainer_options import OPTIONS
+from tests.test_surface import OF_A_JOB
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -48,8 +49,13 @@ def test_everything_that_people_type_is_in_the_reference(reference: str) -> None
     commands = [f"## nbkit {module.__name__.rpartition('.')[2]}\n" for module in subcommands()]
     names = [f"nbkit.{name}" for name in nbkit.__all__ if name not in ("load_ipython_extension", "techniques")]
 
+    without_texts = reference.replace("\n".join(generated.error_texts()), "")
+
+    assert len(without_texts) < len(reference)
     for typed in [*(f"## {name}\n" for name in PARSERS), *(options - {"--help"}), *commands, *names]:
-        assert typed in reference, typed
+        assert typed in without_texts, typed
+    for member in OF_A_JOB:
+        assert f"job.{member}" in without_texts, member
     for name in ("Trainer", "prepare"):
         for argument, *_ in generated.parameters(generated.definition(name)):
             assert f"| `{argument}` |" in reference, argument

@@ -22,6 +22,7 @@ from typing import Literal
 
 from nbkit.durations import text_of
 from nbkit.errors import NbkitError
+from nbkit.figures import size
 from nbkit.ipyparallel_private import SYMBOLS as IPYPARALLEL
 from nbkit.ipython_private import SYMBOLS as IPYTHON
 from nbkit.name_clash import REMEDY, other_nbkit
@@ -31,7 +32,6 @@ from nbkit.notebook.cluster.launch.platform_check import check_platform, release
 from nbkit.notebook.cluster.machine.gpus import show_mib
 from nbkit.notebook.cluster.machine.machine import Machine, read_machine
 from nbkit.notebook.cluster.machine.remarks import remarks
-from nbkit.notebook.cluster.training_control import size
 from nbkit.private_symbols import problems
 from nbkit.quoting import shell_words
 from nbkit.wire.own_modules import hiding
@@ -86,6 +86,13 @@ class DoctorReport:
         if self.ok:
             return "Ready: %load_ext nbkit, then %cluster start"
         return f"Not ready: {', '.join(finding.subject for finding in self.missing)}"
+
+    def as_json(self) -> dict[str, object]:
+        """Return {"ok", "verdict", "findings": [{"topic", "subject", "text", "state", "hint"}, ...]}.
+
+        ok: nothing required is missing. state: "ok", "note" or "missing". hint: what to type, or "".
+        """
+        return {"ok": self.ok, "verdict": self.verdict, "findings": self.findings}
 
     def __repr__(self) -> str:
         width = max(len(finding.subject) for finding in self.findings)

@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 from nbkit.device_kinds import CPU, GLOO
 from nbkit.errors import CellError, CellStopped, NbkitError, StrategyError
+from nbkit.figures import seconds, size
 from nbkit.notebook.bug_report import block, bug_report, without_secrets
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cluster import Cluster
-from nbkit.notebook.cluster.training_control import seconds, size
 from nbkit.notebook.doctor import doctor
 from nbkit.notebook.run.reader import read_run
 from nbkit.notebook.user_files import uninterrupted, write_file

@@ -37,7 +37,7 @@ al. 2020, table 1 and section 5):
 
 With a pipeline, a rank holds only its own stages. Tensor parallelism divides what it cuts (Shoeybi et al. 2019; norms
 and some biases stay whole). Context parallelism changes nothing. A frozen element has only p. Left out: the step
-counters of an optimizer (4 bytes per parameter tensor), buffers, and the padding of collectives, which is gone at rest.
+counters of an optimizer (4 bytes per parameter tensor), and the padding of collectives, which is gone at rest.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from nbkit.errors import StrategyError
 from nbkit.node_levels import BETWEEN, WITHIN, levels_of
 from nbkit.planner.job_facts import Cuts, Facts, Weight, cuts_for, held, holders
 from nbkit.planner.stages import ranks_of_stages
+from nbkit.records.readings import sent_bytes
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import bounds
 
@@ -68,16 +69,17 @@ ADAM = Bytes(4, 4, 8)
 
 @dataclass(frozen=True)
 class Rest:
-    """Bytes that one rank holds at rest."""
+    """Bytes that one rank holds at rest. records.MemoryRecord counts the same."""
 
     parameters: int
     gradients: int
     optimizer: int
+    buffers: int = 0
 
     @property
     def total(self) -> int:
         """Return the sum of all bytes."""
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 _FP32 = 4
@@ -100,9 +102,8 @@ class TrafficTerm:
 
     @property
     def wire(self) -> float:
-        """Return the least bytes that a rank sends."""
-        n = self.ranks
-        return self.bytes * {"all_reduce": 2 * (n - 1) / n, "send": 1.0}.get(self.op, (n - 1) / n)
+        """Return the bytes that a rank sends, as they are counted when they are measured."""
+        return sent_bytes(self.op, self.given, self.ranks)
 
     @property
     def given(self) -> float:

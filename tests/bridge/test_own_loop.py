@@ -42,6 +42,10 @@ def again(strategy, log_dir=None, **options):
 """
 STEP = "job.backward(batch); job.optimizer.step(); job.optimizer.zero_grad()"
 LOOP = f"for batch in job.batches(loader):\n    {STEP}\n    dies('behind')"
+OWN = """for batch in job.batches(loader):
+    x, y = job.rows(batch)
+    job.backward(mse(job.model(x), y)); job.optimizer.step(); job.optimizer.zero_grad()
+    dies('behind')"""
 EPOCHS = f"for epoch in range(1):\n    for batch in job.batches(loader):\n        {STEP}"
 
 
@@ -73,8 +77,11 @@ def kill_in(cluster: Cluster, strategy: str, where: str, rank: int, step: int = 
     ("cell", "strategy", "rank", "where", "step"),
     [
         (LOOP, "zero3", 1, "forward", 5),
+        (OWN, "zero3", 2, "forward", 5),  # behind the forward: the others wait in job.backward
         (LOOP, "ddp", 2, "behind", STEPS),  # in the last body, behind all that a rank waits for
         pytest.param(EPOCHS, "ddp", 0, "forward", 5, marks=pytest.mark.long),
+        pytest.param(OWN, "ddp", 1, "behind", 5, marks=pytest.mark.long),
+        pytest.param(OWN, "dp=2 tp=2", 0, "forward", 5, marks=pytest.mark.long),
         pytest.param(LOOP, "dp=2 pp=2", 3, "behind", 5, marks=pytest.mark.long),
     ],
 )

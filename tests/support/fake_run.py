@@ -235,13 +235,13 @@ class FakeRun:
 
     def _memory(self, rank: int) -> MemoryRecord:
         rest = forecast.in_force(forecast.read(self.folder), self.number).memory[rank]
-        known = rest.total + (64 << 10)
+        known = rest.total
         return MemoryRecord(
             self.number,
             parameters=rest.parameters,
             gradients=rest.gradients,
             optimizer=rest.optimizer,
-            buffers=64 << 10,
+            buffers=rest.buffers,
             now=known + (2 << 20),
             peak=known + (3 << 20) + (1 << 20),
         )
@@ -256,7 +256,7 @@ def forecast_of(weights: list[Weight], facts: Facts, strategy: Strategy, *, step
             sum(held(weight, strategy, rank, cuts, sharded=strategy.zero >= stage) for weight in weights)
             for stage in (3, 2, 1)
         ]
-        return Rest(4 * sizes[0], 4 * sizes[1], 8 * sizes[2])
+        return Rest(4 * sizes[0], 4 * sizes[1], 8 * sizes[2], 64 << 10)
 
     traffic = [per_step(weights, facts, strategy, rank) for rank in ranks]
     memory = tuple(rest(rank) for rank in ranks)

@@ -23,7 +23,6 @@ if str(_folder) not in sys.path:
     sys.path.insert(0, str(_folder))
 
 from jupyter_lab import LabPage, chromium, jupyter_lab  # noqa: E402
-from PIL import Image, ImageChops  # noqa: E402
 
 PAGE = _folder.parents[1] / "docs" / "gallery.md"
 WIDTH, HEIGHT = 1250, 1500
@@ -74,6 +73,10 @@ _REMOVE_LOGS = """area => {
   notes.innerHTML = notes.innerHTML.split("<br>").filter(line => !line.startsWith("logs")).join("<br>");
 }"""
 
+_SHORTEN_PATHS = r"""area => area.querySelectorAll("pre").forEach(pre => {
+  pre.innerHTML = pre.innerHTML.replace(/\/\S*\/runs\//g, "runs/");
+})"""
+
 
 def _start(lab: LabPage, number: int) -> Any:
     """Leave out the folder of logs, which is another one on each machine."""
@@ -117,6 +120,8 @@ def _replaced(lab: LabPage, number: int) -> Any:
     while "--detach" not in lab.cell(number).inner_text():
         number -= 1
     lab.wait_for_output(number, "was replaced", 120)
+    lab.page.wait_for_timeout(3000)
+    shown_by(lab, number).evaluate(_SHORTEN_PATHS)
     return shown_by(lab, number)
 
 
@@ -177,6 +182,8 @@ _WHILE_IT_RUNS = {"breakpoint"}
 
 def take(element: Any) -> bytes:
     """Return the element as a PNG, without empty margins."""
+    from PIL import Image, ImageChops
+
     element.evaluate("element => element.scrollIntoView({ block: 'center' })")
     element.page.mouse.move(0, 0)  # no tooltips
     shot = Image.open(io.BytesIO(element.screenshot())).convert("RGB")

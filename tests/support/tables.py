@@ -39,8 +39,10 @@ def table_of(now: str = "ddp", ranks: int = 4, nodes: int = 1, **changed: Any) -
                 "moved_bytes": 1_000_000 * place if fits else None,
                 "memory": memory_of(4_000_000 // parts, 4_000_000 // now_parts, stays=one == strategy) if fits else {},
                 "peak_bytes": 12_000_000 // parts if fits and one.cp == 1 else None,
+                "peak_counted": one == strategy,
                 "held": held_by(one, len(BLOCKS)) if fits else {},
                 "step_bytes": 250_000 * place if fits else None,
+                "sent_counted": one == strategy,
                 "step_s": {"dp=4": 0.04, "dp=4 zero=3": 0.05, "tp=4": 0.03}.get(str(one)),
                 "step_low_s": {"dp=4": 0.039, "dp=4 zero=3": 0.049, "tp=4": 0.029}.get(str(one)),
                 "step_high_s": {"dp=4": 0.041, "dp=4 zero=3": 0.051, "tp=4": 0.031}.get(str(one)),
@@ -49,6 +51,7 @@ def table_of(now: str = "ddp", ranks: int = 4, nodes: int = 1, **changed: Any) -
                 "predicted_step_s": {"pp=4 schedule=1f1b microbatches=8": 0.02, "tp=4": 0.031}.get(str(one)),
                 "switch_s": 0.5 if fits else None,
                 "arithmetic": f"global 16 = micro {16 // one.dp} x accum 1 x dp {one.dp}" if fits else "",
+                "cut": "stages of 1+1 blocks, with 50% + 50% of the measured compute" if one.pp == 2 else "",
             }
         )
     return {

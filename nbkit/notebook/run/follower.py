@@ -19,7 +19,18 @@ from typing import Any, TypeVar
 
 from nbkit.figures import unit_of
 from nbkit.records import record_file
-from nbkit.records.readings import Bar, Late, adding_up, bars, clock, late_rank, usual_bars
+from nbkit.records.readings import (
+    MEDIAN_OF,
+    STANDS,
+    Bar,
+    Late,
+    adding_up,
+    bars,
+    clock,
+    late_rank,
+    usual_bars,
+    usual_steps,
+)
 from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_overview, read_since
 from nbkit.records.records import Detail, EventRecord, Group, Header, HealthRecord, MemoryRecord, Record, StepRecord
 
@@ -300,8 +311,6 @@ _STEPS = 64
 _DETAILS = 4
 _MEMORIES = 64
 _LATE_OVER = 50
-_MEDIAN_OF = 20  # number of steps whose medians are shown, as for tokens per second
-_STANDS = 5  # steps for which what is told stands
 _LATE_BY = 5  # steps whose medians say who is late: one alone may be late by chance
 _PATIENCE = 8  # a step is complete when all ranks have recorded it, or when there are this many newer ones
 _SAMPLES = 240
@@ -396,7 +405,7 @@ class Run:
 
         Only steps up to `step` count. Return `step` if there is none. A single step may be long by chance.
         """
-        here = [one for one in sorted(self.steps) if one <= step][-_MEDIAN_OF:]
+        here = [one for one in sorted(self.steps) if one <= step][-MEDIAN_OF:]
         seconds = [self.steps[one][self.first].seconds for one in here if self.first in self.steps[one]]
         changed = (one["step"] for one in self.curve.events if one["kind"] in ("switch", "resized"))
         since = max((one for one in changed if one < step), default=0)
@@ -421,26 +430,30 @@ class Run:
             return None
         return next((one for one in reversed(those) if one.step <= step), those[0])
 
-    def near(self, step: int, of: int = _MEDIAN_OF) -> list[dict[int, StepRecord]]:
-        """Return up to `of` steps ending at `step`, the oldest first, whose medians describe it.
+    def near(self, step: int, of: int = MEDIAN_OF) -> list[dict[int, StepRecord]]:
+        """Return up to `of` steps ending at `step`, the oldest first, whose medians describe it; see `usual_steps`.
 
-        Only steps in memory count. They have the same strategy and ranks as `step`. They are the same for every step up
-        to the next multiple of five, so views that are drawn at different times show the same values.
+        Only steps in memory count. They have the same strategy and ranks as `step`.
         """
         if step not in self.steps:
             return []
-        here, ends = self.steps[step], step - step % _STANDS
-        for numbers in (range(ends - of + 1, ends + 1), range(ends + 1, step + 1)):
-            those = [self.steps[one] for one in numbers if one in self.steps]
-            if alike := [one for one in those if strategy_of(one) == strategy_of(here) and one.keys() >= here.keys()]:
-                return alike
-        return []
+        here = self.steps[step]
+        numbers = usual_steps(step, self.since(step))
+        those = [self.steps[one] for one in numbers if one in self.steps]
+        return [one for one in those if one.keys() >= here.keys()][-of:]
+
+    def since(self, step: int) -> int:
+        """Return the first step under the strategy of `step`, as far as steps are in memory."""
+        first, strategy = step, strategy_of(self.steps[step])
+        while first - 1 in self.steps and strategy_of(self.steps[first - 1]) == strategy:
+            first -= 1
+        return first
 
     def _read(self, rank: int) -> bool:
         """Read the new records of a rank. Return True if there are any."""
         few = self._newest_only and rank != self.first
         path, cursor = self.files[rank], self._cursors[rank]
-        records, self._cursors[rank] = read_since(path, cursor, steps=_MEDIAN_OF + _STANDS if few else None)
+        records, self._cursors[rank] = read_since(path, cursor, steps=MEDIAN_OF + STANDS if few else None)
         self._take_all(rank, records)
         return bool(records)
 
@@ -450,7 +463,7 @@ class Run:
             for record in records:
                 self.curve.take(record)
             if self._newest_only:
-                old = sum(isinstance(record, StepRecord) for record in records) - _MEDIAN_OF - _STANDS
+                old = sum(isinstance(record, StepRecord) for record in records) - MEDIAN_OF - STANDS
                 _drop_oldest(self.steps, _STEPS)
         for record in records:
             if isinstance(record, StepRecord) and old > 0:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,10 +16,10 @@ from nbkit.errors import UsageError
 from nbkit.notebook.run.follower import Curve, Run, short
 from nbkit.notebook.run.step_picture import picture
 from nbkit.quoting import user_path
+from nbkit.records.readings import MEDIAN_OF, STANDS, usual_steps
 from nbkit.records.record_file import changed, check_format, rank_files
 
 _LIVE_S = 15.0
-_RECENT = 20  # steps
 
 
 def read_run(path: str | os.PathLike[str]) -> RunReader:
@@ -113,7 +113,10 @@ class RunReader:
             }
 
     def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
-        """Return everything there is to draw, as plain values.
+        """Return everything there is to draw, as plain values: {"state", "strategies", "points", "events", "step"}.
+
+        state: see `state`. events: as sinks get them. points: a row for each step: step, span, time, tokens,
+        loss, rate, strategy (an index into strategies). step: the newest measured step, part by part and rank by rank.
 
         anew: with a new picture of a step, which takes longest.
         """
@@ -136,9 +139,15 @@ def _ends(event: dict[str, Any]) -> bool:
     return event["kind"] == "failure" and event.get("error") != "SwitchError"
 
 
-def _newest(points: Sequence[Sequence[float]], num: int) -> list[Sequence[float]]:
-    """Return those of the last `num` points that were made under the current strategy."""
-    return [point for point in points[-num:] if point[6] == points[-1][6]]
+def _alike(points: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+    """Return the newest points that were made under the current strategy."""
+    newest = reversed(points[-MEDIAN_OF - STANDS - 1 :])
+    return list(takewhile(lambda point: point[6] == points[-1][6], newest))[::-1]
+
+
+def _usual(alike: Sequence[Sequence[float]]) -> range:
+    """Return the steps whose medians describe the current strategy; see `usual_steps`."""
+    return usual_steps(int(alike[-1][0]), int(alike[0][0])) if alike else range(0)
 
 
 def _left(points: Sequence[Sequence[float]], goal: int, rate: float | None) -> str:
@@ -146,14 +155,15 @@ def _left(points: Sequence[Sequence[float]], goal: int, rate: float | None) -> s
 
     It uses the rate shown beside it, where tokens are recorded, so that the panel and the cell's line agree with it.
     """
-    column = 3 if rate else 2
-    each = [(after[column] - before[column]) / after[1] for before, after in pairwise(_newest(points, _RECENT + 1))]
+    column, alike = 3 if rate else 2, _alike(points)
+    each = [(b[column] - a[column]) / b[1] for a, b in pairwise(alike) if int(b[0]) in _usual(alike)]
     seconds = (goal - points[-1][0]) * median(each) / (rate or 1.0) if each else 0.0
     return f"{text_of(seconds)} to go" if seconds >= 1 else ""
 
 
 def _rate(points: Sequence[Sequence[float]]) -> float | None:
-    known = [point[5] for point in _newest(points, _RECENT) if math.isfinite(point[5])]
+    alike = _alike(points)
+    known = [point[5] for point in alike if int(point[0]) in _usual(alike) and math.isfinite(point[5])]
     return float(short(median(known))) if known else None
 
 

@@ -7,6 +7,7 @@ known state of ranks and hosts: clocks, temperature, power, CPU, with slowed GPU
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,7 @@ from nbkit.errors import NbkitError
 from nbkit.notebook.run.follower import PARTS, Run, short, strategy_of
 from nbkit.planner import forecast
 from nbkit.planner.exchange import orders
-from nbkit.records.readings import Bar, Late, TrafficRow, bars, late_rank, table, traffic_matrix, usual_bars
+from nbkit.records.readings import Bar, Late, TrafficRow, bars, busiest, late_rank, table, traffic_matrix, usual_bars
 from nbkit.records.records import LISTEN_EVERY, Detail, GpuHealth, HealthRecord, PipelineOp, StepRecord
 from nbkit.records.run_advice import PipelineLink, links, reading, slow_link
 from nbkit.schedules import Schedule, simulate
@@ -126,7 +127,8 @@ def _costs(kind: str, ops: Sequence[PipelineOp], num_stages: int) -> list[float]
 
 def _laps(run: Run, details: dict[int, Detail]) -> dict[str, Any]:
     newest = max(detail.step for detail in details.values())
-    details = {rank: one for rank, one in details.items() if one.step == newest and one.laps}
+    details = {rank: one for rank, one in details.items() if one.step == newest}
+    details = {rank: replace(one, laps=one.inside) for rank, one in details.items() if one.inside}
     if not details:
         return {"kind": "laps", "step": newest, "ranks": [], "measured": [], "measured_span": 0.0}
     begin = min(_aligned(run, rank, one.laps[0][1]) for rank, one in details.items())
@@ -253,6 +255,7 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
         "late": _late(late_rank(shown)),
         "table": [_row(row, predicted) for row in rows],
         "formula": predicted is not None and bool(predicted.traffic),
+        "sent": round(busiest(steps, run.members)),
         "traffic": _traffic(run, steps, predicted),
         "memory": _memory(run, step, forecasts),
         "health": health(run),
@@ -278,7 +281,7 @@ def lateness(run: Run) -> dict[str, Any]:
         {
             "rank": rank,
             "steps": len(those),
-            "cause": those[-1].cause,
+            "cause": "nbkit" if those[-1].by_nbkit else those[-1].cause,
         }
         for rank, those in sorted(found.items(), key=lambda item: -len(item[1]))
     ]
@@ -299,7 +302,11 @@ def _slow_link(run: Run, step: int, rows: list[TrafficRow], of: list[Bar]) -> Pi
 
 def _late(late: Late | None) -> dict[str, Any] | None:
     """Return the late rank. seconds: how much longer its part of the bar is than on the ranks it is compared with."""
-    return None if late is None else {"rank": late.rank, "seconds": short(late.longer), "cause": late.cause}
+    return (
+        None
+        if late is None
+        else {"rank": late.rank, "seconds": short(late.longer), "cause": "nbkit" if late.by_nbkit else late.cause}
+    )
 
 
 def _row(row: TrafficRow, predicted: forecast.Forecast | None) -> dict[str, Any]:
@@ -338,7 +345,10 @@ def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[int]]:
 
 
 def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dict[str, Any]]:
-    """Return the memory of each rank. Its prediction is for the strategy in force when the memory was measured."""
+    """Return the memory of each rank. Its prediction is for the strategy in force when the memory was measured.
+
+    growth: bytes by which the process has grown since before the job; None on a device.
+    """
     made = []
     for rank in sorted(run.memory):
         record = run.memory_of(rank, step)
@@ -356,9 +366,11 @@ def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dic
                 "gradients": record.gradients,
                 "optimizer": record.optimizer,
                 "buffers": record.buffers,
-                "rest": record.rest(header.base_bytes if header else 0),
-                "source": record.source,
-                "formula": None if formula is None else [formula.parameters, formula.gradients, formula.optimizer],
+                "at_rest": record.at_rest,
+                "activations": record.activations,
+                "peak": record.peak if record.activations is not None else None,
+                "growth": record.now - header.base_bytes if header and record.source == "storages" else None,
+                "formula": None if formula is None else list(astuple(formula)),
             }
         )
     return made

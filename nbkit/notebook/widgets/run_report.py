@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbkit.notebook.cluster.training_control import size
+from nbkit.figures import size
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.user_files import write_file
 from nbkit.notebook.widgets.javascript import joined, style

@@ -160,6 +160,23 @@ def storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
     return total
 
 
+def element_bytes(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:
+    """Return the bytes of the elements of these tensors.
+
+    A tensor at the same place as one in `seen`, and as large, counts nothing. Others join it.
+    """
+    total = 0
+    for tensor in tensors:
+        # A placeholder and an emptied storage hold nothing.
+        if not isinstance(tensor, Tensor) or not tensor.untyped_storage().nbytes():
+            continue
+        place = tensor.data_ptr(), tensor.nbytes
+        if place not in seen:
+            seen.add(place)
+            total += tensor.nbytes
+    return total
+
+
 def memory_of(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -167,20 +184,26 @@ def memory_of(
     step: int = 0,
     held: Iterable[Tensor] = (),
     device: torch.device | None = None,
+    peak: int = 0,
 ) -> MemoryRecord:
     """Return what `module`, its gradients and its optimizer's state take on this rank. Waits for no device.
 
-    held: further parameters that the optimizer sees, such as shards. Gradients exist after a backward pass. Every
-    tensor is visited, a microsecond each, so do not call it in every step.
+    held: further parameters that the optimizer sees, such as shards. peak: bytes at the peak of a step, 0 if not
+    counted. Gradients exist after a backward pass. Every tensor is visited, a microsecond each, so do not call it in
+    every step.
+
+    Elements are counted, as the formulas do: the flat buffers behind gradients also have padding, and the counters of
+    an optimizer are left out. Both are a part of the peak.
     """
     params = [*module.parameters(), *held]
-    seen: set[int] = set()
-    parameters = storage_bytes(params, seen)
-    gradients = storage_bytes((p.grad for p in params), seen)
+    seen: set[tuple[int, int]] = set()
+    parameters = element_bytes(params, seen)
+    gradients = element_bytes((p.grad for p in params), seen)
     state = optimizer.state.values() if optimizer is not None else ()
-    moments = storage_bytes((value for values in list(state) for value in values.values()), seen)
-    buffers = storage_bytes(module.buffers(), seen)
-    now, peak, source = bytes_held(device)
+    kept = (value for values in list(state) for key, value in values.items() if key != "step")
+    moments = element_bytes(kept, seen)
+    buffers = element_bytes(module.buffers(), seen)
+    now, _, source = bytes_held(device)
     return MemoryRecord(
         step,
         parameters=parameters,
@@ -189,7 +212,7 @@ def memory_of(
         buffers=buffers,
         now=now,
         peak=peak,
-        source=source,
+        source="storages" if source == "rss" else source,
     )
 
 

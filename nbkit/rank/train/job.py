@@ -265,6 +265,7 @@ class Job:
             integrity=self.integrity,
             backups=self.backups,
             seed=self.seed,
+            before_count=self.recorder.before_count,
         )
 
     def parsed(self, text: str) -> Strategy:
@@ -356,6 +357,8 @@ class Job:
         compute = replace(self.config.compute, **changed)
         self.config = self.builder.config = replace(self.config, compute=compute)
         self.training_step.microbatch_size = compute.microbatch_size
+        self.ledger.counts.clear()
+        self.training_step.count_again()
 
     @property
     def waits_for_update(self) -> bool:
@@ -369,6 +372,7 @@ class Job:
         Raises TrainingError if that is impossible, or if the model is another job's.
         """
         self.model_handle.check()
+        self.own_forward.close()
         self.sharded_model.data.follow()
         argument_checks.check_parameters(
             self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
@@ -529,13 +533,13 @@ class Job:
             return self.own_forward.backward(
                 batch, weight=weight, reduction=reduction, retain_graph=retain_graph, last=last
             )
-        self._check_loss_is_known("job.backward(batch)")
         if self.own_forward.losses:
             raise TrainingError(
                 "A batch follows losses of your own in one step.",
                 numbers=f"step {self.step + 1}, {self.own_forward.losses} losses",
                 hint="job.optimizer.step() between them; or job.rows(batch) and a loss for both",
             )
+        self._check_loss_is_known("job.backward(batch)")
         if self.training_step.reduced:
             raise TrainingError(
                 "backward() twice in one step: the gradients hold the sum over all ranks already.",
@@ -572,8 +576,8 @@ class Job:
         """Drop the step that `error` has broken off, and leave the loop. Raises what has parted the ranks instead."""
         self.ledger.begun = False
         self.integrity.broken_off = not isinstance(error, NotFinite)
-        self.optimizer.zero_grad()
         self.own_forward.end()
+        self.optimizer.zero_grad()
         if isinstance(error, NotFinite) and not error.spoiled and (names := job_checkpoint.not_finite(self)):
             argument_checks.blame_weights(error, names, self.ledger.made_last)
         self._leave_loop(error)  # its generator does not know that the body of the loop was left
@@ -758,8 +762,8 @@ class Job:
         with suppress(NotFinite):  # the error that has broken the step off is raised
             self.ledger.settle()
         self.ledger.pending.clear()
-        self.optimizer.zero_grad()
         self.own_forward.end()
+        self.optimizer.zero_grad()
 
     def arrive(self) -> None:
         """Wait at the end of a run until all ranks are there. Collective.
@@ -877,7 +881,7 @@ class Job:
                 user_gradients.refuse_unsummed(self)
             self.training_step.update(late=self._late)
             if self.own_forward.active:
-                self.own_forward.end()
+                self.own_forward.made()
                 self.switcher.commit(step_made=True)
             self.recorder.after_step(
                 self.step,
@@ -886,6 +890,7 @@ class Job:
                 held=self.sharded_model.held.values(),
                 strategy=self.strategy,
                 cost_model=self.cost_model,
+                peak=self.training_step.counted.peak,
             )
 
     def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:
@@ -893,8 +898,8 @@ class Job:
 
         Only the optimizer can judge state of other shapes, such as sums of rows.
         """
-        data = self.sharded_model.data
-        whole = next(data.layouts[name].shape for name, p in data.held.items() if p is param)
+        held, layouts = self.sharded_model.held, self.sharded_model.layouts
+        whole = next(layouts[name].shape for name, p in held.items() if p is param)
         return shape == tuple(param.shape) or not (shape == whole or key in self.builder.template.keys_per_element)
 
     def _forgotten(self, are_none: bool) -> None:

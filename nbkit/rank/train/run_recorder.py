@@ -93,6 +93,11 @@ class Recorder:
         """The most bytes that this process has ever held. torch and the kernel count only since the last strategy."""
         return max(self._peak, bytes_held(self._device)[1])
 
+    def before_count(self) -> None:
+        """Begin to count the peak of a step. What was held before is remembered."""
+        self._peak = self.peak_bytes
+        reset_peak(self._device)
+
     def write(self, event: dict[str, Any]) -> None:
         """Take an event. The memory that a strategy needs is known two steps after it came into force."""
         if event["kind"] in (RunStarted.kind, Switched.kind):
@@ -109,10 +114,11 @@ class Recorder:
         held: Iterable[nn.Parameter],
         strategy: Strategy,
         cost_model: Callable[[], CostModel],
+        peak: int,
     ) -> None:
         """Record memory and forecast, if due, after the optimizer made step number `step`.
 
-        The gradients must still be there. held: see ShardedModel.
+        The gradients must still be there. held: see ShardedModel. peak: bytes at the peak of a step, 0 if not counted.
         """
         self._made = True
         training = clock.laps is not None and clock.state != OUTSIDE
@@ -120,10 +126,7 @@ class Recorder:
         if self._session is None or not training or (step != self._due and step % _MEMORY_EVERY):
             return
         with phase(OTHER):
-            self._session.memory(memory_of(model, optimizer, step=step, held=held, device=self._device))
-            if step == self._due:
-                self._peak = self.peak_bytes
-                reset_peak(self._device)  # the next measurement is of this strategy alone
+            self._session.memory(memory_of(model, optimizer, step=step, held=held, device=self._device, peak=peak))
             if self._forecasts and self._foreseen != str(strategy):
                 self._foreseen = str(strategy)
                 # An error in a formula must not end the training. The other ranks compute none, and would wait.

@@ -190,8 +190,8 @@ def test_numbers_memory_events_and_what_was_sent_are_there(written: dict[int, li
         memory = next(one for one in those if isinstance(one, records.MemoryRecord))
         size = 4 * (64 * 64 + 64)
         assert (memory.step, memory.parameters, memory.gradients) == (2, size, size)
-        assert memory.optimizer == 2 * size + 2 * 4  # two moments, and a count of steps for each parameter
-        assert memory.peak >= memory.now > memory.known
+        assert memory.optimizer == 2 * size  # two moments; the counters of steps are left out
+        assert memory.at_rest == 4 * size < memory.now and memory.activations is None
         events = [one.event["kind"] for one in those if isinstance(one, records.EventRecord)]
         assert events == ["run_started", "checkpoint", "run_stopped"]
         rows = readings.table({rank: steps[0]}, members(written))

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ from nbkit.figures import unit_of
 from nbkit.notebook.run.follower import PARTS, Run, point_of, rate_of, short, strategy_of
 from nbkit.notebook.run.step_picture import lateness, picture
 from nbkit.records.events import RunStopped
-from nbkit.records.readings import Members, bars, members_of, sent_by, usual_bars
+from nbkit.records.readings import MEDIAN_OF, STANDS, bars, busiest, members_of, usual_bars, usual_steps
 from nbkit.records.record_file import changed, groups_of, overview_of, rank_files, read_head
 from nbkit.records.records import EventRecord, Group, Header, StepRecord, from_line
 
@@ -35,7 +36,6 @@ _DEPTH = 4
 _LOOK_S = 2.0
 _LIVE_S = 15.0
 _OPEN_AT_MOST = 4
-_MEDIAN_OF = 20  # steps, as of tokens per second in every view
 _TAIL_BYTES = 128 << 10
 
 
@@ -64,8 +64,9 @@ class RunCatalog:
     def summaries(self) -> list[dict[str, Any]]:
         """Return one row for each run: its last steps, and whether it trains now.
 
-        Live runs come first, then the newest. seconds, by the clock, parts, rate and sent are medians of the newest
-        steps under the current strategy. loss is the newest loss. unit: the unit of the rate, "tokens" or "rows".
+        Live runs come first, then the newest. seconds, by the clock, parts and rate are medians of the newest steps
+        under the current strategy. So is sent, of the busiest rank. loss is the newest loss. unit: the unit of the
+        rate, "tokens" or "rows".
         """
         self._look()
         found = []
@@ -118,7 +119,9 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
     if not complete:
         return made | {"seconds": None, "parts": [], "rate": None, "unit": unit_of({}), "loss": None, "strategy": ""}
     newest = strategy_of(complete[-1])
-    complete = [those for those in complete if strategy_of(those) == newest]
+    alike = list(takewhile(lambda those: strategy_of(those) == newest, reversed(complete)))[::-1]
+    numbers = usual_steps(_number_of(alike[-1]), _number_of(alike[0]))
+    complete = [those for those in alike if _number_of(those) in numbers]
     members = members_of(_groups(files, complete[-1]))
     of = usual_bars(complete, members)
     points = [point_of(those, bars(those, members)) for those in complete]
@@ -131,16 +134,14 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
         "parts": [short(value) for value in parts] if of else [],
         "rate": short(median(rates)) if rates else None,
         "unit": unit_of(complete[-1][min(complete[-1])].numbers),
-        "loss": points[-1][-2],
+        "loss": point_of(alike[-1], [])[-2],
         "strategy": newest,
-        "sent": round(median(_sent(those, members) for those in complete)),
+        "sent": round(median(busiest(those, members) for those in complete)),
     }
 
 
-def _sent(step: Mapping[int, StepRecord], members: Members) -> float:
-    """Return the bytes sent by all ranks."""
-    rows = (row for record in step.values() for row in record.traffic)
-    return sum(sent_by(row, members) for row in rows if row.op not in ("recv", "batch"))
+def _number_of(steps: Mapping[int, StepRecord]) -> int:
+    return steps[min(steps)].step
 
 
 def _groups(files: dict[int, Path], step: Mapping[int, StepRecord]) -> list[Group]:
@@ -156,7 +157,7 @@ def _groups(files: dict[int, Path], step: Mapping[int, StepRecord]) -> list[Grou
 
 def _tail(path: Path) -> list[StepRecord]:
     """Return the last lines of an overview."""
-    lines = _last_lines(path)[-_MEDIAN_OF:]
+    lines = _last_lines(path)[-MEDIAN_OF - STANDS - 1 :]
     return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
 
 

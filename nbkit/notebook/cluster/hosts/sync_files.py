@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbkit.errors import UsageError
+from nbkit.figures import size
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.quoting import user_path
 
@@ -53,10 +54,10 @@ class Synced:
     stale: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.files} files, {_size(self.bytes)}"]
+        lines = [f"{self.files} files, {size(self.bytes)}"]
         for host, sent in self.hosts.items():
             lines.append(
-                f"  {host} sees them itself" if sent is None else f"  {host}: {sent[0]} brought, {_size(sent[1])}"
+                f"  {host} sees them itself" if sent is None else f"  {host}: {sent[0]} brought, {size(sent[1])}"
             )
         if self.left_out:
             more = f", and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
@@ -87,17 +88,17 @@ def project_at(path: str | os.PathLike[str], root: Path) -> ProjectFiles:
             if name.is_symlink():
                 left_out.append(f"{said} (a link)")
             continue
-        size = name.stat().st_size
-        if size > LIMIT_FILE:
-            left_out.append(f"{said} ({_size(size)}, more than {_size(LIMIT_FILE)})")
+        num_bytes = name.stat().st_size
+        if num_bytes > LIMIT_FILE:
+            left_out.append(f"{said} ({size(num_bytes)}, more than {size(LIMIT_FILE)})")
         else:
-            files[said] = size
+            files[said] = num_bytes
     if (total := sum(files.values())) > LIMIT:
         largest = sorted(files, key=lambda name: -files[name])[:3]
         raise UsageError(
             f"{path} is too large to be brought to every host.",
-            numbers=f"{len(files)} files, {_size(total)}; the limit is {_size(LIMIT)}; the largest: "
-            + ", ".join(f"{name} {_size(files[name])}" for name in largest),
+            numbers=f"{len(files)} files, {size(total)}; the limit is {size(LIMIT)}; the largest: "
+            + ", ".join(f"{name} {size(files[name])}" for name in largest),
             hint=f"a folder in it, as   %cluster sync {_smaller(files)}   or name the data in .gitignore",
         )
     return ProjectFiles(root, files, tuple(left_out))
@@ -163,7 +164,3 @@ def _smaller(files: Mapping[str, int]) -> str:
     """Return the folder with most Python files, which is probably the code."""
     tops = [name.partition(os.sep)[0] for name in files if name.endswith(".py") and os.sep in name]
     return max(sorted(set(tops)), key=tops.count, default="src")
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.3g} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.3g} kB"

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from nbkit.figures import figure
-from nbkit.notebook.cluster.training_control import seconds
+from nbkit.figures import figure, seconds
 from nbkit.notebook.run.follower import PARTS
 from nbkit.notebook.widgets.dashboard.text_view import PART_NAMES, bars_title, ranks_shown, steps_of
 

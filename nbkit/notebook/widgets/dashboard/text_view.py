@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbkit.figures import figure
-from nbkit.notebook.cluster.training_control import seconds
+from nbkit.figures import figure, seconds, size
 from nbkit.notebook.run.follower import PARTS
 
 _SIGNS = "▁▂▃▄▅▆▇█"
@@ -166,12 +165,12 @@ def _axes(step: dict[str, Any]) -> list[Line]:
         own[0] = (own[0] or 0.0) + row["sent"]
         if row["formula_sent"] is not None:
             own[1] = (own[1] or 0.0) + row["formula_sent"]
-    lines: list[Line] = (
-        [(StyledText("Sent in a step by all ranks, collectives as in rings", "strong"),)] if axes else []
-    )
+    busiest = f"; the busiest rank sends {size(step['sent'])}" if step.get("sent") else ""
+    title = f"Sent in a step by all ranks, collectives as in rings{busiest}"
+    lines: list[Line] = [(StyledText(title, "strong"),)] if axes else []
     for axis, (measured, formula) in sorted(axes.items(), key=lambda item: -(item[1][0] or 0)):
-        said = f"   by formula {_bytes(formula)}" if formula is not None else ""
-        lines.append((StyledText(f"{axis:<9}measured {_bytes(measured or 0)}"), StyledText(said, "faint")))
+        said = f"   by formula {size(formula)}" if formula is not None else ""
+        lines.append((StyledText(f"{axis:<9}measured {size(measured or 0)}"), StyledText(said, "faint")))
     return lines
 
 
@@ -181,10 +180,11 @@ def _memory(step: dict[str, Any]) -> list[Line]:
         return []
     lines: list[Line] = [(), (StyledText(f"Memory, counted in step {rows[0]['step']}", "strong"),)]
     for row in rows[:_RANKS_AT_MOST]:
-        known = sum(row[name] for name in ("parameters", "gradients", "optimizer"))
-        said = f"   by formula {_bytes(sum(row['formula']))}" if row["formula"] else ""
-        text = f"rank {row['rank']:<4}parameters, gradients, optimizer {_bytes(known)}"
-        lines.append((StyledText(text), StyledText(f"{said}   at the peak {_bytes(row['rest'])} more", "faint")))
+        peak = "not counted" if row["peak"] is None else size(row["peak"])
+        said = f"   by formula {size(sum(row['formula']))} at rest" if row["formula"] else ""
+        grown = f"   the process has grown by {size(row['growth'])}" if row["growth"] is not None else ""
+        text = f"rank {row['rank']:<4}{size(row['at_rest'])} at rest, peak {peak}"
+        lines.append((StyledText(text), StyledText(said + grown, "faint")))
     return lines
 
 
@@ -194,7 +194,7 @@ def _health(step: dict[str, Any]) -> list[Line]:
         return []
     lines: list[Line] = [(), (StyledText(f"Ranks and hosts, seen in step {seen['step']}", "strong"),)]
     for row in seen["ranks"]:
-        words = [f"rank {row['rank']:<4}CPU {row['cpu']:.0%}", _bytes(row["rss"])]
+        words = [f"rank {row['rank']:<4}CPU {row['cpu']:.0%}", size(row["rss"])]
         words += [f"GPU {row['busy']:.0%} busy"] if row["busy"] is not None else []
         words += [f"{row[key]:.0f} {unit}" for key, unit in _UNITS.items() if row[key] is not None]
         slowed = f", slowed by {row['slowed']}" if row["slowed"] else ""
@@ -211,11 +211,3 @@ def _number(name: str, value: float | None, *, behind: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return ""
     return f"{figure(value)} {name}" if behind else f"{name} {figure(value)}"
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{value:.4g} {unit}"
-        value /= 1000
-    return ""

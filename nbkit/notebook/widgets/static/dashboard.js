@@ -29,7 +29,7 @@ const LAYOUT = `
 <section><h3><span class="what"></span> <small class="whatnote"></small>
   <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
   <div class="legend whatlegend"></div><div class="pair"><div class="grid"></div><div class="axes"></div></div><div class="moments"></div></section>
-<section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend">${swatches(MEMORY, { rest: "activations and other, at the peak" })}<span><b class="tick"></b>formula, at rest</span></div><div class="memory"></div><div class="health"></div></section>
+<section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend">${swatches(MEMORY, { activations: "activations and other, at the peak" })}<span><b class="tick"></b>formula, at rest</span></div><div class="memory"></div><div class="health"></div></section>
 <p class="foot"></p>`;
 
 export class Story {
@@ -153,12 +153,12 @@ export function view(el, story, ask) {
     $("moments").hidden = shown !== "pipeline";
     if (shown === "pipeline") {
       $("what").textContent = "The pipeline, planned above measured";
-      $("whatnote").textContent = `step ${step.moments.step}, of those kept the most usual${step.moments.replicas > 1 ? `; the first of ${step.moments.replicas} pipelines` : ""}`;
+      $("whatnote").textContent = `step ${step.moments.step}, a typical step${step.moments.replicas > 1 ? `; the first of ${step.moments.replicas} pipelines` : ""}`;
       $("whatlegend").innerHTML = swatches(PASSES, { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
       drawMoments(pictures.moments, step.moments);
     } else {
       $("what").textContent = "Who sends to whom";
-      $("whatnote").textContent = `and bytes per axis, one step, all ranks (${axisNote(step.table || [])})`;
+      $("whatnote").textContent = `and bytes per axis, one step, all ranks (${axisNote(step)})`;
       $("whatlegend").innerHTML = swatches({ a: shade(1, "blue"), b: shade(1, "orange") }, { a: "messages: exact", b: "collectives: modelled as rings" }) + (new Set(step.hosts).size > 1 ? `<span>lines: borders of nodes${betweenNodes(step.traffic?.nodes)}</span>` : "");
       $("pair").classList.toggle("tall", (step.traffic?.world || 0) > 16);
       if (step.traffic) drawTraffic(pictures.grid, step.traffic, step.hosts);

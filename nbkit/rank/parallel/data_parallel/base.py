@@ -45,13 +45,15 @@ class DataAxis:
     def _add(
         self,
         name: str,
-        held: nn.Parameter,
+        held: nn.Parameter | None,
         layout: Layout,
         weight: tuple[Tensor, Layout],
         shown: nn.Parameter,
         places: Sequence[Place],
     ) -> None:
-        self.held[name], self.layouts[name], self._weights[name] = held, layout, weight
+        if held is not None:
+            self.held[name], self.layouts[name] = held, layout
+        self._weights[name] = weight
         self._shown[name] = shown
         for part, attribute in places:
             self._places.append((vars(part)["_parameters"], attribute))
@@ -153,6 +155,11 @@ class DataAxis:
 
     def keep_open(self) -> None:
         """Keep what a backward pass needs until `finish`, because another one follows through the same graph."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return True if a user's forwards have left the module with other parameters than between two steps."""
+        return False
 
     def pass_over(self) -> None:
         """End a backward pass that may have come through this model on its way to another one's."""

@@ -11,9 +11,11 @@ forward.
 follows from it.
 
 `measure_costs` measures the seconds of each piece's forward and backward on this device. The model runs whole, so the
-numbers do not contain the cost of cutting. Clocks are read where a piece begins: when its block is called, and when the
-gradient of the block's input is complete. Blocks that are alike and get tensors of the same shapes cost the same. The
-differences between their numbers are noise, which would otherwise decide where the cuts fall.
+numbers do not contain the cost of cutting. Clocks are read where a block begins: when it is called, and when the
+gradient of its input is complete. What comes before the first block and behind the last one (embedding, head, loss) is
+timed apart from them. Blocks that are alike, get tensors of the same shapes and make the same multiplications cost the
+same. The differences between their numbers are noise, which would otherwise decide where the cuts fall. Where runs
+disagree about other parts, their multiplications decide.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.device import accelerator
+from nbkit.rank.forward_work import ForwardWork
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.pipeline.partial_forward import StageBoundaries
 from nbkit.rank.parallel.pipeline.trace_dataflow import DataflowTrace, StageInput
@@ -358,85 +361,157 @@ def hidden_between(module: nn.Module, chain: LayerChain, call: Callable[[], Any]
     return (shape[1], shape[2]) if not others and len(shape) == 3 else None
 
 
-_APART = 1.4  # pieces whose costs differ by more than this factor are not alike
+_APART = 1.4  # blocks of a kind whose seconds differ by more than this factor, in runs that agree, are not alike
+_AGREE = 1.1  # the two shortest runs agree if they differ by at most this factor
+_REPEATS, _AT_MOST = 3, 9
 
 
 def measure_costs(
-    module: nn.Module, chain: LayerChain, call: Callable[[], Any], *, repeats: int = 3
+    module: nn.Module, chain: LayerChain, call: Callable[[], Any], *, repeats: int = _REPEATS
 ) -> tuple[float, ...]:
     """Return the seconds of each piece, forward and backward: the least of `repeats` runs after one warm-up run.
 
-    call: runs the whole model once. It may return the output or the loss, which then counts to the last piece. Code
-    before the first block counts to the first piece, and code behind the last block to the last one. Parameters,
-    gradients, buffers and random generators are left as they were. Other ranks must be idle meanwhile. Raises
-    StrategyError if the result of `call` does not depend on a parameter.
+    If runs disagree, up to `_AT_MOST` are made. call: runs the whole model once. It may return the output or the loss,
+    which then counts to the last piece, as does the code behind the last block. The code before the first block counts
+    to the first piece. Parameters, gradients, buffers and random generators are left as they were. Other ranks must be
+    idle meanwhile. Raises StrategyError if the result of `call` does not depend on a parameter.
     """
-    device = next(module.parameters()).device
-    kinds: list[Hashable] = [None] * len(chain)
+    run = _TimedRun(module, chain, call)
     with unchanged(module):
-        runs = [_run(module, chain, call, device, kinds) for _ in range(repeats + 1)][1:]
-    # The first and the last piece contain more than their blocks.
-    kinds[0] = kinds[-1] = None
-    return _level(tuple(map(min, zip(*runs, strict=True))), kinds)
+        with ForwardWork() as work:
+            run.kinds_of(work)
+        runs = [run.seconds() for _ in range(repeats)]
+        while repeats > 1 and len(runs) < _AT_MOST and not all(map(_agree, zip(*runs, strict=True))):
+            runs.append(run.seconds())
+    before, *blocks, after = _settled(runs, run.kinds, run.flops)
+    blocks[0] += before
+    blocks[-1] += after
+    return tuple(blocks)
 
 
-def _level(costs: Sequence[float], kinds: Sequence[Hashable]) -> tuple[float, ...]:
-    """Return `costs` with the median of their kind for pieces of one kind, unless they differ too much. None is no
-    kind."""
+def _agree(seconds: Sequence[float]) -> bool:
+    first, *others = sorted(seconds)
+    return not others or others[0] <= _AGREE * first
+
+
+def _settled(runs: Sequence[Sequence[float]], kinds: Sequence[Hashable], flops: Sequence[float]) -> list[float]:
+    """Return the seconds of each part, from those of several runs. kinds: of the parts; None is no kind."""
+    parts = list(zip(*runs, strict=True))
+    least, agree = [min(part) for part in parts], [_agree(part) for part in parts]
     alike: dict[Hashable, list[float]] = {}
-    for cost, kind in zip(costs, kinds, strict=True):
-        alike.setdefault(kind, []).append(cost)
-    middle = {kind: median(some) for kind, some in alike.items() if kind is not None}
-    return tuple(
-        middle[kind] if kind in middle and middle[kind] / _APART <= cost <= middle[kind] * _APART else cost
-        for cost, kind in zip(costs, kinds, strict=True)
-    )
+    for kind, seconds in zip(kinds, least, strict=True):
+        alike.setdefault(kind, []).append(seconds)
+    found = []
+    for kind, seconds, sure in zip(kinds, least, agree, strict=True):
+        middle = median(alike[kind])
+        close = middle / _APART <= seconds <= middle * _APART
+        found.append(middle if kind is not None and (close or not sure) else seconds)
+    work = sum(number for number, kind in zip(flops, kinds, strict=True) if kind is not None)
+    rate = sum(seconds for seconds, kind in zip(found, kinds, strict=True) if kind is not None) / work if work else 0.0
+    return [
+        seconds if kind is not None or sure or not rate else min(seconds, number * rate)
+        for seconds, kind, sure, number in zip(found, kinds, agree, flops, strict=True)
+    ]
 
 
-def _run(
-    module: nn.Module, chain: LayerChain, call: Callable[[], Any], device: torch.device, kinds: list[Hashable]
-) -> list[float]:
-    called, arrived = [0.0] * len(chain), [0.0] * len(chain)
-    end = 0.0
+class _TimedRun:
+    """Runs of a model whose parts are timed: before the first block, each block, and behind the last one.
 
-    def now() -> float:
-        if accelerator().holds(device):
-            accelerator().wait_for_all(device)
-        return time.perf_counter()
+    kinds: a key for each part, equal for blocks that are alike; None for the first and the last part. flops: of each
+    part's forward.
+    """
 
-    def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if end:  # the model's own checkpointing computes the block again, as a part of its backward
-            return
-        number = chain.blocks.index(name)
-        entry = chain.entries[number]
+    def __init__(self, module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> None:
+        self._module, self._chain, self._call = module, chain, call
+        self._device = next(module.parameters()).device
+        self.kinds: list[Hashable] = [None] * (len(chain) + 2)
+        self.flops = [0.0] * (len(chain) + 2)
 
-        def arrive(_: Tensor) -> None:
-            arrived[number] = now()
+    def kinds_of(self, work: ForwardWork) -> None:
+        """Run once, to warm up, and find the kind of each block. work: counts what is inside."""
+        marks = [0.0] * (len(self._chain) + 2)
+        looks: dict[int, Hashable] = {}
 
-        kinds[number] = kinds[number] or (repr(block), *(tuple(t.shape) for t in tensors_in((args, kwargs))))
-        for key, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
-            path = pytree.keystr(key)
-            # If the caller gives a tensor to several blocks, its gradient is complete only at the first of them.
-            if path in entry.carried and path not in entry.kept and leaf.requires_grad:
-                leaf.register_hook(arrive)
-        called[number] = now()
+        def enter(number: int, block: nn.Module, inputs: Any) -> None:
+            marks[number + 1] = work.flops
+            looks[number] = (repr(block), *(tuple(t.shape) for t in tensors_in(inputs)))
 
-    with watched(module, enter, names=chain.blocks[1:]):
+        def leave(_: Any) -> None:
+            marks[-1] = work.flops
+
+        end, _ = self._run(enter, leave, lambda: work.flops)
+        self.flops = [b - a for a, b in pairwise([*marks, end])]
+        for number, look in looks.items():
+            self.kinds[number + 1] = (look, self.flops[number + 1])
+
+    def seconds(self) -> list[float]:
+        """Run once. Return the seconds of each part, forward and backward."""
+        size = len(self._chain)
+        called, arrived = [0.0] * (size + 2), [0.0] * (size + 2)
+
+        def now() -> float:
+            if accelerator().holds(self._device):
+                accelerator().wait_for_all(self._device)
+            return time.perf_counter()
+
+        def arrive(place: int) -> Callable[[Tensor], None]:
+            def note(_: Tensor) -> None:
+                arrived[place] = now()
+
+            return note
+
+        def enter(number: int, _: nn.Module, inputs: Any) -> None:
+            entry = self._chain.entries[number]
+            for key, leaf in pytree.tree_flatten_with_path(inputs)[0]:
+                path = pytree.keystr(key)
+                # If the caller gives a tensor to several blocks, its gradient is complete only at the first of them.
+                inside = number == 0 or (path in entry.carried and path not in entry.kept)
+                if inside and isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(arrive(number + 1))
+            called[number + 1] = now()
+
+        def leave(output: Any) -> None:
+            called[-1] = now()
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(arrive(size + 1))
+
         called[0] = now()
-        results = [t for t in tensors_in(call()) if t.requires_grad]
-        end = now()
-        if not results:
-            raise StrategyError(
-                "What the model gives does not depend on its parameters, so that its backward costs nothing.",
-                numbers="no tensor of the output requires a gradient",
-                hint="measure with gradients enabled, and a parameter that is not frozen",
-            )
-        run_backward(results)
-        back = now()
-    # If no gradient arrives there, nothing before it runs backward (frozen parameters).
-    starts = [back] + [arrived[i] or back for i in range(1, len(chain))]
-    forward = [b - a for a, b in zip(called, [*called[1:], end], strict=True)]
-    backward = [a - b for a, b in zip(starts, [*starts[1:], end], strict=True)]
-    for p in module.parameters():
-        p.grad = None
-    return [f + max(b, 0.0) for f, b in zip(forward, backward, strict=True)]
+        end, back = self._run(enter, leave, now)
+        # If no gradient arrives at a block, nothing before it runs backward (frozen parameters).
+        starts = [back, *(one or back for one in arrived[1:-1]), arrived[-1] or end]
+        forward = [b - a for a, b in pairwise([*called, end])]
+        backward = [a - b for a, b in pairwise([*starts, end])]
+        return [f + max(b, 0.0) for f, b in zip(forward, backward, strict=True)]
+
+    def _run(
+        self,
+        enter: Callable[[int, nn.Module, Any], None],
+        leave: Callable[[Any], None],
+        now: Callable[[], float] = time.perf_counter,
+    ) -> tuple[float, float]:
+        """Run forward and backward. Return the ends of both."""
+        blocks, end = self._chain.blocks, 0.0
+
+        def entered(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+            if not end:  # the model's own checkpointing computes the block again, as a part of its backward
+                enter(blocks.index(name), block, (args, kwargs))
+
+        def left(name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not end and name == blocks[-1]:
+                leave(output)
+
+        with watched(self._module, entered, left, names=blocks):
+            results = [t for t in tensors_in(self._call()) if t.requires_grad]
+            end = now()
+            if not results:
+                raise StrategyError(
+                    "What the model gives does not depend on its parameters, so that its backward costs nothing.",
+                    numbers="no tensor of the output requires a gradient",
+                    hint="measure with gradients enabled, and a parameter that is not frozen",
+                )
+            run_backward(results)
+            back = now()
+        for p in self._module.parameters():
+            p.grad = None
+        return end, back

@@ -532,6 +532,10 @@ class ShardedParameters(GatherOrder, DataAxis):
         if self._forwarded and not self._kept:
             self._open_all()
 
+    @property
+    def is_open(self) -> bool:
+        return self._kept
+
     def pass_over(self) -> None:
         if not self._kept and any(unit.begun for unit in self._units):
             self._end_backward()

@@ -17,16 +17,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from nbkit.mesh import Mesh
 from nbkit.planner.peak import ModelPiece, PeakLine, Updating, upper
 from nbkit.rank.data.batch import call, pair, pick, rows_of
+from nbkit.rank.forward_work import ForwardWork
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.job_options import JobOptions
@@ -43,47 +42,6 @@ from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.watching_mode import WatchingMode
 from nbkit.strategy import Strategy
-
-_FLASH_ON_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-
-
-class ForwardWork(WatchingMode):
-    """Count the work of the operations inside.
-
-    flops: two for each multiplication of matrix products, convolutions and attention, by torch's own formulas. touched:
-    the bytes that all other operations read and write. Views count nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops, self.touched = 0.0, 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        packet = func.overloadpacket
-        if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif packet is _FLASH_ON_CPU:
-            self.flops += _attention(*args, **(kwargs or {}))
-        elif func.namespace == "aten":
-            given, made = _tensors((args, kwargs)), _tensors(out)
-            storages = {one.untyped_storage()._cdata for one in given}
-            if func._schema.is_mutable or not any(one.untyped_storage()._cdata in storages for one in made):
-                self.touched += sum(one.nbytes for one in (*given, *made))
-        return out
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
-) -> float:
-    """Return the operations of the scores and of the weighted sums of values; half of both if masked."""
-    return 2.0 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]) / (2 if is_causal else 1)
 
 
 class LiveBytes(WatchingMode):

@@ -74,6 +74,7 @@ class StateBytes:
         self._lacks: dict[tuple[int, int], int] = {}
         buffers, kept = dict(facts.shapes.skeleton.named_buffers()), facts.shapes.buffers
         self._buffers = {name: buffers[name].nbytes for name in kept}
+        self._all_buffers = sum(buffer.nbytes for buffer in buffers.values())
         self._places: dict[tuple[Mesh, int], list[Place]] = {}
 
     @cached_property
@@ -157,7 +158,8 @@ class StateBytes:
             sizes = (alike.weight, alike.weight if alike.trained else 0, alike.state)
             for number, (size, stage) in enumerate(zip(sizes, (3, 2, 1), strict=True)):
                 sums[number] += count * size * self._cut(some, strategy, place, stage).numel
-        return Rest(*sums)
+        own = (size for name, size in self._buffers.items() if self._runs(strategy, place, name))
+        return Rest(sums[0], sums[1], sums[2], self._all_buffers if here is None else sum(own))
 
     def _held(self, strategy: Strategy, place: Place, number: int) -> int:
         """Return how many elements of a block the rank at `place` updates."""

@@ -17,7 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -110,6 +110,12 @@ class OwnForward:
         self._logged: dict[str, Any] = {}
         self._reduction: StepReduction | None = None
 
+    def made(self) -> None:
+        """Note that the optimizer has stepped."""
+        self.end()
+        if self._job.builder.template.draws and (rows := _here.rows) is not None:
+            _here.rows = replace(rows, drawn=accelerator().generator_states(self._job.device))
+
     @property
     def waits(self) -> bool:
         """Return True if there may be gradients that were not summed over the ranks."""
@@ -171,15 +177,16 @@ class OwnForward:
         if (name := self._outside(loss)) is not None:
             raise StrategyError(
                 f"The loss reads a parameter of the model, of which a rank has a part: {name}.",
-                numbers=f"under {job.strategy}; it reads it other than by job.model(...)",
+                numbers=f"under {job.strategy}; it reads it other than by job.model(...), as a gradient penalty does",
                 hint="a forward that gives what the loss needs, called as job.model(...); or strategy='zero2'",
             )
         job.ledger.begun = True
         number, named = self.losses + 1, f"job.backward, loss {self.losses + 1} of step {job.step + 1}"
+        named += ", retain_graph=True" * retain_graph + ", last=True" * last + ", with a weight" * (weight is not None)
         try:
             with job.order(), phase("backward"):
                 if self._talks or weight is not None:
-                    meeting.meet(named + ", with a weight" * (weight is not None))
+                    meeting.meet(named)
                 share = self._share(rows, weight, reduction)
                 self._pass(loss * share, retain_graph=retain_graph, last=last)
         except BaseException as error:
@@ -243,7 +250,10 @@ class OwnForward:
             self._calls += 1
             with job.order(), phase("forward"), job.precision.autocast():
                 if self._talks:
-                    meeting.meet(f"job.model, call {self._calls} of step {job.step + 1}")
+                    without = "" if trains else ", without gradients"
+                    meeting.meet(f"job.model, call {self._calls} of step {job.step + 1}{without}")
+                if trains and self._calls == 1 and not self.waits:
+                    self._look(args, kwargs)
                 with self._drawing(args, kwargs), job.sharded_model.data.calling(autocast=self._autocast):
                     output = plain(*args, **kwargs)
         except BaseException as error:
@@ -261,12 +271,13 @@ class OwnForward:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Leave calls of the model alone inside: nbkit makes them."""
-        before, self._inside = self._inside, True
+        """Leave calls of the model and backward passes alone inside: nbkit makes them."""
+        before = self._inside, _here.inside
+        self._inside = _here.inside = True
         try:
             yield
         finally:
-            self._inside = before
+            self._inside, _here.inside = before
 
     # The step -------------------------------------------------------------------------------------------------------
 
@@ -303,13 +314,31 @@ class OwnForward:
         except BaseException as error:
             job.broken(error)
             raise
-        logged, self.losses, self._called = self._logged, 0, False
+        logged, self.losses, self._called, self._started = self._logged, 0, False, False
         self._logged = {}
         if logged:
             job.ledger.log(logged)
 
+    def close(self) -> None:
+        """Drop forwards that wait for no backward pass. Raises TrainingError if losses are not summed yet."""
+        data = self._job.sharded_model.data
+        if not data.is_open:
+            return
+        if self.losses:
+            raise TrainingError(
+                f"Under {self._job.strategy} the weights are gathered within this step, and cannot be looked at.",
+                numbers=f"step {self._job.step + 1}, after {self.losses} losses",
+                hint="after job.optimizer.step(); or job.optimizer.zero_grad(), which drops the gradients",
+            )
+        data.reset(passes=0)
+
     def forget(self) -> None:
-        """Drop the gradients that were not summed. A forward that waits for its backward goes on waiting."""
+        """Drop the gradients that were not summed. A forward that waits for its backward goes on waiting.
+
+        Collective if the sum has begun.
+        """
+        if self._started:
+            self._job.sharded_model.data.finish()  # it is on its way already
         if self._begun:
             self._job.sharded_model.data.drop()
         if self._reduction is not None:
@@ -481,6 +510,26 @@ class OwnForward:
                 return name
             waiting += [before for before, _ in node.next_functions]
         return None
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look in the first steps whether rows depend on each other, if no example has told. Collective.
+
+        Raises StrategyError, on every rank alike, if the strategy in force parts such rows.
+        """
+        job = self._job
+        if not job.config.own_loss or job.builder.facts.looked is not None or (args and kwargs):
+            return
+        # The same rows on every rank: what a rank finds decides how often it runs the model.
+        given: list[Any] = [on_device(kwargs or list(args), torch.device("cpu")) if job.rank == 0 else None]
+        if job.world_size > 1 and (job.strategy.mesh.size > job.strategy.dp or job.strategy.zero == 3):
+            dist.broadcast_object_list(given, src=0, device=job.device)
+        tensors = [tensor for tensor in tensors_in(given) if tensor.ndim]
+        rows = len(tensors[0]) if tensors else 0
+        batch = [given[0], tensors[0].detach() if tensors else None]
+        shard = Shard(batch, rows, rows, range(rows), everything=lambda: (batch,) if rows else ())
+        with self.left_out():
+            job.builder.look_at_first(job.sharded_model, shard, job.step)
+        job.sharded_model.data.reset(passes=0)
 
     def _drawing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Return the context in which the model draws by row."""

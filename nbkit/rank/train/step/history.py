@@ -28,9 +28,9 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step.failure import failure_of
 from nbkit.rank.train.step.step_stats import Pending, StepNumbers
 from nbkit.records.events import Event, StepDone
+from nbkit.records.readings import MEDIAN_OF, STANDS, usual_steps
 
 LEAST = 5  # steps: the median lies between the shortest and the longest with 94 %; fewer say little
-_STEPS = 20  # newest steps of a strategy; their median is its pace
 _STRATEGIES = 64  # how many are remembered; beyond that, the one that was left first is forgotten
 
 
@@ -39,7 +39,7 @@ class StepPace:
     """The pace of a strategy.
 
     seconds: the median of `steps` steps, between low and high with 95 %. low, high: None of fewer than `LEAST`. ago:
-    how many steps were made since the newest of them, under other strategies.
+    how many steps were made since the newest of them, under other strategies. rate: tokens per second, the median.
     """
 
     seconds: float
@@ -47,15 +47,17 @@ class StepPace:
     high: float | None
     steps: int
     ago: int = 0
+    rate: float = 0.0
 
 
-def pace_of(seconds: Sequence[float]) -> StepPace | None:
-    """Return the pace of steps with these seconds; None if there are none."""
-    if not seconds:
-        return None
+def pace_of(seconds: Sequence[float], tokens: Sequence[float] = ()) -> StepPace:
+    """Return the pace of steps with these seconds. tokens: of each step, if they are known."""
     few = len(seconds) < LEAST
     low, high = (None, None) if few else interval(seconds)
-    return StepPace(statistics.median(seconds), low, high, len(seconds))
+    rates = [each / took for each, took in zip(tokens, seconds, strict=False) if took]
+    return StepPace(
+        statistics.median(seconds), low, high, len(seconds), rate=statistics.median(rates) if rates else 0.0
+    )
 
 
 def interval(seconds: Sequence[float]) -> tuple[float, float]:
@@ -65,31 +67,73 @@ def interval(seconds: Sequence[float]) -> tuple[float, float]:
     return ordered[at], ordered[n - 1 - at]
 
 
+class _Pace:
+    """The newest steps of one strategy. first: its first step since it came into force, or was measured by a trial.
+
+    steps: (number, seconds, tokens), replaced as a whole. before: the pace at its end before that, and its last step.
+    """
+
+    def __init__(self, first: int, before: tuple[StepPace, int] | None) -> None:
+        self.first, self.before = first, before
+        self.steps: tuple[tuple[int, float, float], ...] = ()
+
+    def now(self) -> tuple[StepPace, int] | None:
+        """Return the pace and the last step that it is of. If there are few new steps, older ones say more."""
+        steps = self.steps
+        if not steps or steps[-1][0] == self.first:
+            return self.before
+        usual = usual_steps(steps[-1][0], self.first)
+        of = [one for one in steps if one[0] in usual]
+        if len(of) < LEAST and self.before is not None:
+            return self.before
+        return pace_of([seconds for _, seconds, _ in of], [tokens for *_, tokens in of]), steps[-1][0]
+
+
 class Paces:
-    """The newest seconds of each strategy that has run, however long ago. A single thread writes, any thread reads."""
+    """The pace of each strategy that has run, however long ago. A single thread writes, any thread reads.
+
+    trials: how many strategies were measured by trials.
+    """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._newest: dict[str, tuple[int, tuple[float, ...]]] = {}  # (its last step, seconds), replaced as a whole
-        self._step = 0
+        self._known: dict[str, _Pace] = {}
+        self._step = self.trials = 0
+        self._last = ""
         for record in records:
             self.add(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a step that has been made. Its `record` follows those of all earlier ones."""
-        strategy, self._step = record["strategy"], record["step"]
-        _, seconds = self._newest.get(strategy, (0, ()))
-        self._newest[strategy] = self._step, (*seconds, record["seconds"])[-_STEPS - 1 :]
-        if len(self._newest) > _STRATEGIES:
-            del self._newest[min(self._newest, key=lambda name: self._newest[name][0])]
+        strategy, number = record["strategy"], record["step"]
+        pace = self._known.get(strategy)
+        if pace is None or strategy != self._last:
+            pace = self._known[strategy] = _Pace(number, pace.now() if pace is not None else None)
+        step = number, record["seconds"], float(record.get("tokens", 0))
+        pace.steps = (*pace.steps, step)[-MEDIAN_OF - STANDS :]
+        self._step, self._last = number, strategy
+        self._forget()
+
+    def measured(self, strategy: str, seconds: Sequence[float]) -> None:
+        """Take over the seconds of steps of a trial, which are in no record. They replace older ones."""
+        self._known[strategy] = _Pace(self._step, (pace_of(seconds), self._step))
+        self.trials += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        if len(self._known) > _STRATEGIES:
+            del self._known[min(self._known, key=lambda name: self._left(self._known[name]))]
+
+    def _left(self, pace: _Pace) -> int:
+        return pace.steps[-1][0] if pace.steps else pace.first
 
     def of(self, strategy: str) -> StepPace | None:
         """Return the pace of a strategy; None if it is unknown.
 
         The first step does not count, because it makes what later ones reuse.
         """
-        step, seconds = self._newest.get(strategy, (0, ()))
-        pace = pace_of(seconds[1:])
-        return replace(pace, ago=self._step - step) if pace is not None else None
+        pace = self._known.get(strategy)
+        found = pace.now() if pace is not None else None
+        return replace(found[0], ago=self._step - found[1]) if found is not None else None
 
 
 class Clock:
@@ -121,7 +165,6 @@ class Clock:
 
 KEPT = 10_000  # records of newest steps, and at most as many of the steps before
 _THINNED_EVERY = 1024  # steps
-_RECENT = 20  # steps under one strategy, whose median is the pace
 _LAST_STEPS = 5  # the longest of them tells how long a stop waits for a boundary
 
 
@@ -156,6 +199,7 @@ class History:
     def __init__(self, *, world_size: int, device: torch.device | str = "cpu") -> None:
         self.records = Records()
         self.paces = Paces()  # of strategies, whose records may be thinned out by now
+        self.counts: dict[str, tuple[int, int]] = {}  # of strategies: see StepNumbers.counted
         self.pending: deque[Pending] = deque()
         self.clock = Clock()
         self.bus = Bus()
@@ -191,6 +235,11 @@ class History:
     def acts(self) -> bool:
         """Return True if a step boundary has something to serve, as far as the numbers are read."""
         return self.ends or self.agreed > step_boundary.inbox.acted
+
+    @property
+    def is_silent(self) -> bool:
+        """Return True within `silent`, where steps are made that will be taken back."""
+        return self._silent
 
     @property
     def making(self) -> int:
@@ -238,6 +287,8 @@ class History:
             numbers = self.newest = self.check(pending)
             self._apart = self._apart + max(numbers.seconds) if 0 < numbers.held < self._world_size else 0.0
             self.settled, record = pending, pending.record(numbers)
+            if any(numbers.counted):
+                self.counts[pending.strategy] = numbers.counted
             if "loss_scale" not in record:  # with a loss scale, such a step was skipped
                 since = self.step - pending.step + 1
                 argument_checks.check_gradients(record.get("grad_norm", 0.0), step=pending.step, steps_since=since)
@@ -341,18 +392,15 @@ class History:
         return type(error).__name__
 
     def _report(self, record: dict[str, Any]) -> None:
-        alike = [one["seconds"] for one in self.records[-_RECENT:] if one.get("strategy") == record["strategy"]]
-        step, pace = record["step"], pace_of(alike)
-        assert pace is not None
-        left = (self.goal - step) * pace.seconds if self._total else None
-        speed = record["tokens"] / pace.seconds if pace.seconds else 0.0
+        step = record["step"]
+        pace = self.paces.of(record["strategy"]) or pace_of([record["seconds"]], [record["tokens"]])
         step_boundary.report(
             step=step,
             goal=self.goal,
             loss=record["loss"],
-            tokens_per_s=speed,
+            tokens_per_s=pace.rate,
             unit=unit_of(record),
             step_s=self._longest,
-            eta_s=left,
+            eta_s=(self.goal - step) * pace.seconds if self._total else None,
             pace={"strategy": record.get("strategy", ""), **asdict(pace)},
         )

@@ -53,6 +53,7 @@ from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step_stats import Pending, StepReduction, StepResult, to_host_async
+from nbkit.rank.train.step_count import Counts, StepCount
 
 
 @dataclass
@@ -82,13 +83,18 @@ class TrainingStep:
         integrity: Integrity,
         backups: Backups,
         seed: int,
+        before_count: Callable[[], None] = lambda: None,
     ) -> None:
+        """before_count: called before a step whose memory is counted."""
         self.sharded_model, self.optimizer, self.builder = sharded_model, optimizer, builder
         self.precision, self.ledger, self.integrity, self.seed = precision, ledger, integrity, seed
         self.backups = backups
         self.microbatch_size = builder.config.compute.microbatch_size
         self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
+        self._made, self._before_count = 0, before_count
+        self._count: StepCount | None = None  # of the step that is being made
+        self.counted = Counts()  # of the second step
         loss = reading_no_parameter(builder.config.loss, sharded_model.strategy, builder.module)
         self._forward = ForwardPass(sharded_model, loss, builder.config.inputs)
         fused = builder.config.fuses_dropout(self.device)
@@ -103,6 +109,10 @@ class TrainingStep:
     def reseed(self, seed: int) -> None:
         """Draw random numbers by `seed` from now on."""
         self.seed = self.dropout.seed = seed
+
+    def count_again(self) -> None:
+        """Count the step after the next one."""
+        self._made, self.counted = 0, Counts()
 
     def compare_buffers(self) -> None:
         """Compare, in the next step, the buffers that forward passes update."""
@@ -201,15 +211,20 @@ class TrainingStep:
             value = part.value if part.summed else part.value * (part.weight / expected)
             return (self.precision.scaled(value if apart == 1 else value * apart),)
 
-        canary = sharded_model.backward(
-            len(micros),
-            forward,
-            key=lambda i: shapes_of(micros[i].data),
-            launch=last_loss,
-            on_op=clock.on_op,
-            autocast=self.precision.dtype is not None,
-            numbers=carried,
-        )
+        if self._is_counted:
+            self._before_count()
+            compiled = self.builder.config.compute.compile
+            self._count = StepCount(sharded_model, self.optimizer, self.device, memory=not compiled)
+        with self._counting():
+            canary = sharded_model.backward(
+                len(micros),
+                forward,
+                key=lambda i: shapes_of(micros[i].data),
+                launch=last_loss,
+                on_op=clock.on_op,
+                autocast=self.precision.dtype is not None,
+                numbers=carried,
+            )
         if late:
             launch()
         self._finish(reduction, canary)
@@ -257,6 +272,7 @@ class TrainingStep:
             backup=self.backups.spent(),
             ends=step_boundary.told_to_end(),
             data_ends=data_ends,
+            counted=(self.counted.peak, self.counted.sent),
         )
 
     def summed(
@@ -327,17 +343,32 @@ class TrainingStep:
         if self.precision.pending:
             scale, made = self.precision.scale or 1.0, self.precision.may_step()
             self.ledger.log({"loss_scale": scale, "skipped": float(not made)})
-        with self.integrity.changing() if made else nullcontext():
+        with self.integrity.changing() if made else nullcontext(), self._counting():
             if made:
                 if self.builder.template.draws:
                     seed_step(self.seed, self.ledger.step, SHARED)  # replicas draw the same
                 self.optimizer.step()
-            self.sharded_model.data.after_step()
+            self.sharded_model.after_step()
             if not late:
                 self.sharded_model.data.settle()
+        if self._count is not None:
+            self.counted, self._count = self._count.done(), None
+        self._made += 1
         if self._parts:
             self._changes = [p._version for p in self._parts]
         self.ledger.made()
+
+    @property
+    def _is_counted(self) -> bool:
+        """Return True if this step is counted: the second one, since the first makes what later steps reuse.
+
+        The steps of a trial are taken back. They are counted unless that was done before.
+        """
+        known = self.ledger.is_silent and str(self.sharded_model.strategy) in self.ledger.counts
+        return self._made == 1 and not known
+
+    def _counting(self) -> AbstractContextManager[None]:
+        return self._count.part() if self._count is not None else nullcontext()
 
     def warn_if_changed(self) -> None:
         """Warn, once, if weights were changed since the last step while no rank has the whole of them."""

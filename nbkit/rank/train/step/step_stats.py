@@ -67,6 +67,7 @@ def ready(number: float | DeviceScalar) -> float:
 
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
+_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _EACH = range(7)  # of each rank
 _NOT_FINITE, _ENDS, _DATA_ENDS = 1, 2, 4  # flags of a rank
 
 
@@ -78,7 +79,8 @@ class StepNumbers:
     request asked about, and have made for it what each makes by itself; ready: how many of them lack nothing.
     not_finite: ranks whose own loss or weight was NaN or infinite. ends: a rank was told that the training is to end.
     seconds, fingerprints: one per rank. whole: the gradients are sums over all ranks; False if the reduction was broken
-    off. backup: seconds of it on the slowest rank. data_ends: see Shard.ends, of any rank.
+    off. backup: seconds of it on the slowest rank. data_ends: see Shard.ends, of any rank. counted: bytes at the peak
+    and bytes sent, of the ranks with most; 0 if not counted yet.
     """
 
     loss: float
@@ -94,6 +96,7 @@ class StepNumbers:
     backup: float = 0.0
     ends: bool = False
     data_ends: bool = False
+    counted: tuple[int, int] = (0, 0)
 
 
 _on_devices: deque[weakref.ref[StepReduction]] = deque(maxlen=4)
@@ -113,7 +116,7 @@ class StepReduction:
 
     def carried(self) -> Tensor:
         """Return memory for the numbers. The caller sums them over the ranks, between `launch` and `finish`."""
-        self._carried = torch.zeros(_SHARED + 4 * self.world_size, dtype=torch.float64)
+        self._carried = torch.zeros(_SHARED + _EACH * self.world_size, dtype=torch.float64)
         return self._carried
 
     def launch(
@@ -129,20 +132,21 @@ class StepReduction:
         backup: float = 0.0,
         ends: bool = False,
         data_ends: bool = False,
+        counted: tuple[int, int] = (0, 0),
     ) -> None:
         """Start the all-reduce.
 
         loss_sum: this rank's summed loss on the device; weight: what it is divided by. stage: of the request asked
         about (see step_boundary.Inbox). backup: seconds of the last one (see Backups). ends: this rank was told that
-        the training is to end. data_ends: see Shard.ends.
+        the training is to end. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts.
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
         """
-        slots = [0.0] * (_SHARED + 4 * self.world_size)
+        slots = [0.0] * (_SHARED + _EACH * self.world_size)
         slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
-        at = _SHARED + 4 * self.rank
-        slots[at], slots[at + 2], slots[at + 3] = seconds, fingerprint, backup
+        at = _SHARED + _EACH * self.rank
+        slots[at : at + _EACH] = seconds, 0, fingerprint, backup, *counted
         told = _ENDS * ends + _DATA_ENDS * data_ends
         if accelerator().holds(self.device):
             if not isinstance(weight, Tensor):
@@ -151,12 +155,12 @@ class StepReduction:
             vector[_LOSS] = loss_sum
             if isinstance(weight, Tensor):
                 vector[_WEIGHT] = weight
-            vector[at + 1] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
+            vector[at + _FLAGS] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
             _on_devices.append(weakref.ref(self))
         else:
             # The host has the numbers: compute with them instead of a dozen operations on tensors.
             slots[_LOSS], slots[_WEIGHT] = loss, weight = float(loss_sum), float(weight)
-            slots[at + 1] = _NOT_FINITE * (not math.isfinite(loss + weight)) + told
+            slots[at + _FLAGS] = _NOT_FINITE * (not math.isfinite(loss + weight)) + told
             vector = torch.tensor(slots, dtype=torch.float64)
         self._vector = vector if self._carried is None else self._carried.copy_(vector)
         if self.world_size > 1 and self._carried is None:
@@ -221,7 +225,7 @@ class StepReduction:
             # Broken off on a device, where no call raises: the values were never summed, and may be anything.
             none = [0] * self.world_size
             return StepNumbers(math.nan, 0.0, False, 0, 0, 0, [0.0 for _ in none], [], none, whole=False)
-        ranks = values[_SHARED:]
+        ranks = [values[_SHARED + column :: _EACH] for column in range(_EACH)]
         weight = values[_WEIGHT]
         return StepNumbers(
             loss=values[_LOSS] / weight if weight > 0 else 0.0,
@@ -230,12 +234,13 @@ class StepReduction:
             held=round(values[_HELD]),
             ready=round(values[_READY]),
             tokens=round(values[_TOKENS]),
-            seconds=ranks[0::4],
-            not_finite=[rank for rank, flags in enumerate(ranks[1::4]) if round(flags) & _NOT_FINITE],
-            fingerprints=[round(value) for value in ranks[2::4]],
-            backup=max(ranks[3::4]),
-            ends=any(round(flags) & _ENDS for flags in ranks[1::4]),
-            data_ends=any(round(flags) & _DATA_ENDS for flags in ranks[1::4]),
+            seconds=ranks[_SECONDS],
+            not_finite=[rank for rank, flags in enumerate(ranks[_FLAGS]) if round(flags) & _NOT_FINITE],
+            fingerprints=[round(value) for value in ranks[_FINGERPRINT]],
+            backup=max(ranks[_BACKUP]),
+            counted=(round(max(ranks[_PEAK])), round(max(ranks[_SENT]))),
+            ends=any(round(flags) & _ENDS for flags in ranks[_FLAGS]),
+            data_ends=any(round(flags) & _DATA_ENDS for flags in ranks[_FLAGS]),
         )
 
 

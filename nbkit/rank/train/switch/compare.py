@@ -1,25 +1,21 @@
 """Measure strategies on the live job: one of them (`try_out`), or several in turns (`compare`).
 
-Each makes some steps from the same state on the same batches. Only their times are kept.
+Each makes some steps from the same state on the same batches. Then the steps are undone. Their times, what they held at
+the peak and what they sent are kept: the ledger has the same numbers for every view of the job.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbkit.errors import StrategyError, SwitchError, TrainingError
-from nbkit.rank.comm import delegating_group
-from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.data.data_rng import own_draws
-from nbkit.rank.telemetry.health import bytes_held, reset_peak
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.estimate.free_memory import trim
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.step.history import interval
 from nbkit.rank.train.transaction import Transaction
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
@@ -29,22 +25,23 @@ def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, a
     """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.
 
     make_step: makes one step of the training and nothing else; no listener hears of it. again: the data can be read
-    again. Return strategy, steps, and the median seconds of a step there (without the first, which makes what later
-    ones reuse) and here before. Memory must hold both states, else SwitchError is raised. Raises TrainingError for data
-    that cannot be read again, and SwitchError, on every rank alike, if the first step fails on any.
+    again. Return strategy, steps, and the median seconds of a step there and here before. Memory must hold both
+    states, else SwitchError is raised. Raises TrainingError for data that cannot be read again, and SwitchError, on
+    every rank alike, if the first step fails on any.
     """
     check_counts(steps=steps)
     check_again(again)
     old, new = job.strategy, job.parsed(text)
-    before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(old)]
+    before = job.ledger.paces.of(str(old))
     with job.ledger.clock.stopped():
         event, seconds = measure(job, new, steps, make_step)
         job.switcher.close_left_groups()
+    job.ledger.paces.measured(event.new, seconds)
     return {
         "strategy": event.new,
         "steps": steps,
-        "step_s": statistics.median(seconds[1:] or seconds),
-        "before_step_s": statistics.median(before) if before else None,
+        "step_s": statistics.median(seconds),
+        "before_step_s": before.seconds if before is not None else None,
         "switch_s": event.pause_s,
     }
 
@@ -58,27 +55,20 @@ def check_again(again: bool) -> None:
         )
 
 
-def measure(
-    job: Job,
-    new: Strategy,
-    steps: int,
-    make_step: Callable[[], None],
-    *,
-    later: AbstractContextManager[None] | None = None,
-) -> tuple[Switched, list[float]]:
+def measure(job: Job, new: Strategy, steps: int, make_step: Callable[[], None]) -> tuple[Switched, list[float]]:
     """Return the switch to `new`, and the seconds of `steps` steps under it. Then all is as before. Collective.
 
-    later: entered around all steps but the first, which makes what later ones reuse.
+    Two steps come before these. The first one makes what later ones reuse. In the second one, memory and traffic are
+    counted if they are not known (see TrainingStep).
     """
     with own_draws(), job.switcher.trial(new) as (trial, event):
         records = job.ledger.records
-        made = len(records)
+        made = len(records) + 2
         job.ledger.clock.restart()
         _first(trial, make_step)
-        with later or nullcontext():
-            for _ in range(steps - 1):
-                make_step()
-            job.ledger.settle()
+        for _ in range(1 + steps):
+            make_step()
+        job.ledger.settle()
         return event, [record["seconds"] for record in records[made:]]
 
 
@@ -111,9 +101,10 @@ def compare(
     """Measure each strategy and the one in force for `steps` steps, then undo these steps. Collective.
 
     Each takes its turn several times, from the same state on the same batches, so that a machine that gets slower slows
-    all of them. The first step of each turn is not counted. See try_out for make_step and again. Return steps and, for
-    each strategy: step_s, the median, between low_s and high_s with 95 %; memory_bytes, of the fullest rank at its
-    peak, beyond what it held before; sent_bytes of a step, of the busiest rank; or the error that refused it.
+    all of them. The first two steps of each turn are not measured. See try_out for make_step and again. Return steps
+    and, for each strategy: step_s, the median, between low_s and high_s with 95 % (None of few steps); peak_bytes of a
+    step, of the fullest rank; sent_bytes of a step, of the busiest rank; or the error that refused it. The bytes are
+    None if they are not known.
     """
     check_counts(steps=steps)
     check_again(again)
@@ -126,7 +117,10 @@ def compare(
                 if not found[name].error:
                     found[name].add(job, job.parsed(name), math.ceil(steps / turns), make_step)
         job.switcher.close_left_groups()
-    rows = [{"strategy": name, **found[name].row(job)} for name in names]
+    for name in names:
+        if not found[name].error:
+            job.ledger.paces.measured(name, found[name].seconds)
+    rows = [{"strategy": name, **found[name].row(job, name)} for name in names]
     return {"steps": steps, "strategies": rows}
 
 
@@ -136,44 +130,28 @@ class _Measured:
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.error = ""
-        self._peak = self._sent = self._counted = 0
 
     def add(self, job: Job, strategy: Strategy, steps: int, make_step: Callable[[], None]) -> None:
         trim(job.device)
-        before = bytes_held(job.device)[0]
-        reset_peak(job.device)
         try:
-            _, seconds = measure(job, strategy, 1 + steps, make_step, later=self._counting())
+            _, seconds = measure(job, strategy, steps, make_step)
         except (StrategyError, SwitchError) as error:  # on every rank alike
             self.error = f"{error.what} {error.numbers}".strip()
             return
-        self.seconds += seconds[1:]
-        self._counted += steps
-        self._peak = max(self._peak, bytes_held(job.device)[1] - before)
+        self.seconds += seconds
 
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        def listen(operation: str, group: str, num_bytes: int) -> None:
-            self._sent += num_bytes * (operation != "recv")
-
-        delegating_group.listeners.append(listen)
-        try:
-            yield
-        finally:
-            delegating_group.listeners.remove(listen)
-
-    def row(self, job: Job) -> dict[str, Any]:
-        """Return the strategy's row of the result. Collective."""
+    def row(self, job: Job, name: str) -> dict[str, Any]:
+        """Return the strategy's row of the result."""
         if self.error:
             return {"error": self.error}
-        own = self._peak, self._sent // self._counted
-        everyone = all_gather_objects(own, world_size=job.world_size, device=job.device)
-        low, high = interval(self.seconds)
+        pace = job.ledger.paces.of(name)
+        peak, sent = job.ledger.counts.get(name, (0, 0))
+        assert pace is not None
         return {
-            "step_s": statistics.median(self.seconds),
-            "low_s": low,
-            "high_s": high,
-            "memory_bytes": max(peak for peak, _ in everyone),
-            "sent_bytes": max(sent for _, sent in everyone),
+            "step_s": pace.seconds,
+            "low_s": pace.low,
+            "high_s": pace.high,
+            "peak_bytes": peak or None,
+            "sent_bytes": sent or None,
             "error": "",
         }

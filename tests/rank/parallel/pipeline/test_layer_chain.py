@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import random
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
+from nbkit.planner.stages import stage_ranges
 from nbkit.rank.data.batch import call
 from nbkit.rank.models.gpt import Block, GPTConfig
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
@@ -18,6 +22,7 @@ from nbkit.rank.parallel.pipeline import layer_chain
 from nbkit.rank.parallel.pipeline import layer_chain as chains
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain, measure_costs
 from nbkit.rank.parallel.pipeline.trace_dataflow import StageInput
+from nbkit.strategy import Strategy
 from verify.models.specimens import VOCAB, WIDTH, ZOO, Uneven, gpt, hf_gpt2, next_tokens
 
 IDS = next_tokens(2, torch.Generator().manual_seed(0))[0]
@@ -239,7 +244,7 @@ class Clock:
 
 
 class Costly(nn.Module):
-    """A layer that costs so many seconds forward, twice as many backward, and more in the first run."""
+    """A layer that costs so many seconds forward, twice as many backward, and more in the first `late` runs."""
 
     class Work(torch.autograd.Function):
         @staticmethod
@@ -255,11 +260,11 @@ class Costly(nn.Module):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds, self.extra, self.linear = seconds, 8.0, nn.Linear(6, 6)
+        self.seconds, self.late, self.linear = seconds, 0, nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.extra /= 2
-        return self.Work.apply(self.linear(x), self.seconds + self.extra)
+        self.late -= 1
+        return self.Work.apply(self.linear(x), self.seconds + 8.0 * (self.late >= 0))
 
 
 class Reminded(nn.Module):
@@ -284,22 +289,19 @@ class Recalling(Costly):
 
 def test_costs_are_forward_and_backward_seconds_of_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_chain, "time", Clock)
-    model = nn.Sequential(*map(Costly, (4, 12, 4, 8)))
+    model = nn.Sequential(*map(Costly, (4, 12, 4, 40)))
     x = torch.randn(2, 6)
     chain = find_chain(model, lambda: model(x))
     for part in model:
-        part.extra = 8.0
-    # Each call halves the 8 extra seconds. The first call warms up; the third of the others counts.
-    assert measure_costs(model, chain, lambda: model(x).square().mean()) == tuple(3 * (s + 0.5) for s in (4, 12, 4, 8))
+        part.late = 2  # the run that warms up, and one more: the shortest counts
+    assert measure_costs(model, chain, lambda: model(x).square().mean()) == (12, 36, 12, 120)
     for part in model:
-        part.extra = 0.0
+        part.late = 0
     model[0].linear.requires_grad_(False)
     model[1].linear.requires_grad_(False)
-    assert measure_costs(model, chain, lambda: model(x), repeats=1) == (4, 12, 12, 24)
+    assert measure_costs(model, chain, lambda: model(x), repeats=1) == (4, 12, 12, 120)
     reminded = Reminded()
     short = find_chain(reminded, lambda: reminded(x))
-    for part in (reminded.front, *reminded.blocks):
-        part.extra = 0.0
     assert measure_costs(reminded, short, lambda: reminded(x), repeats=1) == (27, 36, 12)
     model.requires_grad_(False)
     with pytest.raises(StrategyError, match="does not depend on its parameters"):
@@ -323,10 +325,62 @@ def test_pieces_that_are_alike_cost_the_same(monkeypatch: pytest.MonkeyPatch) ->
     model = nn.Sequential(*map(Costly, (4, 4, 5, 4.5, 12, 4)))
     x = torch.randn(2, 6)
     chain = find_chain(model, lambda: model(x))
-    for part in model:
-        part.extra = 0.0
 
-    # Three of the four in the middle differ as little as by noise; the fourth has another cost.
-    assert measure_costs(model, chain, lambda: model(x)) == (12, 14.25, 14.25, 14.25, 36, 12)
-    model[2].linear = nn.Linear(6, 6, bias=False)
-    assert measure_costs(model, chain, lambda: model(x)) == (12, 13.5, 15, 13.5, 36, 12)
+    # All but one differ as little as by noise, the first and the last too. The fifth has another cost in each run.
+    assert measure_costs(model, chain, lambda: model(x)) == (12.75, 12.75, 12.75, 12.75, 36, 12.75)
+    model[2].linear = nn.Linear(6, 6, bias=False)  # another kind
+    assert measure_costs(model, chain, lambda: model(x)) == (12, 12, 15, 12, 36, 12)
+
+
+def _mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class Fronted(nn.Module):
+    """Four equal blocks behind an embedding and before a head, as in a language model."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.front, self.head = nn.Embedding(32, width), nn.Linear(width, 32)
+        self.blocks = nn.ModuleList(_mlp(width) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.front(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def test_embedding_and_head_are_timed_apart_from_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_chain, "time", Clock)
+    model = Fronted()
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    chain = find_chain(model, lambda: model(ids))
+    pauses = {"front": 1.0, "blocks.0": 5.0, "blocks.1": 5.0, "blocks.2": 5.0, "blocks.3": 5.0, "head": 2.0}
+    for name, seconds in pauses.items():
+
+        def pause(*_: Any, seconds: float = seconds) -> None:
+            noise = random.random() if seconds > 2 else 0.0  # as on a rank that shares its core
+            Clock.seconds += seconds * (1 + noise)
+
+        model.get_submodule(name).register_forward_hook(pause)
+    random.seed(0)
+    first, second, third, fourth = measure_costs(model, chain, lambda: model(ids))
+    assert second == third and (first - second, fourth - second) == pytest.approx((1, 2))
+
+
+@pytest.mark.parametrize("starts", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_four_equal_blocks_are_cut_equally_also_under_load(starts: int) -> None:
+    model, strategy, threads = Fronted(), Strategy.parse("pp=2", 2), torch.get_num_threads()
+    ids = torch.zeros(8, 32, dtype=torch.long)
+    chain = find_chain(model, lambda: model(ids))
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(8)]
+    torch.set_num_threads(1)  # as on a rank that has one core
+    try:
+        found = [stage_ranges(measure_costs(model, chain, lambda: model(ids)), strategy) for _ in range(starts)]
+    finally:
+        torch.set_num_threads(threads)
+        for other in others:
+            other.kill()
+            other.wait()
+    assert found == starts * [[(0, 2), (2, 4)]]

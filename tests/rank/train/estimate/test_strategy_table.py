@@ -93,7 +93,7 @@ def test_seconds_of_a_strategy_outlast_its_records_and_are_found_in_those_that_a
     ledger.records.thin()
 
     found = ledger.paces.of("tp=2")
-    assert found is not None and (found.low, found.high, found.steps, found.ago) == (0.2, 0.201, 20, 30_000)
+    assert found is not None and (found.low, found.high, found.steps, found.ago) == (0.2, 0.201, 19, 30_000)
     assert ledger.paces.of("pp=2") is None  # a trial, which leaves nothing
     left = [record["step"] for record in ledger.records if record["strategy"] == "tp=2"]
     ledger.replace(30_021, list(ledger.records))  # as from a checkpoint

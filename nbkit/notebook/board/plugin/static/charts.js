@@ -1,6 +1,6 @@
 // The pictures along an axis: a run over time, one bar per rank, memory per rank, several runs.
 
-import { COLOURS, MEMORY, PARTS, SPOKEN, STRATEGIES, alarm, bytes, faint, ink, number, paper, percent, rule, seconds, ticks } from "./paint.js";
+import { COLOURS, MEMORY, PARTS, SPOKEN, STRATEGIES, alarm, bytes, faint, ink, lateWords, number, paper, percent, rule, seconds, ticks } from "./paint.js";
 
 const LEFT = 58;
 
@@ -143,7 +143,7 @@ export function drawBars(picture, ranks, late) {
     picture.line(x(value), 0, x(value), bottom, rule());
     picture.words(seconds(value), x(value), bottom + 12, { align: "center" });
   }
-  picture.words("time", LEFT - 6, bottom + 12, { align: "right" });
+  picture.words("time", LEFT - 14, bottom + 12, { align: "right" });
   ranks.forEach((values, i) => {
     const [rank, total] = values;
     const y = i * row + 4;
@@ -161,7 +161,7 @@ export function drawBars(picture, ranks, late) {
     const text = () => [
       `rank ${rank}: ${seconds(total)}`,
       ...PARTS.map((part, p) => `  ${SPOKEN[part]}: ${seconds(values[2 + p])} (${percent(values[2 + p] / total)})`),
-      slow ? `late: its ${SPOKEN[late.cause]} takes ${seconds(late.seconds)} longer than elsewhere` : "",
+      slow ? `late: ${lateWords(late)}` : "",
     ].filter(Boolean).join("\n");
     picture.spot(0, y, width, row, text);
   });
@@ -174,8 +174,8 @@ export function drawMemory(picture, rows) {
   const width = picture.begin(rows.length * row + 30);
   picture.canvas.dataset.rows = rows.length;
   if (!rows.length) return;
-  const total = (r) => names.reduce((sum, name) => sum + r[name], 0);
-  const whole = (r) => (r.formula ? r.formula.reduce((a, b) => a + b, 0) : 0);
+  const total = (r) => r.peak ?? r.at_rest;
+  const whole = (r) => (r.formula ? r.formula.reduce((a, b) => a + b, 0) : 0); // at rest, by formula
   const top = Math.max(...rows.map((r) => Math.max(total(r), whole(r))), 1);
   const x = (value) => LEFT + ((width - (many ? 20 : 180) - LEFT) * value) / top;
   const bottom = rows.length * row + 8;
@@ -189,11 +189,11 @@ export function drawMemory(picture, rows) {
     if (!many || i % 8 === 0) picture.words(`rank ${r.rank}`, LEFT - 6, y + row / 2, { align: "right" });
     let at = 0;
     for (const name of names) {
-      picture.box(x(at), y + 1, x(at + r[name]) - x(at), row - (many ? 1 : 6), MEMORY[name]);
-      at += r[name];
+      picture.box(x(at), y + 1, x(at + (r[name] ?? 0)) - x(at), row - (many ? 1 : 6), MEMORY[name]);
+      at += r[name] ?? 0;
     }
-    const held = bytes(at - r.rest);
-    if (!many) picture.words(`${held} at rest, peak ${bytes(at)}`, x(Math.max(at, whole(r))) + 6, y + row / 2);
+    const most = r.peak === null ? "peak not counted" : `peak ${bytes(r.peak)}`;
+    if (!many) picture.words(`${bytes(r.at_rest)} at rest, ${most}`, x(Math.max(at, whole(r))) + 6, y + row / 2);
     if (r.formula) {
       picture.line(x(whole(r)), y - 1, x(whole(r)), y + row - (many ? 0 : 3), paper(), { width: 4 });
       picture.line(x(whole(r)), y - 1, x(whole(r)), y + row - (many ? 0 : 3), ink(), { width: 2 });
@@ -201,22 +201,21 @@ export function drawMemory(picture, rows) {
     const formula = r.formula || [];
     const text = () => [
       `rank ${r.rank}, counted in step ${r.step}`,
-      ...["parameters", "gradients", "optimizer"].map((name, k) =>
-        `  ${name}: ${bytes(r[name])}${r.formula ? `   formula ${bytes(formula[k])}` : ""}`),
-      `  buffers: ${bytes(r.buffers)}`,
-      r.source !== "rss" ? `  activations and other, at the peak: ${bytes(r.rest)}` : `  what the process had beyond at its peak: ${bytes(r.rest)}`,
-      r.source === "rss" && r.rank === 0 ? "  on rank 0 with what looking at the model for panel and plan took" : "",
+      ...["parameters", "gradients", "optimizer", "buffers"].map((name, k) =>
+        `  ${name}: ${bytes(r[name])}${r.formula ? `   formula ${bytes(formula[k] ?? 0)}` : ""}`),
+      r.activations === null ? "  the peak of a step was not counted" : `  activations and other, at the peak: ${bytes(r.activations)}`,
+      r.growth === null ? "" : `the process has grown by ${bytes(r.growth)}, with what nbkit needs to examine the model`,
     ].filter(Boolean).join("\n");
     picture.spot(0, y, width, row, text);
   });
 }
 
-// Of what the bars are: counted seldom, and maybe under another strategy; of a process more than its tensors.
+// Memory is counted seldom, and maybe under another strategy. The growth of a process is text: it is no peak of a step.
 export function memoryNote(rows, strategy) {
   if (!rows.length) return "not counted yet";
-  const [{ step, source, strategy: under }] = rows;
-  const of = source !== "rss" ? "of the allocator" : "at the peak: what the process has more than before the job; on rank 0 also what it took to examine the model";
-  return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", of].filter(Boolean).join("; ");
+  const [{ step, strategy: under }] = rows;
+  const grown = Math.max(...rows.map((r) => r.growth ?? 0));
+  return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", grown > 0 ? `a process has grown by ${bytes(grown)} since before the job, at most` : ""].filter(Boolean).join("; ");
 }
 
 // One bar for each run, on a common axis of seconds a step.

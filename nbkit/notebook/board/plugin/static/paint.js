@@ -3,7 +3,7 @@
 export const PARTS = ["compute", "exposed", "waiting", "bubble", "data", "optimizer", "other"];
 export const SPOKEN = {
   compute: "compute", exposed: "exposed communication", waiting: "waiting for peers", bubble: "pipeline bubble",
-  data: "data", optimizer: "optimizer", other: "other",
+  data: "data", optimizer: "optimizer", other: "other", nbkit: "nbkit examines strategies",
 };
 // One meaning for each colour; all in a set are told apart by readers with each kind of colour blindness, on light and
 // dark ground (tests/notebook/widgets/test_colours.py).
@@ -13,7 +13,7 @@ export const COLOURS = {
 };
 // The passes of a pipeline: forward is the colour of compute; on the ground of a rank that idles.
 export const PASSES = { F: "#4d718f", B: "#2840a0", W: "#b6e1b1" };
-export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", rest: "#cbbdb7" };
+export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", activations: "#cbbdb7" };
 // One after the other, along a run.
 export const STRATEGIES = ["#6999c6", "#af98a5", "#dfad0a", "#95ba98", "#c37b61", "#7463fe"];
 
@@ -24,23 +24,31 @@ export const rule = () => (dark() ? "#3c434d" : "#dfe3e8");
 export const alarm = () => (dark() ? "#ff8a8a" : "#c3393f"); // a failure, a late rank
 export const paper = () => (dark() ? "#23272e" : "#ffffff");
 
+// Why a rank is late.
+export const lateWords = ({ cause, seconds: longer }) => (cause === "nbkit"
+  ? `nbkit examines strategies on it, which takes ${seconds(longer)}` : `its ${SPOKEN[cause]} takes ${seconds(longer)} longer than elsewhere`);
+
+// The same formats as nbkit/figures.py: a number looks alike wherever it is shown.
+const three = (value) => `${+value.toPrecision(3)}`;
+
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value === 0) return "0";
-  if (value >= 1) return `${value.toPrecision(3)} s`;
-  return value >= 1e-3 ? `${(value * 1e3).toPrecision(3)} ms` : `${(value * 1e6).toPrecision(3)} µs`;
+  if (value === 0) return "0 s";
+  if (value >= 999.5) return `${Math.round(value).toLocaleString("en")} s`;
+  if (value >= 0.9995) return `${three(value)} s`;
+  return value >= 0.9995e-3 ? `${three(value * 1e3)} ms` : `${three(value * 1e6)} µs`;
 }
 
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
-  const units = ["B", "kB", "MB", "GB", "TB"]; // as the strategy panel has them
+  const units = ["B", "kB", "MB", "GB", "TB"];
   let i = 0;
   while (value >= 999.5 && i < units.length - 1) { value /= 1000; i += 1; }
-  return `${i === 0 || value >= 100 ? Math.round(value) : value.toPrecision(3)} ${units[i]}`;
+  return `${i === 0 ? Math.round(value) : three(value)} ${units[i]}`;
 }
 
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`);
-export const number = (value) => (value === null || value === undefined ? "–" : value >= 1000 ? Math.round(value).toLocaleString("en") : `${+value.toPrecision(3)}`);
+export const number = (value) => (value === null || value === undefined ? "–" : value >= 1000 ? Math.round(value).toLocaleString("en") : `${+value.toPrecision(4)}`);
 
 let tip = null;
 

@@ -39,6 +39,7 @@ export function drawTable(step) {
     sums.length ? "" : "This step sent nothing.",
     step.formula ? "" : "No formula is known for this run.",
     waits.length ? `Messages issued together are waited for together: ${seconds(waits[0].seconds)} each time.` : "",
+    step.sent ? `The busiest rank sends ${bytes(step.sent)}.` : "",
     "Sent: by all ranks; collectives as in rings, as in the picture of who sends to whom. – was not timed or is not known. Times contain the waiting for peers that came late.",
   ].filter(Boolean).join(" ");
 }
@@ -47,7 +48,7 @@ export function drawLateness({ of, rows: those }) {
   $("latenote").textContent = of ? `in the newest ${of} steps, by medians of five` : "";
   rows($("lateness"), ["rank", "late in", "what takes it longer"], those.map((one) => [
     `${one.rank}`, `${one.steps} of ${of} steps`, SPOKEN[one.cause] || one.cause]));
-  if (!those.length) $("lateness").textContent = "Nobody: no rank makes the others wait 5 % of a step.";
+  if (!those.length) $("lateness").textContent = of ? "Nobody: no rank makes the others wait 5 % of a step." : "Not known: no step of this strategy has been compared yet.";
 }
 
 // choose: called with the name of the run that is clicked.
@@ -64,7 +65,7 @@ export function drawRuns(runs, chosen, choose) {
     const host = document.createElement("div");
     host.className = "bar";
     bars.push([host, run]);
-    return [link, run.strategy, run.ranks, run.step, run.loss === null ? "–" : run.loss < 1000 ? run.loss.toPrecision(3) : number(run.loss), run.rate === null ? "–" : `${number(run.rate)} ${run.unit}/s`, seconds(run.seconds), bytes(run.sent), host];
+    return [link, run.strategy, run.ranks, run.step, number(run.loss), run.rate === null ? "–" : `${number(run.rate)} ${run.unit}/s`, seconds(run.seconds), bytes(run.sent), host];
   }));
   for (const [host, run] of bars) if (run.parts.length === PARTS.length) drawRun(new Picture(host, "step breakdown"), run, top);
   for (const line of table.rows) line.classList.toggle("chosen", line.cells[0]?.textContent === chosen);
