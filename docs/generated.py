@@ -337,7 +337,8 @@ def _body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
     general, said, raised = meanings(ast.get_docstring(node) or "", names)
     yield from (prose(part) + "\n" for part in general.split("\n\n"))
     if said:
-        yield "\n".join(f"- {code(name)}: {prose(said[name])}" for name in names if name in said) + "\n"
+        alike = {text: [name for name in names if said.get(name) == text] for text in dict.fromkeys(said.values())}
+        yield "\n".join(f"- {', '.join(map(code, these))}: {prose(text)}" for text, these in alike.items()) + "\n"
     if raised:
         yield prose(raised) + "\n"
 
@@ -352,6 +353,7 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
             keyword = True
             words += [] if node.args.vararg else ["*"]
         words.append(name if default is None else f"{name}={default}")
+    words += [f"**{node.args.kwarg.arg}"] if node.args.kwarg else []
     return ", ".join(words)
 
 
@@ -453,6 +455,15 @@ def questions() -> Iterator[str]:
         yield from _body(node)
     yield "## A question\n"
     yield from members("Prediction", "nbkit.lesson", "question", "lock check within")
+
+
+def sinks() -> Iterator[str]:
+    """Yield a section for each sink that nbkit brings."""
+    for name, module in nbkit.sinks._HOME.items():
+        node = definition(name, f"nbkit.sinks.{module}")
+        init = next(each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+        yield f"## nbkit.sinks.{name}\n\n" + _shown(f"nbkit.sinks.{name}({_signature(init)})")
+        yield from (prose(part) + "\n" for part in re.split(r"\n\s*\n", ast.get_docstring(node) or ""))
 
 
 def plugins() -> Iterator[str]:
@@ -706,7 +717,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     made.__name__: made
     for made in (
         *(magics, commands, trainer, options, trainer_members, prepare, job, functions, models, views, cluster, handle),
-        *(questions, plugins, presets, axes, keys, pipelines, records, events, error_kinds, error_texts),
+        *(questions, sinks, plugins, presets, axes, keys, pipelines, records, events, error_kinds, error_texts),
     )
 }
 """The name of a table -> the function that yields its parts."""

@@ -115,6 +115,18 @@ def test_every_link_leads_somewhere() -> None:
     assert broken == []
 
 
+def test_every_page_that_the_source_names_is_there() -> None:
+    named = {
+        (page, path.name)
+        for folder in ("nbkit", "magics", "tests", "verify", "bench")
+        for path in (ROOT / folder).rglob("*.py")
+        for page in re.findall(r"docs/[\w/-]+\.(?:md|png|svg)", path.read_text())
+    }
+
+    assert len(named) > 10
+    assert [where for where in sorted(named) if not (ROOT / where[0]).exists()] == []
+
+
 def test_readme_is_short_and_its_first_cell_is_on_the_first_screen() -> None:
     text = README.read_text()
     lines = text.splitlines()

@@ -15,6 +15,7 @@ from magics.arguments import PARSERS
 from nbkit.commands import subcommands
 from nbkit.records import events, records
 from nbkit.trainer_options import OPTIONS
+from tests.test_surface import OF_A_JOB
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -53,6 +54,8 @@ def test_everything_that_people_type_is_in_the_reference(reference: str) -> None
     assert len(without_texts) < len(reference)
     for typed in [*(f"## {name}\n" for name in PARSERS), *(options - {"--help"}), *commands, *names]:
         assert typed in without_texts, typed
+    for member in OF_A_JOB:
+        assert f"job.{member}" in without_texts, member
     for name in ("Trainer", "prepare"):
         for argument, *_ in generated.parameters(generated.definition(name)):
             assert f"| `{argument}` |" in reference, argument

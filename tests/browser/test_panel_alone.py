@@ -243,7 +243,7 @@ def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> 
     page.clock.fast_forward(1500)
     assert note.inner_text() == ""
     page.clock.fast_forward(1700)
-    assert "has not heard this click" in note.inner_text() and "%%distributed --detach" in note.inner_text()
+    assert "has not received this click" in note.inner_text() and "%%distributed --detach" in note.inner_text()
     page.evaluate("model.heard['msg:custom']({ heard: 0.5 })")  # a press in another page
     assert note.inner_text() != ""
     page.evaluate("model.heard['msg:custom']({ heard: model.sent[0].press })")

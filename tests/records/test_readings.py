@@ -157,7 +157,7 @@ def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
     assert "rank 0, whose optimizer takes longer" in reading(slow)
     slow[0] = Bar(0, 1.0, other=0.5, compute=0.5)
     assert reading(slow).endswith(
-        "for rank 0, which spends more time outside of the measured parts (500 ms, elsewhere 0 ms: 500 ms more, 50% of "
+        "for rank 0, which spends more time outside of the measured parts (500 ms, elsewhere 0 s: 500 ms more, 50% of "
         "the step): look at what only this rank does"
     )
     assert reading([Bar(0, 1.0, compute=0.7, bubble=0.3)]).startswith("30% of the step is pipeline bubble: try more")
@@ -222,7 +222,7 @@ def test_the_late_one_of_64_ranks_is_named() -> None:
     assert waits == "The others wait for rank 17"
     assert (
         cause
-        == "waiting for data takes longer (400 ms, elsewhere 0 ms: 400 ms more, 40% of the step): look at its loader"
+        == "waiting for data takes longer (400 ms, elsewhere 0 s: 400 ms more, 40% of the step): look at its loader"
     )
 
 

@@ -73,6 +73,10 @@ _REMOVE_LOGS = """area => {
   notes.innerHTML = notes.innerHTML.split("<br>").filter(line => !line.startsWith("logs")).join("<br>");
 }"""
 
+_SHORTEN_PATHS = r"""area => area.querySelectorAll("pre").forEach(pre => {
+  pre.innerHTML = pre.innerHTML.replace(/\/\S*\/runs\//g, "runs/");
+})"""
+
 
 def _start(lab: LabPage, number: int) -> Any:
     """Leave out the folder of logs, which is another one on each machine."""
@@ -116,6 +120,8 @@ def _replaced(lab: LabPage, number: int) -> Any:
     while "--detach" not in lab.cell(number).inner_text():
         number -= 1
     lab.wait_for_output(number, "was replaced", 120)
+    lab.page.wait_for_timeout(3000)
+    shown_by(lab, number).evaluate(_SHORTEN_PATHS)
     return shown_by(lab, number)
 
 

@@ -280,9 +280,12 @@ class TrainingClient:
         return bool(self._ask_one(GetStatus()).get("training"))
 
     def look(self) -> dict[str, Any]:
-        """Return a rank's answer about its training, even if it is busy; see bridge/requests.py. {} means no answer.
+        """Return a rank's answer about its training, even if it is busy. {} means no answer.
 
-        "table" is the estimate for every strategy, {} while it is being computed.
+        "training": steps are being made. "job": there is a Trainer or a job; without one the rest is missing. "held":
+        paused. "step": finished steps. "strategy": the one in force. "progress": what the cell's card shows. "table":
+        an estimate for every strategy, {} while it is being computed. Its keys are those of `table` in
+        nbkit/rank/train/estimate/strategy_table.py.
         """
         answer = self._ask_one(GetStrategies(self._stamp))
         if not answer:

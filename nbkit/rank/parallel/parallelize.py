@@ -78,6 +78,7 @@ class ShardedSkeleton:
             proven=found is not None,
             casts=self.plan.casts,
             adaptive=self.plan.options.adaptive,
+            owners=self.plan.places,
         )
         if strategy.mesh.size > strategy.dp or (strategy.zero == 3 and axes.size("shard") > 1):
             mark_parts(self.module, str(strategy))

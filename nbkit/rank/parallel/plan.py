@@ -88,7 +88,11 @@ class ParallelPlan:
             if strategy.zero:
                 part = at["dp"] % strategy.shard
                 if (*place, part) not in sharded:
-                    sharded[*place, part] = {n: shapes.shard(each, strategy.shard, part) for n, each in mine.items()}
+                    sharded[*place, part] = {
+                        n: each if n in self.places else shapes.shard(each, strategy.shard, part)
+                        for n, each in mine.items()
+                        if self.places.get(n, part) == part
+                    }
                 shards = sharded[*place, part]
             weights.append(shards if strategy.zero == 3 else mine)
             summed.append(shards)
@@ -97,13 +101,40 @@ class ParallelPlan:
         return RankLayouts(tuple(weights), tuple(summed), held, tuple(buffers))
 
     @cached_property
+    def places(self) -> dict[str, int]:
+        """Return name -> the place in its sharding group of the rank that updates the whole tensor, under zero 1 and 2.
+
+        Every rank has the whole weight then. So the gradient is summed there, and not cut first: see owned_bucket.py.
+        """
+        strategy, mesh, stages = self.strategy, self.strategy.mesh, self.facts.stages(self.strategy)
+        if strategy.zero not in (1, 2) or strategy.tp > 1 or strategy.shard == 1 or not self._whole:
+            return {}
+        candidates: dict[str, list[list[int]]] = {}
+        for rank, at in enumerate(map(mesh.index, range(mesh.size))):
+            here = self._whole & stages[at["pp"]].parameters if stages else self._whole
+            for name in here:
+                places = candidates.setdefault(name, [[] for _ in range(strategy.shard)])
+                places[at["dp"] % strategy.shard].append(rank)
+        shapes = {name: self.facts.shapes.whole[name].shape for name in candidates}
+        together = {name: list(map(tuple, places)) for name, places in candidates.items() if shapes[name]}
+        return owners(together, shapes, mesh.size)
+
+    @cached_property
     def owners(self) -> dict[str, int]:
-        """Return name -> the rank that updates the whole tensor, for tensors that are cut and must not be."""
+        """Return name -> the rank that updates the whole tensor, for tensors that are cut and must not be.
+
+        See whole_tensors.py. It has none of the tensors in `places`, which are not cut.
+        """
         return self._owners_of(self.layouts.summed) if self._whole else {}
 
     @property
     def _whole(self) -> frozenset[str]:
         return self.options.whole_in_tp if self.strategy.tp > 1 else self.options.whole
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Return the tensors that one rank, or one in each group, updates for others too."""
+        return frozenset(self.owners).union(self.places)
 
     def _owners_of(self, summed: Sequence[Layouts]) -> dict[str, int]:
         if not (whole := self._whole):
@@ -194,7 +225,7 @@ class ParallelPlan:
         parts += [self.options.recompute, self.options.compile, self.options.cut, self.options.adaptive]
         if "chain" in needed_facts(strategy):
             parts.append(facts.digest("chain"))
-        parts += [self.stages, self.tensor, sorted(self.owners.items())]
+        parts += [self.stages, self.tensor, sorted(self.owners.items()), sorted(self.places.items())]
         parts += [facts.digest("positionwise")] * (strategy.cp > 1) + [facts.digest("gathers")] * (strategy.zero == 3)
         return digest_of(parts)
 
@@ -440,10 +471,8 @@ def _steps(plan: ParallelPlan) -> Iterator[str]:
         copies = strategy.dp // strategy.shard if strategy.zero else strategy.dp
         over = f" over {strategy.shard} ranks" if strategy.zero else ""
         yield f"data: {shards} sharded{over}, {copies} {'copies' if copies > 1 else 'copy'}"
-    if plan.owners:
-        per_rank = Counter(plan.owners.values())
-        most = max(per_rank.values())
-        yield f"optimizer: {len(plan.owners)} tensors are updated whole, by one rank each, at most {most} by a rank"
+    if count := len(plan.owners) or len(plan.places):
+        yield f"optimizer: {count} tensors are updated whole, each by the rank that owns it"
 
 
 def _parameters(plan: ParallelPlan) -> Iterator[str]:

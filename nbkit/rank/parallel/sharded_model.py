@@ -238,7 +238,9 @@ class ShardedModel:
 
         A gradient that every rank lacks stays None: an optimizer such as Adam moves a weight whose gradient is zero.
         """
-        params = [p for name in names if (p := self.data.held[name]).requires_grad and p.numel()]
+        # All ranks of a group hold the same: a tensor that another place of the data axis owns is here on none of them.
+        held = [p for name in names if (p := self.data.held.get(name)) is not None]
+        params = [p for p in held if p.requires_grad and p.numel()]
         for dtype in dict.fromkeys(p.dtype for p in params):
             own = [p for p in params if p.dtype == dtype]
             there = [p.grad is not None for p in own]

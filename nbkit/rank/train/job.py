@@ -881,7 +881,7 @@ class Job:
                 user_gradients.refuse_unsummed(self)
             self.training_step.update(late=self._late)
             if self.own_forward.active:
-                self.own_forward.end()
+                self.own_forward.made()
                 self.switcher.commit(step_made=True)
             self.recorder.after_step(
                 self.step,

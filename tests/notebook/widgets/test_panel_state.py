@@ -150,7 +150,7 @@ def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
     assert by_name["dp=4"]["moved"] == ""
     assert by_name["dp=4"]["memory_part"] == 0.25  # 4 MB of the 16 MB that a rank has room for
     assert by_name["dp=4 zero=3"]["during_part"] == 5 / 16
-    assert "4 MB now, 5 MB while it switches, 1 MB then" in by_name["dp=4 zero=3"]["memory_words"]
+    assert "4 MB now and 1 MB after the switch, and 5 MB while" in by_name["dp=4 zero=3"]["memory_words"]
     assert by_name["dp=4 zero=1"]["sends"] == "≈ 250 kB"
     assert by_name["dp=4 zero=3"]["payback"] == "never"
     assert by_name["tp=4"]["payback"] == "50 steps"
@@ -224,7 +224,7 @@ def test_a_strategy_that_was_not_tried_yet_does_not_fit_and_can_be_chosen() -> N
     state = state_of(Looked(answer_of(table)))
 
     assert checked(state, "tp=4") == {"text": "tp=4", "ok": True, "strategy": "tp=4", "why": "not known yet"}
-    assert "  tp=4: not known yet" in text_of(state).splitlines()
+    assert "  not examined yet, a switch does it first: tp=4" in text_of(state).splitlines()
 
 
 def test_the_panel_as_text_says_the_same() -> None:
@@ -394,4 +394,4 @@ def test_without_evidence_nothing_is_recommended_and_a_button_measures_what_fits
 
 def test_why_no_second_is_predicted_is_said_once() -> None:
     table = table_of(unpredicted="the ranks share cores")
-    assert text_of(state_of(Looked(answer_of(table)))).count("not predicted: the ranks share cores") == 1
+    assert text_of(state_of(Looked(answer_of(table)))).count("No step time is predicted: the ranks share cores") == 1

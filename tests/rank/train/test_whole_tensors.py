@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import nbkit
 from nbkit.errors import NbkitError
 from nbkit.planner.owners import owners, update_cost
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.models.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab=32, block=16, layers=4, heads=4, width=16)
@@ -91,8 +92,79 @@ def test_a_gpt_under_muon_and_adamw_is_that_of_one_process_through_a_chain_of_sw
         assert max(each["far"].values()) < 1e-9, each["far"]
     matrices = sum(p.numel() for name, p in net().named_parameters() if p.ndim == 2 and name.startswith("blocks."))
     for strategy, here in zip(CHAIN, zip(*(each["moments"] for each in found), strict=True), strict=True):
-        assert sum(here) == matrices, strategy
-    assert any("tensors are updated whole, by one rank each" in step for step in found[0]["steps"])
+        copies = 2 if strategy == "dp=2 cp=2 zero=1" else 1
+        assert sum(here) == copies * matrices, strategy
+    assert any("tensors are updated whole, each by the rank" in step for step in found[0]["steps"])
+
+
+class Idle(nn.Module):
+    """A model with a matrix that no forward pass uses, and one that only some rows use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = net()
+        self.never = nn.Linear(16, 16).double()
+        self.seldom = nn.Linear(CONFIG.vocab, CONFIG.vocab, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, some = self.gpt(x), x[:, 0] > 15
+        return y + some[:, None, None] * self.seldom(y) if bool(some.any()) else y
+
+
+def everything(model: nn.Module) -> list[torch.optim.Optimizer]:
+    params = list(model.parameters())
+    return [torch.optim.Muon([p for p in params if p.ndim == 2]), torch.optim.AdamW([p for p in params if p.ndim < 2])]
+
+
+def idle_steps(world: Any) -> dict[str, Any]:
+    """Return, by strategy, how far two steps are from one process, and the bytes of the exchanges of the second."""
+    found: dict[str, Any] = {}
+    torch.manual_seed(0)
+    plain, rows = Idle(), data()
+    start, every = {name: p.detach().clone() for name, p in plain.state_dict().items()}, everything(plain)
+    for step in range(2):
+        x, y = (torch.stack(part) for part in zip(*rows[8 * step : 8 * step + 8], strict=True))
+        plain.zero_grad()
+        loss(plain(x), y).backward()
+        for each in every:
+            each.step()
+    for strategy in ("zero1", "zero2", "zero3"):
+        model = Idle()
+        model.load_state_dict(start)
+        trainer = nbkit.Trainer(
+            model=model, loss=loss, optimizer=everything, data=rows, batch_size=8, strategy=strategy, log_dir=None,
+            progress=False, loading=nbkit.Loading(shuffle=False), compute=nbkit.Compute(microbatch_size=1),
+        )  # fmt: skip
+        trainer.fit(1)
+        sent: list[int] = []
+
+        def heard(operation: str, group: str, num_bytes: int, sent: list[int] = sent) -> None:
+            if operation == "all_to_all":
+                sent.append(num_bytes)
+
+        delegating_group.listeners.append(heard)
+        trainer.fit(1)
+        delegating_group.listeners.remove(heard)
+        state = trainer.job.optimizer.inner.state
+        kept = sum("momentum_buffer" in one for one in state.values())
+        found[strategy] = distance(trainer.full_state_dict(), plain.state_dict()), sum(sent), kept
+    return found
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_a_step_sends_what_is_not_owned_once_in_and_once_out() -> None:
+    found = run_ranks(idle_steps, 4, timeout=300)
+
+    matrices = [p for p in Idle().parameters() if p.ndim == 2]
+    size = sum(p.nbytes for p in matrices)
+    for strategy in ("zero1", "zero2", "zero3"):
+        far, sent, kept = zip(*(each[strategy] for each in found), strict=True)
+        assert max(far) < 1e-9, strategy
+        assert sum(kept) == len(matrices) - 1, strategy  # what is never used has no state
+        if strategy == "zero3":  # the parts of gradients and weights in, of updates out
+            assert sum(sent) == pytest.approx(3 * size * 3 / 4, rel=0.02)
+        else:  # of what a rank hands over, a quarter is its own
+            assert sum(sent) * 3 / 4 == pytest.approx(2 * 3 * size, rel=0.02)
 
 
 def test_owners_share_the_cost_of_updates() -> None:

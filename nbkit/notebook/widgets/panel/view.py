@@ -271,11 +271,12 @@ def text_of(state: State) -> str:
     told = "; ".join(words for words in (job["arithmetic"], cut) if words)
     lines += [f"strategy  {job['strategy']}", f"          {told}", "", *_drawing(job), ""]
     lines += _table([row for row in job["rows"] if row["ok"]])
-    refused = [row for row in job["rows"] if not row["ok"]]
-    lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
+    lines += [f"  {row['strategy']}: {row['why']}" for row in job["rows"] if not row["ok"] and not row["untried"]]
+    if unexamined := [row["strategy"] for row in job["rows"] if row["untried"]]:
+        lines += [f"  {_UNEXAMINED}, a switch does it first: {'; '.join(unexamined)}"]
     room = [f"limit of a rank {job['limit']}"] * bool(job["limit"]) + [f"link {job['link']}"] * bool(job["link"])
-    lines += [f"  {', '.join(room)}; seconds of a step with ≈ are predicted, the others measured"] if room else []
-    lines += [f"  not predicted: {job['unpredicted']}"] if job["unpredicted"] else []
+    lines += [f"  {', '.join(room)}; figures with ≈ are predicted, the others measured"] if room else []
+    lines += [f"  No step time is predicted: {job['unpredicted']}"] if job["unpredicted"] else []
     if job["recommended"]:
         lines.append(f"  recommended: {job['recommended']}, {job['because']}")
     lines += [f"  {job['levers']}"] if job["levers"] else []
@@ -322,6 +323,7 @@ def _because(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
     return _REASONS.get(choice.why, "").format(names=", ".join(names[:_NAMED]) + more)
 
 
+_UNEXAMINED = "not examined yet"
 _MEASURED_STEPS, _MEASURED_AT_MOST = 8, 12
 
 
@@ -357,13 +359,12 @@ def _row(
     scale = limit if limit is not None and limit <= _NEAR * most else most
     now = next((one for one in options if one["strategy"] == table["strategy"]), None)
     peak = row["peak_bytes"]
-    during = "" if current else f", {size(memory['during'])} while it switches"
     return {
         "strategy": row["strategy"],
         "label": row["label"],
         "ok": row["ok"],
         "untried": row.get("untried", False),
-        "why": row["why"] or "",
+        "why": _UNEXAMINED if row.get("untried") else row["why"] or "",
         "proof": row.get("proof", ""),
         "current": current,
         "recommended": row["strategy"] == best,
@@ -376,9 +377,9 @@ def _row(
         "during_part": min(1.0, memory["during"] / scale) if scale else 0.0,
         "peak": _bytes(peak, row["peak_counted"]) if row["ok"] else "",
         "tight": limit is not None and max(memory["during"], peak or 0) > limit,
-        "memory_words": f"the fullest rank holds {size(memory['now'])} now{during}, {size(memory['after'])} then"
-        + (f", {_bytes(peak, row['peak_counted'])} at the peak of a step" if peak is not None else "")
-        + (f"; it has room for {size(limit)}" if limit is not None else ""),
+        "memory_words": _memory_words(memory, current=current)
+        + (f" At the peak of a step it holds {_bytes(peak, row['peak_counted'])}." if peak is not None else "")
+        + (f" It has room for {size(limit)}." if limit is not None else ""),
         "sends": _sends(row) if row["ok"] else "",
         "moved": "" if current or not row["ok"] else size(row["moved_bytes"]),
         "pause": "" if current or not row["ok"] else seconds(row["switch_s"]),
@@ -387,6 +388,15 @@ def _row(
         "margin": _margin(row) if row["ok"] else "",
         "payback": "" if current or now is None else _payback(row["switch_s"], row, now),
     }
+
+
+def _memory_words(memory: Mapping[str, int], *, current: bool) -> str:
+    if current:
+        return f"The fullest rank holds {size(memory['now'])} between steps."
+    now, during, after = (size(memory[when]) for when in ("now", "during", "after"))
+    return (
+        f"Between steps the fullest rank holds {now} now and {after} after the switch, and {during} while it switches."
+    )
 
 
 def _step(row: Mapping[str, Any]) -> str:

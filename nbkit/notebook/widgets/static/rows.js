@@ -37,7 +37,7 @@ export function drawRanks(picture, ranks, late, unfold) {
     picture.line(x(value), 0, x(value), bottom, rule());
     picture.words(seconds(value), x(value), bottom + 12, { align: "center" });
   }
-  picture.words("time", left - 6, bottom + 12, { align: "right" });
+  picture.words("time", left - 14, bottom + 12, { align: "right" });
   rows.forEach((row, i) => {
     const y = i * height + 4;
     const slow = late !== null && late !== undefined && row.ranks.length === 1 && row.ranks[0] === late.rank;

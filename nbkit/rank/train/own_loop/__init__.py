@@ -1,1 +1,1 @@
-"""A user's own loop over `job.batches`, which is saved and ends when a rank dies."""
+"""Loops that users write over `job.batches`: their own forwards and losses, what is refused, and a rank that dies."""

@@ -17,7 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,12 @@ class OwnForward:
         self._trains: list[bool] = []
         self._logged: dict[str, Any] = {}
         self._reduction: StepReduction | None = None
+
+    def made(self) -> None:
+        """Note that the optimizer has stepped."""
+        self.end()
+        if self._job.builder.template.draws and (rows := _here.rows) is not None:
+            _here.rows = replace(rows, drawn=accelerator().generator_states(self._job.device))
 
     @property
     def waits(self) -> bool:
@@ -246,6 +252,8 @@ class OwnForward:
                 if self._talks:
                     without = "" if trains else ", without gradients"
                     meeting.meet(f"job.model, call {self._calls} of step {job.step + 1}{without}")
+                if trains and self._calls == 1 and not self.waits:
+                    self._look(args, kwargs)
                 with self._drawing(args, kwargs), job.sharded_model.data.calling(autocast=self._autocast):
                     output = plain(*args, **kwargs)
         except BaseException as error:
@@ -263,12 +271,13 @@ class OwnForward:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Leave calls of the model alone inside: nbkit makes them."""
-        before, self._inside = self._inside, True
+        """Leave calls of the model and backward passes alone inside: nbkit makes them."""
+        before = self._inside, _here.inside
+        self._inside = _here.inside = True
         try:
             yield
         finally:
-            self._inside = before
+            self._inside, _here.inside = before
 
     # The step -------------------------------------------------------------------------------------------------------
 
@@ -501,6 +510,26 @@ class OwnForward:
                 return name
             waiting += [before for before, _ in node.next_functions]
         return None
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look in the first steps whether rows depend on each other, if no example has told. Collective.
+
+        Raises StrategyError, on every rank alike, if the strategy in force parts such rows.
+        """
+        job = self._job
+        if not job.config.own_loss or job.builder.facts.looked is not None or (args and kwargs):
+            return
+        # The same rows on every rank: what a rank finds decides how often it runs the model.
+        given: list[Any] = [on_device(kwargs or list(args), torch.device("cpu")) if job.rank == 0 else None]
+        if job.world_size > 1 and (job.strategy.mesh.size > job.strategy.dp or job.strategy.zero == 3):
+            dist.broadcast_object_list(given, src=0, device=job.device)
+        tensors = [tensor for tensor in tensors_in(given) if tensor.ndim]
+        rows = len(tensors[0]) if tensors else 0
+        batch = [given[0], tensors[0].detach() if tensors else None]
+        shard = Shard(batch, rows, rows, range(rows), everything=lambda: (batch,) if rows else ())
+        with self.left_out():
+            job.builder.look_at_first(job.sharded_model, shard, job.step)
+        job.sharded_model.data.reset(passes=0)
 
     def _drawing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Return the context in which the model draws by row."""

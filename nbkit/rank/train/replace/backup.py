@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.figures import size
 from nbkit.planner.exchange import held, uncovered, within
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.device import accelerator
@@ -308,8 +309,8 @@ class Backups:
             if self._say is not None:
                 each = "each step" if self.every == 1 else f"every {self.every} steps"
                 self._say(
-                    f"backup of {each} with rank {self.buddy} and so on: {self.sent_bytes / 1e6:.3g} MB a rank, "
-                    f"{100 * cost / self.every:.2g} % of a step"
+                    f"After {each}, each rank sends a backup of its state to another one: {size(self.sent_bytes)} per "
+                    f"rank, {100 * cost / self.every:.2g} % of the time of a step"
                 )
 
     def take(

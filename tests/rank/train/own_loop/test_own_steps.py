@@ -156,6 +156,71 @@ def test_a_rank_that_calls_more_often_is_found_and_named_before_a_weight_changes
         assert words in said and said.endswith("after 0"), said
 
 
+class Coupled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x - x.mean(0))
+        return found
+
+
+def without_an_example(world: Any, strategy: str) -> list[Any]:
+    found: list[Any] = []
+    for model in (lambda: mlp(4, 3, 1), dropping, Coupled):
+        job = nbkit.prepare(model, adam, strategy=strategy, log_dir=None)
+        try:
+            for x, y in map(job.rows, DATA[:6]):
+                out = job.model(x)
+                step(job, F.mse_loss(out, y) + job.model(2 * x).square().mean())
+            found.append([record["loss"] for record in job.history])
+        except NbkitError as error:
+            found.append(f"{error} after {job.step}")
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_without_an_example_the_first_calls_tell_whether_rows_are_coupled(strategy: str) -> None:
+    model = mlp(4, 3, 1)
+    optimizer, losses = adam(model), []
+    for x, y in DATA[:6]:
+        loss = F.mse_loss(model(x), y) + model(2 * x).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ((_, alone, _),) = run_ranks(without_an_example, 1, strategy)
+    for plain, drops, coupled in run_ranks(without_an_example, 2, strategy):
+        assert plain == pytest.approx(losses, rel=1e-9) and drops == pytest.approx(alone, rel=1e-9)
+        assert "mixes the rows" in coupled and coupled.endswith("after 0"), coupled
+
+
+def normed(world: Any, strategies: list[str]) -> list[Any]:
+    found = []
+    for strategy in strategies:
+        job = prepared(strategy, lambda: torch.manual_seed(2) and Normed())
+        for x, y in map(job.rows, DATA[:4]):
+            step(job, F.mse_loss(job.model(x), y) + job.model(x * x).square().mean())
+        found.append(job.full_state_dict())
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_batch_norm_in_several_forwards_of_a_step_equals_one_process() -> None:
+    torch.manual_seed(2)
+    model = Normed()
+    optimizer = adam(model)
+    for x, y in DATA[:4]:
+        (F.mse_loss(model(x), y) + model(x * x).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in run_ranks(normed, 2, ["ddp", "zero3"]):
+        for state in rank:
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(state[key], value, rtol=1e-6, atol=1e-8)
+
+
 def two_networks(loader: Any, prepare: Any) -> list[Any]:
     body, head = mlp(4, 5, 1), mlp(5, 3, 2)
     jobs = [prepare(body, EXAMPLE), prepare(head, (torch.randn(4, 5, dtype=torch.float64), EXAMPLE[1]))]
@@ -232,15 +297,15 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_the_next_batch_trains()
     assert run_ranks(not_finite, 2, "ddp") == [[True, 1, 1]] * 2
 
 
-def in_precision(world: Any, precision: str, strategy: str) -> list[Any]:
+def in_precision(world: Any, precision: str | None, strategy: str) -> list[Any]:
     found = []
-    for own in (True, False):
+    for how in ((True, True), (False, False), (True, False)):
         job = prepared(strategy, lambda: mlp(4, 3, 1).float(), loss=F.mse_loss, precision=precision)
-        for batch in DATA[:4]:
+        for batch, own in zip(DATA[:4], 2 * how, strict=True):
             x, y = rows = [part.float() for part in batch]
             if own:
                 x, y = job.rows(rows)
-                with torch.autocast("cpu", job.precision.dtype):
+                with torch.autocast("cpu", job.precision.dtype, enabled=precision is not None):
                     job.backward(F.mse_loss(job.model(x), y))
             else:
                 job.backward((x, y))
@@ -253,11 +318,15 @@ def in_precision(world: Any, precision: str, strategy: str) -> list[Any]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-@pytest.mark.parametrize(("precision", "strategy"), [("fp16", "ddp"), ("bf16", "zero3"), ("fp16", "zero2")])
-def test_a_precision_trains_as_with_a_batch(precision: str, strategy: str) -> None:
-    for own, batch in run_ranks(in_precision, 2, precision, strategy):
-        assert own[0] == pytest.approx(batch[0], rel=1e-6) and own[1] == batch[1]
-        torch.testing.assert_close(own[2], batch[2], rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize(
+    ("precision", "strategy"),
+    [("fp16", "ddp"), ("bf16", "zero3"), ("fp16", "zero2"), (None, "sync_every=2"), (None, "compress=bf16")],
+)
+def test_a_precision_and_a_key_train_as_with_a_batch(precision: str | None, strategy: str) -> None:
+    for own, batch, by_turns in run_ranks(in_precision, 2, precision, strategy):
+        for other in (own, by_turns):
+            assert other[0] == pytest.approx(batch[0], rel=1e-6) and other[1] == batch[1]
+            torch.testing.assert_close(other[2], batch[2], rtol=1e-5, atol=1e-7)
 
 
 def of_tokens(job: Any, data: list[Any]) -> None:

@@ -143,7 +143,7 @@ export function drawBars(picture, ranks, late) {
     picture.line(x(value), 0, x(value), bottom, rule());
     picture.words(seconds(value), x(value), bottom + 12, { align: "center" });
   }
-  picture.words("time", LEFT - 6, bottom + 12, { align: "right" });
+  picture.words("time", LEFT - 14, bottom + 12, { align: "right" });
   ranks.forEach((values, i) => {
     const [rank, total] = values;
     const y = i * row + 4;
@@ -215,7 +215,7 @@ export function memoryNote(rows, strategy) {
   if (!rows.length) return "not counted yet";
   const [{ step, strategy: under }] = rows;
   const grown = Math.max(...rows.map((r) => r.growth ?? 0));
-  return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", grown > 0 ? `processes have grown by at most ${bytes(grown)}` : ""].filter(Boolean).join("; ");
+  return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", grown > 0 ? `a process has grown by ${bytes(grown)} since before the job, at most` : ""].filter(Boolean).join("; ");
 }
 
 // One bar for each run, on a common axis of seconds a step.
