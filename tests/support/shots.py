@@ -101,7 +101,7 @@ def _panel(lab: LabPage, number: int) -> Any:
             lab.page.wait_for_timeout(1000)
 
     wait(lambda: "not examined yet" not in lab.output(number))
-    lab.cell(number).get_by_text("Measure all that fit").click()
+    lab.cell(number).get_by_role("button", name=re.compile("^Measure")).click()
     wait(lambda: "Recommended" in lab.output(number))
     lab.page.wait_for_timeout(5000)
     return shown_by(lab, number)
