@@ -139,8 +139,8 @@ _NEAR = 4.0
 _NAMED = 4  # strategies; more are counted
 _REASONS = {
     "fastest": "the fastest of those whose step time is known",
-    "in force": "as fast as {names}, and it runs now",
-    "least memory": "as fast as {names}, and it needs the least memory",
+    "in force": "not measurably slower than {names}, and it runs now",
+    "least memory": "not measurably slower than {names}, and it needs the least memory",
 }
 """By a Choice's `why`."""
 _HELD_WORDS = {
