@@ -94,11 +94,15 @@ def _breakpoint(lab: LabPage, number: int) -> Any:
 
 def _panel(lab: LabPage, number: int) -> Any:
     """Wait until every strategy was examined, and have those that fit measured."""
-    deadline = time.monotonic() + CELL_SECONDS
-    while "not known yet. the model" in lab.output(number) and time.monotonic() < deadline:
-        lab.page.wait_for_timeout(1000)
+
+    def wait(over: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + CELL_SECONDS
+        while not over() and time.monotonic() < deadline:
+            lab.page.wait_for_timeout(1000)
+
+    wait(lambda: "not examined yet" not in lab.output(number))
     lab.cell(number).get_by_text("Measure all that fit").click()
-    lab.wait_for_output(number, "Recommended", 2 * CELL_SECONDS)
+    wait(lambda: "Recommended" in lab.output(number))
     lab.page.wait_for_timeout(5000)
     return shown_by(lab, number)
 
