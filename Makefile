@@ -23,7 +23,7 @@ S ?=
 help:
 	@echo "make demo    train a GPT on real text, on 4 CPU ranks or one per GPU: about 3 minutes"
 	@echo "make lab     open the first notebook in JupyterLab"
-	@echo "make lessons execute the notebooks whose code has changed, and store them with their outputs"
+	@echo "make lessons execute the lessons whose code has changed, and store copies with outputs for the site"
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
 	@echo "make long    the tests that take long, which make test leaves out: 10 to 20 minutes"
 	@echo "make versions run a sample of the tests on each version of torch and Python that can be installed: an hour"
@@ -66,9 +66,9 @@ versions: $(READY)
 	@$(BIN)/python -m tests.support.versions $(V)
 
 lab: $(READY)
-	@$(BIN)/jupyter lab notebooks/01_quickstart.ipynb
+	@$(BIN)/jupyter lab --notebook-dir=. notebooks/00_quickstart.ipynb
 
-# Those whose code has changed, or by name:  make lessons L=02
+# Those whose code has changed, or by name:  make lessons L=09
 lessons: $(READY)
 	@$(BIN)/python -m tests.support.lessons $(L)
 
@@ -119,7 +119,9 @@ chaos: $(READY)
 	@$(BIN)/python -m tests.support.chaos $(C)
 
 # --fail-on-warning: a link to a page or a heading that is not there is a warning, as is a page that no list names.
+# From nothing each time, since the tables of the reference depend on all of the code.
 docs: $(READY)
+	@rm -rf docs/build
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --builder html docs docs/build/html
 
 # All of them, or some:  make shots S="panel why"

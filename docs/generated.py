@@ -65,6 +65,8 @@ UNITS = {
     "limit": "bytes",
     "tokens": "tokens",
     "temperature": "",
+    "formula": "",
+    "measured": "",
     "top_k": "tokens",
 }
 """The unit of each argument that takes a number; "" if it has none."""
@@ -335,7 +337,8 @@ def _body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
     general, said, raised = meanings(ast.get_docstring(node) or "", names)
     yield from (prose(part) + "\n" for part in general.split("\n\n"))
     if said:
-        yield "\n".join(f"- {code(name)}: {prose(said[name])}" for name in names if name in said) + "\n"
+        alike = {text: [name for name in names if said.get(name) == text] for text in dict.fromkeys(said.values())}
+        yield "\n".join(f"- {', '.join(map(code, these))}: {prose(text)}" for text, these in alike.items()) + "\n"
     if raised:
         yield prose(raised) + "\n"
 
@@ -350,6 +353,7 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
             keyword = True
             words += [] if node.args.vararg else ["*"]
         words.append(name if default is None else f"{name}={default}")
+    words += [f"**{node.args.kwarg.arg}"] if node.args.kwarg else []
     return ", ".join(words)
 
 
@@ -440,6 +444,26 @@ def cluster() -> Iterator[str]:
 def handle() -> Iterator[str]:
     """Yield what the handle of a detached cell has."""
     yield from members("CellHandle", "nbkit.notebook.cluster.cells.handle", "handle", "wait stop output status show")
+
+
+def questions() -> Iterator[str]:
+    """Yield what `nbkit.lesson` offers to the writer of a lesson, and what a question has."""
+    for name in ("predict", "collect"):
+        node = definition(name, "nbkit.lesson")
+        assert isinstance(node, ast.FunctionDef)
+        yield f"## nbkit.lesson.{name}\n\n" + _shown(f"nbkit.lesson.{name}({_signature(node)})")
+        yield from _body(node)
+    yield "## A question\n"
+    yield from members("Prediction", "nbkit.lesson", "question", "lock check within")
+
+
+def sinks() -> Iterator[str]:
+    """Yield a section for each sink that nbkit brings."""
+    for name, module in nbkit.sinks._HOME.items():
+        node = definition(name, f"nbkit.sinks.{module}")
+        init = next(each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+        yield f"## nbkit.sinks.{name}\n\n" + _shown(f"nbkit.sinks.{name}({_signature(init)})")
+        yield from (prose(part) + "\n" for part in re.split(r"\n\s*\n", ast.get_docstring(node) or ""))
 
 
 def plugins() -> Iterator[str]:
@@ -647,11 +671,8 @@ def error_texts() -> Iterator[str]:
 
 def _hint(text: str) -> str:
     parts = [part for part in re.split(r" {3,}", text) if part.strip()]
-    typed = re.compile(r"[%\-]|(nbkit|pip|trainer|job|cluster|handle|squeue|sinfo)\b[ .]")
-    shown = (
-        code(part) if "`" not in part and (len(parts) == 1 or typed.match(part)) else prose(part) for part in parts
-    )
-    return " ".join(shown)
+    typed = re.compile(r"[%\-]|(nbkit|pip|trainer|job|cluster|handle|squeue|sinfo)\b[ .]|\S+ ?\S*$")
+    return " ".join(code(part) if "`" not in part and typed.match(part) else prose(part) for part in parts)
 
 
 _followed: list[str] = []
@@ -696,7 +717,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     made.__name__: made
     for made in (
         *(magics, commands, trainer, options, trainer_members, prepare, job, functions, models, views, cluster, handle),
-        *(plugins, presets, axes, keys, pipelines, records, events, error_kinds, error_texts),
+        *(questions, sinks, plugins, presets, axes, keys, pipelines, records, events, error_kinds, error_texts),
     )
 }
 """The name of a table -> the function that yields its parts."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nbkit.durations import seconds_of
 from nbkit.errors import UsageError
 from nbkit.notebook.export.sbatch_file import add_slurm_options
+from nbkit.notebook.json_text import add_json_option, json_text
 
 DETACHED = "handle"  # the notebook variable of a detached cell, unless --detach names another
 
@@ -61,6 +62,14 @@ def parse(parser: argparse.ArgumentParser, line: str) -> argparse.Namespace:
     if left:
         _of_verb(parser, words).error(f"unrecognized arguments: {' '.join(left)}")
     return options
+
+
+def shown(value: Any, *, as_json: bool) -> Any:
+    """Return the value that a magic displays. as_json: print it as JSON instead, and return None."""
+    if not as_json:
+        return value
+    print(json_text(value))
+    return None
 
 
 def _of_verb(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
@@ -187,16 +196,18 @@ def cluster_parser() -> MagicParser:
     attach = verbs.add_parser("attach", help="take up a cluster that runs")
     attach.add_argument("name", metavar="NAME")
     attach.add_argument("--take", action="store_true", help="even from another notebook that uses it")
-    verbs.add_parser("status", help="a table of the ranks")
+    add_json_option(attach)
+    add_json_option(verbs.add_parser("status", help="a table of the ranks"))
     stop = verbs.add_parser("stop", help="end the cluster")
     stop.add_argument("name", nargs="?", metavar="NAME", help="another one than this notebook's")
-    verbs.add_parser("restart", help="end all ranks and start again: same pins, same ids")
+    add_json_option(verbs.add_parser("restart", help="end all ranks and start again: same pins, same ids"))
     resize = verbs.add_parser("resize", help="go on with another number of ranks, also while a Trainer makes steps")
     resize.add_argument("n", type=int, metavar="N", help="ranks; tp, pp and cp stay, and dp takes the rest")
     resize.add_argument("--strategy", nargs="+", default=[], metavar="WORD", help="another one: zero3, tp=2 pp=2")
+    add_json_option(resize)
     sync = verbs.add_parser("sync", help="bring the project's files to hosts without a shared file system")
     sync.add_argument("path", nargs="?", default=".", metavar="PATH", help="a folder of the notebook's directory (.)")
-    verbs.add_parser("list", help="all clusters of this user")
+    add_json_option(verbs.add_parser("list", help="all clusters of this user"))
     verbs.add_parser("clean", help="end what half-dead clusters have left")
     return parser
 
@@ -209,6 +220,7 @@ def strategy_parser() -> MagicParser:
     parser.add_argument("strategy", nargs="*", help="a preset, or key=value; without: the panel")
     parser.add_argument("--undo", action="store_true", help="go back to the strategy before the last switch")
     parser.add_argument("--try", dest="steps", type=int, metavar="N", help="measure it for N steps, then go back")
+    add_json_option(parser)
     return parser
 
 
@@ -220,6 +232,7 @@ def compare_parser() -> MagicParser:
     )
     parser.add_argument("strategies", nargs="+", metavar="strategy", help="a preset, or key=value, several in quotes")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each (20)")
+    add_json_option(parser)
     return parser
 
 
@@ -304,6 +317,8 @@ def nbkit_parser() -> MagicParser:
     trace.add_argument("path", nargs="?", help="where to (trace-RUN-FIRST-LAST.json.gz)")
     why = commands.add_parser("why", help="who is stuck where: what every rank does, and one sentence")
     why.add_argument("--stacks", action="store_true", help="with the stack of every thread")
+    add_json_option(plan)
+    add_json_option(why)
     debug = commands.add_parser("debug", help="pdb on a rank: at its breakpoint(), or where the last cell failed")
     debug.add_argument("rank", nargs="?", type=int, metavar="RANK", help="default: the one that asks or failed first")
     return parser

@@ -13,7 +13,7 @@ from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cluster import Cluster, current, is_current
 from nbkit.notebook.cluster.hosts.start_options import requested
 
-from .arguments import DETACHED, HelpShown, cluster_parser, parse
+from .arguments import DETACHED, HelpShown, cluster_parser, parse, shown
 
 
 @magics_class
@@ -26,7 +26,7 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
             options = options_of(line)
         except HelpShown:
             return None
-        return getattr(self, f"_{options.verb}")(options)
+        return shown(getattr(self, f"_{options.verb}")(options), as_json=getattr(options, "json", False))
 
     def _start(self, options: Any) -> Any:
         on = requested(options)

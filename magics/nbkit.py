@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from nbkit.notebook.cluster.cluster import current
-from nbkit.notebook.cluster.why import Why
-from nbkit.notebook.export.export import Exported, export
+from nbkit.notebook.export.export import export
 from nbkit.notebook.planning import planned
-from nbkit.notebook.tracing import TraceFile
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.run_report import Written
-from nbkit.planner.choose.search import Plan, Words
 
-from .arguments import HelpShown, nbkit_parser, parse
+from .arguments import HelpShown, nbkit_parser, parse, shown
 
 
 @magics_class
@@ -21,18 +20,20 @@ class NbkitMagics(Magics):  # type: ignore[misc, untyped-decorator]
     """The line magic `%nbkit`, with commands."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
-    def nbkit(self, line: str) -> Written | TraceFile | Exported | Plan | Words | Why | None:
+    def nbkit(self, line: str) -> Any:
         try:
             options = vars(parse(nbkit_parser(), line))
         except HelpShown:
             return None
-        command = options.pop("command")
+        command, as_json = options.pop("command"), options.pop("json", False)
         if command == "plan":
-            return planned(self.shell.user_ns, **options)
+            if as_json and options["model"] is None and options["batch"] is None:
+                return shown(current().training.look(), as_json=True)
+            return shown(planned(self.shell.user_ns, **options), as_json=as_json)
         if command == "trace":
             return current().trace(**options)
         if command == "why":
-            return current().why(**options)
+            return shown(current().why(**options), as_json=as_json)
         if command == "debug":
             current().debug(**options)
             return None

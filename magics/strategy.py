@@ -8,10 +8,9 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
-from nbkit.notebook.cluster.training_control import ControlResult
 from nbkit.notebook.widgets.panel.panel import StrategyPanel
 
-from .arguments import HelpShown, compare_parser, parse, strategy_parser
+from .arguments import HelpShown, compare_parser, parse, shown, strategy_parser
 
 
 @magics_class
@@ -31,18 +30,21 @@ class StrategyMagics(Magics):  # type: ignore[misc, untyped-decorator]
             raise UsageError("--try needs a strategy.", hint=f"%strategy --try {options.steps} zero3")
         training = current().training
         if options.undo:
-            return training.undo()
+            return shown(training.undo(), as_json=options.json)
         if options.steps is not None:
-            return training.try_out(wanted, options.steps)
-        return training.switch(wanted) if wanted else StrategyPanel(current())
+            return shown(training.try_out(wanted, options.steps), as_json=options.json)
+        if wanted:
+            return shown(training.switch(wanted), as_json=options.json)
+        return shown(training.look(), as_json=True) if options.json else StrategyPanel(current())
 
     @line_magic  # type: ignore[misc, untyped-decorator]
-    def compare(self, line: str) -> ControlResult | None:
+    def compare(self, line: str) -> Any:
         try:
             options = parse(compare_parser(), line)
         except HelpShown:
             return None
-        return current().training.compare(*options.strategies, steps=options.steps)
+        result = current().training.compare(*options.strategies, steps=options.steps)
+        return shown(result, as_json=options.json)
 
 
 StrategyMagics.compare.__doc__ = compare_parser().format_help()

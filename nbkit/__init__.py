@@ -37,7 +37,7 @@ _HOME = {
     **dict.fromkeys(("Checkpoints", "Compute", "Loading", "ModelHints", "Recovery"), "nbkit.trainer_options"),
 }
 
-_MODULES = ("lesson", "schedules", "techniques")
+_MODULES = ("lesson", "schedules", "sinks", "techniques")
 
 __all__ = [*sorted(_HOME), "load_ipython_extension", *_MODULES]
 

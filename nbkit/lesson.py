@@ -94,7 +94,9 @@ class _Band:
     def words(self, unit: str) -> str:
         if not self.size:
             return "exactly"
-        return f"within {100 * self.size:g} %" if self.is_share else f"within {_with_unit(self.size, unit)}"
+        if self.is_share:
+            return f"within {100 * self.size:g} %"
+        return f"within {_with_unit(self.size, 'percentage points' if unit == '%' else unit)}"
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,13 @@ class Verdict:
     def _repr_html_(self) -> str:
         titles, values = zip(*self.columns(), strict=True)
         mark = {True: "✓ ", False: "✗ ", None: ""}[self.right]
+        question = html.escape(self.question)
         rows = (
-            f"<caption style='text-align: left'>{html.escape(self.question)}</caption>",
             f"<tr>{''.join(f'<th scope=col>{html.escape(title)}</th>' for title in titles)}<th scope=col></th></tr>",
             f"<tr>{''.join(f'<td><b>{html.escape(value)}</b></td>' for value in values)}",
             f"<td>{mark}{html.escape(self.said)}</td></tr>",
         )
-        return f"<table>{''.join(rows)}</table>"
+        return f"<div>{question}</div><table aria-label='{question}'>{''.join(rows)}</table>"
 
 
 class Prediction:

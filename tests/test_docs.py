@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shots
 from clusters import end_clusters
 from forked_parents import forked_parents_of_programs
 from jupyter_client.manager import start_new_kernel
@@ -94,6 +95,16 @@ def test_a_failing_cell_is_seen(kernel: Any) -> None:
     assert "ZeroDivisionError" in run(kernel, "print('before')\n1 / 0")
 
 
+def test_each_picture_of_the_gallery_has_a_cell_and_is_small() -> None:
+    cells = shots.cells_of(shots.PAGE.read_text())
+    files = {path.stem: path.stat().st_size for path in (ROOT / "docs" / "pictures").glob("*.png")}
+    taken = {name for _, names in cells for name in names}
+
+    assert len(taken) >= 20
+    assert taken == files.keys()
+    assert {name: size for name, size in files.items() if size > shots.LARGEST_BYTES} == {}
+
+
 def test_every_link_leads_somewhere() -> None:
     broken = []
     for page in [README, *CHINESE, ROOT / "CONTRIBUTING.md", *PAGES]:
@@ -102,6 +113,18 @@ def test_every_link_leads_somewhere() -> None:
                 broken.append(f"{page.name}: {link}")
 
     assert broken == []
+
+
+def test_every_page_that_the_source_names_is_there() -> None:
+    named = {
+        (page, path.name)
+        for folder in ("nbkit", "magics", "tests", "verify", "bench")
+        for path in (ROOT / folder).rglob("*.py")
+        for page in re.findall(r"docs/[\w/-]+\.(?:md|png|svg)", path.read_text())
+    }
+
+    assert len(named) > 10
+    assert [where for where in sorted(named) if not (ROOT / where[0]).exists()] == []
 
 
 def test_readme_is_short_and_its_first_cell_is_on_the_first_screen() -> None:

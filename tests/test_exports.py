@@ -11,7 +11,7 @@ import nbkit
 
 PAGES = (Path(__file__).resolve().parents[1] / "docs").rglob("*.md")
 MANUAL = "\n".join(page.read_text() for page in PAGES)
-NAMES = [name for name in nbkit.__all__ if name not in ("load_ipython_extension", "lesson", "schedules", "techniques")]
+NAMES = [name for name in nbkit.__all__ if name not in ("load_ipython_extension", *nbkit._MODULES)]
 
 
 @pytest.mark.parametrize("name", nbkit.__all__)

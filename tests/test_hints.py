@@ -37,7 +37,7 @@ from nbkit.trainer_options import OPTIONS
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "nbkit").rglob("*.py"), *(ROOT / "magics").rglob("*.py")])
 OBJECTS = {"trainer": Trainer, "job": Job, "handle": CellHandle, "cluster": Cluster, "world": World}
-CALLED = [getattr(nbkit, name) for name in nbkit.__all__ if name not in ("lesson", "schedules", "techniques")]
+CALLED = [getattr(nbkit, name) for name in nbkit.__all__ if name not in nbkit._MODULES]
 CALLED += [
     lesson.predict,
     schedules.register,

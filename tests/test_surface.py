@@ -16,7 +16,7 @@ from typing import Any
 
 import nbkit
 from magics.arguments import PARSERS
-from nbkit import errors, lesson, schedules, strategy, techniques
+from nbkit import errors, lesson, schedules, sinks, strategy, techniques
 from nbkit.commands import prepare_parser, subcommands
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.handle import CellHandle
@@ -38,11 +38,10 @@ def surface() -> Iterator[str]:
     yield from _section("Commands", (line for name, parser in commands for line in _typed(f"nbkit {name}", parser)))
     spelled = [f"presets: {' '.join(strategy.PRESETS)}", f"keys: {' '.join(f'{key}=' for key in strategy.keys())}"]
     yield from _section("Strategies", [*spelled, f"schedules: {' '.join(schedules.BUILT_IN)}"])
-    public = [
-        (name, getattr(nbkit, name)) for name in nbkit.__all__ if name not in ("lesson", "schedules", "techniques")
-    ]
+    public = [(name, getattr(nbkit, name)) for name in nbkit.__all__ if name not in nbkit._MODULES]
     public += [("lesson.predict", lesson.predict), ("lesson.collect", lesson.collect)]
     public += [("schedules.register", schedules.register), ("techniques.register", techniques.register)]
+    public += [(f"sinks.{name}", getattr(sinks, name)) for name in sinks.__all__]
     yield from _section("Python: nbkit", (line for name, offered in public for line in _called(name, offered)))
     yield from _section("job = nbkit.prepare(...)", (line for line in _members(Job) if line.split("(")[0] in OF_A_JOB))
     yield from _section("handle, of a detached cell", _members(CellHandle))

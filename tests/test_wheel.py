@@ -131,9 +131,9 @@ def test_a_checkout_whose_magics_are_hidden_by_another_package_says_by_which(tmp
 
 
 def test_the_demo_and_the_lessons_are_found_in_the_wheel(installed: Path, tmp_path: Path) -> None:
-    code = "from nbkit.notebook.lessons import lesson; print(lesson('02_switch_live'))"
+    code = "from nbkit.notebook.lessons import lesson; print(lesson('00_switch_live'))"
 
-    assert python(code, installed, cwd=tmp_path).stdout.strip() == f"{installed}/nbkit/lessons/02_switch_live.ipynb"
+    assert python(code, installed, cwd=tmp_path).stdout.strip() == f"{installed}/nbkit/lessons/00_switch_live.ipynb"
 
 
 def test_the_other_project_named_nbkit_is_named_by_the_import_and_by_doctor(installed: Path, tmp_path: Path) -> None:

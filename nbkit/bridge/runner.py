@@ -37,7 +37,7 @@ from nbkit.bridge.output import OutputCapture, shortened
 from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.device_kinds import CPU
 from nbkit.errors import Stopped
-from nbkit.figures import figure
+from nbkit.figures import size
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.control import step_boundary
@@ -291,11 +291,11 @@ class Runner:
         if here is None or here.place.device == CPU:
             return
         kind, own = here.place.device, here.place.local_rank
-        for index, size in accelerator().elsewhere(own).items():
+        for index, held in accelerator().elsewhere(own).items():
             if index not in self._elsewhere:
                 self._elsewhere.add(index)
                 print(
-                    f"nbkit: rank {self.rank} has {figure(size / 1e6)} MB of tensors on {kind}:{index}, the GPU of "
+                    f"nbkit: rank {self.rank} has {size(held)} of tensors on {kind}:{index}, the GPU of "
                     f"rank {self.rank - own + index}. Its own is {kind}:{own}; in cells: device",
                     file=sys.stderr,
                 )

@@ -19,7 +19,7 @@ from typing import Any
 
 from nbkit.errors import NbkitError, NotFinite, TrainingError, UsageError
 from nbkit.quoting import user_path
-from nbkit.rank.background_threads import giving_way
+from nbkit.rank.background_threads import examining
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.step_boundary import newest
@@ -156,7 +156,8 @@ class TrainingRequestHandler:
         timed, seconds = pace is not None and not pace.ago, pace.seconds if pace is not None else 0.0
         if abs(seconds - self._seconds) > STAMP_CHANGE * self._seconds:
             self._seconds = seconds
-        stamp = f"{id(job)}/{strategy}/{len(self.results)}/{age}/{timed}/{self._seconds}/{found}"
+        trials = job.ledger.paces.trials
+        stamp = f"{id(job)}/{strategy}/{len(self.results)}/{age}/{timed}/{self._seconds}/{found}/{trials}"
         # The first step creates the optimizer's state, which a switch has to move too.
         old = self._table.get("strategy") != strategy or (step > 0 and self._table.get("step") == 0)
         old = old or timed > self._timed or found > self._shown
@@ -182,14 +183,14 @@ class TrainingRequestHandler:
         owner = step_boundary.training() or newest()
         if owner is None:
             return {"row": None}
-        with giving_way():
+        with examining():
             return {"row": strategy_table.option(getattr(owner, "job", owner), strategy)}
 
     def _make_table(self, job: Any, stamp: str, timed: bool, found: int) -> None:
         began = time.time()
         try:
             accelerator().choose_in_thread(job.device)
-            with giving_way():
+            with examining():
                 self._table, self._stamp = strategy_table.table(job), stamp
             self._timed, self._shown = timed, found
             self._rest = time.time() + TABLE_REST * (time.time() - began)
@@ -201,7 +202,7 @@ class TrainingRequestHandler:
         began, self._looked_at = time.time(), id(job)
         try:
             accelerator().choose_in_thread(job.device)
-            with giving_way():
+            with examining():
                 for _ in strategy_table.findings(job):
                     self._found += 1
         except Exception as error:

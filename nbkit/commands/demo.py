@@ -22,7 +22,7 @@ from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged
 from nbkit.notebook.lessons import lesson
 from nbkit.notebook.user_files import write_file
 
-LESSON = "02_switch_live"
+LESSON = "00_switch_live"
 # Ranks that outlive a killed demo release their devices after this time.
 TTL_SECONDS = 60
 CPU_RANKS, MOST_RANKS, BATCH = 4, 8, 16

@@ -6,6 +6,7 @@ import argparse
 
 from nbkit.notebook.bug_report import bug_report
 from nbkit.notebook.doctor import doctor
+from nbkit.notebook.json_text import add_json_option, json_text
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -14,10 +15,14 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="as Markdown for a bug report, with versions; without secrets, names of user and host, and home paths",
     )
+    add_json_option(parser)
     parser.epilog = "Exit status 1 when something required is missing."
 
 
 def run(arguments: argparse.Namespace) -> int:
     found = doctor()
-    print(bug_report(found) if arguments.report else found)
+    if arguments.report:
+        print(bug_report(found))
+    else:
+        print(json_text(found) if arguments.json else found)
     return 0 if found.ok else 1

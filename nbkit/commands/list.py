@@ -8,17 +8,22 @@ import time
 from nbkit.durations import text_of
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.registry import ClusterEntry
-from nbkit.notebook.cluster.status import text_table
+from nbkit.notebook.cluster.status import ClusterList, text_table
+from nbkit.notebook.json_text import add_json_option, json_text
 
 _HEAD = ("NAME", "RANKS", "BACKEND", "STATE", "AGE", "HOST", "DEVICES")
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    add_json_option(parser)
     parser.epilog = "Without a notebook and without a running cell, a cluster ends after its time to live (--ttl)."
 
 
 def run(arguments: argparse.Namespace) -> int:
     entries, unreadable = registry.entries(), registry.unreadable()
+    if arguments.json:
+        print(json_text(ClusterList(entries, unreadable)))
+        return 0
     if entries:
         print(text_table(_HEAD, [_row(entry) for entry in entries]))
     for said in unreadable:

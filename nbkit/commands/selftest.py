@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.launch.pins import pins_within
 from nbkit.notebook.cluster.machine.machine import read_machine
+from nbkit.notebook.json_text import add_json_option, json_text
 from nbkit.notebook.selftest import Item, ItemOutcome, SelftestReport, Trial, items
 
 CPU_RANKS = 4
@@ -29,6 +32,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the report, for whoever is to look at what failed (%(default)s)",
     )
+    add_json_option(parser)
     parser.epilog = (
         "About two minutes on the CPU, ten on GPUs. Exit status 1 when an item fails. The report has versions, what "
         "nbkit doctor says, environment variables of torch, NCCL and CUDA alone, and what was found."
@@ -41,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     n = arguments.n or (len(pins) if kind == "gpu" else CPU_RANKS)
     chosen = _chosen(items(n), arguments.only)
     on = f"{n} {kind.upper()} rank{'s' * (n > 1)}"
-    print(f"{len(chosen)} items on {on}; the report: {arguments.output}\n", flush=True)
+    say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    say(f"{len(chosen)} items on {on}; the report: {arguments.output}\n")
     # A closed terminal or a `kill` ends it like Ctrl-C, with everything that it started. SIGINT is in the list because
     # a shell that starts it in the background ignores it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -52,17 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
         with Trial(n, kind=kind) as trial:
             devices = trial.devices()
             for item in chosen:
-                print(f"  {item.name:<16}", end="", flush=True)
+                say(f"  {item.name:<16}", end="")
                 outcomes.append(trial.outcome(item))
-                print(outcomes[-1].line, flush=True)
+                say(outcomes[-1].line)
     except KeyboardInterrupt:
-        print("\nStopped. Nothing is left running.")
+        say("\nStopped. Nothing is left running.")
         raise
     finally:
         report = SelftestReport(on, devices, tuple(outcomes), time.monotonic() - began)
         report.write(arguments.output)
-    print(f"\n{report.verdict}")
-    print("".join(f"  {one.name}: {one.said}\n" for one in report.failed) + f"  the report   {arguments.output}")
+    if arguments.json:
+        print(json_text(report))
+    say(f"\n{report.verdict}")
+    say("".join(f"  {one.name}: {one.said}\n" for one in report.failed) + f"  the report   {arguments.output}")
     return 1 if report.failed else 0
 
 

@@ -12,6 +12,7 @@ import psutil
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry, site_settings
+from nbkit.notebook.json_text import json_text
 from nbkit.notebook.run.reader import RunReader, read_run
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.quoting import user_path
@@ -38,12 +39,16 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="a cluster's name, a run, or a directory of runs (runs, or that of nbkit.toml)",
     )
     parser.add_argument("--once", action="store_true", help="print it once and end")
+    parser.add_argument("--json", action="store_true", help="once, as JSON: see nbkit.read_run(...).snapshot")
     parser.epilog = "Reads what the ranks record in the run's directory; Ctrl-C ends the watching, not the training."
 
 
 def run(arguments: argparse.Namespace) -> int:
     what = arguments.what or str(site_settings.read().runs)
     run = read_run(_run_of(what))
+    if arguments.json:
+        print(json_text(run.snapshot()))
+        return 0
     if arguments.once:
         print(plain(lines_of(run.snapshot(), _width())))
         return 0

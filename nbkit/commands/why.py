@@ -8,11 +8,13 @@ from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.launch.launch import connect
 from nbkit.notebook.cluster.output.root_cause import deaths_in
 from nbkit.notebook.cluster.why import ask_why
+from nbkit.notebook.json_text import add_json_option, json_text
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="of the cluster; default: the only one that runs")
     parser.add_argument("--stacks", action="store_true", help="with the stack of every thread")
+    add_json_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -21,7 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         client.wait_for(entry.n, 1.0)
         deaths = {death.rank: death for death in deaths_in(entry.folder)}
-        print(ask_why(entry, client, deaths, stacks=arguments.stacks))
+        found = ask_why(entry, client, deaths, stacks=arguments.stacks)
+        print(json_text(found) if arguments.json else found)
     finally:
         client.close()
     return 0

@@ -87,6 +87,13 @@ class DoctorReport:
             return "Ready: %load_ext nbkit, then %cluster start"
         return f"Not ready: {', '.join(finding.subject for finding in self.missing)}"
 
+    def as_json(self) -> dict[str, object]:
+        """Return {"ok", "verdict", "findings": [{"topic", "subject", "text", "state", "hint"}, ...]}.
+
+        ok: nothing required is missing. state: "ok", "note" or "missing". hint: what to type, or "".
+        """
+        return {"ok": self.ok, "verdict": self.verdict, "findings": self.findings}
+
     def __repr__(self) -> str:
         width = max(len(finding.subject) for finding in self.findings)
         lines: list[str] = []

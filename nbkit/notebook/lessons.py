@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import nbkit
 from nbkit.errors import NbkitError
 from nbkit.notebook.user_files import write_file
 
+_TO_THE_MANUAL = re.compile(r"\[([^\]\"]+)\]\(\.\./(docs/[^)\"]+)\)")
+
 
 def lesson(name: str) -> Path:
-    """Return the path of a lesson, such as "02_switch_live". Raises NbkitError if it is not there."""
+    """Return the path of a lesson, such as "00_switch_live". Raises NbkitError if it is not there."""
     path = _folder() / f"{name}.ipynb"
     if not path.is_file():
         raise NbkitError("There is no such lesson.", numbers=str(path), hint="nbkit lab")
@@ -20,7 +23,8 @@ def lesson(name: str) -> Path:
 def write_lessons(folder: Path) -> list[Path]:
     """Write the lessons into `folder`, and return their paths in order. A file that is there already stays as it is.
 
-    Raises NbkitError if they cannot be written.
+    A link to a page of the manual becomes its name, because no page lies beside that folder. Raises NbkitError if they
+    cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +35,8 @@ def write_lessons(folder: Path) -> list[Path]:
     for path in sorted(_folder().glob("*.ipynb")):
         written.append(folder / path.name)
         if not written[-1].exists():
-            write_file(written[-1], path.read_bytes())
+            text = path.read_text(encoding="utf-8")
+            write_file(written[-1], _TO_THE_MANUAL.sub(r"\1 (\2)", text))
     return written
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ SWITCH_SECONDS = 1e-4
 _lock = threading.Lock()
 _inside = 0
 _before = 0.0
+_examining = 0
+_since = _examined = 0  # ns
 
 
 @contextmanager
@@ -33,6 +36,33 @@ def giving_way() -> Iterator[None]:
             _inside -= 1
             if _inside == 0:
                 sys.setswitchinterval(_before)
+
+
+@contextmanager
+def examining() -> Iterator[None]:
+    """Examine strategies inside, for a panel or a table, and give way to the training.
+
+    `examined_ns` counts the time.
+    """
+    global _examining, _since, _examined
+    with giving_way():
+        with _lock:
+            if _examining == 0:
+                _since = time.perf_counter_ns()
+            _examining += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                _examining -= 1
+                if _examining == 0:
+                    _examined += time.perf_counter_ns() - _since
+
+
+def examined_ns() -> int:
+    """Return the ns for which this process has examined strategies so far."""
+    with _lock:
+        return _examined + (time.perf_counter_ns() - _since if _examining else 0)
 
 
 def started(work: Callable[[], object], name: str, *, after_s: float = 0.0) -> threading.Thread | None:

@@ -4,8 +4,8 @@ Pure arithmetic over nbkit.records.records, the same for the widget, TensorBoard
 
 `late_rank` finds the rank that the others wait for. A rank is late if its own work takes longer than on the ranks that
 do the same work, and these stand still for as long. Ranks along dp, cp and tp do the same work. Stages of a pipeline do
-not: a rank with more work than other stages is named only if no rank is late among its equals. If no rank has more
-work, but transfers of some ranks take longer, all ranks at that slow link are named.
+not: a rank with more work than other stages is named only if it costs much more than a rank that is late among its
+equals. If no rank has more work, but transfers of some ranks take longer, all ranks at that slow link are named.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from statistics import median
 from nbkit.records.records import Group, StepRecord, Traffic
 
 _OWN = ("data", "compute", "optimizer", "other")
+_MUCH_MORE = 3.0  # than a rank beside its equals a stage must be late, to be named instead
 _SHARE = 0.5  # of the others' waiting that a cause must explain
 
 
@@ -26,7 +27,8 @@ class Bar:
 
     exposed: standing still while data was on its way. waiting: standing still because another rank of the group was not
     there yet. bubble: idle in the pipeline's schedule. other: everything else. peers: the ranks that do the same work,
-    itself included; empty if not known.
+    itself included; empty if not known. examining: seconds for which nbkit examined strategies beside the step, which
+    is no part.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class Bar:
     optimizer: float = 0.0
     other: float = 0.0
     peers: tuple[int, ...] = ()
+    examining: float = 0.0
 
     @property
     def idle(self) -> float:
@@ -57,7 +60,8 @@ class Late:
 
     beside: the other ranks at the same slow link, if the cause is "exposed". took: seconds of that part on the rank.
     twins: the ranks that do the same work. twins_took: seconds of the part on them, 0 if there are none. others_took:
-    on the ranks that do other work, or on all others if its twins are as late. All are as shown in the bars.
+    on the ranks that do other work, or on all others if its twins are as late. All are as shown in the bars. examining:
+    by how much longer nbkit examined strategies on it than on the others.
     """
 
     rank: int
@@ -68,6 +72,12 @@ class Late:
     twins: tuple[int, ...] = field(default=(), compare=False)
     twins_took: float = field(default=0.0, compare=False)
     others_took: float = field(default=0.0, compare=False)
+    examining: float = field(default=0.0, compare=False)
+
+    @property
+    def by_nbkit(self) -> bool:
+        """Return True if nbkit examined strategies on the rank for as long as it is late."""
+        return self.examining >= self.longer and self.cause not in ("exposed", "data")
 
     @property
     def alone(self) -> bool:
@@ -97,7 +107,8 @@ def late_rank(of: Sequence[Bar], *, at_least: float = 0.05) -> Late | None:
         by_peers.setdefault(bar.peers, []).append(bar)
     found = [late for those in by_peers.values() if (late := _late_among(those, floor)) is not None]
     overall = _late_among(of, floor)
-    if overall is not None and (not found or overall.cause == "exposed"):
+    usual = max((late.seconds for late in found), default=0.0)
+    if overall is not None and (overall.cause == "exposed" or overall.seconds >= _MUCH_MORE * usual):
         found.append(overall)
     late = max(found, key=lambda late: late.seconds, default=None)
     return _beside_others(late, of) if late is not None else None
@@ -119,6 +130,7 @@ def _beside_others(late: Late, of: Sequence[Bar]) -> Late:
         twins=tuple(bar.rank for bar in twins),
         twins_took=usual(twins),
         others_took=usual(rest),
+        examining=here.examining - (median(bar.examining for bar in others) if others else 0.0),
     )
 
 
@@ -215,7 +227,8 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
         parts = dict(record.parts)
         exposed = parts.pop("exposed", 0.0)
         waiting = min(waiting, exposed)
-        made.append(Bar(rank, record.seconds, exposed=exposed - waiting, waiting=waiting, peers=peers[rank], **parts))
+        times = {"exposed": exposed - waiting, "waiting": waiting, "examining": record.examining}
+        made.append(Bar(rank, record.seconds, peers=peers[rank], **times, **parts))
     return made
 
 
@@ -263,7 +276,8 @@ def clock(of: Steps) -> float:
 
 def adding_up(bar: Bar, by_clock: float | None) -> Bar:
     """Return `bar` with parts that add up to its seconds, which are those of the clock if known."""
-    parts = {name: getattr(bar, name) for name in Bar.__dataclass_fields__ if name not in ("rank", "seconds", "peers")}
+    names = set(Bar.__dataclass_fields__) - {"rank", "seconds", "peers", "examining"}
+    parts = {name: getattr(bar, name) for name in names}
     whole, seconds = sum(parts.values()), bar.seconds if by_clock is None else by_clock
     if whole <= 0:
         return bar

@@ -422,6 +422,7 @@ def mean_of(steps: Sequence[StepRecord]) -> StepRecord:
         numbers=numbers,
         cpu_seconds=mean(lambda step: step.cpu_seconds),
         own_seconds=mean(lambda step: step.own_seconds),
+        examining=mean(lambda step: step.examining),
         lost=sum(step.lost for step in steps),
         span=total,
     )

@@ -16,6 +16,9 @@ FORMAT = 1
 """The format of a record file, in its Header. Files without a number have this format too. New fields and kinds do not
 change it, since readers skip what they do not know."""
 
+OUTSIDE = "outside"
+"""The state of the training thread between steps, when it does what is no part of them."""
+
 LISTEN_EVERY = 5
 """The end of asynchronous collectives is measured in one of so many steps, and in steps that are kept in detail."""
 
@@ -94,7 +97,8 @@ class StepRecord(Record):
     start_ns: when it began. seconds: how long it took this rank. parts: seconds by what the training thread did:
     compute, exposed (waiting for communication), bubble, data, optimizer, other. They add up to `seconds`. Empty if not
     measured. numbers: loss, lr, tokens and the other values of the history. cpu_seconds: of all threads of this
-    process. own_seconds: spent on measuring and writing. lost: calls that were overwritten before they were read.
+    process. own_seconds: spent on measuring and writing. examining: for which the process examined strategies for a
+    panel beside the step. lost: calls that were overwritten before they were read.
     """
 
     kind: ClassVar[str] = "step"
@@ -108,6 +112,7 @@ class StepRecord(Record):
     own_seconds: float = 0.0
     lost: int = 0
     span: int = 1
+    examining: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -162,9 +167,21 @@ class Detail(Record):
     pipeline: tuple[PipelineOp, ...] = ()
 
     @property
+    def inside(self) -> tuple[tuple[str, int, int], ...]:
+        """Return the laps without those outside of the step, such as a live cell before it. Later ones move forward."""
+        kept, away = [], 0
+        for state, start, stop in self.laps:
+            if state == OUTSIDE:
+                away += stop - start
+            else:
+                kept.append((state, start - away, stop - away))
+        return tuple(kept)
+
+    @property
     def span(self) -> float:
-        """Seconds from the begin of the first lap to the end of the last."""
-        return (self.laps[-1][2] - self.laps[0][1]) / 1e9 if self.laps else 0.0
+        """Seconds of the step: from the begin of its first lap to the end of its last."""
+        laps = self.inside
+        return (laps[-1][2] - laps[0][1]) / 1e9 if laps else 0.0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+from nbkit.figures import seconds as spoken
 from nbkit.records.readings import MESSAGES, Bar, Late, TrafficRow, late_rank
 from nbkit.records.records import Detail, TimedCall
 
@@ -100,7 +102,9 @@ def largest_loss(of: Sequence[Bar], *, slow: PipelineLink | None = None) -> Pipe
     least = {part: min(getattr(bar, part) for bar in of) for part in _SHARED}
     if slow is not None and (late is None or slow.seconds > late.seconds):
         for_it = dict.fromkeys(("bubble", "exposed"), slow.seconds)  # where standing still for a link shows
-        if slow.seconds >= max(seconds - for_it.get(part, 0.0) for part, seconds in least.items()):
+        # A bubble may be on some ranks alone. On average it is what the pipeline loses.
+        lost = least | {"bubble": fmean(bar.bubble for bar in of)}
+        if slow.seconds >= max(seconds - for_it.get(part, 0.0) for part, seconds in lost.items()):
             return slow
     if late is not None and late.seconds >= max(least.values()):
         return late
@@ -128,9 +132,12 @@ def reading(
     if isinstance(loss, PipelineLink):
         return (
             f"Messages from rank {loss.source} to rank {loss.target} hold the pipeline up for "
-            f"{loss.seconds * 1e3:.0f} ms of each step ({loss.seconds / step:.0%}): {_CAUSES['exposed']}"
+            f"{spoken(loss.seconds)} of each step ({loss.seconds / step:.0%}): {_CAUSES['exposed']}"
         )
     if isinstance(loss, Late):
+        if loss.by_nbkit:
+            took = f"{spoken(loss.longer)} of each step ({loss.longer / step:.0%})"
+            return f"nbkit examines strategies for the panel on rank {loss.rank}. That takes {took} and ends by itself."
         ranks = (loss.rank, *loss.beside)
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if loss.beside else f"rank {loss.rank}"
         others = "The others wait" if len(of) > 2 else "The other rank waits"
@@ -160,8 +167,8 @@ def _why(late: Late, step: float) -> str:
     twins = twins or f"its {len(late.twins)} equals"
     if late.alone:
         return (
-            f"which computes {_spoken(late.took)} where {twins}, with the same share, compute{'s' * (not several)} "
-            f"{_spoken(late.twins_took)} ({_more(late, step)}): look at what else runs on its machine, and at its "
+            f"which computes {spoken(late.took)} where {twins}, with the same share, compute{'s' * (not several)} "
+            f"{spoken(late.twins_took)} ({_more(late, step)}): look at what else runs on its machine, and at its "
             "clocks"
         )
     return (
@@ -171,16 +178,11 @@ def _why(late: Late, step: float) -> str:
 
 
 def _beside_others(late: Late, step: float) -> str:
-    return f"{_spoken(late.took)}, elsewhere {_spoken(late.took - late.longer)}: {_more(late, step)}"
+    return f"{spoken(late.took)}, elsewhere {spoken(late.took - late.longer)}: {_more(late, step)}"
 
 
 def _more(late: Late, step: float) -> str:
-    return f"{_spoken(late.longer)} more, {late.longer / step:.0%} of the step"
-
-
-def _spoken(seconds: float) -> str:
-    """Return seconds in words, with as many digits as the bars show."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{spoken(late.longer)} more, {late.longer / step:.0%} of the step"
 
 
 _SPOKEN = {

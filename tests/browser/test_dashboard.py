@@ -244,8 +244,8 @@ def test_no_word_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) 
     assert {"60", "time"} < set(page.evaluate("drawn"))
     assert sum(" at rest, peak " in words for words in set(page.evaluate("drawn"))) > 0
     note = page.inner_text(".memorynote")
-    assert "counted in step 2; under dp=4; at the peak: what the process has more than before the job" in note
-    assert "of those kept the most usual" in page.inner_text(".whatnote")
+    assert "counted in step 2; under dp=4; a process has grown by " in note
+    assert "a typical step" in page.inner_text(".whatnote")
     assert "CPU, of a core" in page.inner_text(".health")
     page.click("button[data-pick='traffic']")
     page.wait_for_selector(".grid canvas[data-world='4']")

@@ -192,7 +192,7 @@ def test_a_row_tells_what_it_sends_and_holds_and_which_figures_are_predicted(pag
     rest, during = (row.locator(f"i.{part}").evaluate("i => i.offsetWidth") for part in ("rest", "during"))
     assert 0 < rest < during
     sends = [td.inner_text() for td in page.locator("tr[data-strategy='dp=4 zero=1'] td").all()][4]
-    assert sends == "250 kB"
+    assert sends == "≈ 250 kB"
 
 
 def test_news_does_not_disturb_what_the_user_is_choosing(page: Any) -> None:
@@ -243,7 +243,7 @@ def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> 
     page.clock.fast_forward(1500)
     assert note.inner_text() == ""
     page.clock.fast_forward(1700)
-    assert "has not heard this click" in note.inner_text() and "%%distributed --detach" in note.inner_text()
+    assert "has not received this click" in note.inner_text() and "%%distributed --detach" in note.inner_text()
     page.evaluate("model.heard['msg:custom']({ heard: 0.5 })")  # a press in another page
     assert note.inner_text() != ""
     page.evaluate("model.heard['msg:custom']({ heard: model.sent[0].press })")
@@ -306,7 +306,7 @@ def test_the_recommended_row_comes_first_with_its_peak(page: Any) -> None:
     )
     heads = page.locator("th").all_inner_texts()[1:4]
     assert [head.split("\n")[0] for head in heads] == ["memory", "peak", "step"]
-    assert first.locator("td").all_inner_texts()[1:4] == ["1 MB", "3 MB", "≈ 20 ms"]
+    assert first.locator("td").all_inner_texts()[1:4] == ["1 MB", "≈ 3 MB", "≈ 20 ms"]
 
 
 def test_what_levers_would_save_stands_under_the_link(window: Any) -> None:
@@ -343,10 +343,10 @@ def test_margins_and_why_nothing_is_predicted_and_what_is_recommended_stand_in_t
     earlier = page.locator("tr[data-strategy='tp=4'] td").nth(3).inner_text().split("\n")
     assert earlier == ["30 ms", "29–31 ms", "20 steps", "12 steps ago", "≈ 31 ms"]
     title = page.locator(".rows").evaluate("rows => rows.previousSibling.textContent")
-    assert "?: not predicted (the ranks share cores), not measured yet" in title
-    assert "recommended: ddp, within noise of pp: it runs now, and no switch is known to gain" in title
+    assert "is not known yet, and cannot be predicted (the ranks share cores): the button below measures it." in title
+    assert "Recommended: ddp, not measurably slower than pp, and it runs now." in title
     mark = page.locator("tbody tr").first.locator(".recommended")
-    assert mark.count() == 1 and mark.get_attribute("title").startswith("within noise of")
+    assert mark.count() == 1 and mark.get_attribute("title").startswith("not measurably slower than pp")
     pause = page.locator("tr[data-strategy='dp=4 zero=1'] td").nth(6)
     assert (pause.inner_text(), pause.get_attribute("title")) == ("?", "the first switch shows it")
     page.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -85,6 +86,17 @@ def test_list_shows_each_cluster_with_its_ranks_devices_and_age(
     assert "2 h" in lesson
     assert lesson.endswith("core 0, core 1")
     assert other.split()[:2] == ["other", "1"]
+
+
+def test_list_as_json_has_the_same_clusters_in_numbers(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    start("lesson", n=2, born=time.time() - 7300)
+
+    assert main(["list", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (lesson,) = told["clusters"]
+    assert (lesson["name"], lesson["ranks"], lesson["state"], lesson["ttl"]) == ("lesson", 2, "attached", 7200.0)
+    assert 7300 <= lesson["age"] < 7400 and lesson["devices"] == ["core 0", "core 1"]
+    assert told["unreadable"] == []
 
 
 def test_stop_ends_the_processes_of_that_cluster_and_of_no_other(

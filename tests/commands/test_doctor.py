@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from nbkit.commands import main, subcommands
 from nbkit.errors import NbkitError
 from nbkit.notebook import doctor as module
 from nbkit.notebook.doctor import DoctorFinding, DoctorReport, doctor, required_versions
+from nbkit.notebook.json_text import plain
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -234,3 +236,29 @@ def test_the_issue_form_asks_for_the_report() -> None:
     form = (Path(__file__).resolve().parents[2] / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
 
     assert "nbkit doctor --report" in form
+
+
+def test_doctor_as_json_has_the_findings_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+
+    assert (told["ok"], told["verdict"]) == (True, "Ready: %load_ext nbkit, then %cluster start")
+    found = next(one for one in told["findings"] if one["subject"] == "torch")
+    assert found["topic"] == "PyTorch" and found["state"] == "ok" and found["text"].startswith("2.")
+
+
+def test_json_has_null_for_what_is_no_number_and_text_for_what_json_does_not_know() -> None:
+    told = plain({"a": float("nan"), 2: (1.5, Path("x"), frozenset({"b"})), "c": DoctorFinding("T", "s", "t")})
+
+    assert told["a"] is None and told["2"] == [1.5, "x", ["b"]]
+    assert told["c"] == {"topic": "T", "subject": "s", "text": "t", "state": "ok", "hint": ""}
+
+
+def test_every_command_and_magic_that_shows_a_table_takes_json() -> None:
+    tables = "%cluster attach|%cluster status|%cluster list|%cluster resize|%cluster restart|%compare|%nbkit plan"
+    tables += "|%nbkit why|%strategy|nbkit doctor|nbkit list|nbkit selftest|nbkit watch|nbkit why"
+    lines = (Path(__file__).parents[1] / "surface.txt").read_text().splitlines()
+
+    assert sorted(line.partition(" [")[0] for line in lines if "[--json]" in line and "--json" in line) == sorted(
+        {line.partition(" [")[0] for line in lines for name in tables.split("|") if f"{line} ".startswith(f"{name} ")}
+    )

@@ -13,7 +13,7 @@ from slurm_nodes import SlurmNodes, scontrol_that_knows_hosts
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged
 
-LESSON = Path(__file__).resolve().parents[2] / "notebooks" / "08_laptop_to_cluster.ipynb"
+LESSON = Path(__file__).resolve().parents[2] / "notebooks" / "20_laptop_to_cluster.ipynb"
 SMALL = """\
 HERE = "-n 2 --cpu --ttl 10min"
 THERE = "--slurm -n 4 --nodes 2 --cpu --ttl 10min"

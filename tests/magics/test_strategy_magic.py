@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from kernel_client import Cell, Kernel
@@ -62,9 +64,29 @@ def test_a_trainer_that_rests_is_switched_at_once(kernel: Kernel) -> None:
     assert shown.status == "ok", shown.text
     assert "dp=2 → dp=2 zero=3 after step 0" in shown.text
     planned = panel(kernel, "%nbkit plan").text
-    assert "steer: not training" in planned and "memory per rank" in planned and "recommended: " in planned
+    assert "steer: not training" in planned and "memory per rank" in planned and "nothing is recommended yet" in planned
     assert "state identical" in shown.text
     assert "'dp=2 zero=3'" in kernel.run("%%rank 0\nstr(trainer.strategy)").text
+
+
+def test_with_json_a_magic_prints_the_numbers_of_its_table(kernel: Kernel) -> None:
+    def told(line: str) -> Any:
+        return json.loads(kernel.run(line).text)
+
+    status = told("%cluster status --json")
+    assert (status["name"], len(status["ranks"]), status["ranks"][1]["rank"]) == ("steer", 2, 1)
+    assert [cluster["name"] for cluster in told("%cluster list --json")["clusters"]] == ["steer"]
+    assert told("%nbkit why --json")["kind"] == "free"
+    panel(kernel, "%nbkit plan")
+    for line in ("%strategy --json", "%nbkit plan --json"):
+        assert told(line)["job"] and told(line)["table"]
+    switched = told("%strategy zero2 --json")
+    assert switched["ok"] and switched["result"]["identical"] and switched["strategy"] == "dp=2 zero=2"
+    assert switched["predicted"]["moved_bytes"] == switched["result"]["moved_bytes"]
+    assert told("%strategy --undo --json")["strategy"] == "dp=2 zero=3"
+    kernel.run("config = __import__('nbkit').GPTConfig(width=256, layers=4, heads=4)")
+    plan = told("%nbkit plan config --batch 64 --on '2 A100' --json")
+    assert plan["devices"] == 2 and plan["rows"][0]["seconds"] > 0
 
 
 def test_the_panel_is_a_widget_with_the_same_as_text_beside_it(kernel: Kernel) -> None:
@@ -109,7 +131,7 @@ def test_a_training_that_runs_is_steered_and_goes_on(kernel: Kernel) -> None:
     assert "tp=2 → dp=2 zero=3 after step" in kernel.run("%strategy --undo").text
     assert "tried tp=2 for 4 steps" in kernel.run("%strategy --try 4 tp").text
     compared = kernel.run("%compare tp --steps 2").text
-    assert "compared for 2 steps each" in compared and "tp=2 " in compared and "sent a step" in compared
+    assert "2 steps each, in turns" in compared and "tp=2 " in compared and "sent in a step" in compared
 
     assert "paused after step" in kernel.run("%train pause").text
     assert "paused" in panel(kernel, f"print(repr({PANEL}))").text

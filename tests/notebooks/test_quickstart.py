@@ -14,7 +14,7 @@ from forked_parents import forked_parents_of_kernels
 
 from nbkit.notebook.cluster import registry
 
-NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "01_quickstart.ipynb"
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "00_quickstart.ipynb"
 STEPS, MORE_STEPS = 30, 45
 SMALL = (
     'CLUSTER = "-n 2 --cpu --ttl 10min"\n'

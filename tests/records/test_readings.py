@@ -157,7 +157,7 @@ def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
     assert "rank 0, whose optimizer takes longer" in reading(slow)
     slow[0] = Bar(0, 1.0, other=0.5, compute=0.5)
     assert reading(slow).endswith(
-        "for rank 0, which spends more time outside of the measured parts (500 ms, elsewhere 0 ms: 500 ms more, 50% of "
+        "for rank 0, which spends more time outside of the measured parts (500 ms, elsewhere 0 s: 500 ms more, 50% of "
         "the step): look at what only this rank does"
     )
     assert reading([Bar(0, 1.0, compute=0.7, bubble=0.3)]).startswith("30% of the step is pipeline bubble: try more")
@@ -189,6 +189,30 @@ def test_a_rank_that_is_a_little_late_or_a_link_hides_no_bubble_that_costs_more(
     assert largest_loss(found, slow=replace(link, seconds=0.3)) == replace(link, seconds=0.3)
 
 
+def test_a_bubble_on_some_ranks_alone_is_the_largest_loss_beside_a_small_slow_link() -> None:
+    link = PipelineLink(2, 0, 8, 800, 0.08)
+    found = [
+        Bar(0, 1.0, bubble=0.48, compute=0.52, peers=(0, 1)),
+        Bar(1, 1.0, bubble=0.55, compute=0.45, peers=(0, 1)),
+        *(Bar(rank, 1.0, compute=1.0, peers=(2, 3)) for rank in (2, 3)),
+    ]
+    # Neither the link nor rank 0, which is a little slower than rank 1: the stage with most of the work.
+    assert largest_loss(found, slow=link) == Late(2, pytest.approx(0.48), "compute")
+    assert "the share is large" in reading(found, slow=link)
+
+
+def test_a_rank_that_examines_strategies_is_late_because_of_nbkit() -> None:
+    found = [Bar(0, 1.0, compute=0.9, waiting=0.1), *(Bar(rank, 1.0, compute=0.6, waiting=0.4) for rank in range(1, 4))]
+    assert "look at" in reading(found)
+    found[0] = replace(found[0], examining=0.8)
+    assert reading(found) == (
+        "nbkit examines strategies for the panel on rank 0. That takes 300 ms of each step (30%) and ends by itself."
+    )
+    # If every rank examines, or for a shorter time than the rank is late, something else is the cause.
+    for others in ([replace(bar, examining=0.8) for bar in found], [replace(found[0], examining=0.1), *found[1:]]):
+        assert "nbkit" not in reading(others)
+
+
 def test_the_late_one_of_64_ranks_is_named() -> None:
     found = [Bar(rank, 1.0, compute=0.6, waiting=0.4) for rank in range(64)]
     found[17] = Bar(17, 1.0, compute=0.6, data=0.4)
@@ -198,7 +222,7 @@ def test_the_late_one_of_64_ranks_is_named() -> None:
     assert waits == "The others wait for rank 17"
     assert (
         cause
-        == "waiting for data takes longer (400 ms, elsewhere 0 ms: 400 ms more, 40% of the step): look at its loader"
+        == "waiting for data takes longer (400 ms, elsewhere 0 s: 400 ms more, 40% of the step): look at its loader"
     )
 
 

@@ -167,3 +167,9 @@ def test_a_mean_weighs_by_steps_and_keeps_words_and_rare_numbers() -> None:
     assert (mean.step, mean.start_ns, mean.span, mean.seconds) == (4, 5, 4, 2.0)
     assert mean.parts == {"data": pytest.approx(0.4)}
     assert mean.numbers == {"loss": 2.0, "strategy": "zero3", "eval_loss": 8.0, "step": 4}
+
+
+def test_what_lies_outside_of_a_step_is_no_part_of_its_picture() -> None:
+    laps = (("outside", 0, 3_200), ("data", 3_200, 3_300), ("outside", 3_300, 3_350), ("forward", 3_350, 3_450))
+    detail = records.Detail(350, laps)
+    assert detail.inside == (("data", 0, 100), ("forward", 100, 200)) and detail.span == 200 / 1e9

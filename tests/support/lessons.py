@@ -1,10 +1,13 @@
-"""The notebooks with their outputs: `make lessons` executes those whose code has changed, and stores what came of it.
+"""The lessons: what they ask, the answers in their text, and copies with their outputs.
 
+Lessons are stored without outputs, so that nobody reads an answer before the question. `make lessons` executes those
+whose code has changed, and stores copies with outputs in notebooks/rendered/, for the site. It copies changed text too.
 Outputs that a page cannot show without their kernel are left out if there is text, HTML or a picture beside them.
 """
 
 from __future__ import annotations
 
+import ast
 import getpass
 import hashlib
 import json
@@ -26,6 +29,7 @@ from tests.support import slurm_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+RENDERED = ROOT / "notebooks" / "rendered"
 LIVE = ("application/vnd.jupyter.widget-view+json", "application/javascript")
 PACE_SECONDS = 8.0  # before a cell that looks at a training or switches it, as when a person reads what is above it
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -47,9 +51,17 @@ def digest(notebook: dict[str, Any]) -> str:
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()
 
 
-def is_stale(notebook: dict[str, Any]) -> bool:
-    """Return True if the outputs are not those of the code."""
-    return bool(notebook["metadata"].get("nbkit", {}).get("outputs_of") != digest(notebook))
+def rendered(path: Path) -> Path:
+    """Return the place of the copy of a lesson that has outputs."""
+    return RENDERED / path.name
+
+
+def is_stale(path: Path) -> bool:
+    """Return True if the rendered copy of a lesson is missing, or its outputs are not those of the lesson's code."""
+    if not rendered(path).exists():
+        return True
+    made_of = stored(rendered(path))["metadata"].get("nbkit", {}).get("outputs_of")
+    return bool(made_of != digest(stored(path)))
 
 
 def texts_of(notebook: dict[str, Any]) -> list[str]:
@@ -58,6 +70,44 @@ def texts_of(notebook: dict[str, Any]) -> list[str]:
     pieces = [output.get("text", "") for output in outputs]
     shown = [(kind, part) for output in outputs for kind, part in output.get("data", {}).items()]
     return ["".join(piece) for piece in (*pieces, *(part for kind, part in shown if kind != "image/png"))]
+
+
+_ANSWER = re.compile(r"<summary>Answer ([\d.]+)</summary>\s+\*\*(.+?)\.?\*\*")
+_NUMBER = re.compile(r"-?[\d,]*\.?\d+(?:e-?\d+)?")
+
+
+def questions_of(notebook: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the arguments of each call of `nbkit.lesson.predict`, by its key."""
+    found = {}
+    for cell in code_of(notebook):
+        source = "".join(cell["source"])
+        if "lesson.predict(" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "nbkit.lesson.predict":
+                given = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
+                found[given["key"]] = given | {"question": ast.literal_eval(node.args[0])}
+    return found
+
+
+def answers_of(notebook: dict[str, Any]) -> dict[str, float | str]:
+    """Return the answers that the text gives, by the key of the question: numbers, and choices as they are written."""
+    text = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    questions, found = questions_of(notebook), {}
+    for key, said in _ANSWER.findall(text):
+        number = _NUMBER.match(said)
+        is_number = key in questions and "choices" not in questions[key] and number
+        found[key] = float(number[0].replace(",", "")) if is_number else said
+    return found
+
+
+def with_outputs(path: Path) -> dict[str, Any]:
+    """Return a lesson with the outputs of its rendered copy, which has the same code but may have older text."""
+    notebook, copy = stored(path), stored(rendered(path))
+    for cell, executed in zip(code_of(notebook), code_of(copy), strict=True):
+        cell.update(outputs=executed["outputs"], execution_count=executed["execution_count"])
+    notebook["metadata"]["nbkit"] = copy["metadata"]["nbkit"]
+    return notebook
 
 
 @contextmanager
@@ -72,16 +122,22 @@ def surroundings(notebook: dict[str, Any]) -> Iterator[None]:
 
 
 def execute(path: Path) -> None:
-    """Run the notebook in an empty folder, and store it with what it has shown."""
+    """Run the notebook in an empty folder, as a reader who gives no guess. Store a copy with what it has shown."""
     notebook = read_notebook(path)
-    with tempfile.TemporaryDirectory() as folder, surroundings(notebook):
+    with tempfile.TemporaryDirectory() as folder, surroundings(notebook), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBKIT_GUESSES", "{}")
         with Headless(Path(folder), lambda cell, text: None) as kernel:
             kernel.run(notebook, on_cell=_at_a_readers_pace)
         for cell in code_of(notebook):
             for output in cell["outputs"]:
                 _keep_what_lasts(output, folder)
     notebook["metadata"]["nbkit"] = {"outputs_of": digest(notebook)}
-    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    _store(path, notebook)
+
+
+def _store(path: Path, notebook: dict[str, Any]) -> None:
+    RENDERED.mkdir(exist_ok=True)
+    rendered(path).write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _at_a_readers_pace(cell: dict[str, Any]) -> None:
@@ -107,6 +163,9 @@ def _of_no_machine(text: str, folder: str) -> str:
 
 if __name__ == "__main__":
     wanted = [path for path in LESSONS if any(name in path.stem for name in sys.argv[1:])]
-    for lesson in wanted or [path for path in LESSONS if is_stale(stored(path))]:
+    for lesson in wanted or [path for path in LESSONS if is_stale(path)]:
         print(f"{lesson.name} ...", flush=True)
         execute(lesson)
+    for lesson in LESSONS:
+        if not is_stale(lesson):
+            _store(lesson, with_outputs(lesson))

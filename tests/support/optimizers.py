@@ -410,6 +410,11 @@ def listed(model: nn.Module) -> list[Optimizer]:
     return [SGD(matrices, lr=0.1, momentum=0.9), AdamW(vectors, lr=0.02)]
 
 
+def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+    matrices, vectors = halves(model)
+    return [torch.optim.Muon(matrices, lr=0.02), AdamW(vectors, lr=0.02)]
+
+
 def named(model: nn.Module) -> dict[str, Optimizer]:
     """Return three optimizers by name. One has two groups, one is around another."""
     matrices, vectors = halves(model)
@@ -429,6 +434,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "two in one": lambda model: two(Both, model),
     "chained": lambda model: two(Chained, model),
     "several": listed,
+    "muon and adamw": muon_and_adamw,
     "several by name": named,
     "8-bit": lambda model: EightBit(model.parameters()),
     "lars": lambda model: Lars(model.parameters()),

@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ if str(_folder) not in sys.path:
     sys.path.insert(0, str(_folder))
 
 from jupyter_lab import LabPage, chromium, jupyter_lab  # noqa: E402
-from PIL import Image, ImageChops  # noqa: E402
 
 PAGE = _folder.parents[1] / "docs" / "gallery.md"
 WIDTH, HEIGHT = 1250, 1500
@@ -74,6 +74,10 @@ _REMOVE_LOGS = """area => {
   notes.innerHTML = notes.innerHTML.split("<br>").filter(line => !line.startsWith("logs")).join("<br>");
 }"""
 
+_SHORTEN_PATHS = r"""area => area.querySelectorAll("pre").forEach(pre => {
+  pre.innerHTML = pre.innerHTML.replace(/\/\S*\/runs\//g, "runs/");
+})"""
+
 
 def _start(lab: LabPage, number: int) -> Any:
     """Leave out the folder of logs, which is another one on each machine."""
@@ -85,6 +89,21 @@ def _breakpoint(lab: LabPage, number: int) -> Any:
     """Ask for a value at the prompt. Let the cell go on after the picture: see _AFTER."""
     _type(lab, number, "p loss")
     lab.wait_for_output(number, "tensor(", 60)
+    return shown_by(lab, number)
+
+
+def _panel(lab: LabPage, number: int) -> Any:
+    """Wait until every strategy was examined, and have those that fit measured."""
+
+    def wait(over: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + CELL_SECONDS
+        while not over() and time.monotonic() < deadline:
+            lab.page.wait_for_timeout(1000)
+
+    wait(lambda: "not examined yet" not in lab.output(number))
+    lab.cell(number).get_by_text("Measure all that fit").click()
+    wait(lambda: "Recommended" in lab.output(number))
+    lab.page.wait_for_timeout(5000)
     return shown_by(lab, number)
 
 
@@ -117,13 +136,15 @@ def _replaced(lab: LabPage, number: int) -> Any:
     while "--detach" not in lab.cell(number).inner_text():
         number -= 1
     lab.wait_for_output(number, "was replaced", 120)
+    lab.page.wait_for_timeout(3000)
+    shown_by(lab, number).evaluate(_SHORTEN_PATHS)
     return shown_by(lab, number)
 
 
 def _board(lab: LabPage, number: int) -> Any:
     frame = lab.cell(number).locator("iframe")
     frame.evaluate("frame => frame.scrollIntoView({ block: 'center' })")
-    frame.element_handle().content_frame().wait_for_selector("text=/loss/", timeout=90_000)
+    frame.element_handle().content_frame().wait_for_selector("text=/loss/", timeout=CELL_SECONDS * 1000)
     lab.page.wait_for_timeout(6000)
     return frame
 
@@ -156,7 +177,7 @@ def _until(text: str) -> Callable[[LabPage, int], Any]:
 _BEFORE: dict[str, Callable[[LabPage, int], Any]] = {
     "start": _start,
     "breakpoint": _breakpoint,
-    "panel": _pause(45),
+    "panel": _panel,
     "dashboard": _pause(25),
     "dark": _dark,
     "pipeline": _pipeline,
@@ -177,6 +198,8 @@ _WHILE_IT_RUNS = {"breakpoint"}
 
 def take(element: Any) -> bytes:
     """Return the element as a PNG, without empty margins."""
+    from PIL import Image, ImageChops
+
     element.evaluate("element => element.scrollIntoView({ block: 'center' })")
     element.page.mouse.move(0, 0)  # no tooltips
     shot = Image.open(io.BytesIO(element.screenshot())).convert("RGB")
@@ -211,6 +234,8 @@ def main(wanted: Sequence[str]) -> int:
                 lab.wait_done(number, CELL_SECONDS)
             lab.page.wait_for_timeout(500)  # the page draws
             for name in pictures:
+                if wanted and name not in wanted and name not in _AFTER:
+                    continue
                 element = _BEFORE.get(name, shown_by)(lab, number)
                 if not wanted or name in wanted:
                     picture = take(element)

@@ -51,6 +51,7 @@ def table_of(now: str = "ddp", ranks: int = 4, nodes: int = 1, **changed: Any) -
                 "predicted_step_s": {"pp=4 schedule=1f1b microbatches=8": 0.02, "tp=4": 0.031}.get(str(one)),
                 "switch_s": 0.5 if fits else None,
                 "arithmetic": f"global 16 = micro {16 // one.dp} x accum 1 x dp {one.dp}" if fits else "",
+                "cut": "stages of 1+1 blocks, with 50% + 50% of the measured compute" if one.pp == 2 else "",
             }
         )
     return {

@@ -216,13 +216,16 @@ class Cluster:
     ) -> Cluster:
         """Start a cluster on this machine, or `on` others, and make it the notebook's.
 
-        n: ranks; default one per idle GPU, one if others use the GPUs, two without a GPU. gpus: a choice such as "2,3".
-        spares: this many extra GPUs, or sets of cores, on each host, in reserve for a rank whose own device fails in a
-        training; taken from the end of `gpus`. ttl: seconds, or "12h", without a notebook and a running cell after
-        which the cluster ends (two hours, unless nbkit.toml says otherwise). launcher, nodes, options: start `n` ranks
-        on so many hosts with this launcher, given these words (docs/reference/extensions.md). on: a StartRequest of
-        a launcher with options of its own, which gives the number of ranks. Returns when every rank has answered and
-        the process group has done an all-reduce.
+        n: ranks; None (the default): one per idle GPU, one if others use the GPUs, two without a GPU. name: the
+        cluster's name; None (the default): one is made up. gpus: a choice of GPUs, such as "2,3". cpu: make CPU ranks
+        even if there are GPUs. spares: this many extra GPUs, or sets of cores, on each host, in reserve for a rank
+        whose own device fails in a training; they are taken from the end of `gpus`. ttl: the cluster ends after so
+        long without a notebook and a running cell, in seconds or as "12h"; None (the default): two hours, unless
+        nbkit.toml says otherwise. on: a StartRequest of a launcher with options of its own, which gives the number of
+        ranks. launcher: the name of a launcher (docs/reference/extensions.md). nodes: hosts of the launcher. options:
+        words that the launcher gets.
+
+        Returns when every rank has answered and the process group has done an all-reduce.
         Raises ClusterError, ClusterExists or UsageError, with nothing left running.
         """
         check_platform()

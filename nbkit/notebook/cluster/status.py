@@ -62,6 +62,15 @@ class Status:
             asked = f"{asked} on each host"
         return [f"spares: {', '.join(self.entry.spares) or f'none is left of {asked}'}"] if asked else []
 
+    def as_json(self) -> dict[str, Any]:
+        """Return {"name", "ranks": [...], "backend", "generation", "host", "folder", "spares", "notes"}.
+
+        An element of ranks has the fields of RankRow. folder: of logs and output. spares: devices in reserve.
+        """
+        entry = self.entry
+        told = {name: getattr(entry, name) for name in ("name", "backend", "host", "folder", "spares")}
+        return {**told, "ranks": self.rows, "generation": self.generation, "notes": self.notes}
+
     def __repr__(self) -> str:
         table = text_table(COLUMNS, [row.cells() for row in self.rows])
         reasons = [f"rank {row.rank} is on {row.why}" for row in self.rows]
@@ -79,6 +88,26 @@ class ClusterList:
 
     entries: Sequence[ClusterEntry]
     unreadable: Sequence[str] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return {"clusters": [{"name", "ranks", "backend", "state", "age", "ttl", "host", "devices"}, ...]}.
+
+        ranks: how many. state: "ended" of a cluster whose processes are gone, so that only `nbkit clean` is left. age,
+        ttl: seconds. devices: one for each rank. Beside it, "unreadable": lines about clusters of another release.
+        """
+        return {
+            "clusters": [
+                {
+                    **{name: getattr(entry, name) for name in ("name", "backend", "ttl", "host")},
+                    "ranks": entry.n,
+                    "state": entry.state if entry.is_alive() else "ended",
+                    "age": time.time() - entry.born,
+                    "devices": entry.labels,
+                }
+                for entry in self.entries
+            ],
+            "unreadable": self.unreadable,
+        }
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []

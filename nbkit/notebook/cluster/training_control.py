@@ -8,6 +8,7 @@ small table of predicted beside measured values, or an error.
 from __future__ import annotations
 
 import html
+import math
 import os
 import re
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 from nbkit import errors
 from nbkit.errors import ClusterError, NbkitError, UsageError
-from nbkit.figures import seconds, size
+from nbkit.figures import between, seconds, size
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.handle import handle_of, wait_for, wait_here
 from nbkit.notebook.cluster.cells.submit import request_for
@@ -80,7 +81,7 @@ class ControlResult:
             change = f", {before / tried:.2f} × as fast" if tried and before else ""
             return f"tried {self.result['strategy']} for {steps}: {seconds(tried)} a step, {beside}{change}"
         if self.do == "compare":
-            return f"compared for {self.result['steps']} steps each at step {self.step}, under {self.strategy} again"
+            return verdict(self.result["strategies"], self.strategy)
         if self.do == "fit":
             then = "going on" if self.result["goes_on"] else "trainer.fit(...) goes on"
             return f"{self.result['changes']} after step {self.step}: {then}"
@@ -110,7 +111,7 @@ class ControlResult:
 
     def __repr__(self) -> str:
         if self.ok and self.do == "compare":
-            return "\n".join([self.line, *_lined_up(self.compared)])
+            return "\n".join([self.line, *_lined_up(self.compared), f"  {self.turns}"])
         rows = [f"  {what:<12} predicted {predicted:<10} measured {found}" for what, predicted, found in self.figures]
         notes = [f"  {note}" for note in self.notes]
         return "\n".join([self.line, *rows, *notes])
@@ -124,12 +125,20 @@ class ControlResult:
     def compared(self) -> list[tuple[str, ...]]:
         """Return the rows of a comparison; the first one is the header."""
         head = "strategy", "a step", "the median lies within", "peak", "sent in a step"
-        return [head, *(_compared(row) for row in self.result["strategies"])]
+        rows = sorted(self.result["strategies"], key=lambda row: math.inf if row["error"] else row["step_s"])
+        return [head, *map(_compared, rows)]
+
+    @property
+    def turns(self) -> str:
+        """Return how a comparison was made."""
+        steps = f"{self.result['steps']} steps each, in turns, after step {self.step}"
+        return f"{steps}, from the same state on the same batches; the training goes on under {self.strategy}"
 
     def _repr_html_(self) -> str:
         if self.ok and self.do == "compare":
             cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.compared]
-            return f"<b>{html.escape(self.line)}</b><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+            table = "".join(f"<tr>{row}</tr>" for row in cells)
+            return f"<b>{html.escape(self.line)}</b><table>{table}</table><small>{html.escape(self.turns)}</small>"
         if not self.figures:
             return f"<span>{html.escape(self.line)}</span>"
         rows = "".join(
@@ -141,11 +150,32 @@ class ControlResult:
         return f"<b>{html.escape(self.line)}</b><table>{head}{rows}</table><small>{notes}</small>"
 
 
+def verdict(rows: Sequence[Mapping[str, Any]], now: str) -> str:
+    """Return in a sentence which strategy of a comparison is the fastest. now: the one that the training goes on under.
+
+    A difference counts if it is larger than the intervals in which the medians lie.
+    """
+    known = [row for row in rows if not row["error"]]
+    here = next((row for row in known if row["strategy"] == now), None)
+    if here is None or len(known) < 2:
+        return f"No other strategy could be measured beside {now}."
+    best = min(known, key=lambda row: row["step_s"])
+    if None in (best["high_s"], here["low_s"]):
+        return (
+            f"Too few steps were measured to tell the strategies apart: {now} takes {seconds(here['step_s'])} a step."
+        )
+    if best["high_s"] < here["low_s"]:
+        times = f"{here['step_s'] / best['step_s']:.2f}"
+        took = f"{seconds(best['step_s'])} a step, {times} times as fast as {now}"
+        return f"{best['strategy']} is the fastest of the {len(known)} that were measured: {took}, which runs now."
+    return f"No strategy is measurably faster than {now}, which runs now and takes {seconds(here['step_s'])} a step."
+
+
 def _compared(row: Mapping[str, Any]) -> tuple[str, ...]:
     if row["error"]:
         return row["strategy"], row["error"], "", "", ""
-    between = f"{seconds(row['low_s'])} to {seconds(row['high_s'])}" if row["low_s"] is not None else ""
-    return row["strategy"], seconds(row["step_s"]), between, size(row["peak_bytes"]), size(row["sent_bytes"])
+    within = between(row["low_s"], row["high_s"]) if row["low_s"] is not None else ""
+    return row["strategy"], seconds(row["step_s"]), within, size(row["peak_bytes"]), size(row["sent_bytes"])
 
 
 def _lined_up(rows: list[tuple[str, ...]]) -> list[str]:
@@ -250,9 +280,12 @@ class TrainingClient:
         return bool(self._ask_one(GetStatus()).get("training"))
 
     def look(self) -> dict[str, Any]:
-        """Return a rank's answer about its training, even if it is busy; see bridge/requests.py. {} means no answer.
+        """Return a rank's answer about its training, even if it is busy. {} means no answer.
 
-        "table" is the estimate for every strategy, {} while it is being computed.
+        "training": steps are being made. "job": there is a Trainer or a job; without one the rest is missing. "held":
+        paused. "step": finished steps. "strategy": the one in force. "progress": what the cell's card shows. "table":
+        an estimate for every strategy, {} while it is being computed. Its keys are those of `table` in
+        nbkit/rank/train/estimate/strategy_table.py.
         """
         answer = self._ask_one(GetStrategies(self._stamp))
         if not answer:

@@ -571,6 +571,18 @@ class Why:
         """Return the conclusion in one sentence."""
         return self.verdict.sentence
 
+    def as_json(self) -> dict[str, Any]:
+        """Return {"sentence", "kind", "stuck", "ranks", "seconds", "table": [...]}.
+
+        sentence: the conclusion. kind, ranks: see HangVerdict. stuck: a rank waits for another, or is held. An element
+        of table has the columns of the table as texts, and "stacks", which is "" without --stacks.
+        """
+        rows = [
+            dict(zip(COLUMNS, _row(state), strict=True)) | {"stacks": state.stacks} for state in self.states.values()
+        ]
+        told = {name: getattr(self.verdict, name) for name in ("sentence", "kind", "stuck", "ranks")}
+        return {**told, "seconds": self.seconds, "table": rows}
+
     def _rows(self) -> list[tuple[str, ...]]:
         return [_row(state) for state in self.states.values()]
 

@@ -113,7 +113,10 @@ class RunReader:
             }
 
     def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
-        """Return everything there is to draw, as plain values.
+        """Return everything there is to draw, as plain values: {"state", "strategies", "points", "events", "step"}.
+
+        state: see `state`. events: as sinks get them. points: a row for each step: step, span, time, tokens,
+        loss, rate, strategy (an index into strategies). step: the newest measured step, part by part and rank by rank.
 
         anew: with a new picture of a step, which takes longest.
         """

@@ -7,7 +7,7 @@ known state of ranks and hosts: clocks, temperature, power, CPU, with slowed GPU
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from statistics import fmean
 from typing import Any
 
@@ -127,7 +127,8 @@ def _costs(kind: str, ops: Sequence[PipelineOp], num_stages: int) -> list[float]
 
 def _laps(run: Run, details: dict[int, Detail]) -> dict[str, Any]:
     newest = max(detail.step for detail in details.values())
-    details = {rank: one for rank, one in details.items() if one.step == newest and one.laps}
+    details = {rank: one for rank, one in details.items() if one.step == newest}
+    details = {rank: replace(one, laps=one.inside) for rank, one in details.items() if one.inside}
     if not details:
         return {"kind": "laps", "step": newest, "ranks": [], "measured": [], "measured_span": 0.0}
     begin = min(_aligned(run, rank, one.laps[0][1]) for rank, one in details.items())
@@ -280,7 +281,7 @@ def lateness(run: Run) -> dict[str, Any]:
         {
             "rank": rank,
             "steps": len(those),
-            "cause": those[-1].cause,
+            "cause": "nbkit" if those[-1].by_nbkit else those[-1].cause,
         }
         for rank, those in sorted(found.items(), key=lambda item: -len(item[1]))
     ]
@@ -301,7 +302,11 @@ def _slow_link(run: Run, step: int, rows: list[TrafficRow], of: list[Bar]) -> Pi
 
 def _late(late: Late | None) -> dict[str, Any] | None:
     """Return the late rank. seconds: how much longer its part of the bar is than on the ranks it is compared with."""
-    return None if late is None else {"rank": late.rank, "seconds": short(late.longer), "cause": late.cause}
+    return (
+        None
+        if late is None
+        else {"rank": late.rank, "seconds": short(late.longer), "cause": "nbkit" if late.by_nbkit else late.cause}
+    )
 
 
 def _row(row: TrafficRow, predicted: forecast.Forecast | None) -> dict[str, Any]:

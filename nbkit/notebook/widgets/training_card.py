@@ -142,6 +142,7 @@ class LiveCard:
         if self._execution.closing and not last:
             return
         if not self._shown:
+            self._execution.lines.has_card = True
             for name, text in self._execution.lines.make_way():
                 self._execution.outbox.stream(name, text)
         transient = {"display_id": f"nbkit-card-{self._execution.request.id}"}

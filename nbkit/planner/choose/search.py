@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any, Literal, TypeVar
@@ -64,7 +64,7 @@ def fastest(seconds: Mapping[T, float]) -> T | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """A recommendation. strategy: "" if none fits. why: its advantage. rivals: other strategies that may be faster."""
+    """A recommendation. strategy: "" without evidence. why: its advantage. rivals: others that may be faster."""
 
     strategy: str = ""
     why: Literal["fastest", "in force", "least memory", ""] = ""
@@ -72,33 +72,31 @@ class Choice:
 
 
 def recommended(rows: Sequence[Mapping[str, Any]], limit: float | None, now: str) -> Choice:
-    """Return the recommended strategy among those that fit.
+    """Return the recommended strategy among those that fit; none without evidence.
 
-    It is the fastest one, and the simplest of equally fast ones. If others may be faster too, or seconds are known for
-    fewer than two, it is the strategy in force if it is among these, since a switch may gain nothing; otherwise the one
-    that holds the least. rows: of a table of strategies, simple ones first. limit: bytes that the fullest rank can
-    hold; None if unknown. now: the strategy in force.
+    Evidence are the seconds of at least two strategies with their bounds (see `bounds_of`), the one in force among
+    them. The fastest one is recommended, and the simplest of equally fast ones. If others may be faster too, it is the
+    strategy in force if it is among these, since a switch may gain nothing; otherwise the one that holds the least.
+    rows: of a table of strategies, simple ones first. limit: bytes that the fullest rank can hold; None if unknown.
+    now: the strategy in force.
     """
     sizes = {row["strategy"]: row["peak_bytes"] or row["memory"].get("after", 0) for row in rows if row["ok"]}
     fits = {row["strategy"]: row for row in rows if row["ok"] and (limit is None or sizes[row["strategy"]] <= limit)}
-    known = {name: seconds for name, row in fits.items() if (seconds := _seconds(row)) is not None}
+    error = prediction_error(rows)
+    bounds = {name: bounds_of(row, error) for name, row in fits.items() if _seconds(row) is not None}
+    known = {name: _seconds(fits[name]) or 0.0 for name, (_, high) in bounds.items() if not math.isinf(high)}
     first = fastest(known) if len(known) > 1 else None
-    if first is None:
-        return _by_state(list(fits), sizes, now)
-    high = bounds_of(fits[first])[1]
-    rivals = [name for name in known if name != first and ALIKE * bounds_of(fits[name])[0] < high]
+    if first is None or (now in fits and now not in known):
+        return Choice()
+    rivals = [name for name in known if name != first and ALIKE * bounds[name][0] < bounds[first][1]]
     if not rivals:
         return Choice(first, "fastest")
     tied = [name for name in known if name == first or name in rivals]
-    chosen = _by_state(tied, sizes, now)
+    if now in tied:
+        chosen = Choice(now, "in force")
+    else:
+        chosen = Choice(min(tied, key=lambda name: sizes[name]), "least memory")
     return replace(chosen, rivals=tuple(name for name in tied if name != chosen.strategy))
-
-
-def _by_state(names: Sequence[str], sizes: Mapping[str, float], now: str) -> Choice:
-    """Return the choice among strategies whose seconds do not decide: the one in force, or the one that holds least."""
-    if now in names:
-        return Choice(now, "in force")
-    return Choice(min(names, key=lambda name: sizes[name]), "least memory") if names else Choice()
 
 
 def _seconds(row: Mapping[str, Any]) -> float | None:
@@ -106,15 +104,22 @@ def _seconds(row: Mapping[str, Any]) -> float | None:
     return found
 
 
-def bounds_of(row: Mapping[str, Any]) -> tuple[float, float]:
+def prediction_error(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return by what factor predictions of this job were wrong at worst, where both are known; None if nowhere."""
+    both = [(row["step_s"], row["predicted_step_s"]) for row in rows]
+    factors = [max(took / said, said / took) for took, said in both if took and said]
+    return max(factors, default=None)
+
+
+def bounds_of(row: Mapping[str, Any], error: float | None = None) -> tuple[float, float]:
     """Return the lower and the upper bound of the seconds of a row's step.
 
-    They are 0 and infinity if too few steps were measured, and wider if these were long ago. A prediction has no
-    margin.
+    They are 0 and infinity if too few steps were measured, and wider if these were long ago. A prediction may be wrong
+    by the factor `error`; if that is unknown, it bounds nothing.
     """
     if row["step_s"] is None:
         predicted: float = row["predicted_step_s"]
-        return predicted, predicted
+        return (predicted / error, predicted * error) if error is not None else (0.0, math.inf)
     if row["step_low_s"] is None or row["step_high_s"] is None:
         return 0.0, math.inf
     wider = 1 + WIDER * (row["step_ago"] > AGED)

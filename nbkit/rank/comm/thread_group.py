@@ -94,10 +94,13 @@ class ThreadRanks(Generic[T]):
 
 @dataclass
 class _Call:
-    """A collective under way. sent, received: the tensors by rank, of the ranks that have called it so far."""
+    """A collective under way. sent, received: the tensors by rank, of the ranks that have called it so far.
+
+    sent may be a tuple: the parts for each rank.
+    """
 
     operation: str
-    sent: dict[int, Tensor] = field(default_factory=dict)
+    sent: dict[int, Any] = field(default_factory=dict)
     received: dict[int, Tensor] = field(default_factory=dict)
     done: bool = False
 
@@ -235,15 +238,13 @@ class ThreadGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        """Concatenate part `i` of every rank's input in the output of rank `i`. The parts must be equal."""
-        if len({*output_sizes, *input_sizes}) > 1:
-            raise NotImplementedError("all_to_all of unequal parts")
-        parts = (self.size(), input.shape[0] // self.size(), *input.shape[1:])
+        """Concatenate part `i` of every rank's input in the output of rank `i`. The sizes are of parts, along dim 0."""
+        parts = input.split(list(input_sizes) or [input.shape[0] // self.size()] * self.size())
         return self._waited(
             "all_to_all",
-            input,
+            parts,
             output,
-            lambda all_sent: list(torch.stack([sent.view(parts) for sent in all_sent]).transpose(0, 1).contiguous()),
+            lambda all_sent: [torch.cat(given) for given in zip(*all_sent, strict=True)],
         )
 
     def _waited(self, *call: Any) -> dist.Work:
@@ -289,13 +290,14 @@ class ThreadGroup(dist.ProcessGroup):
 
     @torch.no_grad()
     def _collective(
-        self, operation: str, sent: Tensor, received: Tensor, give: Callable[[list[Tensor]], Sequence[Tensor]]
+        self, operation: str, sent: Any, received: Tensor, give: Callable[[list[Any]], Sequence[Tensor]]
     ) -> dist.Work:
         """Take part in a collective; the last rank computes it. give: inputs by rank -> outputs by rank."""
         number, self._made = self._made, self._made + 1
         call = self._meeting.calls.setdefault(number, _Call(operation))
-        if call.operation != operation or any(other.shape != sent.shape for other in call.sent.values()):
-            raise RuntimeError(f"the ranks make other collectives: {call.operation} and {operation} {list(sent.shape)}")
+        shape = None if isinstance(sent, tuple) else list(sent.shape)  # parts may differ: see alltoall_base
+        if call.operation != operation or any(shape and list(each.shape) != shape for each in call.sent.values()):
+            raise RuntimeError(f"the ranks make other collectives: {call.operation} and {operation} {shape}")
         call.sent[self._me], call.received[self._me] = sent, received
         if len(call.sent) == self.size():
             del self._meeting.calls[number]

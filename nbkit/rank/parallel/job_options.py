@@ -12,7 +12,9 @@ class JobOptions:
 
     tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass. cut: a rank
     cuts its rows into several forwards, whatever the strategy. compile: compile blocks where that is safe. adaptive:
-    the optimizer's steps do not grow with the gradients, as with Adam. own_forward: the user calls the model.
+    the optimizer's steps do not grow with the gradients, as with Adam. own_forward: the user calls the model. whole:
+    parameters that the optimizer can only update whole, as Muon does with matrices. whole_in_tp: these, and parameters
+    that it can update in rows but not in columns.
     """
 
     tp_plan: Mapping[str, str] | None = None
@@ -21,3 +23,5 @@ class JobOptions:
     compile: bool | str = False
     adaptive: bool = False
     own_forward: bool = False
+    whole: frozenset[str] = frozenset()
+    whole_in_tp: frozenset[str] = frozenset()

@@ -15,7 +15,7 @@ from torch import nn
 
 from nbkit.device_speeds import of_stages
 from nbkit.errors import StrategyError
-from nbkit.planner.stages import stage_ranges
+from nbkit.planner.stages import spelled, stage_ranges
 from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.module.copies import homes, skeleton_of
@@ -210,6 +210,17 @@ class ModelFacts:
         """Return (first piece, one past the last) of each stage of `strategy`. There must be a chain."""
         assert self.chain is not None
         return stage_ranges(self.costs or [1.0] * len(self.chain), strategy)
+
+    def cut(self, strategy: Strategy) -> str:
+        """Return how a pipeline cuts the blocks and what each stage costs, in words; "" without a pipeline."""
+        if strategy.pp == 1 or self.chain is None:
+            return ""
+        ranges = self.stage_ranges(strategy)
+        words = f"stages of {spelled(ranges)} blocks"
+        if not self.costs:
+            return f"{words}, counted as equal"
+        shares = [f"{sum(self.costs[start:stop]) / sum(self.costs):.0%}" for start, stop in ranges]
+        return f"{words}, with {' + '.join(shares)} of the measured compute"
 
     def stages(self, strategy: Strategy) -> list[PipelineRank]:
         """Return what each rank of the pipeline holds; [] without a pipeline.

@@ -33,6 +33,7 @@ from nbkit.rank.parallel.plan import ParallelPlan, keeps_whole, need_chain, need
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
+from nbkit.rank.parallel.whole_tensors import WholeTensors
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.schedules import Schedule
 from nbkit.tensor_layout import Layout
@@ -77,13 +78,15 @@ class ShardedSkeleton:
             proven=found is not None,
             casts=self.plan.casts,
             adaptive=self.plan.options.adaptive,
+            owners=self.plan.places,
         )
         if strategy.mesh.size > strategy.dp or (strategy.zero == 3 and axes.size("shard") > 1):
             mark_parts(self.module, str(strategy))
             if strategy.tp > 1 or strategy.pp > 1 or strategy.zero == 3:
                 refuse_copies(self.module, str(strategy))
+        owned = WholeTensors(self.plan, self.connections, data.held, data.layouts) if self.plan.owners else None
         return ShardedModel(
-            self.plan, self.connections, self.module, data, self.staged, pipeline, self.partial, self.notes
+            self.plan, self.connections, self.module, data, self.staged, pipeline, self.partial, self.notes, owned
         )
 
 

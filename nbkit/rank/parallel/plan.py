@@ -10,12 +10,13 @@ holds the layouts of its plan. The tests compare them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from nbkit.errors import StrategyError
+from nbkit.planner.owners import owners
 from nbkit.planner.stages import spelled
 from nbkit.rank.parallel.device_mesh import groups_along
 from nbkit.rank.parallel.job_options import JobOptions
@@ -36,11 +37,13 @@ RankGroups = list[tuple[int, ...]]
 class RankLayouts:
     """The layouts of every rank, each as name -> layout.
 
-    weights: of the weights between steps. held: of what the optimizer updates. buffers: of the buffers that a
-    checkpoint holds.
+    weights: of the weights between steps. summed: of the gradients that a rank has once they are summed. held: of what
+    the optimizer updates, with its state; it differs from `summed` where a tensor has an owner. buffers: of the buffers
+    that a checkpoint holds.
     """
 
     weights: tuple[Layouts, ...]
+    summed: tuple[Layouts, ...]
     held: tuple[Layouts, ...]
     buffers: tuple[Layouts, ...]
 
@@ -74,7 +77,7 @@ class ParallelPlan:
         strategy, shapes, stages = self.strategy, self.facts.shapes, self.facts.stages(self.strategy)
         known: dict[tuple[int, int], Layouts] = {}
         sharded: dict[tuple[int, int, int], Layouts] = {}
-        weights, held, buffers = [], [], []
+        weights, summed, buffers = [], [], []
         for rank in range(strategy.mesh.size):
             at = strategy.mesh.index(rank)
             here, place = stages[at["pp"]] if stages else None, (at["pp"], at["tp"])
@@ -85,12 +88,67 @@ class ParallelPlan:
             if strategy.zero:
                 part = at["dp"] % strategy.shard
                 if (*place, part) not in sharded:
-                    sharded[*place, part] = {n: shapes.shard(each, strategy.shard, part) for n, each in mine.items()}
+                    sharded[*place, part] = {
+                        n: each if n in self.places else shapes.shard(each, strategy.shard, part)
+                        for n, each in mine.items()
+                        if self.places.get(n, part) == part
+                    }
                 shards = sharded[*place, part]
             weights.append(shards if strategy.zero == 3 else mine)
-            held.append(shards)
+            summed.append(shards)
             buffers.append(shapes.buffers if here is None else here.buffers)
-        return RankLayouts(tuple(weights), tuple(held), tuple(buffers))
+        held = _with_owners(summed, self._owners_of(summed))
+        return RankLayouts(tuple(weights), tuple(summed), held, tuple(buffers))
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Return name -> the place in its sharding group of the rank that updates the whole tensor, under zero 1 and 2.
+
+        Every rank has the whole weight then. So the gradient is summed there, and not cut first: see owned_bucket.py.
+        """
+        strategy, mesh, stages = self.strategy, self.strategy.mesh, self.facts.stages(self.strategy)
+        if strategy.zero not in (1, 2) or strategy.tp > 1 or strategy.shard == 1 or not self._whole:
+            return {}
+        candidates: dict[str, list[list[int]]] = {}
+        for rank, at in enumerate(map(mesh.index, range(mesh.size))):
+            here = self._whole & stages[at["pp"]].parameters if stages else self._whole
+            for name in here:
+                places = candidates.setdefault(name, [[] for _ in range(strategy.shard)])
+                places[at["dp"] % strategy.shard].append(rank)
+        shapes = {name: self.facts.shapes.whole[name].shape for name in candidates}
+        together = {name: list(map(tuple, places)) for name, places in candidates.items() if shapes[name]}
+        return owners(together, shapes, mesh.size)
+
+    @cached_property
+    def owners(self) -> dict[str, int]:
+        """Return name -> the rank that updates the whole tensor, for tensors that are cut and must not be.
+
+        See whole_tensors.py. It has none of the tensors in `places`, which are not cut.
+        """
+        return self._owners_of(self.layouts.summed) if self._whole else {}
+
+    @property
+    def _whole(self) -> frozenset[str]:
+        return self.options.whole_in_tp if self.strategy.tp > 1 else self.options.whole
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Return the tensors that one rank, or one in each group, updates for others too."""
+        return frozenset(self.owners).union(self.places)
+
+    def _owners_of(self, summed: Sequence[Layouts]) -> dict[str, int]:
+        if not (whole := self._whole):
+            return {}
+        cut = {name for part in {id(each): each for each in summed}.values() for name in part.keys() & whole
+               if not part[name].is_whole}  # fmt: skip
+        holders: dict[str, list[int]] = {}
+        for rank, part in enumerate(summed):
+            for name in part.keys() & cut:
+                if part[name].numel:
+                    holders.setdefault(name, []).append(rank)
+        shapes = {name: self.facts.shapes.whole[name].shape for name in holders}
+        alone = {name: [(rank,) for rank in ranks] for name, ranks in holders.items()}
+        return {name: holders[name][n] for name, n in owners(alone, shapes, self.strategy.mesh.size).items()}
 
     @cached_property
     def groups(self) -> dict[str, RankGroups]:
@@ -105,8 +163,8 @@ class ParallelPlan:
         if mesh.pp == 1:
             return ()
         stages: dict[str, set[int]] = {}
-        for rank, held in enumerate(self.layouts.held):
-            for name in held:
+        for rank, summed in enumerate(self.layouts.summed):
+            for name in summed:
                 stages.setdefault(name, set()).add(mesh.index(rank)["pp"])
         found: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(stages):
@@ -167,7 +225,7 @@ class ParallelPlan:
         parts += [self.options.recompute, self.options.compile, self.options.cut, self.options.adaptive]
         if "chain" in needed_facts(strategy):
             parts.append(facts.digest("chain"))
-        parts += [self.stages, self.tensor]
+        parts += [self.stages, self.tensor, sorted(self.owners.items()), sorted(self.places.items())]
         parts += [facts.digest("positionwise")] * (strategy.cp > 1) + [facts.digest("gathers")] * (strategy.zero == 3)
         return digest_of(parts)
 
@@ -211,6 +269,7 @@ def refusals(
     guessed: there is no batch to run, and the blocks of the model are guessed by its structure.
     """
     needs = [_need_stages, _need_facts, _need_copies, _need_whole_gradients, need_rows, _need_outside]
+    needs += [_need_one_gradient]
     for need in [*needs, *([] if guessed else [need_chain]), _need_gathers, _need_positionwise]:
         try:
             need(strategy, facts, options)
@@ -287,6 +346,16 @@ def _need_whole_gradients(strategy: Strategy, facts: ModelFacts, options: JobOpt
             f"The gradient of {facts.hooked!r} has a hook, which {strategy} would give a part of it, or never call.",
             numbers="by Tensor.register_hook or register_post_accumulate_grad_hook; hooks of modules are called",
             hint="without the hook; under 'ddp' and nbkit.prepare, change p.grad behind job.backward(batch)",
+        )
+
+
+def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:
+    """Raise StrategyError if replicas train apart, and tensors that tp cuts are updated whole by one rank."""
+    if strategy.tp > 1 and strategy.exchange.every > 1 and options.whole_in_tp:
+        raise StrategyError(
+            f"{strategy} lets replicas train apart, and one rank would update tensors that tp cuts for all.",
+            numbers=f"{len(options.whole_in_tp)} tensors, {strategy.dp} replicas",
+            hint=f"'tp={strategy.tp}' without sync_every, or an optimizer such as AdamW",
         )
 
 
@@ -370,6 +439,18 @@ def _need_positionwise(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> 
         )
 
 
+def _with_owners(summed: Sequence[Layouts], owned: Mapping[str, int]) -> tuple[Layouts, ...]:
+    """Return the layouts of what each rank updates: `summed`, with whole tensors at their owners and nowhere else."""
+    if not owned:
+        return tuple(summed)
+    shapes = {name: layout.shape for part in summed for name, layout in part.items() if name in owned}
+    whole = {name: Layout.whole(shape) for name, shape in shapes.items()}
+    return tuple(
+        {name: whole.get(name, layout) for name, layout in part.items() if owned.get(name, rank) == rank}
+        for rank, part in enumerate(summed)
+    )
+
+
 def _steps(plan: ParallelPlan) -> Iterator[str]:
     """Yield what `parallelize` does, in its order."""
     strategy, facts = plan.strategy, plan.facts
@@ -390,6 +471,8 @@ def _steps(plan: ParallelPlan) -> Iterator[str]:
         copies = strategy.dp // strategy.shard if strategy.zero else strategy.dp
         over = f" over {strategy.shard} ranks" if strategy.zero else ""
         yield f"data: {shards} sharded{over}, {copies} {'copies' if copies > 1 else 'copy'}"
+    if count := len(plan.owners) or len(plan.places):
+        yield f"optimizer: {count} tensors are updated whole, each by the rank that owns it"
 
 
 def _parameters(plan: ParallelPlan) -> Iterator[str]:

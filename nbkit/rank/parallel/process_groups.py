@@ -115,7 +115,7 @@ def _ties(plan: ParallelPlan, rank: int, make: MakeGroup) -> tuple[tuple[dist.Pr
     found = []
     for tie in plan.ties:
         group = make("pp", tie.groups, rank)
-        own = tuple(name for name in tie.names if name in plan.layouts.held[rank])
+        own = tuple(name for name in tie.names if name in plan.layouts.summed[rank])
         if group is not None and own:
             found.append((group, own))
     return tuple(found)

@@ -25,7 +25,9 @@ from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.rank.parallel.reshard.plain_attributes import Attributes, plain_attributes
+from nbkit.rank.parallel.whole_tensors import WholeTensors
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
 
 @dataclass
@@ -33,9 +35,10 @@ class ShardedModel:
     """The model of one plan on this rank.
 
     partial: parameters whose gradients are partial sums over the named axes. notes: information for the user about how
-    the model was split. no_cache: why the model keeps no keys and values while it generates; "" if it keeps them, None
-    if this was not tried. inside: nbkit, not the user, is calling the module. built: the plain attributes of the
-    module's parts as they were built.
+    the model was split. owned: the tensors that the optimizer updates whole, each on its owner; None if there are none.
+    no_cache: why the model keeps no keys and values while it generates; "" if it keeps them, None if this was not
+    tried. inside: nbkit, not the user, is calling the module. built: the plain attributes of the module's parts as they
+    were built.
     """
 
     plan: ParallelPlan
@@ -46,6 +49,7 @@ class ShardedModel:
     pipeline: Pipeline | None = None
     partial: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    owned: WholeTensors | None = None
     no_cache: str | None = None
     inside: bool = field(default=False, init=False)
     built: Attributes = field(init=False)
@@ -69,7 +73,12 @@ class ShardedModel:
     @property
     def held(self) -> dict[str, nn.Parameter]:
         """Return what the optimizer updates, by original name."""
-        return self.data.held
+        return self.data.held if self.owned is None else self.owned.held
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Return which part of the global tensor each of what is `held` is."""
+        return self.data.layouts if self.owned is None else self.owned.layouts
 
     @property
     def gives_output(self) -> bool:
@@ -151,7 +160,7 @@ class ShardedModel:
                 launch()
                 self.data.start()
             canary = self.data.finish()
-        self._sum_partial()
+        self._sum_the_rest()
         if self.pipeline is not None and micros:
             self.pipeline.meet(numbers)
         return canary
@@ -164,8 +173,20 @@ class ShardedModel:
         if not started:
             self.data.start()
         canary = self.data.finish()
-        self._sum_partial()
+        self._sum_the_rest()
         return canary
+
+    def _sum_the_rest(self) -> None:
+        """Sum over the axes beside data, and give the owners of whole tensors their gradients."""
+        self._sum_partial()
+        if self.owned is not None:
+            self.owned.take()
+
+    def after_step(self) -> None:
+        """Share the update after the optimizer's step: whole tensors first, then as the data axis does."""
+        if self.owned is not None:
+            self.owned.give_back()
+        self.data.after_step()
 
     def outputs(self, micros: int, forward: Forward, *, key: Callable[[int], Hashable]) -> list[Any]:
         """Return what `forward` gives for each micro-batch on the last stage, without gradients; [] on other ranks."""
@@ -217,7 +238,9 @@ class ShardedModel:
 
         A gradient that every rank lacks stays None: an optimizer such as Adam moves a weight whose gradient is zero.
         """
-        params = [p for name in names if (p := self.held[name]).requires_grad and p.numel()]
+        # All ranks of a group hold the same: a tensor that another place of the data axis owns is here on none of them.
+        held = [p for name in names if (p := self.data.held.get(name)) is not None]
+        params = [p for p in held if p.requires_grad and p.numel()]
         for dtype in dict.fromkeys(p.dtype for p in params):
             own = [p for p in params if p.dtype == dtype]
             there = [p.grad is not None for p in own]

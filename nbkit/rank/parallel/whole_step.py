@@ -227,10 +227,10 @@ def steps_of_ranks(
                 p.grad.mul_(factor)
         norm, data = sharded_model.grad_norm(_CPU), sharded_model.data
         clip(held, float(norm) / 2 if max_norm is None else max_norm, norm)
-        gradients = {name: (p.grad, data.layouts[name]) for name, p in held.items()}
+        gradients = {name: (p.grad, sharded_model.layouts[name]) for name, p in held.items()}
         if updated:
             batch.optimizer(held, False).step()
-            data.after_step()
+            sharded_model.after_step()
         weights = dict(data.weights) if updated else {}
         return _Rank(total, weight, float(norm), gradients, weights, _buffers(module, plan.layouts.buffers[rank]))
 

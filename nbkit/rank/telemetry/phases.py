@@ -16,8 +16,9 @@ from time import perf_counter_ns as now
 from typing import Any
 
 from nbkit.rank.device import accelerator
+from nbkit.records.records import OUTSIDE as OUTSIDE
 
-OTHER, OUTSIDE = "other", "outside"
+OTHER = "other"
 PHASES = ("data", "forward", "backward", "optimizer", OTHER, OUTSIDE)
 _LAPS_AT_MOST = 1 << 16  # of one step: an hour of evaluation inside a step must not fill the memory
 

@@ -57,7 +57,7 @@ def progress_line(now: Mapping[str, Any]) -> str:
     """Return the line of these numbers."""
     parts = [f"step {now.get('step', 0)}" + (f"/{now['goal']}" if now.get("goal") else "")]
     if "loss" in now:
-        parts.append(f"loss {now['loss']:.3f}")
+        parts.append(f"loss {figure(now['loss'])}")
     if now.get("tokens_per_s"):
         parts.append(f"{figure(now['tokens_per_s'])} {now['unit']}/s")
     if now.get("eta_s") is not None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from nbkit.rank.background_threads import examined_ns
 from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry.collectives import CollectiveCall, own_ns, ring
 from nbkit.rank.telemetry.health import Health, bytes_held
@@ -135,8 +136,8 @@ _PASSING_S = 60.0  # how long to wait for a device's step before it is written w
 class StepMark:
     """The end of a step (None: the beginning of steps) as the training thread saw it.
 
-    calls: how many had been issued. cpu, own: ns of this process, and of noting, so far. in_detail: every moment of it
-    is kept.
+    calls: how many had been issued. cpu, own, examined: ns of this process, of noting, and of examining strategies, so
+    far. in_detail: every moment of it is kept.
     """
 
     step: StepPhases | None
@@ -144,6 +145,7 @@ class StepMark:
     cpu: int
     own: int
     in_detail: bool = False
+    examined: int = 0
 
 
 @dataclass
@@ -253,6 +255,7 @@ class RecordThread:
             cpu_seconds=(mark.cpu - before.cpu) / 1e9,
             own_seconds=(mark.own - before.own + spent - self._spent) / 1e9,
             lost=lost,
+            examining=(mark.examined - before.examined) / 1e9,
         )
         self._spent = spent
         self.recent.append(record)
@@ -385,7 +388,7 @@ class Session:
         """Record the steps that this thread makes from here on. For a loop of your own, without events."""
         if self._made not in clock.listeners:
             clock.listeners.append(self._made)
-        self._writing.put(StepMark(None, ring.end, time.process_time_ns(), own_ns()))
+        self._writing.put(StepMark(None, ring.end, time.process_time_ns(), own_ns(), examined=examined_ns()))
         clock.begin(on_device=self._on_device)
         self._look()
         self._health.run(True)
@@ -431,7 +434,8 @@ class Session:
 
     def _made(self, step: StepPhases) -> None:
         self._health.step = step.number
-        self._writing.put(StepMark(step, ring.end, time.process_time_ns(), own_ns(), self._in_detail))
+        mark = StepMark(step, ring.end, time.process_time_ns(), own_ns(), self._in_detail, examined_ns())
+        self._writing.put(mark)
         self._made_steps, self._next = self._made_steps + 1, step.number + 1
         self._look()
 

@@ -898,8 +898,8 @@ class Job:
 
         Only the optimizer can judge state of other shapes, such as sums of rows.
         """
-        data = self.sharded_model.data
-        whole = next(data.layouts[name].shape for name, p in data.held.items() if p is param)
+        held, layouts = self.sharded_model.held, self.sharded_model.layouts
+        whole = next(layouts[name].shape for name, p in held.items() if p is param)
         return shape == tuple(param.shape) or not (shape == whole or key in self.builder.template.keys_per_element)
 
     def _forgotten(self, are_none: bool) -> None:

@@ -213,3 +213,15 @@ def test_the_moving_line_makes_way_and_is_drawn_again_below() -> None:
     ((name, wiped),) = lines.make_way()
     assert (name, wiped) == ("stdout", f"\r{' ' * len('[0] step 1')}\r") and lines.make_way() == []
     assert lines.take(2.0) == [("stdout", "[0] step 1")]
+
+
+def test_the_line_of_a_training_is_left_out_beside_its_card() -> None:
+    lines = Lines((0,))
+    lines.feed(0.0, 0, "stdout", "\rstep 5/300 · loss 2.314 · 4,442 tokens/s")
+    assert "step 5/300" in "".join(text for _, text in lines.take(0.1))
+    lines.has_card = True
+    lines.make_way()
+    lines.feed(1.0, 0, "stdout", "\rstep 6/300 · loss 2.310 · 4,442 tokens/s")
+    assert "step 6" not in "".join(text for _, text in lines.take(2.0))
+    lines.feed(3.0, 0, "stdout", "\rcopying 40 %")
+    assert "copying" in "".join(text for _, text in lines.take(4.0))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbkit import Cluster
-from nbkit.errors import CellError, UsageError
+from nbkit.errors import CellError, RankDied, UsageError
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.widgets.panel.panel import controller_of
 
@@ -91,6 +91,19 @@ def test_stop_ends_a_live_cell_that_holds_its_interpreter_and_the_training_goes_
     assert training.status == "running"
     before = two.run("len(trainer.history)", at_step=True).values[0]
     assert two.run("len(trainer.history)", at_step=True).values[0] > before
+
+
+@pytest.mark.parametrize("rest", ["", "dist.all_reduce(torch.ones(1))"])
+def test_a_rank_that_dies_in_a_live_cell_ends_it_and_the_training_goes_on(
+    two: Cluster, training: CellHandle, rest: str
+) -> None:
+    kill = "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+    with pytest.raises(RankDied, match="Rank 1"):
+        two.run(kill + rest, at_step=True, timeout=60)
+    before = two.run("len(trainer.history)", at_step=True).values
+    assert before[0] == before[1]
+    assert two.run("len(trainer.history)", at_step=True).values[0] > before[0]
+    assert training.status == "running"
 
 
 def test_a_live_cell_waits_for_a_training_that_is_about_to_begin(two: Cluster) -> None:

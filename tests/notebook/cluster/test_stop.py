@@ -361,7 +361,7 @@ def test_a_training_of_long_steps_stops_at_a_boundary_and_not_within_a_step(two:
     assert handle.stop().status == "interrupted"
     steps = two.run("naps.clear(); trainer.fit(2)[-1]['step']").values
     assert steps[0] == steps[1] > 5
-    assert "The training stops after the step that it makes, and has " in shown
+    assert "The training stops after the current step, which may take " in shown
     assert "has not ended" not in shown
 
 

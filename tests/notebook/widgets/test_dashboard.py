@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import re
@@ -323,6 +324,9 @@ def test_watch_prints_the_newest_run(run: Any, capsys: pytest.CaptureFixture[str
     assert newest_run(tmp_path / "runs") == run.folder
     assert main(["watch", str(tmp_path / "runs"), "--once"]) == 0
     assert "step 20" in capsys.readouterr().out
+    assert main(["watch", str(tmp_path / "runs"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["points"][-1][0] == 20 and told["state"]["run"] == run.folder.name and told["events"]
     assert main(["watch", str(tmp_path / "nothing")]) == 2
 
 

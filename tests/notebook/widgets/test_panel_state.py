@@ -65,7 +65,7 @@ def test_while_one_thing_is_done_only_stop_can_be_pressed() -> None:
     idle, busy = pulse_view(state_of(looked)), pulse_view(state_of(looked, Asked("switching to tp …")))
 
     can = [name for name, yes in idle["can"].items() if yes]
-    assert can == ["apply", "try", "undo", "pause", "save", "stop"]
+    assert can == ["apply", "try", "measure", "undo", "pause", "save", "stop"]
     assert [name for name, yes in busy["can"].items() if yes] == ["stop"]
     assert busy["asked"] == "switching to tp …"
     assert pulse_view(state_of(looked, Asked("…"), Finished(verdict_of())))["can"]["apply"]
@@ -89,7 +89,7 @@ def test_a_look_that_finds_the_same_table_makes_its_rows_once(monkeypatch: pytes
 
 
 def test_what_was_asked_for_promises_a_step_boundary_and_not_the_next_step() -> None:
-    told = {do: words.format(strategy="zero3", steps=10) for do, words in _WORDS.items()}
+    told = {do: words.format(strategy="zero3", steps=10, number=5) for do, words in _WORDS.items()}
 
     assert not any("next step" in words for words in told.values())
     assert {do for do, words in told.items() if "at a step boundary" in words} == set(told) - {"resume"}
@@ -150,7 +150,7 @@ def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
     assert by_name["dp=4"]["moved"] == ""
     assert by_name["dp=4"]["memory_part"] == 0.25  # 4 MB of the 16 MB that a rank has room for
     assert by_name["dp=4 zero=3"]["during_part"] == 5 / 16
-    assert "4 MB now, 5 MB while it switches, 1 MB then" in by_name["dp=4 zero=3"]["memory_words"]
+    assert "4 MB now and 1 MB after the switch, and 5 MB while" in by_name["dp=4 zero=3"]["memory_words"]
     assert by_name["dp=4 zero=1"]["sends"] == "≈ 250 kB"
     assert by_name["dp=4 zero=3"]["payback"] == "never"
     assert by_name["tp=4"]["payback"] == "50 steps"
@@ -224,7 +224,7 @@ def test_a_strategy_that_was_not_tried_yet_does_not_fit_and_can_be_chosen() -> N
     state = state_of(Looked(answer_of(table)))
 
     assert checked(state, "tp=4") == {"text": "tp=4", "ok": True, "strategy": "tp=4", "why": "not known yet"}
-    assert "  tp=4: not known yet" in text_of(state).splitlines()
+    assert "  not examined yet, a switch does it first: tp=4" in text_of(state).splitlines()
 
 
 def test_the_panel_as_text_says_the_same() -> None:
@@ -336,10 +336,10 @@ def test_within_the_margin_of_the_steps_nothing_pays_back_and_what_runs_now_is_r
     assert rows_of(state)["tp=4"]["margin"] == "29–31 ms of 20 steps"
     first = job_view(state)["rows"][0]
     assert (first["strategy"], first["recommended"]) == ("dp=4", True)
-    assert "recommended: dp=4, within noise of pp: it runs now, and no switch is known to gain" in text_of(state)
+    assert "recommended: dp=4, not measurably slower than pp, and it runs now" in text_of(state)
     few = state_of(Looked(paced(0.04)))
     assert rows_of(few)["dp=4"]["margin"] == "of 20 steps" and rows_of(few)["tp=4"]["payback"] == "within noise"
-    assert job_view(few)["recommended"] == "dp=4"
+    assert job_view(few)["recommended"] == ""  # too few steps of what runs now
 
 
 def test_seconds_that_were_measured_long_ago_are_said_to_be_and_decide_only_what_is_far_apart() -> None:
@@ -365,23 +365,33 @@ def test_of_strategies_within_noise_that_all_ask_for_a_switch_the_one_that_holds
         row["predicted_step_s"] = None
     state = state_of(Looked(answer_of(table)))
     assert job_view(state)["recommended"] == "tp=4"  # 3 MB at the peak, ddp 12; zero3, in force, is slower than both
-    assert job_view(state)["because"] == "within noise of ddp: of these it holds least"
+    assert job_view(state)["because"] == "not measurably slower than ddp, and it needs the least memory"
     table["limit_bytes"] = 2_000_000
     assert job_view(state_of(Looked(answer_of(table))))["recommended"] == ""
 
 
-def test_where_no_second_is_known_the_row_in_force_is_recommended_while_it_fits() -> None:
-    table = table_of("tp")
+def test_without_evidence_nothing_is_recommended_and_a_button_measures_what_fits() -> None:
+    table = table_of("ddp")
     for row in table["options"]:
         row.update(step_s=None, predicted_step_s=None)
-    first = job_view(state_of(Looked(answer_of(table))))["rows"][0]
-    assert (first["strategy"], first["recommended"]) == ("tp=4", True)
-    of_tp = next(row for row in table["options"] if row["strategy"] == "tp=4")
-    of_tp["peak_bytes"] = 17_000_000
     said = job_view(state_of(Looked(answer_of(table))))
-    assert said["recommended"] == "dp=4 zero=1" and said["because"].startswith("it holds least")
+    assert said["recommended"] == "" and not any(row["recommended"] for row in said["rows"])
+
+    by_name = {row["strategy"]: row for row in table["options"]}
+    by_name["dp=4"].update(step_s=0.1, step_low_s=0.09, step_high_s=0.11)
+    by_name["tp=4"].update(step_s=0.05, step_low_s=None, step_high_s=None, step_steps=1)  # one step is no evidence
+    by_name["dp=4 zero=3"].update(step_s=None, predicted_step_s=0.01)  # nor a prediction that was never compared
+    said = job_view(state_of(Looked(answer_of(table))))
+    assert said["recommended"] == ""
+    fits = [row["strategy"] for row in table["options"] if row["ok"] and row["strategy"] != "dp=4"]
+    assert set(said["measure"]["strategies"]) <= set(fits) and said["measure"]["label"].startswith("Measure ")
+    assert "(about " in said["measure"]["label"]
+
+    by_name["tp=4"].update(step_low_s=0.049, step_high_s=0.051, predicted_step_s=0.055)
+    said = job_view(state_of(Looked(answer_of(table))))  # predictions of this job are known to be wrong by 10 %
+    assert said["recommended"] == "dp=4 zero=3" and said["because"].startswith("the fastest")
 
 
 def test_why_no_second_is_predicted_is_said_once() -> None:
     table = table_of(unpredicted="the ranks share cores")
-    assert text_of(state_of(Looked(answer_of(table)))).count("not predicted: the ranks share cores") == 1
+    assert text_of(state_of(Looked(answer_of(table)))).count("No step time is predicted: the ranks share cores") == 1

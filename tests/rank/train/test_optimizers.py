@@ -25,6 +25,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "several": ("chain", "saved"),
     "several by name": ("chain", "saved"),
     "prodigy": ("ddp", "zero1", "pp"),
+    "soap": ("zero1", "tp", "saved"),
     "8-bit": ("tp", "pp"),
     "by parameter": ("saved",),
     "by name": ("zero3", "chain"),
@@ -199,7 +200,7 @@ def test_an_optimizer_trains_as_in_one_process_or_is_refused(tried: dict[str, tu
         if isinstance(found, float) and not found < 1e-9
     }
     assert not wrong
-    for name in ("two in one", "several", "several by name", "lion", "chained", "lookahead"):
+    for name in ("two in one", "several", "several by name", "muon and adamw", "soap", "lion", "chained", "lookahead"):
         if name in first:
             assert all(isinstance(found, float) for found in first[name].values()), first[name]
 

@@ -424,6 +424,9 @@ class Connection:
                 execution.guard("a rank that is replaced", rank, execution.say, end.said)
             execution.on_replaced(rank)
             self._greet(execution, rank)
+        # A live cell that other ranks have run is over. The new rank runs only those that no rank has begun.
+        for live in [one for one in self.cells.values() if one.live and one.records and one.sent < end.when]:
+            live.guard("the death", rank, live.on_death, end)
 
     def _greet(self, execution: Execution, rank: int) -> None:
         """Follow a cell on a new rank, as soon as the rank can be reached."""

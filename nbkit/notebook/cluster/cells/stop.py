@@ -222,15 +222,15 @@ class Stop:
         if not self.long_since and left > LONG_STEP_SECONDS:
             self.long_since = now
             self._tell(
-                f"The training stops after the step that it makes, and has {left:.0f} s for that. Press stop again, "
-                f"{READ_SECONDS:.0f} s from now or later, to interrupt it within the step: that may cost the training."
+                f"The training stops after the current step, which may take {left:.0f} s. Press stop again after "
+                f"{READ_SECONDS:.0f} s to interrupt the step. Then the steps since the last checkpoint may be lost."
             )
         elif pressed and self.long_since and now - self.long_since > READ_SECONDS:
             self.execution.stop_ranks()
             self.hurried, self.last_rung = True, now
             self._tell("The training is interrupted within its step.")
         elif pressed:
-            self._have_patience("asked", "the training stops after the step that it makes")
+            self._have_patience("asked", "the training stops after the current step")
 
     def _interrupt(self, ranks: list[int], now: float) -> None:
         through = next((rank for rank, reply in self.replies.items() if reply.done() and not reply.exception()), None)

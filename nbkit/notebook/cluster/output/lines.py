@@ -7,6 +7,7 @@ most `FOLD_SECONDS` for equal lines from other ranks. Text without a newline yet
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -69,9 +70,15 @@ class _Tail:
         return [row for row in (*self.above, self.text, *self.below) if row.strip()]
 
 
+_PROGRESS = re.compile(r"\bstep \d+(/\d+)? · loss ")  # as nbkit/rank/telemetry/progress_line.py writes it
+
+
 @dataclass
 class Lines:
-    """The lines of one cell. ranks: the ranks that run it."""
+    """The lines of one cell. ranks: the ranks that run it. has_card: a card shows the training, a step behind or ahead.
+
+    The moving line of the training is then left out.
+    """
 
     ranks: Sequence[int]
     waiting: deque[_Line] = field(default_factory=deque)
@@ -83,6 +90,7 @@ class Lines:
     shown_name: str = "stdout"
     moved: float = 0.0
     changed: bool = False
+    has_card: bool = False
 
     def feed(self, now: float, rank: int, name: str, text: str) -> None:
         """Accept text that `rank` has printed on stream `name` ("stdout" or "stderr")."""
@@ -210,6 +218,8 @@ class Lines:
 
     def _with_moving_line(self, now: float, pieces: list[tuple[str, str]], final: bool) -> list[tuple[str, str]]:
         moving = "" if final else self._moving(now)
+        if self.has_card and _PROGRESS.search(moving):
+            moving = ""
         if pieces and self.shown:
             # Lines go above the moving one: wipe it, print them, draw it again.
             pieces.insert(0, (self.shown_name, f"\r{' ' * len(self.shown)}\r"))

@@ -51,6 +51,7 @@ LOOK_SECONDS = 0.4
 _WORDS = {
     "switch": "asked to switch to {strategy}; takes effect at a step boundary …",
     "try": "asked to try {strategy} for {steps} steps; begins at a step boundary …",
+    "compare": "asked to measure {number} strategies in turns; begins at a step boundary …",
     "undo": "asked to go back; takes effect at a step boundary …",
     "pause": "asked to pause; takes effect at a step boundary …",
     "resume": "going on …",
@@ -151,6 +152,7 @@ class PanelController:
         acts: dict[str, Callable[..., ControlResult]] = {
             "switch": training.switch,
             "try": training.try_out,
+            "compare": lambda strategies, steps, number: training.compare(*strategies, steps=steps),
             "undo": training.undo,
             "pause": training.pause,
             "resume": training.resume,
@@ -295,6 +297,9 @@ def _widget(controller: PanelController) -> Any:
                 threading.Thread(target=preview, args=(verdict,), name="nbkit-preview", daemon=True).start()
         elif do == "switch":
             controller.ask("switch", strategy=text)
+        elif do == "measure" and (asked := (widget.job or {}).get("measure")):
+            strategies = asked["strategies"]
+            controller.ask("compare", strategies=strategies, steps=asked["steps"], number=len(strategies) + 1)
         elif do == "try":
             controller.ask("try", strategy=text, steps=TRY_STEPS)
         elif do in ("undo", "pause", "resume", "save", "stop"):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nbkit.durations import text_of as text_of_seconds
 from nbkit.errors import StrategyError
-from nbkit.figures import figure, seconds, size
+from nbkit.figures import between, figure, seconds, size
 from nbkit.notebook.cluster.status import text_table
 from nbkit.notebook.cluster.training_control import ControlResult, proof
 from nbkit.planner.choose.search import Choice, bounds_of, in_words, recommended
@@ -138,13 +138,11 @@ _PHASES = {
 _NEAR = 4.0
 _NAMED = 4  # strategies; more are counted
 _REASONS = {
-    ("fastest", False): "the fastest that fits of the {known} whose step is known",
-    ("in force", True): "it runs now, and no switch is known to gain",
-    ("in force", False): "it runs now, and of too few others a step is known",
-    ("least memory", True): "of these it holds least",
-    ("least memory", False): "it holds least, and of too few a step is known",
+    "fastest": "the fastest of those whose step time is known",
+    "in force": "not measurably slower than {names}, and it runs now",
+    "least memory": "not measurably slower than {names}, and it needs the least memory",
 }
-"""By a Choice's `why`, and whether it has rivals."""
+"""By a Choice's `why`."""
 _HELD_WORDS = {
     "dp": "a copy on every rank",
     "zero": "a part on each rank (zero)",
@@ -177,6 +175,7 @@ def pulse_view(state: State) -> dict[str, Any]:
         "can": {
             "apply": job,
             "try": job,
+            "measure": job and len(state.table["options"]) > 1,
             "undo": job and bool(state.table.get("previous")),
             "pause": job and state.phase == "training",
             "resume": state.phase == "held" and not busy,
@@ -205,6 +204,7 @@ def job_view(state: State) -> dict[str, Any]:
         "unpredicted": table["unpredicted"],
         "unpredicted_pause": table["unpredicted_pause"],
         "levers": _levers(table["levers"]),
+        "measure": _to_measure(options, table, limit),
         "arithmetic": table["arithmetic"],
         "ranks": table["ranks"],
         "blocks": [{"name": block["name"], "size": _count(block["parameters"])} for block in table["blocks"]],
@@ -267,15 +267,20 @@ def text_of(state: State) -> str:
         lines.append("what each strategy would cost is being worked out; look again")
     if not job:
         return "\n".join([*lines, *(result.line for result in state.results[:1])])
-    lines += [f"strategy  {job['strategy']}", f"          {job['arithmetic']}", "", *_drawing(job), ""]
+    cut = next((row["cut"] for row in job["rows"] if row["current"]), "")
+    told = "; ".join(words for words in (job["arithmetic"], cut) if words)
+    lines += [f"strategy  {job['strategy']}", f"          {told}", "", *_drawing(job), ""]
     lines += _table([row for row in job["rows"] if row["ok"]])
-    refused = [row for row in job["rows"] if not row["ok"]]
-    lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
+    lines += [f"  {row['strategy']}: {row['why']}" for row in job["rows"] if not row["ok"] and not row["untried"]]
+    if unexamined := [row["strategy"] for row in job["rows"] if row["untried"]]:
+        lines += [f"  {_UNEXAMINED}, a switch does it first: {'; '.join(unexamined)}"]
     room = [f"limit of a rank {job['limit']}"] * bool(job["limit"]) + [f"link {job['link']}"] * bool(job["link"])
-    lines += [f"  {', '.join(room)}; seconds of a step with ≈ are predicted, the others measured"] if room else []
-    lines += [f"  not predicted: {job['unpredicted']}"] if job["unpredicted"] else []
+    lines += [f"  {', '.join(room)}; figures with ≈ are predicted, the others measured"] if room else []
+    lines += [f"  No step time is predicted: {job['unpredicted']}"] if job["unpredicted"] else []
     if job["recommended"]:
         lines.append(f"  recommended: {job['recommended']}, {job['because']}")
+    else:
+        lines.append("  nothing is recommended yet: %compare measures strategies")
     lines += [f"  {job['levers']}"] if job["levers"] else []
     for result in state.results[:1]:
         lines += ["", repr(result)]
@@ -314,12 +319,35 @@ def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[st
 
 
 def _because(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
-    """Return why it is recommended, and which rivals it could not be told apart from."""
+    """Return why it is recommended, and from which rivals the measurements cannot tell it."""
     names = [row["label"] for row in options if row["strategy"] in choice.rivals]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    noise = f"within noise of {', '.join(names[:_NAMED])}{more}: " if names else ""
-    known = sum(row["ok"] and (row["step_s"] is not None or row["predicted_step_s"] is not None) for row in options)
-    return noise + _REASONS.get((choice.why, bool(names)), "").format(known=known)
+    return _REASONS.get(choice.why, "").format(names=", ".join(names[:_NAMED]) + more)
+
+
+_UNEXAMINED = "not examined yet"
+_MEASURED_STEPS, _MEASURED_AT_MOST = 8, 12
+
+
+def _to_measure(options: Sequence[Mapping[str, Any]], table: Mapping[str, Any], limit: float | None) -> dict[str, Any]:
+    """Return what "Measure all that fit" measures: strategies, steps of each, and a label; {} if there is nothing.
+
+    Of many strategies, those that send least are measured.
+    """
+    now = next((row for row in options if row["strategy"] == table["strategy"]), None)
+    room = math.inf if limit is None else limit
+    fits = [row for row in options if row["ok"] and row is not now and (row["peak_bytes"] or 0) <= room]
+    if now is None or not fits:
+        return {}
+    chosen = sorted(fits, key=lambda row: row["step_bytes"] or math.inf)[:_MEASURED_AT_MOST]
+    what, took = "all that fit" if len(chosen) == len(fits) else f"{len(chosen)} of {len(fits)} that fit", ""
+    if now["step_s"] is not None:
+        # Each has two turns, with two steps before those that count, and two switches.
+        steps = [row["step_s"] or row["predicted_step_s"] or now["step_s"] for row in (now, *chosen)]
+        pauses = [row["switch_s"] or 0.0 for row in chosen]
+        took = f" (about {text_of_seconds(max(1.0, (_MEASURED_STEPS + 4) * sum(steps) + 4 * sum(pauses)))})"
+    names = [row["strategy"] for row in chosen]
+    return {"strategies": names, "steps": _MEASURED_STEPS, "label": f"Measure {what}{took}"}
 
 
 def _row(
@@ -333,27 +361,27 @@ def _row(
     scale = limit if limit is not None and limit <= _NEAR * most else most
     now = next((one for one in options if one["strategy"] == table["strategy"]), None)
     peak = row["peak_bytes"]
-    during = "" if current else f", {size(memory['during'])} while it switches"
     return {
         "strategy": row["strategy"],
         "label": row["label"],
         "ok": row["ok"],
         "untried": row.get("untried", False),
-        "why": row["why"] or "",
+        "why": _UNEXAMINED if row.get("untried") else row["why"] or "",
         "proof": row.get("proof", ""),
         "current": current,
         "recommended": row["strategy"] == best,
         "held": row["held"],
         "axis": axis_of(row["strategy"]),
         "arithmetic": row["arithmetic"] or "",
+        "cut": row["cut"],
         "memory": size(memory["after"]) if row["ok"] else "",
         "memory_part": min(1.0, memory["after"] / scale) if scale else 0.0,
         "during_part": min(1.0, memory["during"] / scale) if scale else 0.0,
         "peak": _bytes(peak, row["peak_counted"]) if row["ok"] else "",
         "tight": limit is not None and max(memory["during"], peak or 0) > limit,
-        "memory_words": f"the fullest rank holds {size(memory['now'])} now{during}, {size(memory['after'])} then"
-        + (f", {_bytes(peak, row['peak_counted'])} at the peak of a step" if peak is not None else "")
-        + (f"; it has room for {size(limit)}" if limit is not None else ""),
+        "memory_words": _memory_words(memory, current=current)
+        + (f" At the peak of a step it holds {_bytes(peak, row['peak_counted'])}." if peak is not None else "")
+        + (f" It has room for {size(limit)}." if limit is not None else ""),
         "sends": _sends(row) if row["ok"] else "",
         "moved": "" if current or not row["ok"] else size(row["moved_bytes"]),
         "pause": "" if current or not row["ok"] else seconds(row["switch_s"]),
@@ -362,6 +390,15 @@ def _row(
         "margin": _margin(row) if row["ok"] else "",
         "payback": "" if current or now is None else _payback(row["switch_s"], row, now),
     }
+
+
+def _memory_words(memory: Mapping[str, int], *, current: bool) -> str:
+    if current:
+        return f"The fullest rank holds {size(memory['now'])} between steps."
+    now, during, after = (size(memory[when]) for when in ("now", "during", "after"))
+    return (
+        f"Between steps the fullest rank holds {now} now and {after} after the switch, and {during} while it switches."
+    )
 
 
 def _step(row: Mapping[str, Any]) -> str:
@@ -402,7 +439,7 @@ def _margin(row: Mapping[str, Any]) -> str:
     low, high = bounds_of(row)
     if math.isinf(high):
         return count
-    return f"{low:.3g}–{high:.3g} s {count}" if high >= 1 else f"{low * 1e3:.3g}–{high * 1e3:.3g} ms {count}"
+    return f"{between(low, high)} {count}"
 
 
 def _payback(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -410,7 +447,9 @@ def _payback(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]
     step, step_now = (one["step_s"] if one["step_s"] is not None else one["predicted_step_s"] for one in (row, now))
     if pause is None or step is None or step_now is None:
         return ""
-    (low, high), (low_now, high_now) = bounds_of(row), bounds_of(now)
+    (low, high), (low_now, high_now) = (
+        bounds_of(one) if one["step_s"] is not None else (one["predicted_step_s"],) * 2 for one in (row, now)
+    )
     if low < high_now and low_now < high:
         return "within noise"
     if step >= step_now:

@@ -73,11 +73,15 @@ function drawRow(picture, points, row, x, column, gaps, smooth) {
   pen.rect(LEFT, row.y0 - 3, picture.width - LEFT - RIGHT + 2, row.y1 - row.y0 + 6);
   pen.clip();
   const colour = row.floor ? faint() : ink();
-  stroke(pen, points, values, x, y, column, gaps, colour, 1, dark() ? 0.6 : 0.4);
-  stroke(pen, points, bold, x, y, column, gaps, colour, 2.2, 1);
+  // A switch breaks nothing of the loss. In its pause no tokens were trained.
+  const breaks = row.floor ? gaps : [];
+  stroke(pen, points, values, x, y, column, breaks, colour, 1, dark() ? 0.6 : 0.4);
+  stroke(pen, points, bold, x, y, column, breaks, colour, 2.2, 1);
   pen.restore();
   const last = bold.findLast(Number.isFinite);
-  if (last !== undefined) picture.words(`smoothed ${row.spoken(last)}`, picture.width - RIGHT, row.y0 - 12, { align: "right", colour: ink(), bold: true });
+  if (last === undefined) return;
+  picture.words(`smoothed ${row.spoken(last)}`, picture.width - RIGHT, row.y0 - 12, { align: "right", colour: ink(), bold: true });
+  row.told = pen.measureText(`smoothed ${row.spoken(last)}`).width;
 }
 
 // A line that breaks where a switch lies between two points.
@@ -197,15 +201,17 @@ function drawGaps(picture, switches, gaps, x, loss, rate) {
     const [from, to] = [x(gaps[i][0]), x(gaps[i][1])];
     const w = Math.max(to - from, 1.5);
     for (const row of [loss, rate]) {
-      picture.pen.globalAlpha = 0.85;
-      picture.box(from, row.y0 - 3, w, row.y1 - row.y0 + 6, w > 3 ? rule() : ink());
-      picture.pen.globalAlpha = 1;
-      if (w > 3) picture.frame(from, row.y0 - 3, w, row.y1 - row.y0 + 6, ink(), [3, 3]);
+      if (w > 3) {
+        picture.pen.globalAlpha = row.floor ? 0.85 : 0.3;
+        picture.box(from, row.y0 - 3, w, row.y1 - row.y0 + 6, rule());
+        picture.pen.globalAlpha = 1;
+        picture.frame(from, row.y0 - 3, w, row.y1 - row.y0 + 6, ink(), [3, 3]);
+      } else for (const y of [row.y0 - 3, row.y1 - 7]) picture.box(from, y, w, 10, ink());
     }
     const words = `⇄ ${brieflyNamed(event.new)}`;
     picture.pen.font = "600 11px system-ui, sans-serif";
     const wide = picture.pen.measureText(words).width;
-    const at = Math.max(LEFT, Math.min(from, picture.width - RIGHT - wide - 60));
+    const at = Math.max(LEFT, Math.min(from, picture.width - RIGHT - wide - (loss.told ?? 0) - 12));
     if (at > free) {
       picture.words(words, at, 12, { colour: ink(), bold: true });
       free = at + wide + 6;

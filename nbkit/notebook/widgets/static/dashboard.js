@@ -153,7 +153,7 @@ export function view(el, story, ask) {
     $("moments").hidden = shown !== "pipeline";
     if (shown === "pipeline") {
       $("what").textContent = "The pipeline, planned above measured";
-      $("whatnote").textContent = `step ${step.moments.step}, of those kept the most usual${step.moments.replicas > 1 ? `; the first of ${step.moments.replicas} pipelines` : ""}`;
+      $("whatnote").textContent = `step ${step.moments.step}, a typical step${step.moments.replicas > 1 ? `; the first of ${step.moments.replicas} pipelines` : ""}`;
       $("whatlegend").innerHTML = swatches(PASSES, { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
       drawMoments(pictures.moments, step.moments);
     } else {

@@ -4,17 +4,18 @@
 const KEYS = [
   ["switch", "Apply", "main", "apply"],
   ["try", "Try 10 steps", "", "try"],
+  ["measure", "Measure all that fit", "", "measure"],
   ["undo", "Undo", "", "undo"],
 ];
 const TITLES = {
   "strategy": "",
-  "memory": "of a rank at rest, weights, gradients and optimizer state of the fullest rank; paler: while the switch is made",
-  "peak": "bytes of the fullest rank at the highest moment of a step: as counted in a step; ≈ predicted by formula",
-  "step": "seconds of a step: where it has run in this job the median of its newest steps, and between what that lies with 95 %, 10 % more where they were made more than 400 steps ago; ≈ predicted from the steps of the strategy in force",
-  "sends": "bytes that the busiest rank sends in a step, without backups: as counted in a step; ≈ predicted by formula. On several nodes also what all ranks send between them",
-  "moves": "bytes that the switch moves, over all ranks, exactly",
-  "pause": "seconds without a step while the switch is made, predicted",
-  "pays back": "steps after which the pause is won back; within noise: the margins of both steps overlap, so that nobody can say",
+  "memory": "What the fullest rank holds between steps: weights, gradients, optimizer state and buffers. Paler: while the switch is made.",
+  "peak": "What the fullest rank holds at the highest moment of a step, as counted in a step. ≈: predicted.",
+  "step": "The median time of the newest steps, and the interval in which it lies with 95 %. The interval is 10 % wider if the steps were made more than 400 steps ago. ≈: predicted from the steps of the strategy that runs now.",
+  "sends": "What the busiest rank sends in a step, without backups, as counted in a step. ≈: predicted. On several nodes also what all ranks send between nodes.",
+  "moves": "The bytes that a switch to this strategy moves, over all ranks. They are exact.",
+  "pause": "The predicted time without a step while the switch is made.",
+  "pays back": "After this many steps the faster step has made up for the pause. Within noise: the intervals of both steps overlap, so nobody can say.",
 };
 // What a column is of stands below its name: two columns of bytes are not the same bytes.
 const OF = {
@@ -23,8 +24,8 @@ const OF = {
 };
 const COLUMNS = [["memory", "memory"], ["peak", "peak"], ["step", "step"], ["sends", "sends"], ["moves", "moved"], ["pause", "pause"], ["pays back", "payback"]];
 const LOOSE = { before: "before blocks", after: "after blocks" }; // what is in no block
-const UNTOLD = "what this strategy keeps for backward is not known";
-const UNKNOWN = "not measured in this job yet: Try 10 steps measures it";
+const UNTOLD = "Not known yet: the model has not been examined for this strategy.";
+const UNKNOWN = "This job has not measured it yet. Try 10 steps measures it.";
 const APART = [
   ["pause", "Pause", "", "pause"],
   ["save", "Save", "", "save"],
@@ -33,8 +34,8 @@ const APART = [
 
 const UNHEARD_MS = 3000;
 const UNHEARD =
-  "The kernel has not heard this click: a cell keeps it. The click acts when the cell is over; " +
-  "what trains with %%distributed --detach is steered at once.";
+  "The kernel has not received this click, because a cell is running. The click acts when the cell ends. " +
+  "A training started with %%distributed --detach reacts at once.";
 
 // Python lets hear of itself every other second, whatever cells run; a page that loads, or was saved, is given longer.
 const SILENT_MS = 6000;
@@ -150,7 +151,7 @@ function render({ model, el }) {
   }
 
   const silence = () =>
-    "The kernel says nothing any more: it was restarted, it has ended, or this page has lost it. What trains may go on; in a new cell: " +
+    "The kernel does not answer. It was restarted, it has ended, or this page has lost its connection. The training may go on. In a new cell: " +
     `%load_ext nbkit, then %cluster ${job().cluster ? `attach ${job().cluster}` : "list"}, then %strategy.`;
 
   function look(text) {
@@ -213,6 +214,9 @@ function render({ model, el }) {
     const changes = draft !== null && (candidate() ? open(candidate()) : verdict?.ok ?? false);
     buttons.switch.disabled = !(can.apply && changes);
     buttons.try.disabled = !(can.try && changes);
+    buttons.measure.disabled = !(can.measure && job().measure?.label);
+    buttons.measure.textContent = job().measure?.label ?? "Measure all that fit";
+    buttons.measure.title = "measures each of them in turns, from the same state on the same batches; then the training goes on";
     buttons.undo.disabled = !can.undo;
     buttons.undo.title = can.undo ? `back to ${job().previous}` : "";
     buttons.pause.disabled = !(can.pause || can.resume);
@@ -241,7 +245,8 @@ function render({ model, el }) {
   function drawChoice() {
     const row = candidate();
     const shown = draft === null ? job().arithmetic : row?.arithmetic ?? "";
-    sum.textContent = shown ? `${shown}, unchanged` : "";
+    const cut = (draft === null ? rowOf(job().strategy) : row)?.cut;
+    sum.textContent = [shown, cut].filter(Boolean).join("; ");
     const why = draft === null ? "" : row ? row.why : verdict?.why ?? "";
     said.textContent = why;
     said.classList.toggle("bad", draft !== null && (row ? !open(row) : verdict ? !verdict.ok : false));
@@ -380,11 +385,14 @@ function render({ model, el }) {
   // How many rows there are, of which some are out of sight, and what is recommended.
   function wordsOn(all) {
     const known = all.filter((row) => row.ok && row.step !== "unknown").length;
-    const why = job().unpredicted ? `not predicted (${job().unpredicted}), ` : "";
-    const asked = known < all.filter((row) => row.ok).length ? `?: ${why}not measured yet, Try 10 steps measures it` : "";
+    const unknown = all.filter((row) => row.ok).length - known;
+    const why = job().unpredicted ? `, and cannot be predicted (${job().unpredicted})` : "";
+    const asked = unknown ? `The step time of ${unknown} is not known yet${why}: the button below measures it.` : "";
     const first = all.find((row) => row.recommended);
-    const sure = first && `recommended: ${first.label}, ${job().because}`;
-    return [`${all.length} strategies: choose a row, then Apply`, asked, sure].filter(Boolean).join(" · ");
+    const sure = first ? `Recommended: ${first.label}, ${job().because}.` : "";
+    const unexamined = all.filter((row) => row.untried).length;
+    const later = unexamined ? `${unexamined} are not examined yet; a switch runs the model on a few rows first.` : "";
+    return [`${all.length} strategies. Choose a row, then Apply.`, later, asked, sure].filter(Boolean).join(" ");
   }
 
   function lineOf(row) {

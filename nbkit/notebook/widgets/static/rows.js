@@ -1,6 +1,6 @@
 // One bar per rank, of many ranks the slowest, the one in the middle and the rest; and the bytes of each axis.
 
-import { COLOURS, PARTS, SPOKEN, alarm, bytes, faint, ink, paper, percent, rule, seconds, ticks } from "./paint.js";
+import { COLOURS, PARTS, SPOKEN, alarm, bytes, faint, ink, lateWords, paper, percent, rule, seconds, ticks } from "./paint.js";
 
 const MANY = 16;
 
@@ -37,7 +37,7 @@ export function drawRanks(picture, ranks, late, unfold) {
     picture.line(x(value), 0, x(value), bottom, rule());
     picture.words(seconds(value), x(value), bottom + 12, { align: "center" });
   }
-  picture.words("time", left - 6, bottom + 12, { align: "right" });
+  picture.words("time", left - 14, bottom + 12, { align: "right" });
   rows.forEach((row, i) => {
     const y = i * height + 4;
     const slow = late !== null && late !== undefined && row.ranks.length === 1 && row.ranks[0] === late.rank;
@@ -52,7 +52,7 @@ export function drawRanks(picture, ranks, late, unfold) {
       row.ranks.length > 1 ? `mean of ${row.ranks.length} ranks: ${seconds(row.values[0])}` : `rank ${row.ranks[0]}: ${seconds(row.values[0])}`,
       ...PARTS.map((part, p) => [part, row.values[1 + p]]).filter(([, value]) => value > 0)
         .map(([part, value]) => `  ${SPOKEN[part]}: ${seconds(value)} (${percent(value / row.values[0])})`),
-      slow ? `late: its ${SPOKEN[late.cause]} takes ${seconds(late.seconds)} longer than elsewhere` : "",
+      slow ? `late: ${lateWords(late)}` : "",
       unfold ? "click: all ranks" : "",
     ].filter(Boolean).join("\n");
     picture.spot(0, y - 2, width, height, text, unfold);

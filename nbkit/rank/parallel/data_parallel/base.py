@@ -45,13 +45,15 @@ class DataAxis:
     def _add(
         self,
         name: str,
-        held: nn.Parameter,
+        held: nn.Parameter | None,
         layout: Layout,
         weight: tuple[Tensor, Layout],
         shown: nn.Parameter,
         places: Sequence[Place],
     ) -> None:
-        self.held[name], self.layouts[name], self._weights[name] = held, layout, weight
+        if held is not None:
+            self.held[name], self.layouts[name] = held, layout
+        self._weights[name] = weight
         self._shown[name] = shown
         for part, attribute in places:
             self._places.append((vars(part)["_parameters"], attribute))

@@ -25,7 +25,7 @@ With S bytes over k nodes and L ranks of the group on each, a rank sends (L - 1)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -140,12 +140,16 @@ class BucketedAxis(DataAxis, Generic[B]):
         self._home: dict[str, B] = {}
         self._trains = [p.requires_grad for p in self._params.values()]
         trained = [(name, p) for name in order if (p := self._params[name]).requires_grad]
-        for names in chunks(trained, self._bytes):
+        for names in self._chunks(trained):
             bucket = self._bucket(names)
             self._buckets.append(bucket)
             for name in names:
                 self._home[name] = bucket
                 self._hooks.append(self._params[name].register_post_accumulate_grad_hook(self._hook(name)))
+
+    def _chunks(self, trained: Sequence[tuple[str, nn.Parameter]]) -> Iterable[list[str]]:
+        """Return the names of each bucket, in the order in which the buckets are sent."""
+        return chunks(trained, self._bytes)
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         itself = weakref.ref(self)

@@ -40,6 +40,7 @@ from nbkit.techniques import GradientExchange, Settings, engine_of, key_of
 from nbkit.tensor_layout import Layout
 
 _PLAIN, _NONE = GradientExchange(), Settings()
+_NOBODY: Mapping[str, int] = {}
 
 
 def data_axis(
@@ -57,11 +58,13 @@ def data_axis(
     proven: bool = False,
     casts: Casts | None = None,
     adaptive: bool = False,
+    owners: Mapping[str, int] = _NOBODY,
 ) -> DataAxis:
     """Give the skeleton `module` memory, and return its data axis. Local; sends nothing.
 
     layouts: canonical name -> what this rank's tensor parallelism and pipeline left of the global tensor. exchange,
-    settings: of the strategy. adaptive: see Options. For zero 3: units: the blocks that are gathered one at a time, in
+    settings: of the strategy. adaptive: see Options. owners: for zero 1 and 2, name -> the place in the sharding group
+    of the rank that updates the whole tensor. For zero 3: units: the blocks that are gathered one at a time, in
     the order in which forward runs them; keep: gather once, in the first forward, and release in `finish` (pipelines,
     whose forwards precede their backwards); ahead: how many units are gathered before the backward pass comes to them;
     rooted: names of parameters in units that are gathered with the root, and stay as long; proven: a forward and a
@@ -71,7 +74,7 @@ def data_axis(
     if zero == 0 or axes.size("shard") == 1:
         return _replicated(module, layouts, axes, exchange, settings, adaptive)
     if zero < 3:
-        return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero, bucket=exchange.bucket)
+        return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero, bucket=exchange.bucket, owners=owners)
     links = Links.of(axes)
     return ShardedParameters(
         module, layouts, links, units=units, keep=keep, ahead=ahead, rooted=rooted, proven=proven, casts=casts

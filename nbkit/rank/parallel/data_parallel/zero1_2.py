@@ -1,6 +1,7 @@
 """ZeRO 1 and 2: every rank holds whole parameters, and updates only its part of each.
 
-Gradients are reduce-scattered bucket by bucket. The optimizer gets slices of the whole parameters. After its step the
+Gradients are reduce-scattered bucket by bucket. Tensors that the optimizer has to see whole have owners instead of
+parts: see owned_bucket.py. The optimizer gets slices of the whole parameters. After its step the
 updated slices are all-gathered into them, while the next forward computes. Zero 1 keeps the buffers of whole gradients,
 zero 2 frees them bucket by bucket. data_axis.py lists the bytes, buckets.py describes the messages.
 
@@ -16,9 +17,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +39,7 @@ from nbkit.rank.parallel.data_parallel.buckets import (
     all_gather,
     flat_with_views,
 )
+from nbkit.rank.parallel.data_parallel.owned_bucket import OwnedBucket
 from nbkit.rank.parallel.module.copies import aliased, homes, parameter_like, replace_submodule
 from nbkit.rank.parallel.reshard.redistribute import emptied
 from nbkit.rank.torch_private import foreach_copy_
@@ -264,11 +267,21 @@ class _Bucket(Bucket):
         self.packing.unpack(matrix[:, : self.packing.width], [p.detach().view(-1) for p in self.params])
 
 
-class ShardedOptimizer(BucketedAxis[_Bucket]):
-    """The data axis of zero 1 or 2 for `module`, a skeleton; see data_axis."""
+class ShardedOptimizer(BucketedAxis[_Bucket | OwnedBucket]):
+    """The data axis of zero 1 or 2 for `module`, a skeleton; see data_axis.
+
+    owners: name -> the place in the group of the rank that updates the whole tensor.
+    """
 
     def __init__(
-        self, module: nn.Module, layouts: Mapping[str, Layout], links: Links, *, zero: int, bucket: int = BUCKET
+        self,
+        module: nn.Module,
+        layouts: Mapping[str, Layout],
+        links: Links,
+        *,
+        zero: int,
+        bucket: int = BUCKET,
+        owners: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         wholes: dict[str, nn.Parameter] = {}
         found = homes(module)
@@ -277,14 +290,18 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
             wholes[name] = parameter_like(torch.empty(layouts[name].local, dtype=old.dtype, device=old.device), old)
             replace_submodule(places, wholes[name])
         super().__init__(wholes, bucket=bucket)
-        self.links, self.zero, self._module = links, zero, module
+        self.links, self.zero, self._module, self._owners = links, zero, module, owners
         self._late, self._first = LateGather(links.group), -1
         for name, whole in wholes.items():
-            layout, part, mine = layouts[name], layouts[name], whole.data
-            if layout.local:
+            layout, part = layouts[name], layouts[name]
+            mine: Tensor | None = whole.data
+            if name in owners:
+                mine = mine if owners[name] == links.index else None
+            elif layout.local:
                 part = layout.part(0, links.ranks, links.index)
-                mine = mine[slice(*bounds(layout.local[0], links.ranks, links.index))]
-            self._add(name, parameter_like(mine, whole), part, (whole.data, layout), whole, found[name])
+                mine = whole.data[slice(*bounds(layout.local[0], links.ranks, links.index))]
+            held = None if mine is None else parameter_like(mine, whole)
+            self._add(name, held, part, (whole.data, layout), whole, found[name])
             emptied(whole.data)
         self._flight = InFlight()
         self.begin_again()
@@ -340,10 +357,21 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
 
     def _build(self, order: Sequence[str]) -> None:
         self.settle()
-        for name, whole in self._params.items():
-            self.held[name].requires_grad_(whole.requires_grad)
+        for name, held in self.held.items():
+            held.requires_grad_(self._params[name].requires_grad)
         super()._build(order)
 
-    def _bucket(self, names: Sequence[str]) -> _Bucket:
-        wholes, held = [self._params[name] for name in names], [self.held[name] for name in names]
-        return _Bucket(wholes, held, self.links, self._flight, buffer=self.zero == 1)
+    def _chunks(self, trained: Sequence[tuple[str, nn.Parameter]]) -> Iterable[list[str]]:
+        at = {name: number for number, (name, _) in enumerate(trained)}
+        parts = [each for each in trained if each[0] not in self._owners]
+        found = [*super()._chunks(parts), *super()._chunks([each for each in trained if each[0] in self._owners])]
+        return sorted(found, key=lambda names: at[names[-1]])
+
+    def _bucket(self, names: Sequence[str]) -> _Bucket | OwnedBucket:
+        wholes, buffer = [self._params[name] for name in names], self.zero == 1
+        if names[0] in self._owners:
+            owners = [self._owners[name] for name in names]
+            mine = [self.held[name] for name in names if name in self.held]
+            return OwnedBucket(wholes, mine, owners, self.links, self._flight, buffer=buffer)
+        held = [self.held[name] for name in names]
+        return _Bucket(wholes, held, self.links, self._flight, buffer=buffer)

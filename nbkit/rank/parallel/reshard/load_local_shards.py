@@ -41,7 +41,7 @@ def fill_state(
         whole = state.get(name)
         if whole is None:
             continue
-        layout = sharded_model.data.layouts[name]
+        layout = sharded_model.layouts[name]
         for key, value in whole.items():
             if isinstance(value, Tensor) and tuple(value.shape) == layout.shape and value.ndim:
                 part = torch.empty(layout.local, dtype=value.dtype, device=value.device)

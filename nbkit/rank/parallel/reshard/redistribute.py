@@ -97,10 +97,13 @@ class Exchange:
         self._ready = None
 
     @torch.no_grad()
-    def run(self, source: State, target: State, *, device: torch.device) -> None:
+    def run(
+        self, source: State, target: State, *, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> None:
         """Fill the tensors of `target` from the `source` tensors of all ranks, which do not change. Collective.
 
-        device: device of the buffers; the process group must be able to send from it. Raises TrainingError, before
+        device: device of the buffers; the process group must be able to send from it. group: of all ranks; None for
+        torch's own. Raises TrainingError, before
         anything is sent, if this rank's tensors are not those of the plan.
         """
         if self._ready is None:
@@ -110,7 +113,7 @@ class Exchange:
         old = {key: tensor for key, (tensor, _) in source.items()}
         new = {key: tensor for key, (tensor, _) in target.items()}
         for step in self._steps:
-            carry_out(step, old, new, buffers)
+            carry_out(step, old, new, buffers, group)
 
 
 def room_of(made: Sequence[RankRound]) -> tuple[int, int]:
@@ -143,7 +146,11 @@ def check(plan: ExchangePlan, state: State, planned: Mapping[str, Layout], which
 
 @torch.no_grad()
 def carry_out(
-    step: RankRound, old: Mapping[str, Tensor], new: Mapping[str, Tensor], buffers: tuple[Tensor, Tensor]
+    step: RankRound,
+    old: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+    buffers: tuple[Tensor, Tensor],
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Run one round, from the tensors of `old` to those of `new`. Collective if the round sends anything."""
     for copy in step.copies:
@@ -159,7 +166,7 @@ def carry_out(
         source = new if piece.relayed else old
         for key in piece.keys:
             at = _pack(outgoing, at, source[key][piece.places[0].here.slices])
-    dist.all_to_all_single(incoming, outgoing, step.received, step.sent)
+    dist.all_to_all_single(incoming, outgoing, step.received, step.sent, group=group)
     at = 0
     for piece in (piece for pieces in step.receives for piece in pieces):
         for key in piece.keys:

@@ -93,7 +93,7 @@ def check_tensors(reader: DcpReader, sharded_model: ShardedModel) -> None:
             raise ValueError(f"{key} is {kept} there, {tensor.dtype} here")
     for name, kinds in by_name(dtypes).items():
         if name in sharded_model.held:
-            wanted |= {f"{key}/{name}": sharded_model.data.layouts[name] for key in kinds}
+            wanted |= {f"{key}/{name}": sharded_model.layouts[name] for key in kinds}
     reader.verify(wanted)
 
 

@@ -59,7 +59,7 @@ def per_element(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -
     found: JobState = {}
     for name, param in sharded_model.held.items():
         for key, value in optimizer_state.per_element(optimizer, param).items():
-            found[f"{key}/{name}"] = (value, sharded_model.data.layouts[name])
+            found[f"{key}/{name}"] = (value, sharded_model.layouts[name])
     return found
 
 

@@ -306,7 +306,7 @@ def _move(
         _RankState(
             {key: layout for key, (_, layout) in weights.items()},
             {key: layout for key, (_, layout) in own.items() if key not in weights},
-            dict(sharded_model.data.layouts),
+            dict(sharded_model.layouts),
             {key: tensor.dtype for key, (tensor, _) in own.items()},
             job_state.scalars(sharded_model, optimizer),
         ),
@@ -349,7 +349,16 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePla
     kinds = {key: kind for rank in sources for key, kind in everyone[rank].kinds.items()}
     old: list[dict[str, Layout]] = []
     new: list[dict[str, Layout]] = []
+    there = {name for rank in sources for name in everyone[rank].params}
     for rank, held in enumerate(everyone):
+        # A whole tensor may have one owner, and then no other rank knows what is remembered of it.
+        kept = {key.partition("/")[2] for key in held.state} | {name for name, of in held.numbers.items() if of}
+        if alone := sorted(kept - there):
+            raise TrainingError(
+                "Whole tensors have an owner that was interrupted in its update.",
+                numbers=f"the optimizer's state of {alone[0]!r} and {len(alone) - 1} others, of rank {rank}",
+                hint="trainer.load(path) of a checkpoint",
+            )
         kinds |= {key: kind for key, kind in held.kinds.items() if key in held.weights}
         if rank in sources:
             old.append({**held.weights, **held.state})

@@ -49,10 +49,11 @@ def side_bytes(builder: Builder, kinds: Mapping[str, Mapping[str, int]], strateg
     kinds: see job_state.bytes_per_element. Raises StrategyError for what cannot be split.
     """
     skeleton, rank_layouts = builder.skeleton, builder.plan(strategy).layouts
-    weights, held = rank_layouts.weights[rank], rank_layouts.held[rank]
-    total = sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items())
+    weights, held, summed = rank_layouts.weights[rank], rank_layouts.held[rank], rank_layouts.summed[rank]
+    total = sum(layout.numel * kinds[name]["weight"] for name, layout in held.items() if summed[name] != layout)
+    total += sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items())
     if strategy.dp > 1:
-        grads = held if strategy.zero > 1 else weights
+        grads = summed if strategy.zero > 1 else weights
         trained = {name for name, p in skeleton.named_parameters() if p.requires_grad}
         total += sum(layout.numel * kinds[name]["weight"] for name, layout in grads.items() if name in trained)
     if not builder.offload:

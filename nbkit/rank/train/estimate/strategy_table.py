@@ -28,7 +28,7 @@ from nbkit.strategy import Strategy
 
 _PROVEN = "a whole step of it was compared with one process"
 _UNPROVEN = "a whole step of it is compared with one process before a switch"
-_REST = 0.5  # pause after each row, as a share of its time: the training thread needs the interpreter too
+_REST = 1.0  # pause after each row, as a share of its time: the training thread needs the interpreter too
 
 
 def table(job: Job, *, every: bool = False) -> dict[str, Any]:
@@ -37,10 +37,10 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     every: include all schedules of a pipeline, not only 1f1b.
 
     "nodes": the node number of each rank. "limit_bytes": what the fullest rank can hold; None if unknown. "held":
-    distinct rows of fractions by block, and the row of each rank. "recommended": the strategy to choose, "" if none
-    fits. "unpredicted", "unpredicted_pause": why no step or no pause is predicted, "" if they are. "levers": if plain
-    data parallelism waits for its link, its "strategy", its predicted "step_s", and in "each" what levers would leave
-    of that; else {}.
+    distinct rows of fractions by block, and the row of each rank. "recommended": the strategy to choose, "" without
+    evidence. "unpredicted", "unpredicted_pause": why no step or no pause is predicted, "" if they are. "levers": if
+    plain data parallelism waits for its link, its "strategy", its predicted "step_s", and in "each" what levers would
+    leave of that; else {}.
 
     Each row of "options" has these keys; the values are None if unknown. moved_bytes: exact. memory: bytes of the
     fullest rank at rest now, during the switch, and at rest after a step under the new strategy. peak_bytes: of
@@ -50,7 +50,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     of step_steps steps, between step_low_s and step_high_s (None: too few), step_ago steps ago. predicted_step_s:
     predicted from the steps of the strategy in force, for all others. switch_s: predicted. untried: the model was not
     run to see whether it fits. It is then not "ok", but may be chosen; see `look_at_all`. proof: what is known of a
-    strategy that is "ok".
+    strategy that is "ok". cut: the stages of a pipeline and what they cost, in words.
     """
     now, seen = job.strategy, job.cost_model()
     ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))
@@ -147,6 +147,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         "predicted_step_s": None,
         "switch_s": None,
         "arithmetic": "",
+        "cut": "",
     }
     try:
         found["arithmetic"] = str(job.feed.fits(strategy) or "")
@@ -167,6 +168,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         moved_bytes=flow.total,
         memory={"now": max(holds), "during": peak, "after": max(after)},
         held=_fractions(seen, strategy),
+        cut=seen.facts.cut(strategy),
         step_bytes=max(map(wire_bytes, seen.terms(strategy)), default=None),
         between_bytes=seen.between_nodes(strategy),
         switch_s=predicted_pause(job, seen.census, strategy, flow),

@@ -113,13 +113,13 @@ def unpredicted(job: Job) -> str:
     """Return why no step of any strategy is predicted, whatever is measured; "" if it is."""
     link = job.builder.link
     if job.config.compute.compile:
-        return "what a compiled model takes is known when it has run"
+        return "a compiled model has to run before its time is known"
     if link is None and job.world_size > 1:
         return "the links between the ranks were not measured"
     if link is not None and link.crowded:
-        return "the ranks share cores or GPUs, so that the seconds of one depend on what the others do"
+        return "the ranks share cores or GPUs, so the time of one depends on the others"
     if _parts(job) == {}:
-        return "other programs compute on the cores of this rank"
+        return "other programs use the cores of this rank"
     return ""
 
 
@@ -127,7 +127,7 @@ def unpredicted_pause(job: Job) -> str:
     """Return why `predicted_pause` is None; "" if it is not."""
     if job.builder.link is None:
         return "the links between the ranks were not measured"
-    return "" if job.switches else "the first switch shows what later ones take"
+    return "" if job.switches else "the first switch of this training shows how long later ones take"
 
 
 def _building(strategy: Strategy, made: Sequence[Switched]) -> float:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.figures import size
 from nbkit.planner.exchange import held, uncovered, within
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.device import accelerator
@@ -45,7 +46,7 @@ from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Box, Layout
 
 Shares = Mapping[str, tuple[Box, ...]]
-"""name of a parameter, or "buffer/NAME" -> boxes of the global tensor."""
+"""name of a parameter, "buffer/NAME", or "state/NAME" of a tensor with an owner -> boxes of the global tensor."""
 
 
 def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = False) -> Shares | None:
@@ -55,8 +56,12 @@ def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = Fals
     weights, as it may on GPUs.
     """
     spread = [
-        {**of_params, **{f"buffer/{name}": layout for name, layout in of_buffers.items()}}
-        for of_params, of_buffers in zip(rank_layouts.held, rank_layouts.buffers, strict=True)
+        {
+            **summed,
+            **{f"state/{name}": layout for name, layout in held.items() if summed[name] != layout},
+            **{f"buffer/{name}": layout for name, layout in of_buffers.items()},
+        }
+        for summed, held, of_buffers in zip(rank_layouts.summed, rank_layouts.held, rank_layouts.buffers, strict=True)
     ]
     alike = all(one.keys() == spread[0].keys() and all(each.is_whole for each in one.values()) for one in spread)
     if alike and not all_may_tear:
@@ -109,6 +114,9 @@ class Contents:
     def of(cls, state: JobState, shares: Shares) -> Contents:
         """Return the contents for what `shares` name of `state`."""
         named = {key: key if key.startswith("buffer/") else key.partition("/")[2] for key in state}
+        # The state of a whole tensor is on its owner; the weight is where its parts are.
+        owned = {key: f"state/{name}" for key, name in named.items() if not key.startswith(("buffer/", "weight/"))}
+        named |= {key: name for key, name in owned.items() if name in shares}
         return cls.by_key(state, {key: shares[name] for key, name in named.items() if name in shares})
 
     @classmethod
@@ -301,8 +309,8 @@ class Backups:
             if self._say is not None:
                 each = "each step" if self.every == 1 else f"every {self.every} steps"
                 self._say(
-                    f"backup of {each} with rank {self.buddy} and so on: {self.sent_bytes / 1e6:.3g} MB a rank, "
-                    f"{100 * cost / self.every:.2g} % of a step"
+                    f"After {each}, each rank sends a backup of its state to another one: {size(self.sent_bytes)} per "
+                    f"rank, {100 * cost / self.every:.2g} % of the time of a step"
                 )
 
     def take(

@@ -29,6 +29,7 @@ from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import agree, all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.device_mesh import close_all
+from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.parallel.reshard.redistribute import Exchange, Spaces, TargetStorage, hollow
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder
@@ -160,7 +161,23 @@ def _restoration(step: int, parts: Sequence[HeldPart | None], strategy: Strategy
         builder.exchanges.layouts_by_rank(builder.plan(strategy), every),
         {key: k.itemsize for key, k in every.items()},
     )
+    if memory or any(numbers.values()):
+        _check_owners(parts, builder.plan(strategy))
     return Restoration(step, parts, plan, memory, numbers)
+
+
+def _check_owners(parts: Sequence[HeldPart | None], plan: ParallelPlan) -> None:
+    """Raise TrainingError if whole tensors have lost their owner, and with it all that was remembered of them.
+
+    No other rank knows what that was, so no exchange would miss it.
+    """
+    found = [held.keys() for part, held in zip(parts, plan.layouts.held, strict=True) if part is not None]
+    if lost := sorted(plan.owned.difference(*found)):
+        raise TrainingError(
+            "Whole tensors have lost the rank that owned them.",
+            numbers=f"what the optimizer remembers of {len(lost)} tensors, the first {lost[0]!r}",
+            hint="recovery=nbkit.Recovery(backup_every=1)",
+        )
 
 
 def with_memory(hollow: JobState, tensors: Iterable[Tensor], spaces: Spaces, held: JobState) -> JobState:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.step.optimizer_state import numbered, per_element, states_of
-from nbkit.rank.train.step.optimizer_trial import PLAIN, Need, OptimizerTrial
+from nbkit.rank.train.step.optimizer_trial import Need, OptimizerTrial
 from nbkit.rank.train.step.several_optimizers import Several, SeveralOptimizers, together
 from nbkit.strategy import Strategy
 
@@ -274,15 +274,32 @@ class OptimizerSpec:
         with self._tried:
             return self._like_tried(self._trial.needs())
 
+    def whole(self, cut: str) -> frozenset[str]:
+        """Return the parameters that one rank has to update whole where a strategy cuts them.
+
+        cut: "rows", or "columns" for rows and columns.
+        """
+        with self._tried:
+            return frozenset(self._like_tried(dict.fromkeys(self._trial.owned(cut), True)))
+
     def check(self, strategy: Strategy) -> None:
         """Raise TrainingError if ranks of `strategy` would not update what they hold as one process does.
 
         This is tried on small tensors: parts of them are updated beside the whole.
         """
-        cut = [("rows", strategy.zero > 0), ("columns", strategy.tp > 1), ("tensors", strategy.pp > 1)]
-        for kind in (kind for kind, needed in cut if needed):
+        for kind in self._cuts(strategy):
             with self._tried:
                 self._trial.check_parts(kind, str(strategy), self._cost)
+
+    def _cuts(self, *strategies: Strategy) -> list[str]:
+        """Return how the strategies cut tensors; see OptimizerTrial.lost_in_a_switch."""
+        columns = any(strategy.tp > 1 for strategy in strategies)
+        rows = not columns and any(strategy.zero for strategy in strategies)
+        stages = any(strategy.pp > 1 for strategy in strategies)
+        cuts = ["columns"] * columns + ["rows"] * rows
+        with self._tried:
+            owned = [f"{cut} and owners" if self._trial.owned(cut) else cut for cut in cuts]
+        return owned + ["tensors"] * stages
 
     def _like_tried(self, found: Mapping[str, T]) -> dict[str, T]:
         """Return `found`, which is of the tensors that were tried, for all parameters that are like them."""
@@ -292,19 +309,13 @@ class OptimizerSpec:
             every |= {name: by_dims[dims] for name in names if (dims := self._sizes[name][0]) in by_dims}
         return every
 
-    def _cost(self) -> tuple[str, str]:
-        """Return (what it would take a step to update whole tensors by one rank each, in words; what to type)."""
+    def _cost(self) -> str:
+        """Return what it would take in a step to make the updates that no strategy can cut, in words."""
         needs = self._like_tried(self._trial.needs())
-        most = max(needs.values())
         size = sum(self._sizes[name][1] for name, need in needs.items() if need > Need.ROW) / 1e6
-        if most == Need.TENSOR:
-            count = sum(need == Need.TENSOR for need in needs.values())
-            words = (
-                f"; it needs {count} tensors whole: {size:.3g} MB of gradients to their owners in a step, and updates"
-            )
-            return f"{words} back", PLAIN
-        what = "all tensors of a group" if most == Need.GROUP else "all parameters"
-        return f"; it needs {what} together: {size:.3g} MB of gradients on one rank in a step", PLAIN
+        what = {Need.GROUP: "all tensors of a group together", Need.ALL: "all parameters together"}
+        needed = what.get(max(needs.values()), "whole tensors")
+        return f"; it needs {needed}: {size:.3g} MB of gradients on one rank in a step"
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:
         """Raise SwitchError if what the optimizer remembers under `old` cannot all be taken along to `new`.
@@ -313,7 +324,7 @@ class OptimizerSpec:
         """
         self.check(new)
         with self._tried:
-            lost = self._trial.lost_in_a_switch(_cuts(old, new))
+            lost = self._trial.lost_in_a_switch(self._cuts(old, new))
         if lost:
             raise SwitchError(
                 f"A switch to {new} would not take along all that {self.name} remembers under {old}.",
@@ -338,7 +349,7 @@ class OptimizerSpec:
         The same holds for a process that takes the place of another.
         """
         with self._tried:
-            return self._trial.lost_in_a_checkpoint(_cuts(strategy))
+            return self._trial.lost_in_a_checkpoint(self._cuts(strategy))
 
     def check_rate(self) -> None:
         """Raise TrainingError if the learning rate of its groups has no effect."""
@@ -476,14 +487,6 @@ def _made_by(factory: Callable[[nn.Module], Optimizer | Several], model: nn.Modu
                 hint=f"optimizer=lambda model: {name}(model.parameters(), lr=1e-3)",
             ) from error
         raise
-
-
-def _cuts(*strategies: Strategy) -> list[str]:
-    """Return how the strategies cut tensors; see OptimizerTrial.lost_in_a_switch."""
-    columns = any(strategy.tp > 1 for strategy in strategies)
-    rows = not columns and any(strategy.zero for strategy in strategies)
-    stages = any(strategy.pp > 1 for strategy in strategies)
-    return ["columns"] * columns + ["rows"] * rows + ["tensors"] * stages
 
 
 def _with_each(optimizer: Optimizer) -> list[Optimizer]:

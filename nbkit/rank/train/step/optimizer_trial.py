@@ -53,7 +53,7 @@ _SCALES = {_CARRIED_AT + 2: 1e-3, _CARRIED_AT + 6: 1e3}
 _FAILED = "failed: "
 _NEEDS = {"across": 1, "rows": 2, "each": 3, "groups": 4}
 """Arrangement -> the Need of a tensor whose update differs in it."""
-PLAIN = "strategy='ddp', or an optimizer such as AdamW or SGD"
+_PLAIN = "strategy='ddp', or an optimizer such as AdamW or SGD"
 _REACHABLE = "hold them in attributes of the optimizer, or take an optimizer such as AdamW or SGD"
 
 
@@ -110,7 +110,7 @@ class OptimizerTrial:
         self._failed = ""  # why no step could be made
         self._found: dict[str, str] = {}
         self._differing: dict[str, dict[str, str]] = {}  # arrangement -> {tensor: where and how far it differs}
-        self._owned: list[str] | None = None
+        self._owned: dict[str, list[str]] = {}  # by `cut`
         self._still: list[str] = []  # what it did not update
         self._reads = False  # its steps over other tensors read parameters of the model
         self._keyed = ""  # where its steps look something up by a parameter of the model
@@ -190,16 +190,19 @@ class OptimizerTrial:
             return {name: Need.ALL if need == Need.GROUP else need for name, need in found.items()}
         return found
 
-    @property
-    def owned(self) -> list[str]:
-        """The tensors that are tried, and that one rank has to update whole, if that trains as one process does."""
-        if self._owned is None:
-            self._owned = []
-            if not self._failed and self._apart_in("rows"):
-                self._owned = [name for name, need in self.needs().items() if need == Need.TENSOR]
-                if self._tried("owned"):
-                    self._owned = []
-        return self._owned
+    def owned(self, cut: str) -> Sequence[str]:
+        """Return the tried tensors that one rank has to update whole, if that trains as one process does.
+
+        cut: "rows" if a strategy cuts tensors in rows, "columns" if in rows and columns.
+        """
+        if cut not in self._owned:
+            self._owned[cut] = []
+            if not self._failed and self._tried(cut):
+                least = Need.ROW if cut == "columns" else Need.TENSOR
+                self._owned[cut] = [name for name, need in self.needs().items() if least <= need <= Need.TENSOR]
+                if self._tried(f"{cut} and owners"):
+                    self._owned[cut] = []
+        return self._owned[cut]
 
     def _apart_in(self, kind: str) -> dict[str, str]:
         """Return tensor -> where and how far its update differs if copies have parts that are arranged like this."""
@@ -207,12 +210,11 @@ class OptimizerTrial:
             return {}
         return dict.fromkeys(self._shapes, found) if found.startswith(_FAILED) else self._differing[kind]
 
-    def check_parts(self, kind: str, strategy: str, cost: Callable[[], tuple[str, str]] = lambda: ("", PLAIN)) -> None:
+    def check_parts(self, kind: str, strategy: str, cost: Callable[[], str] = lambda: "") -> None:
         """Raise TrainingError if ranks that hold parts would make other updates.
 
-        kind: "rows" or "columns" for parts of tensors, "owned" for some whole tensors and parts of the others on each
-        rank, "tensors" for some of the tensors on each rank. cost: returns what it would cost to do otherwise, and what
-        to type, for the error.
+        kind: "rows" or "columns" for parts of tensors; with " and owners" some are whole on one rank. "tensors" for
+        some of the tensors on each rank. cost: returns what it would cost to do otherwise, for the error.
         """
         splits = "gives each rank some of the parameters" if kind == "tensors" else "splits parameters over ranks"
         alone = " does not update each element by itself, and "
@@ -232,14 +234,13 @@ class OptimizerTrial:
                 f"{self.name} failed on small tensors. {strategy} {splits}: it is tried whether they are updated as "
                 "one process does it.",
                 numbers=differs.removeprefix(_FAILED),
-                hint=PLAIN,
+                hint=_PLAIN,
             )
         if differs:
-            otherwise, hint = cost()
             raise TrainingError(
                 f"{self.name}{alone}{strategy} {splits}: it would train otherwise than one process.",
-                numbers=differs + otherwise,
-                hint=hint,
+                numbers=differs + cost(),
+                hint=_PLAIN,
             )
 
     def lost_in_a_checkpoint(self, cuts: Sequence[str]) -> str:
@@ -356,8 +357,10 @@ class OptimizerTrial:
             return [dict.fromkeys(some, ()) for some in (names[:half], names[half:])]
         first: dict[str, Part] = {}
         second: dict[str, Part] = {}
+        cut, _, with_owners = kind.removeprefix("carried in ").partition(" and ")
+        owned = self.owned(cut) if with_owners else ()
         for n, (name, shape) in enumerate(self._shapes.items()):
-            if kind.endswith("owned") and name in self.owned:
+            if name in owned:
                 (second if n % 2 else first)[name] = ()
                 continue
             first[name] = second[name] = ()
@@ -367,8 +370,8 @@ class OptimizerTrial:
                     first[name], second[name] = (slice(None), slice(0, at)), (slice(None), slice(at, None))
                 continue
             # Split every other tensor by columns: tensor parallelism splits by rows and by columns.
-            dim = 1 if kind.endswith("columns") and len(shape) > 1 and n % 2 == 0 else 0
-            if shape and (kind.endswith(("rows", "owned")) or (shape[dim] > 1 and (len(shape) > 1 or n % 2))):
+            dim = 1 if cut == "columns" and len(shape) > 1 and n % 2 == 0 else 0
+            if shape and (cut == "rows" or (shape[dim] > 1 and (len(shape) > 1 or n % 2))):
                 at = shape[dim] // 2 + 1 if shape[dim] > 2 else 1
                 ahead: Part = (slice(None),) * dim
                 first[name], second[name] = (*ahead, slice(0, at)), (*ahead, slice(at, None))

@@ -348,7 +348,7 @@ class TrainingStep:
                 if self.builder.template.draws:
                     seed_step(self.seed, self.ledger.step, SHARED)  # replicas draw the same
                 self.optimizer.step()
-            self.sharded_model.data.after_step()
+            self.sharded_model.after_step()
             if not late:
                 self.sharded_model.data.settle()
         if self._count is not None:

@@ -34,9 +34,8 @@ def changes_of(sharded_model: ShardedModel, skeleton: nn.Module) -> Changes:
         if (part.training != known.training or dropping) and sharded_model.runs(f"{path}."):
             modes |= {path: part.training} if part.training != known.training else {}
             drops |= {path: part.p} if dropping else {}
-    trained = {
-        name: p.requires_grad for name, p in sharded_model.held.items() if p.requires_grad != params[name].requires_grad
-    }
+    held = sharded_model.data.held
+    trained = {name: p.requires_grad for name, p in held.items() if p.requires_grad != params[name].requires_grad}
     return Changes(trained, modes, drops)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from jobs import quiet
 from ranks import run_ranks
 from replaced_ranks import Seat, run_replaced
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nbkit
@@ -107,17 +107,22 @@ def made(strategy: str, **more: Any) -> Trainer:
     return quiet(
         model=model,
         loss=loss,
-        optimizer=lambda m: Update(m.parameters(), lr=0.01),
         data=rows(),
         strategy=strategy,
         clip_norm=1.0,
         lr_schedule=lambda step: 1 / (1 + step),
-        **more,
+        **{"optimizer": lambda m: Update(m.parameters(), lr=0.01), **more},
     )
 
 
-def undisturbed(world: Any) -> list[float]:
-    trainer = made("ddp")
+def muon_and_update(model: nn.Module) -> list[torch.optim.Optimizer]:
+    params = list(model.parameters())
+    matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]
+    return [torch.optim.Muon(matrices, lr=0.02), Update(vectors, lr=0.01)]
+
+
+def undisturbed(world: Any, **more: Any) -> list[float]:
+    trainer = made("ddp", **more)
     trainer.fit(STEPS)
     return [record["loss"] for record in trainer.history]
 
@@ -177,6 +182,24 @@ def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(expected: 
     found = run_replaced(protected, 4, HELD_ONCE, deaths=len(HELD_ONCE), timeout=170)
 
     check(found, HELD_ONCE, expected)
+
+
+WITH_OWNERS = [Case("zero1", 1, "backward"), Case("dp=2 tp=2", 3, "forward")]
+
+
+def owning(seat: Seat) -> dict[Case, dict[str, Any]]:
+    return survived(seat, WITH_OWNERS, recovery=nbkit.Recovery(backup_every=1), optimizer=muon_and_update)
+
+
+def undisturbed_muon(world: Any) -> list[float]:
+    return undisturbed(world, optimizer=muon_and_update)
+
+
+@pytest.mark.long
+def test_the_owner_of_whole_tensors_is_replaced_from_its_backup() -> None:
+    found = run_replaced(owning, 4, deaths=len(WITH_OWNERS), timeout=170)
+
+    check(found, WITH_OWNERS, run_ranks(undisturbed_muon, 1)[0])
 
 
 def half_sent(seat: Seat) -> dict[Case, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Before a strategy splits parameters: an optimizer that mixes their elements is refused, one that fails is named."""
+"""Before a strategy splits parameters it is tried what an optimizer needs; one that fails is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import Recording
-from optimizers import OPTIMIZERS, halves
+from optimizers import OPTIMIZERS, muon_and_adamw
 from ranks import known_optimizers, run_ranks
 from torch import nn
 
@@ -37,11 +37,19 @@ def factory(kind: Callable[..., torch.optim.Optimizer]) -> OptimizerSpec:
     return OptimizerSpec(kind(model.parameters(), lr=0.1), module=model)
 
 
-def test_an_optimizer_that_mixes_elements_is_refused_where_parameters_are_split() -> None:
-    zero3 = Strategy.parse("zero3", 2)
-    factory(torch.optim.AdamW).check(zero3)
-    with pytest.raises(TrainingError, match="Mixing does not update each element by itself, and dp=2 zero=3 splits"):
-        factory(Mixing).check(zero3)
+def test_an_optimizer_of_whole_tensors_is_taken_with_owners_and_one_of_all_parameters_is_refused() -> None:
+    zero3, tp, model = Strategy.parse("zero3", 2), Strategy.parse("tp=2", 2), nn.Linear(3, 2)
+    assert factory(torch.optim.AdamW).whole("rows") == frozenset()
+    for strategy in (zero3, tp):
+        (mixing := factory(Mixing)).check(strategy)
+        mixing.check_moves(Strategy.parse("ddp", 2), strategy)
+        mixing.check_saves(strategy)
+        assert mixing.whole("rows") == mixing.whole("columns") == {"weight", "bias"}
+    by_row = OptimizerSpec(OPTIMIZERS["centralised"], module=model)
+    by_row.check(zero3)
+    assert by_row.whole("rows") == frozenset() and by_row.whole("columns") == {"weight"}
+    with pytest.raises(TrainingError, match="Clipping does not update each element by itself, and dp=2 zero=3 splits"):
+        OptimizerSpec(OPTIMIZERS["clipping"], module=model).check(zero3)
 
 
 def test_every_strategy_switch_and_checkpoint_takes_the_optimizers_that_ranks_of_tests_do_not_try() -> None:
@@ -141,11 +149,6 @@ class InGroups(torch.optim.SGD):
                 p -= group["lr"] * p.grad / norm
 
 
-def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    matrices, vectors = halves(model)
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=0.02)]
-
-
 def by_group(model: nn.Module) -> torch.optim.Optimizer:
     return InGroups([{"params": list(part.parameters())} for part in model], lr=0.1)  # type: ignore[union-attr]
 
@@ -182,16 +185,13 @@ def test_what_an_optimizer_needs_at_once_is_found_by_running_it() -> None:
         assert len(needs) == 8
 
 
-def test_a_refusal_says_what_whole_tensors_would_cost() -> None:
+def test_a_refusal_says_what_all_gradients_on_one_rank_would_take() -> None:
     model, tp = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 10)), Strategy.parse("tp=2", 2)
-    with pytest.raises(TrainingError, match=r"Muon \+ AdamW does not update each element") as whole:
-        OptimizerSpec(muon_and_adamw, module=model).check(tp)
-    with pytest.raises(TrainingError, match="Clipping does not update each element") as together:
-        OptimizerSpec(OPTIMIZERS["clipping"], module=model).check(tp)
-
-    said = "; it needs 2 tensors whole: 2.02 MB of gradients to their owners in a step, and updates back"
-    assert (whole.value.numbers or "").endswith(said)
-    assert (together.value.numbers or "").endswith("together: 2.02 MB of gradients on one rank in a step")
+    for kind, what in ((OPTIMIZERS["clipping"], "all parameters"), (by_group, "all tensors of a group")):
+        with pytest.raises(TrainingError, match="does not update each element") as refused:
+            OptimizerSpec(kind, module=model).check(tp)
+        said = f"; it needs {what} together: 2.02 MB of gradients on one rank in a step"
+        assert (refused.value.numbers or "").endswith(said)
 
 
 def test_an_optimizer_that_wants_a_closure_is_refused() -> None:

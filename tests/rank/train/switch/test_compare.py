@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 import nbkit
 from nbkit.errors import StrategyError, TrainingError
-from nbkit.notebook.cluster.training_control import ControlResult
+from nbkit.notebook.cluster.training_control import ControlResult, verdict
 from nbkit.rank.train.switch import compare
 
 
@@ -103,7 +103,33 @@ def test_a_comparison_is_shown_as_a_table() -> None:
     )
 
     lines = repr(result).splitlines()
-    assert lines[0] == "compared for 20 steps each at step 7, under zero3 again"
-    assert re.split(r"\s{2,}", lines[2].strip()) == ["zero3", "500 ms", "400 ms to 2 s", "3 MB", "1 kB"]
+    assert lines[0] == "No other strategy could be measured beside zero3."
+    assert lines[-1].strip() == (
+        "20 steps each, in turns, after step 7, from the same state on the same batches; "
+        "the training goes on under zero3"
+    )
+    assert re.split(r"\s{2,}", lines[2].strip()) == ["zero3", "500 ms", "0.4–2 s", "3 MB", "1 kB"]
     assert lines[3].split() == ["tp=2", "It", "<cannot>", "be", "split."]
     assert "<td>500 ms</td>" in result._repr_html_() and "It &lt;cannot&gt; be" in result._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            (0.2, 0.19, 0.21),
+            "tp=2 is the fastest of the 2 that were measured: 200 ms a step, 2.50 times as fast",
+        ),
+        ((0.48, 0.39, 0.6), "No strategy is measurably faster than zero3, which runs now and takes 500 ms a step."),
+        ((0.7, 0.69, 0.71), "No strategy is measurably faster than zero3"),
+        ((0.2, None, None), "Too few steps were measured"),
+    ],
+)
+def test_the_verdict_names_a_faster_strategy_if_the_difference_is_larger_than_the_intervals(
+    other: tuple[float, float | None, float | None], said: str
+) -> None:
+    rows = [
+        {"strategy": name, "step_s": step, "low_s": low, "high_s": high, "error": ""}
+        for name, (step, low, high) in (("zero3", (0.5, 0.45, 0.55)), ("tp=2", other))
+    ]
+    assert verdict(rows, "zero3").startswith(said)

@@ -1,6 +1,6 @@
 // The pictures along an axis: a run over time, one bar per rank, memory per rank, several runs.
 
-import { COLOURS, MEMORY, PARTS, SPOKEN, STRATEGIES, alarm, bytes, faint, ink, number, paper, percent, rule, seconds, ticks } from "./paint.js";
+import { COLOURS, MEMORY, PARTS, SPOKEN, STRATEGIES, alarm, bytes, faint, ink, lateWords, number, paper, percent, rule, seconds, ticks } from "./paint.js";
 
 const LEFT = 58;
 
@@ -143,7 +143,7 @@ export function drawBars(picture, ranks, late) {
     picture.line(x(value), 0, x(value), bottom, rule());
     picture.words(seconds(value), x(value), bottom + 12, { align: "center" });
   }
-  picture.words("time", LEFT - 6, bottom + 12, { align: "right" });
+  picture.words("time", LEFT - 14, bottom + 12, { align: "right" });
   ranks.forEach((values, i) => {
     const [rank, total] = values;
     const y = i * row + 4;
@@ -161,7 +161,7 @@ export function drawBars(picture, ranks, late) {
     const text = () => [
       `rank ${rank}: ${seconds(total)}`,
       ...PARTS.map((part, p) => `  ${SPOKEN[part]}: ${seconds(values[2 + p])} (${percent(values[2 + p] / total)})`),
-      slow ? `late: its ${SPOKEN[late.cause]} takes ${seconds(late.seconds)} longer than elsewhere` : "",
+      slow ? `late: ${lateWords(late)}` : "",
     ].filter(Boolean).join("\n");
     picture.spot(0, y, width, row, text);
   });
@@ -215,7 +215,7 @@ export function memoryNote(rows, strategy) {
   if (!rows.length) return "not counted yet";
   const [{ step, strategy: under }] = rows;
   const grown = Math.max(...rows.map((r) => r.growth ?? 0));
-  return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", grown > 0 ? `processes have grown by at most ${bytes(grown)}` : ""].filter(Boolean).join("; ");
+  return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", grown > 0 ? `a process has grown by ${bytes(grown)} since before the job, at most` : ""].filter(Boolean).join("; ");
 }
 
 // One bar for each run, on a common axis of seconds a step.

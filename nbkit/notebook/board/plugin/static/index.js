@@ -3,7 +3,7 @@
 import { drawBars, drawMemory, drawTimeline, memoryNote } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { healthRows } from "./health.js";
-import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, percent, seconds, shade } from "./paint.js";
+import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, lateWords, percent, seconds, shade } from "./paint.js";
 import { drawLateness, drawRuns, drawTable, fill } from "./tables.js";
 
 const EVERY_MS = 1000;
@@ -220,7 +220,7 @@ function show() {
   $("at").textContent = step.of || `Step ${step.step}`;
   $("trafficof").textContent = `bytes, step ${step.step}`;
   $("tableof").textContent = `step ${step.step}, all ranks`;
-  $("late").textContent = step.late ? `Rank ${step.late.rank} is late: its ${SPOKEN[step.late.cause]} takes ${seconds(step.late.seconds)} longer` : "";
+  $("late").textContent = step.late ? `Rank ${step.late.rank} is late: ${lateWords(step.late)}` : "";
   const lost = step.lost ? ` · ${step.lost} calls were lost from the record` : "";
   const missing = step.missing?.length ? ` · nothing of rank ${step.missing.join(", ")}` : "";
   const share = step.seconds ? ` (${percent(step.own / step.seconds)} of the step)` : "";
@@ -229,7 +229,7 @@ function show() {
 
 function drawInside(step) {
   const moments = step.moments;
-  $("momentshead").replaceChildren(moments?.kind === "pipeline" ? "The pipeline, planned above measured" : "Inside a step, moment by moment", small(moments ? `step ${moments.step}, ${state.follow ? "of those kept the most usual" : "the nearest one that was kept"}` : "no step was kept in detail yet"));
+  $("momentshead").replaceChildren(moments?.kind === "pipeline" ? "The pipeline, planned above measured" : "Inside a step, moment by moment", small(moments ? `step ${moments.step}, ${state.follow ? "a typical step" : "the nearest step kept in detail"}` : "no step was kept in detail yet"));
   if (moments?.replicas > 1) {
     const select = document.createElement("select");
     fill(select, [...Array(moments.replicas).keys()].map(String), String(state.replica));

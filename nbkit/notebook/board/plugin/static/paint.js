@@ -3,7 +3,7 @@
 export const PARTS = ["compute", "exposed", "waiting", "bubble", "data", "optimizer", "other"];
 export const SPOKEN = {
   compute: "compute", exposed: "exposed communication", waiting: "waiting for peers", bubble: "pipeline bubble",
-  data: "data", optimizer: "optimizer", other: "other",
+  data: "data", optimizer: "optimizer", other: "other", nbkit: "nbkit examines strategies",
 };
 // One meaning for each colour; all in a set are told apart by readers with each kind of colour blindness, on light and
 // dark ground (tests/notebook/widgets/test_colours.py).
@@ -23,6 +23,10 @@ export const faint = () => (dark() ? "#9aa3ae" : "#68717d");
 export const rule = () => (dark() ? "#3c434d" : "#dfe3e8");
 export const alarm = () => (dark() ? "#ff8a8a" : "#c3393f"); // a failure, a late rank
 export const paper = () => (dark() ? "#23272e" : "#ffffff");
+
+// Why a rank is late.
+export const lateWords = ({ cause, seconds: longer }) => (cause === "nbkit"
+  ? `nbkit examines strategies on it, which takes ${seconds(longer)}` : `its ${SPOKEN[cause]} takes ${seconds(longer)} longer than elsewhere`);
 
 // The same formats as nbkit/figures.py: a number looks alike wherever it is shown.
 const three = (value) => `${+value.toPrecision(3)}`;

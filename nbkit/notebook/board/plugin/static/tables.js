@@ -48,7 +48,7 @@ export function drawLateness({ of, rows: those }) {
   $("latenote").textContent = of ? `in the newest ${of} steps, by medians of five` : "";
   rows($("lateness"), ["rank", "late in", "what takes it longer"], those.map((one) => [
     `${one.rank}`, `${one.steps} of ${of} steps`, SPOKEN[one.cause] || one.cause]));
-  if (!those.length) $("lateness").textContent = "Nobody: no rank makes the others wait 5 % of a step.";
+  if (!those.length) $("lateness").textContent = of ? "Nobody: no rank makes the others wait 5 % of a step." : "Not known: no step of this strategy has been compared yet.";
 }
 
 // choose: called with the name of the run that is clicked.
