@@ -132,8 +132,8 @@ class Builder:
             compile=config.compute.compile,
             adaptive=self.template.is_adaptive(),
             own_forward=config.own_loss,
-            whole=self.template.whole("rows") if world_size > 1 else frozenset(),
-            whole_in_tp=self.template.whole("columns") if world_size > 1 else frozenset(),
+            whole=self.template.whole("rows"),
+            whole_in_tp=self.template.whole("columns"),
         )
         self.finder = self._finder(ModelFacts(ModelShapes(self.skeleton)))
         wanted = frozenset[str]().union(*map(needed_facts, asked))

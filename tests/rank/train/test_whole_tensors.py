@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nbkit
-from nbkit.errors import NbkitError
+from nbkit.errors import NbkitError, TrainingError
 from nbkit.planner.owners import owners, update_cost
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.train.control.rank_sync import _plan, _RankState
+from nbkit.tensor_layout import Layout
 
 CONFIG = GPTConfig(vocab=32, block=16, layers=4, heads=4, width=16)
+SAMPLE = ("zero2", "tp=2 pp=2", "dp=4 zero=3 shard=2", "dp=2 tp=2 zero=1")
 CHAIN = (
     "zero2", "dp=2 tp=2 zero=1", "dp=4 zero=3 shard=2", "tp=2 pp=2", "dp=2 cp=2 zero=1", "tp", "dp=2 pp=2 zero=2",
     "dp=2 tp=2 zero=3", "zero1",
@@ -63,15 +66,15 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[key] - value).abs().max()) for key, value in expected.items())
 
 
-def chained(world: Any) -> dict[str, Any]:
-    """Make a step under each strategy of the chain; save in the middle and load at the end."""
+def chained(world: Any, chain: tuple[str, ...]) -> dict[str, Any]:
+    """Make a step under each strategy of the chain."""
     trainer = nbkit.Trainer(
         model=net, loss=loss, optimizer=muon_and_adamw, data=data(), batch_size=8, clip_norm=0.5, strategy="zero3",
         log_dir=None, progress=False, loading=nbkit.Loading(shuffle=False),
     )  # fmt: skip
     trainer.fit(1)
     refused, moments, far = [], [], {}
-    for number, strategy in enumerate(CHAIN, 2):
+    for number, strategy in enumerate(chain, 2):
         try:
             trainer.switch(strategy)
         except NbkitError as error:
@@ -84,17 +87,55 @@ def chained(world: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_gpt_under_muon_and_adamw_is_that_of_one_process_through_a_chain_of_switches() -> None:
-    found = run_ranks(chained, 4, timeout=600)
+@pytest.mark.parametrize("chain", [SAMPLE, pytest.param(CHAIN, marks=pytest.mark.long)])
+def test_a_gpt_under_muon_and_adamw_is_that_of_one_process_through_a_chain_of_switches(chain: tuple[str, ...]) -> None:
+    found = run_ranks(chained, 4, chain, timeout=600)
 
     for each in found:
         assert each["refused"] == []
         assert max(each["far"].values()) < 1e-9, each["far"]
     matrices = sum(p.numel() for name, p in net().named_parameters() if p.ndim == 2 and name.startswith("blocks."))
-    for strategy, here in zip(CHAIN, zip(*(each["moments"] for each in found), strict=True), strict=True):
+    for strategy, here in zip(chain, zip(*(each["moments"] for each in found), strict=True), strict=True):
         copies = 2 if strategy == "dp=2 cp=2 zero=1" else 1
         assert sum(here) == copies * matrices, strategy
     assert any("tensors are updated whole, each by the rank" in step for step in found[0]["steps"])
+
+
+def own_losses(world: Any) -> dict[str, float]:
+    """Return, by strategy, how far three steps of a loop with its own forward and loss are from one process."""
+    rows, found = data(), {}
+    example = tuple(torch.stack(part[:2]) for part in zip(*rows, strict=True))
+    batches = [tuple(map(torch.stack, zip(*rows[8 * n : 8 * n + 8], strict=True))) for n in range(3)]
+    for strategy in ("zero1", "zero3", "tp"):
+        hints = nbkit.ModelHints(example=example)
+        job = nbkit.prepare(net(), muon_and_adamw, loss=loss, strategy=strategy, log_dir=None, hints=hints)
+        for batch in job.batches(batches):
+            x, y = job.rows(batch)
+            job.backward(loss(job.model(x), y))
+            job.clip(0.5)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        found[strategy] = distance(job.full_state_dict(), in_one_process(3, 0.5))
+    return found
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_a_loop_with_its_own_loss_gives_owners_the_gradients_too() -> None:
+    for found in run_ranks(own_losses, 2, timeout=200):
+        assert max(found.values()) < 1e-9, found
+
+
+def test_what_an_owner_alone_remembers_is_not_forgotten_when_its_update_was_broken_off() -> None:
+    whole = Layout.whole((4, 4))
+    weights, kinds = {"weight/a": whole}, {"weight/a": torch.float32}
+    source = _RankState(weights, {}, {}, kinds, {})
+    owner = _RankState(
+        weights, {"momentum_buffer/a": whole}, {"a": whole}, kinds | {"momentum_buffer/a": torch.float32}, {}
+    )
+    with pytest.raises(TrainingError, match="owner that was interrupted") as refused:
+        _plan([source, owner], [0])
+    assert "'a'" in (refused.value.numbers or "") and "of rank 1" in (refused.value.numbers or "")
+    assert _plan([source, owner], [0, 1]).total_bytes == 0
 
 
 class Idle(nn.Module):
