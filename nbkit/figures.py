@@ -40,6 +40,11 @@ def seconds(value: float | None) -> str:
     return f"{value * 1e6:.3g} µs" if value else "0 s"
 
 
+def between(low: float, high: float) -> str:
+    """Return an interval of seconds, such as "29–31 ms"."""
+    return f"{low:.3g}–{high:.3g} s" if high >= 1 else f"{low * 1e3:.3g}–{high * 1e3:.3g} ms"
+
+
 def unit_of(numbers: Mapping[str, Any]) -> str:
     """Return the unit of a step's "tokens", from the step's numbers.
 

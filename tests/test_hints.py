@@ -58,7 +58,7 @@ OPTION_OF = {field.name: kind.__name__ for kind in OPTIONS.values() for field in
 ALSO_OF_OTHERS = {"shuffle", "drop_last", "example"}  # DataLoader and nbkit.plan have them too
 OF_OTHERS = {
     *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),
-    *("attn_implementation", "use_dora", "lora_bias", "num_heads", "head_dim", "requires_grad", "device"),
+    *("attn_implementation", "use_dora", "lora_bias", "num_heads", "head_dim", "requires_grad", "device", "min"),
 }
 """Arguments and attributes of torch, transformers and peft."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 import nbkit
 from nbkit.errors import NbkitError, UsageError
+from nbkit.notebook.headless import Headless
+from nbkit.notebook.widgets.question_form import question_form
 
 
 @pytest.fixture(autouse=True)
@@ -175,3 +178,26 @@ def test_a_teacher_collects_the_first_guesses_of_a_class(folder: Path, monkeypat
 def test_a_class_that_is_not_there_is_named() -> None:
     with pytest.raises(NbkitError, match="There is no such folder"):
         nbkit.lesson.collect("no-such-class")
+
+
+def test_without_anywidget_there_is_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+
+    assert question_form({}, lambda guess: None) is None
+
+
+def test_a_notebook_without_a_page_shows_the_answer_as_text_alone(folder: Path) -> None:
+    sources = [
+        "import nbkit\nsent = nbkit.lesson.predict('How many S?', key='1.2', unit='S')",
+        "sent.check(1.75, formula=1.5)",
+        "sent.check(1.75)\nsent.lock(1.75)",
+    ]
+    cells: list[dict[str, Any]] = [{"cell_type": "code", "source": source, "outputs": []} for source in sources]
+    with Headless(folder, lambda cell, text: None) as kernel:
+        kernel.run({"cells": cells[:2]})
+        (waiting,) = cells[1]["outputs"]
+        assert waiting["data"]["text/plain"] == "you said: — · measured: 1.75 S · formula: 1.5 S → No guess."
+        assert "1.75" not in waiting["data"]["text/html"]
+        kernel.run({"cells": cells[2:]})
+
+    assert all("1.75 S" in cell["outputs"][0]["data"]["text/html"] for cell in cells[1:])

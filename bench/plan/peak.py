@@ -147,12 +147,13 @@ class Worker:
         # What the pieces keep is measured once for each model. How they are cut differs from job to job.
         peaks = self._known[key] = PeakBytes(job.builder, census, real=True, before=self._known.get(key))
         one = peaks.of(job.strategy, rows)[job.sharded_model.axes.index("pp")]
+        rest = census.at_rest(job.strategy)[job.rank]
         job.sharded_model.data.close()
         return {
             "measured": counted.peak,
             "predicted": one.total,
             "held": held,
-            "rest": census.at_rest(job.strategy)[job.rank].total,
+            "rest": rest.total - rest.buffers,
             "moment": one.moment,
         }
 

@@ -64,7 +64,7 @@ def test_a_trainer_that_rests_is_switched_at_once(kernel: Kernel) -> None:
     assert shown.status == "ok", shown.text
     assert "dp=2 → dp=2 zero=3 after step 0" in shown.text
     planned = panel(kernel, "%nbkit plan").text
-    assert "steer: not training" in planned and "memory per rank" in planned and "recommended: " in planned
+    assert "steer: not training" in planned and "memory per rank" in planned and "nothing is recommended yet" in planned
     assert "state identical" in shown.text
     assert "'dp=2 zero=3'" in kernel.run("%%rank 0\nstr(trainer.strategy)").text
 
@@ -131,7 +131,7 @@ def test_a_training_that_runs_is_steered_and_goes_on(kernel: Kernel) -> None:
     assert "tp=2 → dp=2 zero=3 after step" in kernel.run("%strategy --undo").text
     assert "tried tp=2 for 4 steps" in kernel.run("%strategy --try 4 tp").text
     compared = kernel.run("%compare tp --steps 2").text
-    assert "compared for 2 steps each" in compared and "tp=2 " in compared and "sent a step" in compared
+    assert "2 steps each, in turns" in compared and "tp=2 " in compared and "sent in a step" in compared
 
     assert "paused after step" in kernel.run("%train pause").text
     assert "paused" in panel(kernel, f"print(repr({PANEL}))").text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +86,8 @@ def test_peak_and_bytes_at_rest_are_those_that_the_dashboard_draws(run: dict[str
     assert row["peak"] == size(max(one["peak"] for one in memory))
     assert row["memory"] == size(max(one["at_rest"] for one in memory))
     text = plain(lines_of(run["snapshot"]))
+    if run["trained"]["strategy"] == "dp=2":  # what is examined on rank 0 for the panel is no part of a step
+        assert len({(one["at_rest"], one["peak"]) for one in memory}) == 1
     for one in memory:
         assert sum(one["formula"]) == one["at_rest"]
         assert one["activations"] == one["peak"] - one["at_rest"] > 0
@@ -105,8 +106,7 @@ def test_a_comparison_shows_what_the_panel_shows_then(run: dict[str, Any]) -> No
     for name, step, between, peak, sent in shown(run["compared"]):
         row = panel_row(run["after"], name)
         assert (row["step"], row["peak"], row["sends"]) == (step, peak, sent), name
-        low, high = (re.sub(r" [a-zµ]*s$", "", bound) for bound in between.split(" to "))
-        assert row["margin"].startswith(f"{low}–{high}") and "of 5 steps" in row["margin"]
+        assert row["margin"] == f"{between} of 5 steps"
     # The strategy in force sends and holds in a comparison what it does in the training.
     assert (peak_and_sent(run["after"])) == peak_and_sent(run["trained"])
 

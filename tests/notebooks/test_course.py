@@ -103,7 +103,7 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     """Execute a lesson for a reader whose guesses are the answers in its text."""
     notebook = read_notebook(next(path for path in LESSONS if path.stem == name))
     for cell in tagged(notebook, "parameters"):
-        cell["source"] = re.sub(r'(?m)^CLUSTER = "([^"]*)"', r'CLUSTER = "\1 --cpu --ttl 10min"', "".join(cell["source"]))
+        cell["source"] = re.sub(r'(?m)^CLUSTER = "([^"]*)"', r'CLUSTER = "\1 --ttl 10min"', "".join(cell["source"]))
     for variable in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "NBKIT_HOME"):
         monkeypatch.setenv(variable, str(folder / variable))
     monkeypatch.setenv("NBKIT_GUESSES", json.dumps(answers_of(notebook)))

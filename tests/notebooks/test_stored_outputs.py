@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lessons import LESSONS, RENDERED, code_of, digest, is_stale, rendered, stored, texts_of
+from lessons import LESSONS, RENDERED, code_of, digest, is_stale, rendered, stored, texts_of, with_outputs
 
 from nbkit.notebook.headless import read_notebook
 
@@ -19,6 +19,7 @@ LARGEST = 1_000_000  # bytes
 def test_a_lesson_has_no_outputs_and_its_copy_those_of_its_code(path: Path) -> None:
     assert [cell for cell in code_of(stored(path)) if cell["outputs"] or cell["execution_count"]] == []
     assert not is_stale(path), "the code has changed since it was executed: make lessons"
+    assert with_outputs(path) == stored(rendered(path)), "the text has changed: make lessons"
 
 
 def test_there_is_no_copy_of_a_lesson_that_is_gone() -> None:

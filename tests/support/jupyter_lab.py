@@ -104,8 +104,8 @@ def _url_of(server: subprocess.Popen[bytes], home: Path) -> str:
     record = home / "RUNTIME_DIR" / f"jpserver-{server.pid}.json"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and server.poll() is None:
-        if record.exists():
-            return str(json.loads(record.read_text())["url"])
+        if record.exists() and (text := record.read_text()).endswith("}"):  # it may be half written
+            return str(json.loads(text)["url"])
         time.sleep(0.1)
     raise RuntimeError(f"JupyterLab did not start:\n{(home / 'lab.log').read_text()[-3000:]}")
 

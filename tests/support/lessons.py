@@ -1,8 +1,8 @@
 """The lessons: what they ask, the answers in their text, and copies with their outputs.
 
 Lessons are stored without outputs, so that nobody reads an answer before the question. `make lessons` executes those
-whose code has changed, and stores copies with outputs in notebooks/rendered/, for the site. Outputs that a page cannot
-show without their kernel are left out if there is text, HTML or a picture beside them.
+whose code has changed, and stores copies with outputs in notebooks/rendered/, for the site. It copies changed text too.
+Outputs that a page cannot show without their kernel are left out if there is text, HTML or a picture beside them.
 """
 
 from __future__ import annotations
@@ -101,6 +101,15 @@ def answers_of(notebook: dict[str, Any]) -> dict[str, float | str]:
     return found
 
 
+def with_outputs(path: Path) -> dict[str, Any]:
+    """Return a lesson with the outputs of its rendered copy, which has the same code but may have older text."""
+    notebook, copy = stored(path), stored(rendered(path))
+    for cell, executed in zip(code_of(notebook), code_of(copy), strict=True):
+        cell.update(outputs=executed["outputs"], execution_count=executed["execution_count"])
+    notebook["metadata"]["nbkit"] = copy["metadata"]["nbkit"]
+    return notebook
+
+
 @contextmanager
 def surroundings(notebook: dict[str, Any]) -> Iterator[None]:
     """Run a Slurm of two nodes if the lesson has a cell tagged slurm. Other lessons need nothing."""
@@ -123,6 +132,10 @@ def execute(path: Path) -> None:
             for output in cell["outputs"]:
                 _keep_what_lasts(output, folder)
     notebook["metadata"]["nbkit"] = {"outputs_of": digest(notebook)}
+    _store(path, notebook)
+
+
+def _store(path: Path, notebook: dict[str, Any]) -> None:
     RENDERED.mkdir(exist_ok=True)
     rendered(path).write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -153,3 +166,6 @@ if __name__ == "__main__":
     for lesson in wanted or [path for path in LESSONS if is_stale(path)]:
         print(f"{lesson.name} ...", flush=True)
         execute(lesson)
+    for lesson in LESSONS:
+        if not is_stale(lesson):
+            _store(lesson, with_outputs(lesson))

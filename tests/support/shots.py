@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,21 @@ def _breakpoint(lab: LabPage, number: int) -> Any:
     return shown_by(lab, number)
 
 
+def _panel(lab: LabPage, number: int) -> Any:
+    """Wait until every strategy was examined, and have those that fit measured."""
+
+    def wait(over: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + CELL_SECONDS
+        while not over() and time.monotonic() < deadline:
+            lab.page.wait_for_timeout(1000)
+
+    wait(lambda: "not examined yet" not in lab.output(number))
+    lab.cell(number).get_by_role("button", name=re.compile("^Measure")).click()
+    wait(lambda: "Recommended" in lab.output(number))
+    lab.page.wait_for_timeout(5000)
+    return shown_by(lab, number)
+
+
 def _type(lab: LabPage, number: int, line: str) -> None:
     box = lab.cell(number).locator("input.jp-Stdin-input").last
     box.wait_for(timeout=60_000)
@@ -128,7 +144,7 @@ def _replaced(lab: LabPage, number: int) -> Any:
 def _board(lab: LabPage, number: int) -> Any:
     frame = lab.cell(number).locator("iframe")
     frame.evaluate("frame => frame.scrollIntoView({ block: 'center' })")
-    frame.element_handle().content_frame().wait_for_selector("text=/loss/", timeout=90_000)
+    frame.element_handle().content_frame().wait_for_selector("text=/loss/", timeout=CELL_SECONDS * 1000)
     lab.page.wait_for_timeout(6000)
     return frame
 
@@ -161,7 +177,7 @@ def _until(text: str) -> Callable[[LabPage, int], Any]:
 _BEFORE: dict[str, Callable[[LabPage, int], Any]] = {
     "start": _start,
     "breakpoint": _breakpoint,
-    "panel": _pause(45),
+    "panel": _panel,
     "dashboard": _pause(25),
     "dark": _dark,
     "pipeline": _pipeline,
@@ -218,6 +234,8 @@ def main(wanted: Sequence[str]) -> int:
                 lab.wait_done(number, CELL_SECONDS)
             lab.page.wait_for_timeout(500)  # the page draws
             for name in pictures:
+                if wanted and name not in wanted and name not in _AFTER:
+                    continue
                 element = _BEFORE.get(name, shown_by)(lab, number)
                 if not wanted or name in wanted:
                     picture = take(element)

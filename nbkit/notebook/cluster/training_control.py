@@ -19,7 +19,7 @@ from typing import Any
 
 from nbkit import errors
 from nbkit.errors import ClusterError, NbkitError, UsageError
-from nbkit.figures import seconds, size
+from nbkit.figures import between, seconds, size
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.handle import handle_of, wait_for, wait_here
 from nbkit.notebook.cluster.cells.submit import request_for
@@ -174,8 +174,8 @@ def verdict(rows: Sequence[Mapping[str, Any]], now: str) -> str:
 def _compared(row: Mapping[str, Any]) -> tuple[str, ...]:
     if row["error"]:
         return row["strategy"], row["error"], "", "", ""
-    between = f"{seconds(row['low_s'])} to {seconds(row['high_s'])}" if row["low_s"] is not None else ""
-    return row["strategy"], seconds(row["step_s"]), between, size(row["peak_bytes"]), size(row["sent_bytes"])
+    within = between(row["low_s"], row["high_s"]) if row["low_s"] is not None else ""
+    return row["strategy"], seconds(row["step_s"]), within, size(row["peak_bytes"]), size(row["sent_bytes"])
 
 
 def _lined_up(rows: list[tuple[str, ...]]) -> list[str]:

@@ -252,7 +252,7 @@ class Job:
         # The user's model object now shows what this rank holds. What it showed before is freed.
         self.model_handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
-        self.own_forward.end()
+        self.own_forward.begin_again()
         self.own_forward.install()
         self.builder.computing = weakref.ref(sharded_model)
         self.builder.took(inner)
@@ -576,7 +576,7 @@ class Job:
         """Drop the step that `error` has broken off, and leave the loop. Raises what has parted the ranks instead."""
         self.ledger.begun = False
         self.integrity.broken_off = not isinstance(error, NotFinite)
-        self.own_forward.end()
+        self.own_forward.begin_again()
         self.optimizer.zero_grad()
         if isinstance(error, NotFinite) and not error.spoiled and (names := job_checkpoint.not_finite(self)):
             argument_checks.blame_weights(error, names, self.ledger.made_last)
@@ -762,7 +762,7 @@ class Job:
         with suppress(NotFinite):  # the error that has broken the step off is raised
             self.ledger.settle()
         self.ledger.pending.clear()
-        self.own_forward.end()
+        self.own_forward.begin_again()
         self.optimizer.zero_grad()
 
     def arrive(self) -> None:

@@ -336,7 +336,7 @@ def test_within_the_margin_of_the_steps_nothing_pays_back_and_what_runs_now_is_r
     assert rows_of(state)["tp=4"]["margin"] == "29–31 ms of 20 steps"
     first = job_view(state)["rows"][0]
     assert (first["strategy"], first["recommended"]) == ("dp=4", True)
-    assert "recommended: dp=4, as fast as pp, and it runs now" in text_of(state)
+    assert "recommended: dp=4, not measurably slower than pp, and it runs now" in text_of(state)
     few = state_of(Looked(paced(0.04)))
     assert rows_of(few)["dp=4"]["margin"] == "of 20 steps" and rows_of(few)["tp=4"]["payback"] == "within noise"
     assert job_view(few)["recommended"] == ""  # too few steps of what runs now
@@ -365,7 +365,7 @@ def test_of_strategies_within_noise_that_all_ask_for_a_switch_the_one_that_holds
         row["predicted_step_s"] = None
     state = state_of(Looked(answer_of(table)))
     assert job_view(state)["recommended"] == "tp=4"  # 3 MB at the peak, ddp 12; zero3, in force, is slower than both
-    assert job_view(state)["because"] == "as fast as ddp, and it needs the least memory"
+    assert job_view(state)["because"] == "not measurably slower than ddp, and it needs the least memory"
     table["limit_bytes"] = 2_000_000
     assert job_view(state_of(Looked(answer_of(table))))["recommended"] == ""
 

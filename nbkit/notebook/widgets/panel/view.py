@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nbkit.durations import text_of as text_of_seconds
 from nbkit.errors import StrategyError
-from nbkit.figures import figure, seconds, size
+from nbkit.figures import between, figure, seconds, size
 from nbkit.notebook.cluster.status import text_table
 from nbkit.notebook.cluster.training_control import ControlResult, proof
 from nbkit.planner.choose.search import Choice, bounds_of, in_words, recommended
@@ -139,8 +139,8 @@ _NEAR = 4.0
 _NAMED = 4  # strategies; more are counted
 _REASONS = {
     "fastest": "the fastest of those whose step time is known",
-    "in force": "as fast as {names}, and it runs now",
-    "least memory": "as fast as {names}, and it needs the least memory",
+    "in force": "not measurably slower than {names}, and it runs now",
+    "least memory": "not measurably slower than {names}, and it needs the least memory",
 }
 """By a Choice's `why`."""
 _HELD_WORDS = {
@@ -279,6 +279,8 @@ def text_of(state: State) -> str:
     lines += [f"  No step time is predicted: {job['unpredicted']}"] if job["unpredicted"] else []
     if job["recommended"]:
         lines.append(f"  recommended: {job['recommended']}, {job['because']}")
+    else:
+        lines.append("  nothing is recommended yet: %compare measures strategies")
     lines += [f"  {job['levers']}"] if job["levers"] else []
     for result in state.results[:1]:
         lines += ["", repr(result)]
@@ -437,7 +439,7 @@ def _margin(row: Mapping[str, Any]) -> str:
     low, high = bounds_of(row)
     if math.isinf(high):
         return count
-    return f"{low:.3g}–{high:.3g} s {count}" if high >= 1 else f"{low * 1e3:.3g}–{high * 1e3:.3g} ms {count}"
+    return f"{between(low, high)} {count}"
 
 
 def _payback(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -83,7 +83,10 @@ class LiveBytes(WatchingMode):
     def _see(self, tensor: Tensor, *, counted: bool = True, there: bool = False) -> None:
         if tensor.layout != torch.strided:
             return
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+            return
         key = storage._cdata
         if key in self._sizes:
             return

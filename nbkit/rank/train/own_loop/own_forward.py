@@ -44,32 +44,54 @@ _ROWS = "x, y = job.rows(batch)   before the forward"
 
 @dataclass(frozen=True)
 class OwnRows:
-    """The rows that `job.rows` gave last, of whichever job.
+    """The rows of one call of `job.rows`, of whichever job.
 
-    numbers: which rows of the batch of `total` rows they are. cut: equal for two jobs that cut a batch alike.
-    drawn: the states of torch's generators afterwards.
+    numbers: which rows of the batch of `total` rows this rank has. shares: of each data rank in the batch. cut: equal
+    for two jobs that cut a batch alike. fingerprint: see Shard. drawn: the states of torch's generators afterwards.
+    trains: gradients were enabled.
     """
 
     numbers: Sequence[int]
     total: int
+    shares: tuple[float, ...]
     cut: tuple[Any, ...]
+    fingerprint: int
     drawn: list[Tensor]
+    trains: bool
 
     @property
     def share(self) -> float:
-        """Return the rank's share of the rows of the batch."""
+        """Return this rank's share of the rows of the batch."""
         return len(self.numbers) / self.total
 
 
 @dataclass
 class _Process:
-    """The state that all jobs of a process share. inside: the backward pass that runs is that of a job."""
+    """The state that all jobs of a process share.
+
+    rows: those of the newest loss. given: those that were given since then. inside: the backward pass that runs is that
+    of a job.
+    """
 
     rows: OwnRows | None = None
+    given: list[OwnRows] = field(default_factory=list)
     inside: bool = False
     loss: tuple[Tensor, int, int] | None = None  # (the rank's part of the newest loss, rows of the rank, of the batch)
     every: weakref.WeakSet[OwnForward] = field(default_factory=weakref.WeakSet)
     made: int = 0
+
+    @property
+    def newest(self) -> OwnRows | None:
+        """Return the rows that were given last."""
+        return self.given[-1] if self.given else self.rows
+
+    def give(self, rows: OwnRows) -> None:
+        """Note the rows of a call. Those of an evaluation before it are none that a loss is computed of."""
+        if rows.trains and not any(earlier.trains for earlier in self.given):
+            self.given.clear()
+        if not (rows.trains or not self.given or self.given[-1].trains) and self.given[-1].shares == rows.shares:
+            self.given.pop()  # an evaluation has many batches
+        self.given.append(rows)
 
     @property
     def jobs(self) -> list[OwnForward]:
@@ -101,14 +123,19 @@ class OwnForward:
         self.end()
 
     def end(self) -> None:
-        """Begin anew: a step was made, or whatever was begun is dropped."""
+        """Drop whatever was begun: a step was made, or is made in another way."""
         self.losses = self._calls = self._draws = self._mark = self._rows_of_losses = 0
         self._begun = self._called = self._started = False
-        self._sizes: list[int] = []
         self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
         self._trains: list[bool] = []
         self._logged: dict[str, Any] = {}
         self._reduction: StepReduction | None = None
+
+    def begin_again(self) -> None:
+        """Drop whatever was begun, and the rows that were given: a step was broken off, or a strategy has changed."""
+        self.end()
+        _here.given.clear()
+        _here.rows = None
 
     def made(self) -> None:
         """Note that the optimizer has stepped."""
@@ -131,13 +158,14 @@ class OwnForward:
         if job.strategy.pp > 1:
             job.builder.plan(job.strategy)  # raises
         shard = job.training_step.cut(batch)
-        self._refuse_empty(shard)
-        if torch.is_grad_enabled():
+        trains, (index, ranks, _) = torch.is_grad_enabled(), self._cut
+        everyone = [numbers_of(shard.parts, shard.total, ranks, rank) for rank in range(ranks)]
+        self._refuse_empty(shard.total, [len(numbers) for numbers in everyone])
+        if trains:
             self._begin()
-            self._sizes.append(shard.total)
-            self._mark = zlib.crc32(f"{self._mark} {shard.fingerprint}".encode())
-        numbers = numbers_of(shard.parts, shard.total, self._cut[1], self._cut[0])
-        _here.rows = OwnRows(numbers, shard.total, self._cut, accelerator().generator_states(job.device))
+        shares = tuple(len(numbers) / shard.total for numbers in everyone)
+        drawn = accelerator().generator_states(job.device)
+        _here.give(OwnRows(everyone[index], shard.total, shares, self._cut, shard.fingerprint, drawn, trains))
         return on_device(shard.data, job.device)
 
     def draw(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -168,10 +196,11 @@ class OwnForward:
         rows = self._rows("job.backward(loss)")
         self._refuse_draws(rows)
         self._begin()
-        if weight is None and reduction == "mean" and len(set(self._sizes)) > 1:
+        given = list(_here.given)
+        if weight is None and reduction == "mean" and len({one.shares for one in given}) > 1:
             raise TrainingError(
-                "The loss may be that of any of several batches, of unequal sizes.",
-                numbers=f"{', '.join(map(str, self._sizes))} rows, given by job.rows since the last loss",
+                "The loss may be that of any of several batches, of which this rank has other shares.",
+                numbers=f"{', '.join(str(one.total) for one in given)} rows, given by job.rows since the last loss",
                 hint="job.backward(loss, weight=len(x))   where x are the rows that the loss is the mean of",
             )
         if (name := self._outside(loss)) is not None:
@@ -188,16 +217,19 @@ class OwnForward:
                 if self._talks or weight is not None:
                     meeting.meet(named)
                 share = self._share(rows, weight, reduction)
-                self._pass(loss * share, retain_graph=retain_graph, last=last)
+                # The mean of nothing is NaN, and so is its product with 0.
+                empty = weight is not None and float(weight) == 0 and not bool(torch.isfinite(loss))
+                self._pass(None if empty else loss * share, retain_graph=retain_graph, last=last)
         except BaseException as error:
             job.broken(error)
             raise
-        part = loss.detach().double() * share
+        part = torch.zeros((), dtype=torch.float64, device=job.device) if empty else loss.detach().double() * share
         _here.loss = part, len(rows.numbers), rows.total
         self.losses, self._started, self._newest = number, last, (self._newest[0] + part, *_here.loss[1:])
-        self._rows_of_losses += rows.total if self._sizes or not self._rows_of_losses else 0
-        self._sizes = []
-        self._mark = zlib.crc32(f"{self._mark} {reduction}".encode())
+        self._rows_of_losses += rows.total if given or not self._rows_of_losses else 0
+        self._mark = zlib.crc32(f"{self._mark} {reduction} {[one.fingerprint for one in given]}".encode())
+        _here.rows = rows
+        _here.given.clear()
         assert self._reduction is not None
         return StepResult(self._reduction)
 
@@ -206,7 +238,8 @@ class OwnForward:
         job = self._job
         own = len(self._rows("job.mean").numbers) if weight is None else weight
         pair = [torch.as_tensor(each, dtype=torch.float64, device=job.device).detach() for each in (value, own)]
-        sums = torch.stack([pair[0] * pair[1], pair[1]]) * job.sharded_model.counts
+        summed = torch.where(pair[1] > 0, pair[0] * pair[1], 0.0)  # the mean of nothing is NaN
+        sums = torch.stack([summed, pair[1]]) * job.sharded_model.counts
         with job.order():
             meeting.meet("job.mean")
             if job.world_size > 1:
@@ -244,7 +277,7 @@ class OwnForward:
         self._inside = True
         try:
             if trains:
-                if _here.rows is not None:
+                if _here.newest is not None:
                     self._rows("job.model")
                 self._begin()
             self._calls += 1
@@ -372,15 +405,24 @@ class OwnForward:
         job = self._job
         return StepReduction(rank=job.rank, world_size=job.world_size, device=job.device)
 
-    def _pass(self, value: Tensor, *, retain_graph: bool, last: bool) -> None:
+    def _pass(self, value: Tensor | None, *, retain_graph: bool, last: bool) -> None:
+        """Run the backward pass of a loss; None if nothing on this rank counts, so that it has no gradient."""
         job, data = self._job, self._job.sharded_model.data
+        if value is None and job.training_step.coupled:
+            raise TrainingError(
+                "Nothing on this rank counts in the loss, and BatchNorm waits for its backward pass.",
+                numbers="weight 0, and a loss that is not finite",
+                hint="loss = (each * mask).sum() / mask.sum().clamp(min=1)",
+            )
         if retain_graph:
             data.keep_open()
         if last:
             data.start()
         before, _here.inside = _here.inside, True
         try:
-            job.precision.scaled(value if data.apart == 1 else value * data.apart).backward(retain_graph=retain_graph)
+            if value is not None:
+                value = job.precision.scaled(value if data.apart == 1 else value * data.apart)
+                value.backward(retain_graph=retain_graph)
         finally:
             _here.inside = before
         data.hold()
@@ -425,7 +467,7 @@ class OwnForward:
 
         what: the call that needs them.
         """
-        if (rows := _here.rows) is None:
+        if (rows := _here.newest) is None:
             raise TrainingError(
                 f"{what} before job.rows: nothing says which rows of a batch this rank has.", hint=_ROWS
             )
@@ -439,13 +481,11 @@ class OwnForward:
             )
         return rows
 
-    def _refuse_empty(self, shard: Shard) -> None:
-        ranks = self._cut[1]
-        counts = [len(numbers_of(shard.parts, shard.total, ranks, rank)) for rank in range(ranks)]
+    def _refuse_empty(self, total: int, counts: Sequence[int]) -> None:
         if not min(counts):
             raise TrainingError(
                 "A rank would have no row, and its forward nothing to compute.",
-                numbers=f"{shard.total} rows over {ranks} data ranks",
+                numbers=f"{total} rows over {len(counts)} data ranks",
                 hint="DataLoader(..., drop_last=True), and at least a row for each; or job.backward(batch)",
             )
 
@@ -539,7 +579,7 @@ class OwnForward:
 
     @contextmanager
     def _keyed(self, dropout: KeyedDropout, count: int) -> Iterator[None]:
-        job, rows = self._job, _here.rows
+        job, rows = self._job, _here.newest
         fits = rows is not None and rows.cut == self._cut and count == len(rows.numbers)
         numbers = rows.numbers if fits and rows is not None else range(count)
         with accelerator().generators_kept([job.device]), dropout.step(job.step, numbers, self._calls - 1):

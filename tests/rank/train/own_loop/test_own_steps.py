@@ -142,7 +142,7 @@ def uneven(world: Any, strategy: str, model: Any, how: str) -> str:
     [
         ("zero3", None, "a forward", "job.model, call 2 of step 1"),
         ("zero3", None, "a loss", "job.backward, loss 1 of step 1, retain_graph=True"),
-        ("dp=1 tp=2", None, "a look", "job.model, call 2 of step 1"),
+        ("dp=1 tp=2", None, "a look", "job.model, call 1 of step 1, without gradients"),
         ("ddp", Normed, "a forward", "job.model, call 2 of step 1"),
         ("ddp", None, "a loss", "another number of losses"),
         ("ddp", None, "a mean", "job.mean"),
