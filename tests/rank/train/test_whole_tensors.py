@@ -134,7 +134,7 @@ def test_what_an_owner_alone_remembers_is_not_forgotten_when_its_update_was_brok
     )
     with pytest.raises(TrainingError, match="owner that was interrupted") as refused:
         _plan([source, owner], [0])
-    assert "'a'" in (refused.value.numbers or "") and "of rank 1" in (refused.value.numbers or "")
+    assert "'a'" in (refused.value.numbers or "") and "for rank 1" in (refused.value.numbers or "")
     assert _plan([source, owner], [0, 1]).total_bytes == 0
 
 

@@ -349,16 +349,7 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePla
     kinds = {key: kind for rank in sources for key, kind in everyone[rank].kinds.items()}
     old: list[dict[str, Layout]] = []
     new: list[dict[str, Layout]] = []
-    there = {name for rank in sources for name in everyone[rank].params}
     for rank, held in enumerate(everyone):
-        # A whole tensor may have one owner, and then no other rank knows what is remembered of it.
-        kept = {key.partition("/")[2] for key in held.state} | {name for name, of in held.numbers.items() if of}
-        if alone := sorted(kept - there):
-            raise TrainingError(
-                "Whole tensors have an owner that was interrupted in its update.",
-                numbers=f"the optimizer's state of {alone[0]!r} and {len(alone) - 1} others, of rank {rank}",
-                hint="trainer.load(path) of a checkpoint",
-            )
         kinds |= {key: kind for key, kind in held.kinds.items() if key in held.weights}
         if rank in sources:
             old.append({**held.weights, **held.state})
@@ -367,4 +358,15 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePla
             old.append({})
             cut = [(key, key.partition("/")[2]) for key in kinds if not key.startswith(("weight/", "buffer/"))]
             new.append({**held.weights, **{key: held.params[name] for key, name in cut if name in held.params}})
-    return ExchangePlan.of(counted_once(old), new, {key: kind.itemsize for key, kind in kinds.items()})
+    plan = ExchangePlan.of(counted_once(old), new, {key: kind.itemsize for key, kind in kinds.items()})
+    there = {name for rank in sources for name in everyone[rank].params}
+    for rank, held in enumerate(everyone):
+        # A whole tensor may have one owner. No other rank knows what it remembers, so the plan does not miss it.
+        kept = {key.partition("/")[2] for key in held.state} | {name for name, of in held.numbers.items() if of}
+        if alone := sorted(kept - there):
+            raise TrainingError(
+                "Whole tensors have an owner that was interrupted in its update.",
+                numbers=f"the optimizer's state of {alone[0]!r} and {len(alone) - 1} others, for rank {rank}",
+                hint="trainer.load(path) of a checkpoint",
+            )
+    return plan
