@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nbkit.bridge.training_requests import RESULTS_KEPT, Control, TrainingRequestHandler
 from nbkit.errors import NotFinite, StrategyError, TrainingError
@@ -104,10 +105,20 @@ def test_results_do_not_pile_up(controls: TrainingRequestHandler) -> None:
     assert controls.result("0") == {"result": None, "known": False}
 
 
+def training(strategy: str) -> SimpleNamespace:
+    """Return the parts of a training that the table of strategies is about, at step 300."""
+    return SimpleNamespace(
+        step=300,
+        strategy=strategy,
+        device=torch.device("cpu"),
+        ledger=SimpleNamespace(paces=SimpleNamespace(trials=0)),
+    )
+
+
 def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
     controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, timed, made = SimpleNamespace(step=300, strategy="tp=2"), [], []
+    owner, timed, made = training("tp=2"), [], []
     monkeypatch.setattr("nbkit.bridge.training_requests.newest", lambda: owner)
     monkeypatch.setattr("nbkit.bridge.training_requests.measured_pace", lambda job, strategy: next(iter(timed), None))
     monkeypatch.setattr(
@@ -140,7 +151,7 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
 def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_finding(
     controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, go_on, made = SimpleNamespace(step=300, strategy="dp=2"), threading.Semaphore(0), []
+    owner, go_on, made = training("dp=2"), threading.Semaphore(0), []
 
     def findings(job: Any) -> Iterator[None]:
         for number in range(2):

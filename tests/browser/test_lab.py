@@ -140,9 +140,9 @@ def test_the_page_had_no_error_of_its_own(page: Any) -> None:
 
 
 def step_of(page: Any) -> int:
-    """Return the step that the detached cell's line shows. While the line is being replaced, it shows none."""
+    """Return the step that the detached cell shows: in a line, and later in a card. While one replaces the other, none."""
     deadline = time.monotonic() + 30
-    while not (steps := re.findall(r"step (\d+)/", page.output(NUMBER["detached"]))):
-        assert time.monotonic() < deadline, "the line shows no step"
+    while not (steps := re.findall(r"step ([\d,]+)(?:/| of )", page.output(NUMBER["detached"]))):
+        assert time.monotonic() < deadline, f"no step is shown: {page.output(NUMBER['detached'])}"
         page.page.wait_for_timeout(100)
-    return int(steps[-1])
+    return int(steps[-1].replace(",", ""))

@@ -45,9 +45,9 @@ def test_what_is_too_large_or_elsewhere_is_refused_with_what_to_type(
     (tmp_path / "d.bin").write_bytes(bytes(101))
     with pytest.raises(UsageError, match="too large to be brought") as raised:
         project_at(".", tmp_path)
-    assert "%cluster sync code" in raised.value.hint and "b.txt 0.1 kB" in raised.value.numbers
+    assert "%cluster sync code" in raised.value.hint and "b.txt 100 B" in raised.value.numbers
     (tmp_path / "c.txt").unlink()
-    assert project_at(".", tmp_path).left_out == ("d.bin (0.101 kB, more than 0.1 kB)",)
+    assert project_at(".", tmp_path).left_out == ("d.bin (101 B, more than 100 B)",)
     for wrong in ("missing", ".."):
         with pytest.raises(UsageError, match="cannot be brought"):
             project_at(wrong, tmp_path)

@@ -148,7 +148,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint_and_no_sample_is_blam
         assert numbers.startswith("layer.weight on rank") and "not been touched" not in numbers
         assert "a step up to 3 had a finite loss and gradients that were not; step 3: rank 0: samples 16," in numbers
         assert hint.startswith(f"trainer.load({str(tmp_path / 'auto')!r}), of step 2;")
-        assert told["refused"][0].startswith("The weights are not finite: no checkpoint is written of them")
+        assert told["refused"][0].startswith("The weights are not finite, so this checkpoint is not written")
         assert "step 3: layer.weight on rank" in told["refused"][1]
         assert (told["step"], told["finite"]) == (2, True)
     assert "not saved at step 3, training goes on: The weights are not finite" in first["printed"]
