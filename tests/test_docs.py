@@ -69,6 +69,7 @@ def test_every_cell_of_readme_and_of_the_pages_runs(kernel: Any) -> None:
             assert not problem, f"a cell of {page.name} failed:\n{source}\n{problem}"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_cell_of_the_concepts_runs_after_those_of_a_laptop(kernel: Any) -> None:
     with forked_parents_of_programs() as forked:

@@ -105,6 +105,7 @@ def test_a_kernel_that_does_not_answer_is_named(window: Any) -> None:
     page.close()
 
 
+@pytest.mark.long
 def test_in_jupyterlab_the_answer_comes_when_the_guess_is_locked(open_page: Any, lab: dict[str, str]) -> None:
     sources = [
         "import nbkit\nsent = nbkit.lesson.predict('How many S?', key='1.2', unit='S', between=(0, 8))",

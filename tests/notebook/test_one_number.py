@@ -23,7 +23,7 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.estimate import strategy_table
 
 CONFIG = GPTConfig(vocab=64, block=32, layers=4, heads=4, width=64)
-STRATEGIES = ("ddp", "zero3", "tp", "pp")
+STRATEGIES = ("zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "tp", "pp")))
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
