@@ -140,7 +140,7 @@ def test_the_page_had_no_error_of_its_own(page: Any) -> None:
 
 
 def step_of(page: Any) -> int:
-    """Return the step that the detached cell shows, in a line or a card. While one replaces the other, it shows none."""
+    """Return the step that the detached cell shows, in a line or a card. While they change, it shows none."""
     deadline = time.monotonic() + 30
     while not (steps := re.findall(r"step ([\d,]+)(?:/| of )", page.output(NUMBER["detached"]))):
         assert time.monotonic() < deadline, f"no step is shown: {page.output(NUMBER['detached'])}"
