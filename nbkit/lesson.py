@@ -83,7 +83,7 @@ class _Band:
             size = -1.0
         if not (math.isfinite(size) and size >= 0):
             hint = 'within="2%", or a number in the unit of the answer'
-            raise UsageError("This is no band around an answer.", numbers=f"within={within!r}", hint=hint)
+            raise UsageError("within= is not a distance from the answer.", numbers=f"within={within!r}", hint=hint)
         return cls(size / 100, True) if text.endswith("%") else cls(size, False)
 
     def holds(self, guess: float, measured: float) -> bool:
@@ -261,7 +261,7 @@ class Prediction:
             if value not in self.choices:
                 numbers = f"{value!r}; the choices are {', '.join(map(repr, self.choices))}"
                 raise UsageError(
-                    f"The {what} is none of the choices.", numbers=numbers, hint=f".lock({self.choices[0]!r})"
+                    f"The {what} is not one of the choices.", numbers=numbers, hint=f".lock({self.choices[0]!r})"
                 )
             return str(value)
         try:
@@ -269,7 +269,7 @@ class Prediction:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise UsageError(f"The {what} is no number.", numbers=repr(value)[:80], hint=".lock(1.5)")
+            raise UsageError(f"The {what} is not a number.", numbers=repr(value)[:80], hint=".lock(1.5)")
         return number
 
     def _about(self) -> dict[str, Any]:
@@ -368,7 +368,7 @@ class Guesses:
     """The guesses of a class. `rows` has a dict for each reader and question; pandas.DataFrame(rows) takes it.
 
     A row has the first guess: user, file, key, question, unit, guess, measured, right, tries, time. measured and right
-    are None until the reader has run the check. unreadable: the number of lines that are no guesses.
+    are None until the reader has run the check. unreadable: the number of lines that cannot be read.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -425,7 +425,7 @@ def collect(folder: str | os.PathLike[str]) -> Guesses:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield each line of a file; None for one that is no guess or answer."""
+    """Yield each line of a file; None for one that is not a guess or an answer."""
     try:
         texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -123,7 +123,7 @@ class Checkpoints(_Option):
     (the default): one, which each save replaces. snapshot_every: steps between snapshots in host memory, to which
     `Trainer.rewind` goes back; None (the default): no snapshots.
 
-    Raises TrainingError for a wrong number, and UsageError for a text that is no length of time.
+    Raises TrainingError for a wrong number, and UsageError for a text that is not a length of time.
     """
 
     every: int | str | bool | None = None

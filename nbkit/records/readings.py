@@ -27,8 +27,8 @@ class Bar:
 
     exposed: standing still while data was on its way. waiting: standing still because another rank of the group was not
     there yet. bubble: idle in the pipeline's schedule. other: everything else. peers: the ranks that do the same work,
-    itself included; empty if not known. examining: seconds for which nbkit examined strategies beside the step, which
-    is no part.
+    itself included; empty if not known. examining: seconds for which nbkit examined strategies beside the step; they
+    are not part of it.
     """
 
     rank: int
@@ -155,7 +155,7 @@ def _late_among(of: Sequence[Bar], floor: float) -> Late | None:
 
 MESSAGES = ("send", "recv", "batch")
 BACKUP = "backup"
-"""The axis of the messages that back up the state of a rank. They are no part of what a strategy sends."""
+"""The axis of the messages that back up the state of a rank. They do not count as sent by a strategy."""
 _ALIKE = ("dp", "shard", "replicate", "cp", "tp")
 
 Steps = Mapping[int, StepRecord]  # rank -> its record of one and the same step
@@ -233,14 +233,14 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
 
 
 MEDIAN_OF = 20  # steps
-STANDS = 5  # steps for which what is told of them stands
+STANDS = 5  # steps for which a reading is shown unchanged
 
 
 def usual_steps(newest: int, first: int) -> range:
     """Return the numbers of the steps whose medians describe a strategy as of step `newest`.
 
-    first: its first step since it came into force, which makes what later ones reuse, so that it counts only if there
-    is no other. Every view uses these steps. They stay the same for five steps, so that views that are drawn at
+    first: its first step since it came into force. This step also makes what later ones reuse, so it counts only if it
+    is the only one. Every view uses these steps. They stay the same for five steps, so that views that are drawn at
     different times show the same numbers.
     """
     first, ends = min(first + 1, newest), newest - newest % STANDS

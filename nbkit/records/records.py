@@ -17,7 +17,7 @@ FORMAT = 1
 change it, since readers skip what they do not know."""
 
 OUTSIDE = "outside"
-"""The state of the training thread between steps, when it does what is no part of them."""
+"""The state of the training thread between steps, when it does work that is not part of a step."""
 
 LISTEN_EVERY = 5
 """The end of asynchronous collectives is measured in one of so many steps, and in steps that are kept in detail."""

@@ -18,7 +18,7 @@ COLUMNS = (
 class CSV:
     """Writes to `path`, and appends to a file that is there. pandas.read_csv(path) reads it, also while it trains.
 
-    Columns: COLUMNS. `event` is the text of a row that is no step. `logged` has what the loop logs, as "name=value".
+    Columns: COLUMNS. `event` is the text of a row that is not a step. `logged` has what the loop logs, as "name=value".
     Each row is on disk when the next one is written. Units: see nbkit.sinks.told.numbers.
     """
 

@@ -34,7 +34,7 @@ def numbers(event: dict[str, Any]) -> dict[str, float]:
 
 
 def line(event: dict[str, Any]) -> str:
-    """Return an event that is no step as a line: "switch: old dp=2, new dp=2 zero=3, ..."; "" for a step."""
+    """Return an event as a line, if it is not a step: "switch: old dp=2, new dp=2 zero=3, ..."; "" for a step."""
     if event["kind"] == StepDone.kind:
         return ""
     told = {name: value for name, value in event.items() if name not in ("kind", "step") and value not in ("", None)}

@@ -97,7 +97,7 @@ def why_no_cache(module: nn.Module) -> str:
         module = of_peft.get_base_model()
     kinds = type(module).__mro__
     if not any(kind.__module__.startswith("transformers.models.") for kind in kinds):
-        return "it is no model of transformers, which take cache="
+        return "only models of transformers take cache="
     taken = inspect.signature(type(module).forward).parameters
     config: Any = getattr(module, "config", None)
     if not any(name in taken for name in _NAMES) or "use_cache" not in taken:
@@ -200,8 +200,8 @@ def _why_no_cache(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None
     if model.no_cache and not model.axes.rank:
         # Python's warning filter shows a warning from one line only once.
         warnings.warn(
-            f"{type(model.module).__name__} keeps no keys and values while it generates, so that each token takes "
-            f"the whole text anew: {model.no_cache}.",
+            f"{type(model.module).__name__} keeps no keys and values while it generates, so each token computes "
+            f"the whole text again: {model.no_cache}.",
             stacklevel=1,
         )
     return model.no_cache

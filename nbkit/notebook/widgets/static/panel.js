@@ -61,7 +61,7 @@ function titled(words, content) {
 
 function render({ model, el }) {
   const root = make("div", "nbkit-panel");
-  root.dataset.lmSuppressShortcuts = "true"; // what is typed here is no command of the notebook
+  root.dataset.lmSuppressShortcuts = "true"; // typing here must not run commands of the notebook
   const head = make("div", "head");
   const headline = make("span", "headline"); // no live region: it changes with every step
   const name = make("span", "name");

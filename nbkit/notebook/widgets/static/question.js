@@ -65,7 +65,7 @@ function render({ model, el }) {
   const asked = model.get("asked");
   const id = `nbkit-question-${++forms}-${Math.random().toString(36).slice(2)}`;
   const form = make("div", "nbkit-question");
-  form.dataset.lmSuppressShortcuts = "true"; // what is typed here is no command of the notebook
+  form.dataset.lmSuppressShortcuts = "true"; // typing here must not run commands of the notebook
   const set = make("fieldset");
   const legend = make("legend", "", asked.question);
   legend.id = `${id}-question`;

@@ -395,7 +395,7 @@ def _agree(seconds: Sequence[float]) -> bool:
 
 
 def _settled(runs: Sequence[Sequence[float]], kinds: Sequence[Hashable], flops: Sequence[float]) -> list[float]:
-    """Return the seconds of each part, from those of several runs. kinds: of the parts; None is no kind."""
+    """Return the seconds of each part, from those of several runs. kinds: of the parts; None if a part has no kind."""
     parts = list(zip(*runs, strict=True))
     least, agree = [min(part) for part in parts], [_agree(part) for part in parts]
     alike: dict[Hashable, list[float]] = {}

@@ -125,7 +125,7 @@ def alike_in_groups(
 ) -> dict[str, dict[str, V]]:
     """Return name -> {key: value} for `names`, if all parameters of a group keep what is kept of those here.
 
-    kept: "KEY/NAME" -> value. A group of which nothing is here keeps what any other group does.
+    kept: "KEY/NAME" -> value. A group with no parameter on this rank is assumed to keep what the other groups keep.
     """
     found = [key.partition("/") for key in kept]
     of_all = {key: kept[f"{key}/{name}"] for key, _, name in found}

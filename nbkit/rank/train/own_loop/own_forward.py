@@ -44,7 +44,7 @@ _ROWS = "x, y = job.rows(batch)   before the forward"
 
 @dataclass(frozen=True)
 class OwnRows:
-    """The rows of one call of `job.rows`, of whichever job.
+    """The rows of one call of `job.rows`, of any job.
 
     numbers: which rows of the batch of `total` rows this rank has. shares: of each data rank in the batch. cut: equal
     for two jobs that cut a batch alike. fingerprint: see Shard. drawn: the states of torch's generators afterwards.
@@ -108,7 +108,7 @@ def by_a_job() -> bool:
 
 
 class OwnForward:
-    """The forwards and losses of a user's own, of one job. It lasts as long as the job.
+    """The forward passes and losses that the user computes with one job. It lasts as long as the job.
 
     possible: the job is of a loop of the user's own. active: the loop calls `rows` of this job, or of another one that
     may share a loss with it. losses: the number of backward passes of this step that are not summed. number: counts
@@ -123,7 +123,7 @@ class OwnForward:
         self.end()
 
     def end(self) -> None:
-        """Drop whatever was begun: a step was made, or is made in another way."""
+        """Drop a step that was begun: it was made, or is made in another way."""
         self.losses = self._calls = self._draws = self._mark = self._rows_of_losses = 0
         self._begun = self._called = self._started = False
         self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
@@ -132,7 +132,7 @@ class OwnForward:
         self._reduction: StepReduction | None = None
 
     def begin_again(self) -> None:
-        """Drop whatever was begun, and the rows that were given: a step was broken off, or a strategy has changed."""
+        """Drop a step that was begun, and its rows: the step was broken off, or the strategy has changed."""
         self.end()
         _here.given.clear()
         _here.rows = None
@@ -199,13 +199,13 @@ class OwnForward:
         given = list(_here.given)
         if weight is None and reduction == "mean" and len({one.shares for one in given}) > 1:
             raise TrainingError(
-                "The loss may be that of any of several batches, of which this rank has other shares.",
+                "It is unclear which batch the loss is of, and this rank has different shares of them.",
                 numbers=f"{', '.join(str(one.total) for one in given)} rows, given by job.rows since the last loss",
                 hint="job.backward(loss, weight=len(x))   where x are the rows that the loss is the mean of",
             )
         if (name := self._outside(loss)) is not None:
             raise StrategyError(
-                f"The loss reads a parameter of the model, of which a rank has a part: {name}.",
+                f"The loss reads a parameter of which each rank has only a part: {name}.",
                 numbers=f"under {job.strategy}; it reads it other than by job.model(...), as a gradient penalty does",
                 hint="a forward that gives what the loss needs, called as job.model(...); or strategy='zero2'",
             )

@@ -495,7 +495,7 @@ def _with_each(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _named(made: Optimizer) -> str:
-    """Return the name of its class, and what was put on it that is no part of the class. Join the names of several."""
+    """Return the name of its class, and attributes that were set on the object. Join the names of several."""
     if isinstance(made, SeveralOptimizers):
         return " + ".join(map(_named, made.each))
     name, held = type(made).__name__, vars(made)

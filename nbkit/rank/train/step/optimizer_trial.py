@@ -411,7 +411,7 @@ class OptimizerTrial:
 
                 closure()
                 optimizer.step(closure)
-        except Exception:  # whatever it raises: it cannot be stepped so
+        except Exception:  # an optimizer may raise anything; it cannot be stepped in this way
             return False
         return len(asked) > 1
 

@@ -210,7 +210,7 @@ export function drawMemory(picture, rows) {
   });
 }
 
-// Memory is counted seldom, and maybe under another strategy. The growth of a process is text: it is no peak of a step.
+// Memory is counted seldom, and maybe under another strategy. The growth of a process is written as text, because it is not the peak of a step.
 export function memoryNote(rows, strategy) {
   if (!rows.length) return "not counted yet";
   const [{ step, strategy: under }] = rows;
