@@ -87,15 +87,15 @@ def test_a_choice_is_right_if_it_is_the_measured_one() -> None:
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda: ask(within="much"), "This is no band"),
-    (lambda: ask(within=-1), "This is no band"),
+    (lambda: ask(within="much"), "within= is not a distance"),
+    (lambda: ask(within=-1), "within= is not a distance"),
     (lambda: ask(between=(3, 1)), "A slider goes from a smaller number"),
     (lambda: ask(choices=("yes",)), "at least two different texts"),
     (lambda: ask(choices=("yes", "yes")), "at least two different texts"),
     (lambda: ask(choices=("yes", "no"), between=(0, 1)), "not both"),
-    (lambda: ask().lock("many"), "The guess is no number"),
-    (lambda: ask().lock(float("nan")), "The guess is no number"),
-    (lambda: ask(choices=("yes", "no")).lock("maybe"), "The guess is none of the choices"),
+    (lambda: ask().lock("many"), "The guess is not a number"),
+    (lambda: ask().lock(float("nan")), "The guess is not a number"),
+    (lambda: ask(choices=("yes", "no")).lock("maybe"), "The guess is not one of the choices"),
     (lambda: ask(choices=("yes", "no")).check(3), "The measured value is none of the choices"),
     (lambda: ask().check(None), "The measured value is missing"),
 ])  # fmt: skip

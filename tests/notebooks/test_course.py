@@ -17,6 +17,8 @@ from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged
 
 COURSE = [path for path in LESSONS if questions_of(stored(path))]
 """The lessons that ask by `nbkit.lesson.predict`."""
+ON_SLURM = "20_laptop_to_cluster"
+"""It needs two nodes: tests/machines/test_lesson.py executes it."""
 SAMPLE = "03_data_parallel"
 PUBLIC = {"nbkit", "nbkit.errors", "nbkit.schedules", "nbkit.strategy", "nbkit.techniques"}
 WIDEST = 0.15
@@ -63,7 +65,7 @@ def test_a_guess_is_right_only_in_a_narrow_band(path: Path) -> None:
 @pytest.mark.parametrize("path", COURSE, ids=lambda path: path.stem)
 def test_a_lesson_is_short_and_uses_what_is_public(path: Path) -> None:
     notebook = stored(path)
-    cluster = re.search(r'^CLUSTER = "-n (\d)', "\n".join("".join(cell["source"]) for cell in code_of(notebook)), re.M)
+    cluster = re.search(r'^(?:CLUSTER|HERE) = "-n (\d)', "\n".join("".join(cell["source"]) for cell in code_of(notebook)), re.M)
 
     assert cluster and 2 <= int(cluster[1]) <= 5
     for cell in code_of(notebook):
@@ -80,7 +82,7 @@ def test_no_question_is_asked_twice() -> None:
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
-    "name", [SAMPLE, *(pytest.param(path.stem, marks=pytest.mark.long) for path in COURSE if path.stem != SAMPLE)]
+    "name", [SAMPLE, *(pytest.param(one.stem, marks=pytest.mark.long) for one in COURSE if one.stem not in (SAMPLE, ON_SLURM))]
 )
 def test_the_answers_in_the_text_are_what_is_measured(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
