@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nbkit.records import readings
-from nbkit.records.readings import Bar, Late, bars, late_rank, table, traffic_matrix, usual_bars
+from nbkit.records.readings import Bar, Late, bars, late_rank, table, traffic_matrix, usual_bars, usual_steps
 from nbkit.records.record_file import mean_of
 from nbkit.records.records import Group, StepRecord, Traffic
 from nbkit.records.run_advice import PipelineLink, largest_loss, reading
@@ -228,3 +228,11 @@ def test_the_late_one_of_64_ranks_is_named() -> None:
 
 def test_groups_give_their_members() -> None:
     assert readings.members_of([Group("a", "dp", (0, 1))]) == {"a": (0, 1)}
+
+
+def test_every_view_uses_the_same_steps_for_five_steps_and_the_first_one_only_if_it_is_alone() -> None:
+    assert list(usual_steps(newest=41, first=41)) == [41]
+    assert list(usual_steps(newest=43, first=41)) == [42, 43]
+    windows = [usual_steps(newest, first=41) for newest in range(45, 50)]
+    assert set(windows) == {range(42, 46)}
+    assert usual_steps(newest=99, first=41) == range(76, 96)
