@@ -141,7 +141,7 @@ def reading(
         ranks = (loss.rank, *loss.beside)
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if loss.beside else f"rank {loss.rank}"
         others = "The others wait" if len(of) > 2 else "The other rank waits"
-        return f"{others} for {who}, {_why(loss, step) if alike else _plain(loss, step)}"
+        return f"{others} for {who}. {_why(loss, step) if alike else _plain(loss, step)}"
     share = sum(getattr(bar, loss) for bar in of) / whole
     if loss == "compute":
         return f"{share:.0%} of the step is compute."
@@ -167,12 +167,12 @@ def _why(late: Late, step: float) -> str:
     twins = twins or f"its {len(late.twins)} equals"
     if late.alone:
         return (
-            f"which computes {spoken(late.took)} where {twins}, with the same share, compute{'s' * (not several)} "
+            f"It computes for {spoken(late.took)}; {twins}, with the same share, need{'s' * (not several)} "
             f"{spoken(late.twins_took)} ({_more(late, step)}): look at what else runs on its machine, and at its "
             "clocks"
         )
     return (
-        f"whose compute takes longer, as on {twins} with the same share ({_beside_others(late, step)}): "
+        f"Compute takes longer there, and on {twins} with the same share ({_beside_others(late, step)}): "
         "the share is large, try recovery=nbkit.Recovery(balance=True)"
     )
 
@@ -191,14 +191,14 @@ _SPOKEN = {
     "bubble": "pipeline bubble",
     "data": "waiting for data",
     "optimizer": "the optimizer",
-    "other": "in none of the measured parts",
+    "other": "outside of the measured parts",
 }
 _LONGER = {
-    "data": "whose waiting for data takes longer",
-    "compute": "whose compute takes longer",
-    "optimizer": "whose optimizer takes longer",
-    "other": "which spends more time outside of the measured parts",
-    "exposed": "whose exposed communication takes longer",
+    "data": "The loader takes longer there",
+    "compute": "Compute takes longer there",
+    "optimizer": "The optimizer takes longer there",
+    "other": "More time passes there outside of the measured parts",
+    "exposed": "Exposed communication takes longer there",
 }
 _ADVICE = {
     "exposed": "try a larger micro-batch",

@@ -82,7 +82,7 @@ def test_a_slow_link_is_told_from_a_slow_rank() -> None:
     found = bars(steps, members)
 
     assert late_rank(found) == Late(0, pytest.approx(DELAY), "exposed", (1,))
-    assert "for ranks 0, 1, whose exposed communication takes longer (36 ms, elsewhere 6 ms: 30" in reading(found)
+    assert "for ranks 0, 1. Exposed communication takes longer there (36 ms, elsewhere 6 ms: 30" in reading(found)
     # All ranks stand at the same place: none waits for another.
     steps, members = job("dp=4", stood={rank: {"dp": DELAY} for rank in range(4)})
     assert late_rank(bars(steps, members)) is None
@@ -140,7 +140,7 @@ def test_what_is_said_of_a_late_rank_are_lengths_of_bars_and_their_difference() 
 
     said = reading(of)
 
-    assert "which computes 1.12 s where ranks 0, 2, with the same share, compute 778 ms (342 ms more, 29% of" in said
+    assert "It computes for 1.12 s; ranks 0, 2, with the same share, need 778 ms (342 ms more, 29% of" in said
     late = late_rank(of)
     assert late is not None and late.longer == pytest.approx(0.342)
     assert (late.took, late.twins_took) == (of[1].compute, of[0].compute)
@@ -149,10 +149,10 @@ def test_what_is_said_of_a_late_rank_are_lengths_of_bars_and_their_difference() 
 @pytest.mark.parametrize(
     ("slow", "said"),
     [
-        ((3,), "for rank 3, which computes 90 ms where rank 2, with the same share, computes 60 ms (30 ms more, "),
+        ((3,), "for rank 3. It computes for 90 ms; rank 2, with the same share, needs 60 ms (30 ms more, "),
         (
             (2, 3),
-            "for rank 3, whose compute takes longer, as on rank 2 with the same share (90 ms, elsewhere 60 ms: 30",
+            "for rank 3. Compute takes longer there, and on rank 2 with the same share (90 ms, elsewhere 60 ms: 30",
         ),
     ],
 )

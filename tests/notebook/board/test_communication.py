@@ -171,7 +171,7 @@ def test_sentence_mark_and_bars_are_of_the_same_twenty_steps(tmp_path: Path, new
     assert shown["of"] == "Steps 16 to 35, medians" and shown["late"]["rank"] == 2
     compute = {row[0]: row[2] for row in shown["ranks"]}
     elsewhere = median(compute[rank] for rank in (0, 1, 3))
-    said = f"which computes {compute[2] * 1e3:.3g} ms where ranks 0, 1, 3, with the same share, compute"
+    said = f"It computes for {compute[2] * 1e3:.3g} ms; ranks 0, 1, 3, with the same share, need"
     assert f"{said} {elsewhere * 1e3:.3g} ms" in shown["reading"]
     assert shown["late"]["seconds"] == pytest.approx(compute[2] - elsewhere, abs=1e-4)
     assert newest_only or lateness(found)["rows"][0] == {"rank": 2, "steps": 34, "cause": "compute"}
