@@ -96,7 +96,7 @@ def test_a_choice_is_right_if_it_is_the_measured_one() -> None:
     (lambda: ask().lock("many"), "The guess is not a number"),
     (lambda: ask().lock(float("nan")), "The guess is not a number"),
     (lambda: ask(choices=("yes", "no")).lock("maybe"), "The guess is not one of the choices"),
-    (lambda: ask(choices=("yes", "no")).check(3), "The measured value is none of the choices"),
+    (lambda: ask(choices=("yes", "no")).check(3), "The measured value is not one of the choices"),
     (lambda: ask().check(None), "The measured value is missing"),
 ])  # fmt: skip
 def test_what_cannot_be_meant_is_refused(make: Any, words: str) -> None:

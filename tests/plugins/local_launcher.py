@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import nbkit
@@ -10,24 +11,25 @@ import nbkit
 class LocalLauncher(nbkit.Launcher):
     """A launcher on this machine. `-- fail` makes its command fail, `-- raise` its start, and `-- flaky` later calls.
 
-    With `-- queue` it waits a moment, as a batch system does.
+    With `-- queue` it waits for three seconds, as a batch system does.
     """
 
-    polls = 0
+    began = 0.0
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         if "raise" in self.options:
             raise RuntimeError("no machine is free")
         if "fail" in self.options:
             command = ["sh", "-c", "echo the queue is closed; exit 3"]
+        self.began = time.monotonic()
         for host in range(self.nodes):
             self.run(command, {**environment, "NBKIT_HOST_INDEX": str(host)})
 
     def poll(self) -> nbkit.LauncherStatus | str | None:
-        self.polls += 1
-        if "queue" in self.options and self.polls < 4:
-            return nbkit.LauncherStatus("pending", f"place {4 - self.polls} in the queue")
-        if "flaky" in self.options and self.polls > 4:
+        left = 3.0 - (time.monotonic() - self.began)
+        if "queue" in self.options and left > 0:
+            return nbkit.LauncherStatus("pending", f"{left:.0f} s in the queue")
+        if "flaky" in self.options and left < -1:
             raise TimeoutError("the batch system is away")
         return super().poll()
 
