@@ -42,8 +42,8 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 class Judgement:
     """A verdict on code of a user's own.
 
-    name: of the class or function. right: True if it computes what nbkit computes, and sends no more bytes. numbers: what was
-    compared, or what is off. cause: the likely cause; "" if it is right.
+    name: of the class or function. right: True if it computes what nbkit computes, and sends no more bytes. numbers:
+    what was compared, or what is off. cause: the likely cause; "" if it is right.
     """
 
     name: str

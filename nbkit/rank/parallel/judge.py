@@ -180,6 +180,7 @@ def _all(names: Sequence[str], every: int) -> str:
 
 
 _NOT_WAITED = "nobody waits for the result. Keep what `async_op=True` returns, and call its wait() before you use it."
+_KEPT = "something of the step before is left, such as a list that finish() does not clear."
 _DIVIDE = "a sum where the mean is wanted: divide by the number of ranks, dist.get_world_size()."
 _COUNT = "a number of ranks is written in the code, or something other than it divides: use dist.get_world_size()."
 
@@ -194,12 +195,16 @@ def _scaled(found: Tensor | None, right: Tensor) -> float | None:
 
 @dataclass
 class _Step:
-    """A step on one rank: its own gradients, what the class left of them, and what it sent."""
+    """A step on one rank: its own gradients, what the class left of them, and what it sent.
+
+    pointers: of the gradients, by name. weights: the pointers of the weights.
+    """
 
     own: dict[str, Tensor]
     found: dict[str, Tensor | None]
     heard: list[_Heard]
     pointers: dict[str, int]
+    weights: set[int]
     is_weight_changed: bool
 
 
@@ -232,11 +237,12 @@ def _replicas_off(own: type, ranks: int) -> _Off | str:
             axis.start()
             (loss / ranks).backward()
             pointers = {name: p.grad.data_ptr() for name, p in params.items() if p.grad is not None}
+            weights_at = {p.data_ptr() for p in params.values()}
             axis.finish()
             found = {name: None if p.grad is None else p.grad.clone() for name, p in params.items()}
             changed = any(not torch.equal(p.detach(), weights[name]) for name, p in params.items())
             own_grads = dict(zip(params, local, strict=True))
-            seen.steps.append(_Step(own_grads, found, group.take(), pointers, changed))
+            seen.steps.append(_Step(own_grads, found, group.take(), pointers, weights_at, changed))
             with torch.no_grad():
                 for name, p in params.items():
                     p.copy_(weights[name])
@@ -262,7 +268,7 @@ def _replicas_off(own: type, ranks: int) -> _Off | str:
             f"a rank sends {sent:.3g} S in a step, where S is the bytes of all gradients; {ideal:.3g} S are enough"
         )
         return _Off(numbers, _why_so_much(steps[0]))
-    return f"on 2 and on {ranks} ranks, gradients are those of one process, and {sent:.3g} S of {ideal:.3g} S are sent"
+    return f"on 2 and on {ranks} ranks, gradients are those of one process, and no byte is sent that is not needed"
 
 
 def _copies(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -329,8 +335,8 @@ def _gradients_off(steps: Sequence[_Step], mean: Mapping[str, Tensor], earlier: 
     which = _all(names, len(mean))
     if any(not call.is_waited_for for one in steps for call in one.heard):
         return _Off(numbers, _NOT_WAITED)
-    if any(one.is_weight_changed for one in steps):
-        return _Off(numbers, "the class changes the weights in the backward pass: sum parameter.grad, not parameter.")
+    if any(one.is_weight_changed or one.weights & {call.pointer for call in one.heard} for one in steps):
+        return _Off(numbers, "the backward pass sums or changes the weights: sum parameter.grad, not parameter.")
     if like <= {"sum", "sum*n"} and at is not None and calls.count(at) > 1:
         return _Off(numbers, f"the gradient of {which} is reduced twice.")
     if like == {"sum"}:
@@ -368,6 +374,8 @@ def _gradients_off(steps: Sequence[_Step], mean: Mapping[str, Tensor], earlier: 
         )
     if 0 not in {rank for rank, _ in wrong}:
         return _Off(numbers, "only rank 0 gets the right result: every rank has to do the same.")
+    if earlier:
+        return _Off(f"the first step is right, and in the second {numbers}", _KEPT)
     return _Off(numbers, f"the gradient of {which} is no mean over the ranks.")
 
 
@@ -443,7 +451,9 @@ def _shards_off(own: type, ranks: int) -> _Off | str:
         if (sent := _sent(heard, ranks) / size) > 1.05 * ideal:
             numbers = f"{what} sends {sent:.3g} S, where S is the bytes of the flat tensor; {ideal:.3g} S are enough"
             return _Off(numbers, f"bytes wasted. {better[0].upper()}{better[1:]}.")
-    return f"on 2 and on {ranks} ranks, parts and weights are those of one process, and nothing is sent twice"
+    return (
+        f"on 2 and on {ranks} ranks, parts and weights are those of one process, and no byte is sent that is not needed"
+    )
 
 
 def _reduced_off(found: Sequence[Any], flats: Sequence[Tensor], each: int) -> _Off | None:
@@ -523,7 +533,9 @@ def _gathered_off(found: Sequence[Any], right: Tensor, before: Tensor, each: int
         return _Off(numbers, "stale weights: the parts of the other ranks are never gathered.")
     if all(one.startswith("part") for one in like):
         return _Off(numbers, "the parts are in the wrong places: that of rank r begins at r * size // ranks.")
-    if like <= {"sum", "added", "times n", "mean"}:
+    if like == {"mean"}:
+        return _Off(numbers, "gather() divides the weights: the parts are written as they are.")
+    if like <= {"sum", "added", "times n"}:
         return _Off(numbers, "the parts are added to old weights, or to each other: set everything else to zero first.")
     if like <= {"zeros", "stale"}:
         return _Off(numbers, "a part is left out: the loop over the ranks ends too early, or begins too late.")
