@@ -12,6 +12,7 @@ from nbkit.techniques.compress import CompressKey
 from nbkit.techniques.exchange import GradientExchange
 from nbkit.techniques.key import AnyStrategy, GradientKey, Key, whole_number
 from nbkit.techniques.microbatches import MicrobatchesKey
+from nbkit.techniques.mine import Judgement, MineKey, class_in, in_full, judge_schedule, use
 from nbkit.techniques.order import OrderKey
 from nbkit.techniques.places import PlacesKey
 from nbkit.techniques.registry import (
@@ -42,6 +43,7 @@ for _key in (  # in the order in which a strategy is spelled
     BucketKey(),
     CompressKey(),
     SyncEveryKey(),
+    MineKey(),
 ):
     add(_key, built_in=True)
 
@@ -52,12 +54,16 @@ __all__ = [
     "Axis",
     "GradientExchange",
     "GradientKey",
+    "Judgement",
     "Key",
     "Settings",
     "add",
+    "class_in",
     "engine_of",
     "exchange_of",
+    "in_full",
     "is_key",
+    "judge_schedule",
     "key_of",
     "keys",
     "names",
@@ -66,5 +72,6 @@ __all__ = [
     "register",
     "registered",
     "spelled",
+    "use",
     "whole_number",
 ]

@@ -21,6 +21,7 @@ from torch import nn
 from nbkit.planner.stages import spelled
 from nbkit.rank.parallel.context.context_parallel import context_parallel
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
+from nbkit.rank.parallel.mine import own_linears
 from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.batch_norm import synchronised
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
@@ -36,6 +37,7 @@ from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.whole_tensors import WholeTensors
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.schedules import Schedule
+from nbkit.techniques import class_in
 from nbkit.tensor_layout import Layout
 
 
@@ -79,6 +81,7 @@ class ShardedSkeleton:
             casts=self.plan.casts,
             adaptive=self.plan.options.adaptive,
             owners=self.plan.places,
+            own=class_in(strategy),
         )
         if strategy.mesh.size > strategy.dp or (strategy.zero == 3 and axes.size("shard") > 1):
             mark_parts(self.module, str(strategy))
@@ -116,7 +119,10 @@ def cut(
     need_chain(strategy, facts, options)
     chain, notes = facts.chain, []
 
-    in_sequence = strategy.cp == 1  # under context parallelism the positions are spread already
+    own_class = class_in(strategy)
+    linears = own_linears(own_class, axes.size("tp"), axes.index("tp")) if own_class and strategy.tp > 1 else None
+    # Under context parallelism the positions are spread already.
+    in_sequence = strategy.cp == 1 and linears is None
     staged = schedule = None
     if strategy.pp > 1 and chain is not None:
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, strategy.microbatches or 1)
@@ -131,7 +137,7 @@ def cut(
     partial: dict[str, tuple[str, ...]] = {}
     if plan.tensor is not None:
         # Plan on the whole model, because one stage may not show what belongs together.
-        parts = tensor_parallel(module, axes, plan=plan.tensor, sequence=in_sequence)
+        parts = tensor_parallel(module, axes, plan=plan.tensor, sequence=in_sequence, own=linears)
         layouts.update(parts.layouts)
         partial.update({name: ("tp",) for name in sorted(parts.partial)})
         notes += parts.notes

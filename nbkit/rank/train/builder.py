@@ -50,6 +50,7 @@ from nbkit.rank.train.switch.exchange_cache import ExchangeCache, Kinds
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.schedules import checked_sizes
 from nbkit.strategy import Strategy
+from nbkit.techniques import class_in
 
 T = TypeVar("T")
 Model = nn.Module | Callable[[], nn.Module] | Pretrained
@@ -198,6 +199,7 @@ class Builder:
         self._connected: dict[ParallelPlan, Connections] = {}
         self._connecting = threading.RLock()
         self.step_proofs: dict[Strategy, StepProof] = {}
+        self._classes: dict[Strategy, type | None] = {}  # the user's class with which a strategy was proven
         self.computing: weakref.ref[ShardedModel] | None = None  # the sharded model that the job uses now
         self._ready: ShardedSkeleton | None = None  # prepared for the next sharded model, if the strategy is the same
         self._beside: tuple[Strategy | None, float] = None, 0.0
@@ -313,6 +315,7 @@ class Builder:
             warn_of(self._unchecked(strategy))
         # The places of the ranks do not change a step. So a strategy that differs only in them needs no new proof.
         composed = strategy.composed
+        self._follow_class(composed)
         if composed not in self._agreed:
             self.plan(strategy)
             proofs = [self._step_proof(strategy) if self.rank == 0 else StepProof()]
@@ -344,12 +347,20 @@ class Builder:
                 hint=f"nbkit.schedules.register({name!r}, ...) again, on all ranks: %%distributed",
             )
 
+    def _follow_class(self, strategy: Strategy) -> None:
+        """Forget the proof of a strategy if the user has given another class for it."""
+        if (own := class_in(strategy)) is not self._classes.get(strategy):
+            self._classes[strategy] = own
+            self._agreed.discard(strategy)
+            self.step_proofs.pop(strategy, None)
+
     def _step_proof(self, strategy: Strategy, *, beside: bool = False) -> StepProof:
         """Return the comparison of a whole step under `strategy` with one process. Sends nothing and draws nothing.
 
         beside: run it while the model trains, from any thread. Raises NotAside where that is impossible.
         """
         strategy = strategy.composed
+        self._follow_class(strategy)
         if strategy not in self.step_proofs:
             config = self.config
             prove = partial(
