@@ -430,7 +430,10 @@ def tiny(strategy: Strategy) -> Strategy:
     groups = 2 if strategy.shard < strategy.dp else 1
     shard = min(strategy.shard, 2)
     dp = min(strategy.dp, groups * shard if strategy.zero else 2)
-    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=(), settings=Settings())
+    ep = min(strategy.ep, 2)
+    if ep > 1:  # with a second group if the strategy has several
+        dp = shard = 2 * ep if strategy.ep < strategy.dp else ep
+    small = replace(strategy, dp=dp, ep=ep, shard=shard if strategy.zero else 0, speeds=(), settings=Settings())
     for axis in ("pp", "cp"):
         for degree in reversed(divisors(getattr(strategy, axis))):
             if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):
@@ -545,7 +548,7 @@ _DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
 
 def _cuts(strategy: Strategy) -> bool:
     """Return True if a rank computes with a part of the model or of a row."""
-    return strategy.dp < strategy.mesh.size or strategy.zero == 3
+    return strategy.dp < strategy.mesh.size or strategy.zero == 3 or strategy.ep > 1
 
 
 def _unmakeable(small: Strategy, facts: ModelFacts, example: Any, size: int) -> str:
@@ -645,7 +648,7 @@ def _told(error: Exception) -> str:
 
 def _hint(strategy: Strategy, facts: ModelFacts | None = None) -> str:
     sends = facts is not None and facts.collectives  # on the same ranks under ddp
-    if strategy.dp < strategy.mesh.size or (strategy.zero and not sends):
+    if strategy.dp < strategy.mesh.size or ((strategy.zero or strategy.ep > 1) and not sends):
         return "another strategy, such as 'ddp'"
     return "%cluster start -n 1   trains it on one rank"
 

@@ -108,17 +108,22 @@ def _replicated(
     settings: Mapping[str, Any],
     adaptive: bool,
 ) -> Replicas:
-    """Return a data axis under which every rank holds everything."""
-    for name, places in homes(module).items():
-        param = getattr(*places[0])
-        if is_placeholder(param):  # else the module is the user's own, and trains as it is
-            memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
-            replace_submodule(places, parameter_like(memory, param))
+    """Return the data axis of a strategy under which every rank holds everything."""
     ranks, index, group, levels = axes.size("dp"), axes.index("dp"), axes.group("dp"), axes.levels("dp")
     setup = ReplicaSetup(ranks, index, group, levels, exchange.bucket, adaptive)
     for name, value in settings.items():
         if (engine := engine_of(key_of(name))) is not None:
             setup = _changed(setup, engine, name, value)
+    return replicated(module, layouts, setup)
+
+
+def replicated(module: nn.Module, layouts: Mapping[str, Layout], setup: ReplicaSetup) -> Replicas:
+    """Return a data axis under which every rank of `setup` holds all parameters of `module`, in these `layouts`."""
+    for name, places in homes(module).items():
+        param = getattr(*places[0])
+        if is_placeholder(param):  # else the module is the user's own, and trains as it is
+            memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
+            replace_submodule(places, parameter_like(memory, param))
     found = setup.build(module)
     found.lay_out(layouts)
     return found
