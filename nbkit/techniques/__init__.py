@@ -9,6 +9,7 @@ point in the group `nbkit.techniques`. The axes are in axes.py; `zero=` and `sha
 from nbkit.techniques.axes import DEGREES, Axis, refuse_axes
 from nbkit.techniques.bucket import BucketKey
 from nbkit.techniques.compress import CompressKey
+from nbkit.techniques.ep import ExpertsKey
 from nbkit.techniques.exchange import GradientExchange
 from nbkit.techniques.key import AnyStrategy, GradientKey, Key, whole_number
 from nbkit.techniques.microbatches import MicrobatchesKey
@@ -35,6 +36,7 @@ from nbkit.techniques.speeds import SpeedsKey
 from nbkit.techniques.sync_every import SyncEveryKey
 
 for _key in (  # in the order in which a strategy is spelled
+    ExpertsKey(),
     ScheduleKey(),
     MicrobatchesKey(),
     OrderKey(),

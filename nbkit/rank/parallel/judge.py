@@ -115,7 +115,9 @@ class _Listening(ThreadGroup):
         self.heard.append(_Heard("send", tensors[0].nbytes, tensors[0].data_ptr(), True))
         return super().send(tensors, peer, tag)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
         work = self.reduce_scatter_single(outputs[0], torch.stack(inputs[0]))
         work.wait()
         return work

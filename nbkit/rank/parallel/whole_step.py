@@ -431,8 +431,11 @@ def tiny(strategy: Strategy) -> Strategy:
     groups = 2 if strategy.shard < strategy.dp else 1
     shard = min(strategy.shard, 2)
     dp = min(strategy.dp, groups * shard if strategy.zero else 2)
-    kept = Settings(tuple(pair for pair in strategy.settings.pairs if key_of(pair[0]).rehearsed))
-    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=(), settings=kept)
+    ep = min(strategy.ep, 2)
+    if ep > 1:  # with a second group if the strategy has several
+        dp = shard = 2 * ep if strategy.ep < strategy.dp else ep
+    kept = Settings.of({name: value for name, value in strategy.settings.items() if key_of(name).rehearsed})
+    small = replace(strategy, dp=dp, ep=ep, shard=shard if strategy.zero else 0, speeds=(), settings=kept)
     for axis in ("pp", "cp"):
         for degree in reversed(divisors(getattr(strategy, axis))):
             if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):
@@ -549,7 +552,7 @@ _DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
 
 def _cuts(strategy: Strategy) -> bool:
     """Return True if a rank computes with a part of the model or of a row."""
-    return strategy.dp < strategy.mesh.size or strategy.zero == 3
+    return strategy.dp < strategy.mesh.size or strategy.zero == 3 or strategy.ep > 1
 
 
 def _unmakeable(small: Strategy, facts: ModelFacts, example: Any, size: int) -> str:
@@ -649,7 +652,7 @@ def _told(error: Exception) -> str:
 
 def _hint(strategy: Strategy, facts: ModelFacts | None = None) -> str:
     sends = facts is not None and facts.collectives  # on the same ranks under ddp
-    if strategy.dp < strategy.mesh.size or (strategy.zero and not sends):
+    if strategy.dp < strategy.mesh.size or ((strategy.zero or strategy.ep > 1) and not sends):
         return "another strategy, such as 'ddp'"
     return "%cluster start -n 1   trains it on one rank"
 

@@ -114,12 +114,7 @@ def _replicated(
     adaptive: bool,
     own: type | None,
 ) -> Replicas:
-    """Return a data axis under which every rank holds everything."""
-    for name, places in homes(module).items():
-        param = getattr(*places[0])
-        if is_placeholder(param):  # else the module is the user's own, and trains as it is
-            memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
-            replace_submodule(places, parameter_like(memory, param))
+    """Return the data axis of a strategy under which every rank holds everything."""
     ranks, index, group, levels = axes.size("dp"), axes.index("dp"), axes.group("dp"), axes.levels("dp")
     setup = ReplicaSetup(ranks, index, group, levels, exchange.bucket, adaptive)
     for name, value in settings.items():
@@ -127,6 +122,16 @@ def _replicated(
             setup = _changed(setup, engine, name, value)
     if own is not None and ranks > 1:
         setup = own_replicas(own, setup)
+    return replicated(module, layouts, setup)
+
+
+def replicated(module: nn.Module, layouts: Mapping[str, Layout], setup: ReplicaSetup) -> Replicas:
+    """Return a data axis under which every rank of `setup` holds all parameters of `module`, in these `layouts`."""
+    for name, places in homes(module).items():
+        param = getattr(*places[0])
+        if is_placeholder(param):  # else the module is the user's own, and trains as it is
+            memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
+            replace_submodule(places, parameter_like(memory, param))
     found = setup.build(module)
     found.lay_out(layouts)
     return found

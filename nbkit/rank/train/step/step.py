@@ -35,6 +35,7 @@ from nbkit.rank.parallel.micro_batch import (
     ForwardPass,
     Micro,
     check_collectives,
+    check_stages,
     micro_batches,
     most_passes,
     whole_of,
@@ -427,6 +428,7 @@ class TrainingStep:
     def _cut(self, shard: Shard) -> list[Micro]:
         if collective := self.builder.facts.collectives:
             check_collectives(shard, self.sharded_model, self.microbatch_size, collective)
+        check_stages(shard, self.sharded_model)
         return micro_batches(shard, self.sharded_model, self.microbatch_size, self.device)
 
 
