@@ -1,4 +1,4 @@
-"""Control a training from the notebook: switch, undo, try, pause, resume, save, stop, trace; estimate strategies.
+"""Control a training from the notebook: switch, undo, try, pause, resume, learning rate, save, stop, trace.
 
 While the ranks are between two steps, a control goes to all of them as a request, and they act at a step they agree on.
 Otherwise it runs at once, as its own cell, on the newest Trainer. Either way one result comes back: a line of text, a
@@ -92,6 +92,8 @@ class ControlResult:
             return f"{ranks}, {told['old']} → {told['new']}: {moved}"
         if self.do == "resize":
             return f"{self.result['ranks']} ranks; nothing trains on them"
+        if self.do == "lr":
+            return f"learning rate {self.result['old']:g} → {self.result['new']:g} after step {self.step}"
         if self.do == "trace":
             return f"tracing steps {self.result['first']} to {self.result['last']}"
         where = f" {self.result['path']}" if self.do == "save" else ""
@@ -241,6 +243,13 @@ class TrainingClient:
     def resume(self) -> ControlResult:
         """Continue after `pause`."""
         return self.ask("resume")
+
+    def lr(self, value: float) -> ControlResult:
+        """Set the learning rate of the Trainer at its next step boundary. A schedule keeps its shape.
+
+        value: the new rate of the first parameter group; others keep their ratio to it.
+        """
+        return self.ask("lr", value=value)
 
     def fit(self, number: int = 0) -> ControlResult:
         """After a step ran out of memory, go on with row `number` of the offered options; 0: the first that fits."""
