@@ -367,8 +367,14 @@ def aliased(part: nn.Module) -> Iterable[str]:
 def put_aliases(part: nn.Module, name: str, param: Tensor | None) -> None:
     """Put `param` in all other noted places of the parameter `name` of `part`."""
     if (noted := vars(part).get(_NOTE)) is not None:
-        for holder, key, path in noted.get(name, ()):
-            holder[key] = _with(holder[key], path, param) if path else param
+        for where in noted.get(name, ()):
+            put_in_place(where, param)
+
+
+def put_in_place(where: Where, tensor: Tensor | None) -> None:
+    """Put `tensor` where `tensors_beside` has found another one."""
+    holder, key, path = where
+    holder[key] = _with(holder[key], path, tensor) if path else tensor
 
 
 def _with(value: Any, path: tuple[int, ...], param: Tensor | None) -> Any:
