@@ -15,7 +15,8 @@
             row(self, x, weight, bias)          a linear map whose input features are divided; the output is whole
 
 The classes call torch.distributed on the default group: a strategy with `mine=` divides nothing but the whole world.
-`size` is a multiple of `ranks`. The torch half is nbkit/rank/parallel/mine.py; it also judges such classes.
+`size` is a multiple of `ranks`. The torch half is nbkit/rank/parallel/mine.py, and judge.py beside it says whether a
+class is right.
 """
 
 from __future__ import annotations

@@ -13,15 +13,17 @@ from torch import nn
 
 import nbkit
 from nbkit import techniques
-from nbkit.errors import StrategyError
+from nbkit.errors import StrategyError, UsageError
 from nbkit.rank.telemetry import collectives
+from nbkit.strategy import Strategy
 from nbkit.techniques import judge_schedule
 from tests.plugins import solutions
 
 
 def judged(world: Any) -> dict[str, tuple[bool, str, str]]:
-    every = (*solutions.RIGHT, *solutions.WRONG)
+    every, drawn = (*solutions.RIGHT, *solutions.WRONG), torch.get_rng_state()
     found = {own.__name__: nbkit.lesson.judge(own) for own in every}
+    assert torch.equal(torch.get_rng_state(), drawn)
     return {name: (one.right, one.numbers, one.cause) for name, one in found.items()}
 
 
@@ -101,3 +103,25 @@ def test_own_classes_train_as_one_process_does_and_are_switched_to_and_from() ->
         weights = 16 * 8 * 4  # bytes of each of two matrices
         assert found["counted"]["mine"]["all_reduce", weights] == 2 * 2
         assert [op for op, _ in found["counted"]["zero1 mine=zero1"].elements()].count("reduce_scatter") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mine", "'mine' needs a class of yours"),
+        ("zero2 mine=ddp", "mine=ddp takes the place of ddp over all ranks"),
+        ("tp=2 mine=tp", "mine=tp takes the place of tp over all ranks"),
+        ("ddp mine=ddp compress=int8", "Your class decides what is sent"),
+        ("ddp mine=fsdp", "'mine=fsdp' is not a kind of class"),
+    ],
+)
+def test_a_strategy_that_a_class_cannot_have_is_refused(text: str, said: str) -> None:
+    with pytest.raises(StrategyError, match=said):
+        Strategy.parse(text, 4)
+
+
+def test_a_class_without_the_methods_of_a_kind_is_refused() -> None:
+    with pytest.raises(UsageError, match="zero1: part, reduce, gather"):
+        techniques.use(type("Nothing", (), {"part": len}))
+    with pytest.raises(UsageError, match="runs on a rank"):
+        nbkit.lesson.judge(solutions.MyDDP)

@@ -1,4 +1,4 @@
-"""The torch half of mine=: a user's class in the place of nbkit's own, and the judge of such classes.
+"""The torch half of mine=: a user's class in the place of nbkit's own.
 
 The class sees plain tensors and the default group. Around it stands what nbkit has anyway: gradients are handed over in
 one order on all ranks, parts are where checkpoints and switches look for them, and a step that breaks off leaves
@@ -73,6 +73,10 @@ class OwnReplicas(Replicas):
         # Not before the first step, because the weights are filled after this axis is made.
         if self._filled and self.own is None and self.world_size > 1:
             self.own = self._class(self._model)
+
+    def let_go(self) -> None:
+        self.own = None
+        super().let_go()
 
     def finish(self) -> Tensor | None:
         self._send_rest()
