@@ -277,7 +277,7 @@ def _neighbours(degrees: Mapping[str, int]) -> int:
 def _read(text: str) -> tuple[str | None, dict[str, str]]:
     """Return the preset and the settings in `text`, with values as written."""
     preset, settings = None, dict[str, str]()
-    words = text.lower().split()
+    words = techniques.in_full(text.lower()).split()
     if not words:
         raise StrategyError("An empty strategy.", numbers=_vocabulary(), hint="ddp")
     for place, word in enumerate(words):

@@ -13,6 +13,7 @@ from nbkit.techniques.ep import ExpertsKey
 from nbkit.techniques.exchange import GradientExchange
 from nbkit.techniques.key import AnyStrategy, GradientKey, Key, whole_number
 from nbkit.techniques.microbatches import MicrobatchesKey
+from nbkit.techniques.mine import Judgement, MineKey, class_in, in_full, judge_schedule, use
 from nbkit.techniques.order import OrderKey
 from nbkit.techniques.places import PlacesKey
 from nbkit.techniques.registry import (
@@ -44,6 +45,7 @@ for _key in (  # in the order in which a strategy is spelled
     BucketKey(),
     CompressKey(),
     SyncEveryKey(),
+    MineKey(),
 ):
     add(_key, built_in=True)
 
@@ -54,12 +56,16 @@ __all__ = [
     "Axis",
     "GradientExchange",
     "GradientKey",
+    "Judgement",
     "Key",
     "Settings",
     "add",
+    "class_in",
     "engine_of",
     "exchange_of",
+    "in_full",
     "is_key",
+    "judge_schedule",
     "key_of",
     "keys",
     "names",
@@ -68,5 +74,6 @@ __all__ = [
     "register",
     "registered",
     "spelled",
+    "use",
     "whole_number",
 ]

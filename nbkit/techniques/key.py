@@ -58,6 +58,8 @@ class Key:
     engine: ClassVar[Callable[..., Any] | str | None] = None
     is_field: ClassVar[bool] = False
     """True if Strategy has a field of this name, because the planner and the ranks read the value in many places."""
+    rehearsed: ClassVar[bool] = False
+    """True if the step that proves a strategy before it trains is made with this key."""
 
     def parse(self, text: str) -> Any:
         """Return the value that `text` means. It must be hashable. Raises StrategyError if it means none."""

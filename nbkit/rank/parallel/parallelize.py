@@ -26,6 +26,7 @@ from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.experts.data_axis import spread_axis
 from nbkit.rank.parallel.experts.dispatch import SpreadLayer, spread_layers
+from nbkit.rank.parallel.mine import own_linears
 from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.batch_norm import synchronised
 from nbkit.rank.parallel.module.block_discovery import structural_blocks, within
@@ -41,6 +42,7 @@ from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.whole_tensors import WholeTensors
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.schedules import Schedule
+from nbkit.techniques import class_in
 from nbkit.tensor_layout import Layout
 
 
@@ -86,6 +88,7 @@ class ShardedSkeleton:
             casts=self.plan.casts,
             adaptive=self.plan.options.adaptive,
             owners=self.plan.places,
+            own=class_in(strategy),
         )
         data: DataAxis
         if self.spread:
@@ -130,7 +133,10 @@ def cut(
     need_chain(strategy, facts, options)
     chain, notes = facts.chain, []
 
-    in_sequence = strategy.cp == 1  # under context parallelism the positions are spread already
+    own_class = class_in(strategy)
+    linears = own_linears(own_class, axes.size("tp"), axes.index("tp")) if own_class and strategy.tp > 1 else None
+    # Under context parallelism the positions are spread already.
+    in_sequence = strategy.cp == 1 and linears is None
     staged = schedule = None
     if strategy.pp > 1 and chain is not None:
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, strategy.microbatches or 1)
@@ -145,7 +151,7 @@ def cut(
     partial_sums: dict[str, tuple[str, ...]] = {}
     if plan.tensor is not None:
         # Plan on the whole model, because one stage may not show what belongs together.
-        parts = tensor_parallel(module, axes, plan=plan.tensor, sequence=in_sequence)
+        parts = tensor_parallel(module, axes, plan=plan.tensor, sequence=in_sequence, own=linears)
         layouts.update(parts.layouts)
         partial_sums.update({name: ("tp",) for name in sorted(parts.partial)})
         notes += parts.notes

@@ -280,7 +280,15 @@ def refusals(
 
     guessed: there is no batch to run, and the blocks of the model are guessed by its structure.
     """
-    needs = [_need_stages, _need_facts, _need_copies, _need_whole_gradients, need_rows, _need_outside]
+    needs = [
+        _need_stages,
+        _need_facts,
+        _need_blocks_that_run,
+        _need_copies,
+        _need_whole_gradients,
+        need_rows,
+        _need_outside,
+    ]
     needs += [_need_one_gradient, _need_experts]
     for need in [*needs, *([] if guessed else [need_chain]), _need_gathers, _need_positionwise]:
         try:
@@ -332,6 +340,21 @@ def need_chain(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
             numbers=how,
             hint="checkpoint(block, x, use_reentrant=False) around each block; "
             "or compute=nbkit.Compute(recompute=True)",
+        )
+
+
+def _need_blocks_that_run(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
+    """Raise StrategyError if a random number of Python or numpy may decide whether a stage runs."""
+    if strategy.pp == 1 or facts.chain is None or facts.draws is None:
+        return
+    inside = tuple(f"{unit}." for unit in facts.chain.units if unit)
+    outside = sorted(name for name in facts.draws.hosts if not f"{name}.".startswith(inside))
+    if outside:
+        raise StrategyError(
+            f"{outside[0] or 'The model'} draws from Python's or numpy's generator outside of its blocks. Such a "
+            f"number may skip a block, and the stages of {strategy} run every block.",
+            numbers=f"{len(inside)} blocks, first {facts.chain.units[0]!r}",
+            hint="torch.rand(()) in the block itself; or a strategy without pp",
         )
 
 

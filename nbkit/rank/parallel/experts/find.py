@@ -112,7 +112,7 @@ def called_with(layer: RoutedLayer, values: Sequence[Tensor]) -> tuple[list[Tens
 
 def _places(args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Tensor]) -> tuple[int | str, ...]:
     """Return where each of `values` stands among the arguments."""
-    every = [*enumerate(args), *kwargs.items()]
+    every: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return tuple(next(place for place, found in every if found is value) for value in values)
 
 

@@ -355,9 +355,13 @@ class TrainingStep:
         if self._count is not None:
             self.counted, self._count = self._count.done(), None
         self._made += 1
+        self.note_versions()
+        self.ledger.made()
+
+    def note_versions(self) -> None:
+        """Note which values the parts of weights have now, because this library has changed them."""
         if self._parts:
             self._changes = [p._version for p in self._parts]
-        self.ledger.made()
 
     @property
     def _is_counted(self) -> bool:
