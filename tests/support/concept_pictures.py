@@ -385,8 +385,8 @@ def failure() -> Drawing:
 
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "ranks": ranks, "all-reduce": all_reduce, "batch": batch, "data-parallel": data_parallel, "zero": zero,
-    "tensor": tensor, "pipeline": pipeline, "context": context, "experts": experts, "mesh": mesh, "switch": switch, "overlap": overlap,
-    "memory": memory, "precision": precision, "failure": failure,
+    "tensor": tensor, "pipeline": pipeline, "context": context, "experts": experts, "mesh": mesh, "switch": switch,
+    "overlap": overlap, "memory": memory, "precision": precision, "failure": failure,
 }  # fmt: skip
 
 if __name__ == "__main__":
