@@ -80,8 +80,7 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) 
 class SpreadLayer:
     """The experts of a layer, spread over the `ranks` of a group, as rank `index` of it sees them.
 
-    forwards: the number of forwards with gradients that this rank has made. routed: for each expert of this rank, the
-    rows that it computed in the last forward.
+    forwards: the number of forwards with gradients that this rank has made.
     """
 
     layer: RoutedLayer
@@ -90,7 +89,6 @@ class SpreadLayer:
     index: int
     compute: Compute
     forwards: int = 0
-    routed: list[int] = field(default_factory=list)
     _given: dict[tuple[int, int], torch.dtype] = field(default_factory=dict, init=False)
     _left: list[Tensor] = field(default_factory=list, init=False)
 
@@ -142,7 +140,6 @@ class SpreadLayer:
             torch.cat(pieces[i :: len(mine)]) if any(theirs[i] != _NONE for theirs in counts) else None
             for i in range(len(mine))
         ]
-        self.routed = [0 if each is None else len(each) for each in gathered]
         with self._as_others(autocast, nothing.device) if like is None else nullcontext():
             called = any(each is not None for each in gathered)
             computed = self.compute(gathered) if called else nothing.new_empty(0, self.layer.given)
