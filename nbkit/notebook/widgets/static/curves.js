@@ -1,6 +1,6 @@
 // The loss of a run over its steps, its tokens or its time, and below it how many of these a second. Of what has no tokens, rows are counted.
 
-import { STRATEGIES, alarm, bytes, dark, faint, ink, number, rule, seconds } from "./paint.js";
+import { FAMILIES, alarm, bytes, dark, faint, familyOf, ink, inkOn, number, rule, seconds } from "./paint.js";
 
 const LEFT = 58;
 const RIGHT = 12;
@@ -180,10 +180,11 @@ function drawStrip(picture, points, strategies, column, x, gaps, y) {
     const to = x(points[i - 1][column]);
     const name = strategies[own];
     if (name) {
-      picture.box(from, y, Math.max(to - from, 1.5), 14, STRATEGIES[own % STRATEGIES.length]);
+      const colour = FAMILIES[familyOf(name)];
+      picture.box(from, y, Math.max(to - from - 1.5, 1.5), 14, colour); // a gap: two strategies of a family may meet
       picture.pen.font = "600 11px system-ui, sans-serif";
       const fits = [name, brieflyNamed(name)].find((words) => picture.pen.measureText(words).width < to - from - 8);
-      if (fits) picture.words(fits, from + 4, y + 7.5, { colour: "#16181c", bold: true });
+      if (fits) picture.words(fits, from + 4, y + 7.5, { colour: inkOn(colour), bold: true });
       const [one, other] = [points[begin][STEP], points[i - 1][STEP]];
       picture.spot(from, y, Math.max(to - from, 3), 14, () => `${name}\nsteps ${one} to ${other}`);
     }

@@ -6,7 +6,7 @@
 import { drawBars, drawMemory, memoryNote } from "./charts.js";
 import { LOSS, STEP, STRATEGY, drawCurves } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
-import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, bytes, dark, number, percent, seconds, shade } from "./paint.js";
+import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, bytes, dark, familiesOf, number, percent, seconds, shade } from "./paint.js";
 import { axisNote, drawAxes, drawRanks } from "./rows.js";
 import { healthRows } from "./health.js";
 
@@ -23,7 +23,7 @@ const LAYOUT = `
 <p class="reading"></p>
 <section class="wide"><h3>Loss <small>raw faint, smoothed bold · below: <span class="counted">tokens</span> a second</small>
   <span class="buttons along"><button data-along="step">step</button><button data-along="tokens">tokens</button><button data-along="time">time</button></span></h3>
-  <div class="curves"></div></section>
+  <div class="curves"></div><div class="legend families"></div></section>
 <section><h3><span class="at">The step</span>, one bar per rank <small>measured</small>
   <span class="buttons"><button class="trace" title="the next 3 steps of all ranks as one file for Perfetto">trace next 3 steps</button></span></h3><p class="traced"></p><div class="legend">${swatches(COLOURS, SPOKEN)}</div><div class="ranks"></div></section>
 <section><h3><span class="what"></span> <small class="whatnote"></small>
@@ -130,6 +130,7 @@ export function view(el, story, ask) {
       Number.isFinite(last[LOSS]) ? `loss ${number(last[LOSS])}` : "", state?.rate ? `${number(state.rate)} ${unit}/s` : ""].filter(Boolean).join(" · ") : "";
     $("reading").textContent = step?.reading || (last ? "" : "No finished step yet: this moves as soon as a Trainer, or a loop over nbkit.prepare, trains.");
     press("along", "along", chosen.along);
+    $("families").innerHTML = swatches(familiesOf(story.strategies), {});
     drawCurves(pictures.curves, { points, events: story.events, strategies: story.strategies, unit, along: chosen.along, smooth: Math.max(5, (last ? last[STEP] - points[0][STEP] : 0) / 50) });
     for (const section of root.querySelectorAll("section:not(:first-of-type)")) section.hidden = !step?.ranks?.length;
     if (step?.ranks?.length) drawStep(step);

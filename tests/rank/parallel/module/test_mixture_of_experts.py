@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,8 +161,8 @@ REST = [
 CHANGED: dict[str, dict[str, Any]] = {"zero3": {"compute": nbkit.Compute(microbatch_size=2)}}
 
 
-def rows() -> list[tuple[Tensor, Tensor]]:
-    ids = torch.randint(VOCAB, (2 * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+def rows(count: int = 2 * BATCH) -> list[tuple[Tensor, Tensor]]:
+    ids = torch.randint(VOCAB, (count, LENGTH), generator=torch.Generator().manual_seed(1))
     return list(zip(ids, ids.roll(-1, 1), strict=True))
 
 
@@ -326,3 +327,62 @@ def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> 
     )
     assert looked_at.ok and "An auxiliary loss" in str(looked_at)
     assert found["unbalanced"] == ""
+
+
+SHORT, CLIP = 19, 0.3
+CHAIN = ("dp=4 ep=4", "zero3 ep=2", "ddp", "ep=2", "zero3 ep=4", "zero1 ep=2", "zero2 ep=2", "zero3", "ep=4", "ddp")
+EPOCH = 3
+"""Steps under each strategy of the chain: an epoch, whose last batch has 3 rows, so that rank 3 has none."""
+
+
+def clipped(build: Callable[[], nn.Module], steps: int) -> tuple[list[float], list[float], nn.Module]:
+    """Return (losses, norms, model) of plain torch over whole batches."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer, losses, norms = adamw(model), [], []
+    batches = [rows(SHORT)[start : start + BATCH] for start in range(0, SHORT, BATCH)]
+    for step in range(steps):
+        ids, target = (torch.stack(part) for part in zip(*batches[step % len(batches)], strict=True))
+        found = loss(model(ids), target)
+        optimizer.zero_grad()
+        found.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(found.item())
+    return losses, norms, model
+
+
+def through_the_chain(world: Any, name: str, folder: str) -> dict[str, float]:
+    steps = EPOCH * (len(CHAIN) + 2)
+    asked: dict[str, Any] = {"data": rows(SHORT), "clip_norm": CLIP}
+    losses, norms, model = clipped(MODELS[name], steps)
+    trainer = made(MODELS[name], "ddp", compute=nbkit.Compute(microbatch_size=1), **asked)
+    trainer.fit(EPOCH)
+    away: dict[str, float] = {}
+    for strategy in CHAIN:
+        trainer.switch(strategy)
+        trainer.fit(EPOCH)
+    if name == "mixtral":
+        trainer.switch("zero3 ep=2")
+    trainer.save(Path(folder) / "saved")
+    again = made(MODELS[name], "ep=2", **asked)
+    again.load(Path(folder) / "saved")
+    again.fit(EPOCH)
+    for number, record in enumerate(again.history):
+        key = f"{number + 1}: {record['strategy']}"
+        away[key] = max(abs(record["loss"] - losses[number]), abs(record["grad_norm"] - norms[number]))
+    whole = again.full_state_dict()
+    away["weights"] = max(float((whole[key] - p.detach()).abs().max()) for key, p in model.named_parameters())
+    ids, target = (torch.stack(part) for part in zip(*rows(SHORT), strict=True))
+    with torch.no_grad():
+        away["evaluation"] = abs(again.evaluate(rows(SHORT), batch_size=5) - float(loss(model.eval()(ids), target)))
+    return away
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+@pytest.mark.parametrize("name", ["top two", pytest.param("mixtral", marks=pytest.mark.long)])
+def test_experts_train_as_on_one_process_through_a_chain_of_switches(name: str, tmp_path: Path) -> None:
+    away = run_ranks(through_the_chain, 4, name, str(tmp_path), timeout=300)[0]
+
+    assert {key: off for key, off in away.items() if not off < 1e-9} == {}
+    assert len(away) == EPOCH * (len(CHAIN) + 2) + 2
