@@ -234,14 +234,17 @@ class AgentTools:
     @tool("look", cluster=_CLUSTER)
     def strategies(self, cluster: str = "") -> Any:
         """List the strategies that fit the training, with what each costs, and those that do not, with the reason.
-        step_s is measured, predicted_step_s is not. `recommended` is "" without evidence: then compare measures."""
+        step_s is measured, predicted_step_s is not. `recommended` is "" without evidence: then compare measures.
+        A strategy in `unexamined` is examined before a switch to it."""
         entry, client = self._reached(cluster)
         answer: dict[str, Any] = {}
         deadline = time.monotonic() + TABLE_SECONDS
         while time.monotonic() < deadline and not cancelled.get().is_set():
             answer = self._ask_one(entry, client, GetStrategies()) or answer
             table = answer.get("table") or {}
-            if (answer and not answer["job"]) or table.get("recommended") or table.get("unpredicted"):
+            told = table.get("recommended") or table.get("unpredicted")
+            examined = not any(row["untried"] for row in table.get("options", ()))
+            if (answer and not answer["job"]) or (told and examined):
                 break
             time.sleep(0.5)
         state = reduce(State(entry.name, entry.n), Looked(answer))
@@ -253,11 +256,11 @@ class AgentTools:
             )
         options = state.table["options"]
         rows = [{name: row[name] for name in _COSTS if row[name] is not None} for row in options if row["ok"]]
-        told = {name: job[name] for name in ("strategy", "recommended", "because", "unpredicted")}
-        unfit = {
-            row["strategy"]: row["why"] or "its model is looked at before a switch" for row in options if not row["ok"]
-        }
-        return {"phase": state.phase, **told, "limit_bytes": state.table["limit_bytes"], "rows": rows, "unfit": unfit}
+        unfit = {row["strategy"]: row["why"] for row in options if not row["ok"] and not row["untried"]}
+        costs = {"rows": rows, "unfit": unfit, "unexamined": [row["strategy"] for row in options if row["untried"]]}
+        names = ("strategy", "recommended", "because", "unpredicted")
+        found = {name: job[name] for name in names} | {"limit_bytes": state.table["limit_bytes"]}
+        return {"phase": state.phase, **found, **costs}
 
     @tool("look", cluster=_CLUSTER, strategy=_STRATEGY)
     def estimate(self, strategy: str, cluster: str = "") -> Any:

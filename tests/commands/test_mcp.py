@@ -439,7 +439,7 @@ def test_a_client_without_a_model_does_20_tasks(before: str, tmp_path: Path) -> 
         assert "was replaced" in agent.call("cell_output")["shown"]
         # 19: stop it; find a hang, and free it; the next cell works
         assert agent.call("stop")["status"] == "interrupted"
-        agent.call("start_cell", code="if rank != 1: dist.all_reduce(x)\ny = torch.ones(4)\ndist.all_reduce(y)")
+        agent.call("start_cell", code="y = torch.ones(4)\nif rank != 1: dist.all_reduce(y)\ndist.all_reduce(y)")
         why = until(lambda: agent.call("why"), lambda why: why["stuck"])
         assert "Rank 1 has left out all_reduce" in why["sentence"] and why["ranks"] == [1]
         assert agent.call("stop")["status"] == "interrupted"
