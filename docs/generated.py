@@ -411,7 +411,7 @@ def _function(name: str) -> ast.FunctionDef:
 
 def functions() -> Iterator[str]:
     """Yield a section for each function that needs no training."""
-    for name in ("check", "plan", "export", "read_run", "from_pretrained"):
+    for name in ("check", "plan", "export", "read_run", "listen", "from_pretrained"):
         yield f"## nbkit.{name}\n\n" + _shown(f"nbkit.{name}({_signature(_function(name))})")
         yield from called(name)
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nbkit import job_folder
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.newest_run import recorded_by
@@ -35,7 +36,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        help="a cluster's name, a run, or a directory of runs (runs, or that of nbkit.toml)",
+        help="name of a cluster or of a job (nbkit jobs), a run, or a directory of runs (runs, or that of nbkit.toml)",
     )
     parser.add_argument("--once", action="store_true", help="print it once and end")
     parser.add_argument("--json", action="store_true", help="once, as JSON: see nbkit.read_run(...).snapshot")
@@ -90,7 +91,11 @@ def _run_of(what: str) -> Path:
     """Return the directory of the run to watch. Raises UsageError if there is none."""
     folder = user_path(what).absolute()
     entry = next((one for one in registry.entries() if one.name == what), None)
-    found = newest_run(folder) if entry is None or folder.is_dir() else recorded_by(entry)
+    job = next((name for name in job_folder.names() if name == what), None)
+    if folder.is_dir() or (entry is None and job is None):
+        found = newest_run(folder)
+    else:
+        found = recorded_by(entry) if entry is not None else newest_run(job_folder.folder_of(what))
     if found is None:
         raise UsageError("There is no recorded run.", numbers=str(what), hint="nbkit watch runs/NAME")
     check_format(found)
