@@ -46,6 +46,7 @@ def test_a_cell_that_trains_shows_a_card_that_ends_as_its_summary(kernel: Kernel
     assert set(last) == {"text/plain", "text/html"}  # no widget whose state a saved notebook would lack
 
 
+@pytest.mark.long
 def test_the_next_cell_has_a_card_of_its_own_steps(kernel: Kernel) -> None:
     found = cards(kernel.run("%%distributed\ntrainer.fit(50)"))
 
