@@ -266,10 +266,41 @@ def test_many_ranks_are_few_lines(tmp_path: Path) -> None:
     assert len(plain(lines_of(RunReader(made.folder).snapshot())).splitlines()) < 45
 
 
+def test_another_run_is_chosen_and_laid_over_the_shown_one(tmp_path: Path) -> None:
+    for name, steps in (("first", 3), ("second", 5)):
+        run = fake_run(tmp_path / name, 2, "ddp")
+        for _ in range(steps):
+            run.step()
+        run.close()
+    sent: list[dict[str, Any]] = []
+    refresh = RefreshThread(lambda: tmp_path / "second", lambda content, buffers: sent.append(content | {"b": buffers}))
+
+    def last(kind: str) -> dict[str, Any]:
+        return next(one for one in reversed(sent) if one["kind"] == kind)
+
+    refresh.turn(0.0)
+    assert last("runs")["runs"] == ["second", "first"] and last("state")["state"]["run"] == "second"
+    refresh.choose(beside="first")
+    refresh.turn(1.0)
+    assert (last("beside")["run"], len(last("beside")["b"][0])) == ("first", 3 * len(COLUMNS) * 8)
+    refresh.choose(run="first", beside="")
+    refresh.turn(2.0)
+    assert last("runs")["pinned"] == "first" and last("runs")["beside"] == ""
+    assert last("state")["state"]["run"] == "first" and len(last("curve")["b"][0]) == 3 * len(COLUMNS) * 8
+    refresh.choose(run="")
+    refresh.turn(3.0)
+    assert last("state")["state"]["run"] == "second"
+    refresh.choose(run="../elsewhere")  # only what is in the list
+    refresh.turn(4.0)
+    assert last("state")["state"]["run"] == "second"
+
+
 def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) -> None:
     run.event("checkpoint", path="</script><b>")
     page = write_report(run.folder, tmp_path / "run.html").read_text()
-    assert not re.search(r"(?:src|href)=|@import|https?://", page) and "</script><b>" not in page
+    assert (
+        not re.search(r"(?:src|href)=|@import|https?://(?!www\.w3\.org/2000/svg)", page) and "</script><b>" not in page
+    )
     assert page.count("</script>") == 2 and "dp=4" in page
     assert str(tmp_path) not in page.replace("<\\/script>", "")
 

@@ -56,8 +56,9 @@ export function showTip(text, event) {
   if (tip === null) {
     tip = document.createElement("div");
     tip.className = "tip";
-    document.body.append(tip);
   }
+  const home = document.fullscreenElement || document.body; // on a full screen nothing else is seen
+  if (tip.parentNode !== home) home.append(tip);
   tip.hidden = !text;
   if (!text) return;
   tip.textContent = text;
