@@ -150,6 +150,7 @@ class RefreshThread:
             self.reader = RunReader(folder)
             self._sent, self._state, self._step = (-1, 0, 0), {}, None
             self._send({"kind": "step", "step": None}, [])
+            self._due[:2] = [0.0, 0.0]
         self._list()
         beside = self._beside.run_dir.name if self._beside is not None else ""
         told = {"runs": self._runs, "pinned": self._pinned.name if self._pinned else "", "beside": beside}

@@ -5,10 +5,10 @@
 // {kind: "runs", runs, pinned, beside}, {kind: "note", text}, {kind: "traced", busy, text}.
 // Asked: {ask: "all"}, {ask: "step", step}, {ask: "trace"}, {ask: "run", run}, {ask: "beside", run}; run: "" is the newest, or none.
 
-import { drawBars, drawMemory, memoryNote } from "./charts.js";
+import { drawBars, drawMemory, memoryLegend, memoryNote } from "./charts.js";
 import { Curves, LOSS, STEP, STRATEGY } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
-import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, bytes, dark, number, percent, seconds, shade } from "./paint.js";
+import { COLOURS, MEMORY, MEMORY_WORDS, PASSES, Picture, SPOKEN, bytes, dark, number, percent, seconds, shade } from "./paint.js";
 import { axisNote, drawAxes, drawRanks } from "./rows.js";
 import { healthRows } from "./health.js";
 
@@ -36,7 +36,7 @@ const LAYOUT = `
 <section><h3><span class="what"></span> <small class="whatnote"></small>
   <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
   <div class="legend whatlegend"></div><div class="pair"><div class="grid"></div><div class="axes"></div></div><div class="moments"></div></section>
-<section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend">${swatches(MEMORY, { activations: "activations and other, at the peak" })}<span><b class="tick"></b>formula, at rest</span></div><div class="memory"></div><div class="health"></div></section>
+<section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend memorylegend"></div><div class="memory"></div><div class="modules"></div><div class="health"></div></section>
 <p class="foot"></p>`;
 
 export class Story {
@@ -194,9 +194,36 @@ export function view(el, story, ask) {
     }
     const memory = step.memory || [];
     $("memorynote").textContent = memoryNote(memory, step.strategy);
-    drawMemory(pictures.memory, memory);
+    drawMemory(pictures.memory, memory, (rank) => { chosen.rank = rank; draw(); });
+    drawModules(memory);
     $("health").hidden = !step.health;
     if (step.health) $("health").replaceChildren(...healthRows(step.health));
+  }
+
+  // The largest parts of the peak of one rank: the one that was clicked, or the fullest.
+  function drawModules(memory) {
+    const { colours, words, tick } = memoryLegend(memory);
+    $("memorylegend").innerHTML = swatches(colours, words) + (tick ? '<span><b class="tick"></b>formula, at rest</span>' : "");
+    const told = memory.filter((row) => row.modules?.length);
+    const row = told.find((one) => one.rank === chosen.rank) ?? [...told].sort((a, b) => b.peak - a.peak)[0];
+    $("modules").hidden = !row;
+    if (!row) return;
+    const shown = JSON.stringify([row.rank, row.step, row.modules]);
+    if ($("modules").dataset.shown === shown) return;
+    $("modules").dataset.shown = shown;
+    const title = document.createElement("p");
+    title.textContent = `The peak of rank ${row.rank}, ${bytes(row.peak)}, by module${told.length > 1 ? " (click a bar for another rank)" : ""}`;
+    const table = document.createElement("table");
+    for (const [kind, module, size] of row.modules) {
+      const line = table.insertRow();
+      const swatch = document.createElement("i");
+      swatch.style.background = MEMORY[kind];
+      line.insertCell().append(swatch, module || "the whole model");
+      line.insertCell().textContent = MEMORY_WORDS[kind] ?? kind;
+      line.insertCell().textContent = bytes(size);
+      line.insertCell().textContent = percent(size / row.peak);
+    }
+    $("modules").replaceChildren(title, table);
   }
 
   const redraw = () => draw();

@@ -13,7 +13,8 @@ export const COLOURS = {
 };
 // The passes of a pipeline: forward is the colour of compute; on the ground of a rank that idles.
 export const PASSES = { F: "#4d718f", B: "#2840a0", W: "#b6e1b1" };
-export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", activations: "#cbbdb7" };
+export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", activations: "#cbbdb7", buckets: "#3c5fd7", working: "#9bdae7", other: "#7d7d7c" };
+export const MEMORY_WORDS = { optimizer: "optimizer state", activations: "activations", buckets: "sent, received, gathered", working: "working memory", other: "not counted" };
 // One after the other, along a run.
 export const STRATEGIES = ["#6999c6", "#af98a5", "#dfad0a", "#95ba98", "#c37b61", "#7463fe"];
 
