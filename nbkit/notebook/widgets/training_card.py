@@ -25,7 +25,8 @@ from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.cluster.output.display import NOBODY, ShownMessage
 from nbkit.notebook.cluster.why import RankState, at_work, collect
 from nbkit.notebook.run.reader import RunReader
-from nbkit.notebook.widgets.dashboard.text_view import failure, steps_of
+from nbkit.notebook.widgets.dashboard.text_view import steps_of
+from nbkit.records.event_words import failure
 
 AFTER_SECONDS = 1.5  # most cells are over by then
 _EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most

@@ -2,7 +2,7 @@
 // this file prepares the numbers, marks what happened on the way, and answers pointer, keyboard and buttons.
 
 /* global uPlot */
-import { STRATEGIES, alarm, bytes, dark, faint, ink, number, paper, rule, seconds, showTip } from "./paint.js";
+import { STRATEGIES, alarm, dark, faint, ink, number, paper, rule, showTip } from "./paint.js";
 
 const LEFT = 62;
 const RIGHT = 14;
@@ -26,19 +26,9 @@ export const STRATEGY = 6;
 const AXES = { step: STEP, tokens: TOKENS, time: TIME };
 const NAMES = ["last_step", "steps", "seconds", "tokens", "loss", "tokens_per_second", "strategy"];
 
-// What happens on the way. great: a line through both plots and words above; else a small sign at the bottom.
-const EVENTS = {
-  failure: { sign: "✕", great: true, words: (e) => (Number.isInteger(e.rank) ? `rank ${e.rank}: ` : "") + (e.error || "failed") },
-  replaced: { sign: "✚", great: true, words: (e) => `rank ${e.ranks} replaced` },
-  out_of_memory: { sign: "▤", great: true, words: (e) => (e.changes ? `rescued: ${e.changes}` : "out of memory") },
-  resized: { sign: "⤢", great: true, words: (e) => `${e.ranks} ranks` },
-  switch: { sign: "⇄", great: true, words: (e) => shortName(e.new) },
-  rebalanced: { sign: "÷", great: true, words: () => "rebalanced" },
-  lr_changed: { sign: "η", words: (e) => `lr ${number(e.new)}` },
-  live_cell: { sign: "›", words: () => "live cell" },
-  checkpoint: { sign: "▾", words: (e) => (e.action === "loaded" ? "loaded" : "saved") },
-};
-const RANKED = Object.keys(EVENTS);
+// Kinds of events that have a line through both plots and words above, the gravest first; of the others a small sign at
+// the bottom. The words come with each event: nbkit/records/event_words.py.
+const GREAT = ["failure", "replaced", "out_of_memory", "resized", "switch", "rebalanced"];
 
 const accent = () => (dark() ? "#6cb0ff" : "#1f6fd1"); // the other run
 
@@ -319,7 +309,7 @@ export class Curves {
     if (row.floor) return;
     // Where there is no room for all words, those of the graver marks stay; pointer and list tell the others.
     const taken = Array.from({ length: LANES }, () => []);
-    for (const mark of [...shown].sort((a, b) => RANKED.indexOf(a.kind) - RANKED.indexOf(b.kind))) {
+    for (const mark of [...shown].sort((a, b) => GREAT.indexOf(a.kind) - GREAT.indexOf(b.kind))) {
       if (!mark.great) continue;
       const colour = mark.kind === "failure" ? alarm() : ink();
       for (const words of [`${mark.sign} ${mark.words}`, mark.sign]) {
@@ -423,7 +413,7 @@ export class Curves {
     const near = (high - low) / 120;
     const marks = this.hidden.has("marks") ? [] : this.marks.filter((mark) => Math.abs(mark.at - at) < near || (mark.at <= at && at <= mark.until));
     return [
-      ...marks.map((mark) => `${mark.sign} ${mark.text()}`),
+      ...marks.map((mark) => `${mark.sign} ${broken(mark.text)}`),
       wordsOf(points[i], strategies, unit),
       beside?.points.length ? `${beside.run}:\n${wordsOf(beside.points[nearest(beside.points, at * this.scale, AXES[this.along])], beside.strategies, unit)}` : "",
     ].filter(Boolean).join("\n\n");
@@ -464,7 +454,7 @@ export class Curves {
     this.log.querySelector("summary").textContent = `${this.marks.length} mark${this.marks.length > 1 ? "s" : ""} on the curve`;
     this.log.querySelector("ul").replaceChildren(...[...this.marks].reverse().slice(0, 200).map((mark) => {
       const line = document.createElement("li");
-      line.textContent = `${mark.sign} ${mark.text()}`;
+      line.textContent = `${mark.sign} ${mark.text}`;
       if (mark.kind === "failure") line.className = "failure";
       return line;
     }));
@@ -615,10 +605,9 @@ function marksOf(events, points, along, scale) {
   const column = AXES[along];
   const made = [];
   for (const event of events) {
-    const kind = EVENTS[event.kind];
-    if (!kind) continue;
+    if (!event.sign) continue;
     const [at, until] = along === "time" ? spanOf(event) : placeOf(event, points, column);
-    made.push({ kind: event.kind, sign: kind.sign, great: kind.great, at: at / scale, until: until / scale, words: kind.words(event), text: () => told(event) });
+    made.push({ kind: event.kind, sign: event.sign, great: GREAT.includes(event.kind), at: at / scale, until: until / scale, words: shortName(event.name), text: event.text });
   }
   return made;
 }
@@ -635,23 +624,8 @@ function placeOf(event, points, column) {
   return [at, at];
 }
 
-function told(event) {
-  const after = `after step ${number(event.step)}`;
-  const rank = Number.isInteger(event.rank) ? `rank ${event.rank}` : "";
-  const lines = {
-    switch: () => [`switch ${after}: ${event.old} → ${event.new}`, `  ${bytes(event.moved_bytes)} moved, no step for ${seconds(event.pause_s)}`,
-      event.identical === true ? "  weights and optimizer state are identical, bit for bit" : ""],
-    failure: () => [`failure ${after}`, `  ${[rank, event.error, event.what].filter(Boolean).join(": ")}`],
-    replaced: () => [`rank ${event.ranks} was replaced ${after}`, `  ${event.why}; ${event.steps_lost} steps and ${seconds(event.seconds)} lost`, event.devices ? `  ${event.devices}` : ""],
-    resized: () => [`${event.old_ranks} → ${event.ranks} ranks ${after}: ${event.old} → ${event.new}`, `  ${bytes(event.moved_bytes)} moved, no step for ${seconds(event.pause_s)}`],
-    rebalanced: () => [`rebalanced ${after}: speeds ${event.speeds}`, `  ${Math.round(100 * event.gain)} % less computing`],
-    out_of_memory: () => [event.changes ? `rescued ${after}: goes on with ${event.changes}` : `out of memory ${after}${rank ? `, on ${rank}` : ""}`, event.what ? `  ${event.what}` : ""],
-    lr_changed: () => [`learning rate ${after}: ${number(event.old)} → ${number(event.new)}`],
-    live_cell: () => [`live cell ${after}${event.seconds ? `, ${seconds(event.seconds)}` : ""}`, event.what ? `  ${event.what}` : ""],
-    checkpoint: () => [`${event.action || "saved"} ${after}`, event.path ? `  ${event.path}` : ""],
-  };
-  return lines[event.kind]().filter(Boolean).join("\n");
-}
+// A long text in lines, for the tip.
+const broken = (text) => text.replace(/(.{50,80}?) /g, "$1\n  ");
 
 function wordsOf(point, strategies, unit) {
   return [

@@ -99,21 +99,17 @@ function drawChanges(picture, shown, x, y1) {
   }
 }
 
-const SIGNS = { switch: "⇄", checkpoint: "▾", failure: "✕", replaced: "✚", resized: "⤢", rebalanced: "÷", out_of_memory: "▤", run_started: "▸", run_stopped: "■", lr_changed: "lr" };
-
-const EVENT = { old: "from", new: "to", moved_bytes: "moved", prepare_s: "prepared in", pause_s: "paused for", proof_s: "proven in", steps_lost: "steps lost", seconds: "seconds lost", gain: "of computing saved" };
+const SIGNS = { run_started: "▸", run_stopped: "■" }; // others bring theirs: nbkit/records/event_words.py
 
 // begun: the strategy at the left end. It is named where there is room for it before the next event.
 function drawEvents(picture, events, begun, x, y0, y1) {
   picture.canvas.dataset.events = events.map((e) => e.kind).join(" ");
   let free = 0;
   for (const [i, event] of events.entries()) {
-    const [sign, colour] = [SIGNS[event.kind] || "•", event.kind === "failure" ? alarm() : ink()];
+    const [sign, colour] = [event.sign || SIGNS[event.kind] || "•", event.kind === "failure" ? alarm() : ink()];
     const at = Math.max(x(event.step), LEFT + 2);
     picture.line(at, y0 - 10, at, y1, colour, { dash: [3, 3] });
-    const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n` + Object.entries(event)
-      .filter(([key, value]) => !["kind", "step"].includes(key) && value !== "" && typeof value !== "object")
-      .map(([key, value]) => `  ${EVENT[key] || key}: ${key.endsWith("_bytes") ? bytes(value) : key.endsWith("_s") ? seconds(value) : value}`).join("\n");
+    const text = () => event.text || `${event.kind.replaceAll("_", " ")} after step ${event.step}`;
     picture.pen.font = "600 11px system-ui, sans-serif";
     const fits = (words) => at + picture.pen.measureText(words).width + 6 < (i + 1 < events.length ? x(events[i + 1].step) : picture.width);
     const named = event.kind === "switch" ? `${sign} ${event.new || "switch"}` : event.kind === "run_started" && begun ? `${sign} ${begun}` : sign;
