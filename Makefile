@@ -51,6 +51,7 @@ demo: $(READY)
 # Hundreds of processes import nbkit: with its bytecode at hand each starts half a second sooner.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
+	@$(if $(T),,$(BIN)/python -m tests.support.rewritten)
 	@$(BIN)/python -m pytest --durations=10 --durations-min=5 $(if $(T),$(T),-n 4 --dist loadfile)
 
 # What is marked long; on several hosts: make machines. In the browser each test goes on where the one before has ended,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -140,6 +141,17 @@ def test_a_switch_that_comes_too_late_acts_when_the_training_has_ended(two: Clus
     assert switched.ok and switched.step == 1 and switched.strategy == "dp=2 zero=2"
     handle.wait()
     assert two.run("len(trainer.fit(2)), str(trainer.strategy)").values[0] == (2, "dp=2 zero=2")
+
+
+def test_a_switch_waits_for_a_cell_whose_training_has_just_ended(two: Cluster, tmp_path: Path) -> None:
+    over = tmp_path / "over"
+    two.run(TRAINER + "\nimport pathlib")
+    handle = two.run(f"trainer.fit(1)\npathlib.Path({str(over)!r}).touch()\ntime.sleep(2.5)", detach=True)
+    while not over.exists():
+        time.sleep(0.02)
+
+    assert two.training.switch("zero2").strategy == "dp=2 zero=2"
+    assert handle.status == "ok"
 
 
 def test_every_switch_says_what_was_predicted_of_it(two: Cluster, training: CellHandle) -> None:

@@ -17,14 +17,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-import nbkit
 from nbkit.commands import main
 from nbkit.durations import text_of
 from nbkit.errors import UsageError
 from nbkit.notebook.run.follower import COLUMNS, Curve, Run, packed
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard, RefreshThread
-from nbkit.notebook.widgets.dashboard.svg_view import COLOURS, svg_of
+from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined
 from nbkit.notebook.widgets.run_report import write_report
@@ -347,13 +346,6 @@ def test_the_picture_has_the_curve_the_switches_and_a_bar_for_each_part_of_each_
     assert svg_of({**snapshot, "points": []}) == ""
 
 
-def test_the_picture_and_the_page_have_the_same_colours() -> None:
-    page = (Path(nbkit.__file__).parent / "notebook" / "board" / "plugin" / "static" / "paint.js").read_text()
-    (colours,) = re.findall(r"export const COLOURS = \{(.*?)\}", page, re.S)
-
-    assert dict(re.findall(r'(\w+): "(#\w+)"', colours)) == COLOURS
-
-
 def test_watch_prints_the_newest_run(run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert newest_run(tmp_path / "runs") == run.folder
     assert main(["watch", str(tmp_path / "runs"), "--once"]) == 0
@@ -404,7 +396,7 @@ def test_every_kind_of_event_has_one_text_which_all_views_use(run: Any) -> None:
         marks[kind.kind] = mark
         assert kind in (StepDone, RunStarted, RunStopped) or "after step 7" in mark["text"], kind
     assert not marks["step"] and len({mark["sign"] for mark in marks.values() if mark}) == 9
-    curves = next(Path(nbkit.__file__).parent.rglob("curves.js")).read_text()
+    curves = (SOURCE.parents[2] / "nbkit/notebook/widgets/static/curves.js").read_text()
     assert f"const GREAT = {json.dumps(list(GREAT))};" in curves
 
     run.event("out_of_memory", rank=1, what="too large", changes="recompute=True")

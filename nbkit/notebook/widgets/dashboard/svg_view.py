@@ -11,18 +11,10 @@ from typing import Any
 from nbkit.figures import figure, seconds
 from nbkit.notebook.run.follower import PARTS
 from nbkit.notebook.widgets.dashboard.text_view import PART_NAMES, bars_title, ranks_shown, steps_of
+from nbkit.notebook.widgets.javascript import colours
 from nbkit.records.event_words import GREAT
 
-# As board/plugin/static/paint.js has them.
-COLOURS = {
-    "compute": "#4d718f",
-    "exposed": "#e15759",
-    "waiting": "#f2a33c",
-    "bubble": "#d6c5aa",
-    "data": "#55a190",
-    "optimizer": "#9d6cd9",
-    "other": "#9cafc9",
-}
+COLOURS = colours("COLOURS")
 _INK, _FAINT, _RULE, _ALARM = "#23272e", "#68717d", "#dfe3e8", "#c3393f"
 _WIDTH, _LEFT, _RIGHT = 900, 70, 20
 _CURVE_HEIGHT, _BAR = 170, 22

@@ -2,7 +2,7 @@
 // this file prepares the numbers, marks what happened on the way, and answers pointer, keyboard and buttons.
 
 /* global uPlot */
-import { STRATEGIES, alarm, dark, faint, ink, number, paper, rule, showTip } from "./paint.js";
+import { FAMILIES, alarm, dark, faint, familyOf, ink, inkOn, number, paper, rule, showTip } from "./paint.js";
 
 const LEFT = 62;
 const RIGHT = 14;
@@ -284,9 +284,10 @@ export class Curves {
       if (name && to > low && from < high) {
         const left = x(Math.max(from, low));
         const right = Math.max(x(Math.min(to, high)), left + 1.5);
-        pen.box(left, box.top - STRIP + 3, right - left, 13, STRATEGIES[own % STRATEGIES.length]);
+        const colour = FAMILIES[familyOf(name)];
+        pen.box(left, box.top - STRIP + 3, Math.max(right - left - 1.5, 1.5), 13, colour); // a gap: two strategies of a family may meet
         const fitting = [name, shortName(name)].find((words) => pen.width(words, true) < right - left - 8);
-        if (fitting) pen.words(fitting, left + 4, box.top - STRIP + 10, { colour: "#16181c", bold: true });
+        if (fitting) pen.words(fitting, left + 4, box.top - STRIP + 10, { colour: inkOn(colour), bold: true });
       }
       begin = i;
     }

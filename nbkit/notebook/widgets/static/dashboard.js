@@ -8,7 +8,7 @@
 import { drawBars, drawMemory, memoryLegend, memoryNote } from "./charts.js";
 import { Curves, LOSS, STEP, STRATEGY } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
-import { COLOURS, MEMORY, MEMORY_WORDS, PASSES, Picture, SPOKEN, bytes, dark, number, percent, seconds, shade } from "./paint.js";
+import { COLOURS, MEMORY, MEMORY_WORDS, PASSES, Picture, SPOKEN, bytes, dark, familiesOf, number, percent, seconds, shade } from "./paint.js";
 import { axisNote, drawAxes, drawRanks } from "./rows.js";
 import { healthRows } from "./health.js";
 
@@ -29,7 +29,7 @@ const LAYOUT = `
     <label title="as in TensorBoard: the weight of the values before; 0 shows the values themselves">smoothing <input type="range" min="0" max="0.99" step="0.01" value="0"><output></output></label>
     <span class="buttons"><button data-do="log" title="logarithmic axis of the loss (L)">log</button><button data-do="in" title="zoom in (+)">+</button><button data-do="out" title="zoom out (−)">−</button><button data-do="all" title="all steps (0)">all</button><button data-do="full" title="full screen (F)">full screen</button></span>
     <span class="buttons"><button data-do="png" title="save the picture">PNG</button><button data-do="svg" title="save the picture, for print">SVG</button><button data-do="csv" title="save the values in sight">CSV</button></span></div>
-  <div class="curves"></div>
+  <div class="curves"></div><div class="legend families"></div>
   <details class="marks" hidden><summary></summary><ul></ul></details></section>
 <section><h3><span class="at">The step</span>, one bar per rank <small>measured</small>
   <span class="buttons"><button class="trace" title="the next 3 steps of all ranks as one file for Perfetto">trace next 3 steps</button></span></h3><p class="traced"></p><div class="legend">${swatches(COLOURS, SPOKEN)}</div><div class="ranks"></div></section>
@@ -148,6 +148,7 @@ export function view(el, story, ask) {
       Number.isFinite(last[LOSS]) ? `loss ${number(last[LOSS])}` : "", state?.rate ? `${number(state.rate)} ${unit}/s` : ""].filter(Boolean).join(" · ") : "";
     $("reading").textContent = step?.reading || (last ? "" : "No finished step yet: this moves as soon as a Trainer, or a loop over nbkit.prepare, trains.");
     press("along", "along", chosen.along);
+    $("families").innerHTML = swatches(familiesOf(story.strategies), {});
     curves.draw({ points, events: story.events, strategies: story.strategies, unit, along: chosen.along, beside: story.beside, name: state?.run || "" });
     drawChoice();
     for (const section of root.querySelectorAll("section:not(:first-of-type)")) section.hidden = !step?.ranks?.length;

@@ -17,7 +17,7 @@ from torch import nn
 from nbkit.errors import NbkitError
 from nbkit.planner.exchange import orders, placed
 from nbkit.planner.forecast import Forecast, Term, terms_of
-from nbkit.planner.job_facts import Cuts, Facts, Weight, held
+from nbkit.planner.job_facts import Cuts, Facts, Routed, Weight, held
 from nbkit.planner.link_speed import between_nodes
 from nbkit.planner.stages import best_places, place, ranks_of_stages
 from nbkit.planner.step import StepTraffic, StepUnit, link_seconds
@@ -208,6 +208,12 @@ class CostModel:
             if facts.width is None or facts.batch is None:
                 return []
             sequence = strategy.cp == 1 and strategy.tp > 1 and self._partial_of(strategy.tp)[1]
+        if strategy.ep > 1:
+            if (total := getattr(arithmetic, "total", None)) is None or not self.facts.routed.layers:
+                return []
+            layers = self.facts.routed.layers
+            routed = tuple(Routed(layer.slots, layer.width, layer.given, layer.count) for layer in layers)
+            facts = replace(facts, batch=total, routed=routed)
         size, cuts = sizes.pop(), self._cuts(strategy)
         each, mesh = Bytes(size, size, max(self.census.state.values(), default=0)), strategy.mesh
         known: dict[tuple[int, ...], list[TrafficTerm]] = {}
@@ -258,6 +264,7 @@ class CostModel:
                     trained=name in self.trained,
                     summed=("tp",) * (name in partial) + ("cp",) * inside,
                     gathered=cast.dtype.itemsize if cast is not None and name in cast.names else None,
+                    experts=self.facts.routed.place_of(name),
                 )
             )
         return found

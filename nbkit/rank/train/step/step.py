@@ -35,6 +35,7 @@ from nbkit.rank.parallel.micro_batch import (
     ForwardPass,
     Micro,
     check_collectives,
+    check_stages,
     micro_batches,
     most_passes,
     whole_of,
@@ -354,9 +355,13 @@ class TrainingStep:
         if self._count is not None:
             self.counted, self._count = self._count.done(), None
         self._made += 1
+        self.note_versions()
+        self.ledger.made()
+
+    def note_versions(self) -> None:
+        """Note which values the parts of weights have now, because this library has changed them."""
         if self._parts:
             self._changes = [p._version for p in self._parts]
-        self.ledger.made()
 
     @property
     def _is_counted(self) -> bool:
@@ -427,6 +432,7 @@ class TrainingStep:
     def _cut(self, shard: Shard) -> list[Micro]:
         if collective := self.builder.facts.collectives:
             check_collectives(shard, self.sharded_model, self.microbatch_size, collective)
+        check_stages(shard, self.sharded_model)
         return micro_batches(shard, self.sharded_model, self.microbatch_size, self.device)
 
 

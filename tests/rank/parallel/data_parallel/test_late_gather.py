@@ -240,13 +240,13 @@ def shown(world: Any) -> tuple[list[list[str]], float]:
     listener = lambda step: steps.append([state for state, _, _ in step.intervals()])  # noqa: E731
     clock.listeners.append(listener)
     if world.place.rank == 1:
-        gather = zero1_2._Bucket.gather
+        gather = zero1_2.ShardBucket.gather
 
         def slowly(bucket: Any) -> Any:
             time.sleep(0.05)
             return gather(bucket)
 
-        zero1_2._Bucket.gather = slowly  # type: ignore[method-assign]
+        zero1_2.ShardBucket.gather = slowly  # type: ignore[method-assign]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         # A loss may hold weights itself, for a penalty.

@@ -1,6 +1,6 @@
 // The pictures along an axis: a run over time, one bar per rank, memory per rank, several runs.
 
-import { COLOURS, MEMORY, MEMORY_WORDS, PARTS, SPOKEN, STRATEGIES, alarm, bytes, faint, ink, lateWords, number, paper, percent, rule, seconds, ticks } from "./paint.js";
+import { COLOURS, MEMORY, MEMORY_WORDS, PARTS, SPOKEN, FAMILIES, alarm, bytes, faint, familyOf, ink, lateWords, number, paper, percent, rule, seconds, ticks } from "./paint.js";
 
 const LEFT = 58;
 
@@ -91,7 +91,7 @@ function drawChanges(picture, shown, x, y1) {
     if (i < shown.length && shown[i][shown[i].length - 1] === name) continue;
     const [x0, x1] = [x(shown[start][0] - shown[start][1]), x(shown[i - 1][0])];
     if (name) {
-      picture.box(x0, y1 + 3, x1 - x0, 4, STRATEGIES[names.indexOf(name) % STRATEGIES.length]);
+      picture.box(x0, y1 + 3, Math.max(x1 - x0 - 1, 1), 5, FAMILIES[familyOf(name)]); // a gap: both may be of one family
       const [from, to] = [shown[start][0] - shown[start][1] + 1, shown[i - 1][0]];
       picture.spot(x0, y1, x1 - x0, 10, () => `${name}\nsteps ${from} to ${to}`);
     }
