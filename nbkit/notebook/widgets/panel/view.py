@@ -490,7 +490,7 @@ def _steps_back(pause: float | None, row: Mapping[str, Any], now: Mapping[str, A
         return math.nan
     if step >= step_now:
         return math.inf
-    return max(math.ceil(pause / (step_now - step) - 1e-6), 1)
+    return max(float(math.ceil(pause / (step_now - step) - 1e-6)), 1.0)
 
 
 def _steps(count: int) -> str:
