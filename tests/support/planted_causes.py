@@ -134,7 +134,7 @@ CAUSES = {2: TWO, 4: FOUR}
 
 @dataclass(frozen=True)
 class Headline:
-    """What was said of a cause. late: the rank that the bars call late; None: nobody. wrong: what it lacks, or ""."""
+    """The sentence that was said of a cause. late: the rank that the bars call late; None: nobody. wrong: what it lacks, or ""."""
 
     cause: Cause
     ranks: int
