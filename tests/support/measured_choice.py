@@ -77,7 +77,7 @@ def main(names: list[str]) -> int:
     """Print a line for each model. Return 1 if a recommendation is further from the best than the bar."""
     wrong = 0
     for name in names or MODELS:
-        ((_, chosen, ratio, words), *_) = run_ranks(choices, RANKS, [name], timeout=600)[0], None
+        ((_, chosen, ratio, words),) = run_ranks(choices, RANKS, [name], timeout=600)[0]
         wrong += ratio > BAR
         print(f"{ratio:6.3f}  {name}: recommended {chosen}; {words}", flush=True)
     print(f"{len(names or MODELS) - wrong} of {len(names or MODELS)} within {BAR:g} of the best measured")
