@@ -31,6 +31,7 @@ EXAMPLES = {
     "%nbkit plan": "%nbkit plan config --batch 512 --on '8 H100'",
     "%pull": "%pull history",
     "%push": "%push config",
+    "%train lr": "%train lr 3e-4",
 }
 """Magics that need arguments -> a line that has them. Nobody can type a usage line with its brackets and braces."""
 
@@ -243,6 +244,8 @@ def train_parser() -> MagicParser:
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
     verbs.add_parser("pause", help="hold it at its next step boundary")
     verbs.add_parser("resume", help="go on after pause")
+    rate = verbs.add_parser("lr", help="set the learning rate at its next step boundary; a schedule keeps its shape")
+    rate.add_argument("value", type=float, metavar="RATE", help="of the first group; others keep their ratio to it")
     fit = verbs.add_parser("fit", help="after a step ran out of memory: go on with what fits")
     fit.add_argument("number", nargs="?", type=int, default=0, help="of a row that was offered (the first that fits)")
     save = verbs.add_parser("save", help="write a checkpoint at its next step boundary")
@@ -284,6 +287,7 @@ def board_parser() -> MagicParser:
 def dashboard_parser() -> MagicParser:
     parser = MagicParser(prog="%dashboard", description="Show what the training does, live: loss, steps, traffic.")
     parser.add_argument("run", nargs="?", help="a recorded run's directory (the cluster's newest training)")
+    parser.add_argument("--beside", metavar="RUN", help="directory of a run whose curve is laid over the first one")
     return parser
 
 

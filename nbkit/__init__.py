@@ -28,6 +28,7 @@ _HOME = {
     "read_run": "nbkit.notebook.run.reader",
     "StrategyPanel": "nbkit.notebook.widgets.panel.panel",
     "Trainer": "nbkit.rank.train.trainer",
+    "WeightAverage": "nbkit.rank.train.step.weight_average",
     "from_pretrained": "nbkit.rank.models.pretrained",
     "plan": "nbkit.notebook.planning",
     "prepare": "nbkit.rank.train.job",

@@ -8,16 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from nbkit import job_folder
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry, site_settings
+from nbkit.notebook.cluster.newest_run import recorded_by
 from nbkit.notebook.json_text import json_text
 from nbkit.notebook.run.reader import RunReader, read_run
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.quoting import user_path
-from nbkit.records.record_file import check_format, newest_run, written
+from nbkit.records.record_file import check_format, newest_run
 
 _EVERY_S = 1.0
 _STYLES = {
@@ -96,25 +95,11 @@ def _run_of(what: str) -> Path:
     if folder.is_dir() or (entry is None and job is None):
         found = newest_run(folder)
     else:
-        found = _run_of_cluster(entry) if entry is not None else newest_run(job_folder.folder_of(what))
+        found = recorded_by(entry) if entry is not None else newest_run(job_folder.folder_of(what))
     if found is None:
         raise UsageError("There is no recorded run.", numbers=str(what), hint="nbkit watch runs/NAME")
     check_format(found)
     return found
-
-
-def _run_of_cluster(entry: registry.ClusterEntry) -> Path | None:
-    """Return the newest run of a cluster, or None.
-
-    This is the run of the newest record file that the first rank has open, else the newest run in its runs/.
-    """
-    try:
-        rank = psutil.Process(entry.ranks[0].pid)
-        files = [Path(file.path) for file in rank.open_files() if Path(file.path).parent.name == "telemetry"]
-        newest = max(files, key=written, default=None)
-        return newest.parents[1] if newest is not None else newest_run(Path(rank.cwd()) / site_settings.read().runs)
-    except (psutil.Error, OSError, IndexError):
-        return None
 
 
 def _width() -> int:

@@ -144,7 +144,7 @@ BATCH = "batch"
 """The operation that waits for several messages issued as one. Its parts carry the bytes."""
 
 MODES = ("off", "count", "time")
-_AXES = (*AXES, "shard", "replicate")
+_AXES = (*AXES, "shard", "replicate", "ep", "edp")
 
 
 class GroupInfo:
