@@ -62,6 +62,7 @@ def test_stopping_a_live_cell_leaves_the_training_alone(two: Cluster, training: 
     assert training.status == "running"
 
 
+@pytest.mark.long
 def test_a_live_cell_may_await_while_the_training_is_awaited(two: Cluster, training: CellHandle) -> None:
     assert two.run("await asyncio.sleep(0)\nrank", at_step=True).values == {0: 0, 1: 1}
 
