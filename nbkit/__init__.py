@@ -24,6 +24,7 @@ _HOME = {
     "Board": "nbkit.notebook.board.board",
     "Dashboard": "nbkit.notebook.widgets.dashboard.dashboard",
     "export": "nbkit.notebook.export.export",
+    "listen": "nbkit.rank.listen",
     "read_run": "nbkit.notebook.run.reader",
     "StrategyPanel": "nbkit.notebook.widgets.panel.panel",
     "Trainer": "nbkit.rank.train.trainer",

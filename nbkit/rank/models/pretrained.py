@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from nbkit.rank.parallel.proof.observe import MemoryUses, memory_of
 from nbkit.rank.parallel.reshard.load_local_shards import copy_part
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import seeded
+from nbkit.tensor_layout import Layout
 
 T = TypeVar("T")
 
@@ -79,13 +80,20 @@ class Pretrained:
         return WeightlessModel(module, files, names, added)
 
 
+class WeightSource(Protocol):
+    """A place that a rank takes weights from."""
+
+    def fill(self, source: Any, target: Tensor, layout: Layout) -> None:
+        """Copy the part of the tensor `source` that `layout` names to `target`."""
+
+
 @dataclass(frozen=True)
 class WeightlessModel:
-    """A module without weights. names: parameter -> tensor in the files. added: parameters that are in no file."""
+    """A module without weights. names: parameter -> its tensor in `source`. added: parameters that it has."""
 
     module: nn.Module
-    files: _Files
-    names: Mapping[str, str]
+    source: WeightSource
+    names: Mapping[str, Any]
     added: Mapping[str, Tensor]
 
     def made_unread(self, factory: Callable[[nn.Module], T], module: nn.Module) -> T:
@@ -96,20 +104,31 @@ class WeightlessModel:
 
     @torch.no_grad()
     def fill(self, sharded_model: ShardedModel) -> None:
-        """Read the weights that this rank holds."""
+        """Give `sharded_model` the weights that this rank holds."""
         for name, (target, layout) in sharded_model.data.weights.items():
             if name in self.added:
                 copy_part(target, layout, self.added[name].to(target.device))
-                continue
-            for here, there in layout.pieces:
-                for box in halves(there, _READ_BYTES // target.element_size()):
-                    place = box.moved(there.start, here.start)
-                    target[place.slices].copy_(self.files.read(self.names[name], box.slices))
+            else:
+                self.source.fill(self.names[name], target, layout)
+
+    @torch.no_grad()
+    def make_whole(self) -> None:
+        """Give `module` all its weights. It stays the same object; its parameters become others."""
+        for name, places in homes(self.module).items():
+            if name not in self.added:
+                old: nn.Parameter = getattr(*places[0])
+                whole = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+                self.source.fill(self.names[name], whole, Layout.whole(old.shape))
+                replace_submodule(places, parameter_like(whole, old))
+
+
+class ReadsWeights(TrainingError):
+    """An optimizer's factory computes with weights that are not there yet."""
 
 
 def _refuse(name: str, tensor: Tensor, how: str, changed: bool) -> None:
     if how not in _VIEWS:
-        raise TrainingError(
+        raise ReadsWeights(
             f"optimizer= {'changes' if changed else 'reads'} {name!r} of a model whose weights are not there yet: each "
             "rank reads its part of the directory later.",
             numbers=f"shape {tuple(tensor.shape)}, by {how}",
@@ -157,6 +176,13 @@ class _Files:
         file = self._opened(self._home[name])
         found: Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
         return found
+
+    def fill(self, source: str, target: Tensor, layout: Layout) -> None:
+        """See WeightSource. A large part is read in pieces."""
+        for here, there in layout.pieces:
+            for box in halves(there, _READ_BYTES // target.element_size()):
+                place = box.moved(there.start, here.start)
+                target[place.slices].copy_(self.read(source, box.slices))
 
     def find(self, module: nn.Module) -> dict[str, str]:
         """Return the name of the tensor in the files for each parameter.

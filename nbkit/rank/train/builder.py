@@ -25,7 +25,8 @@ from nbkit.rank.data.batch import Shard
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.reads_model import reading_no_parameter
-from nbkit.rank.models.pretrained import Pretrained, WeightlessModel
+from nbkit.rank.models.deferred import build_parts
+from nbkit.rank.models.pretrained import Pretrained, ReadsWeights, WeightlessModel
 from nbkit.rank.parallel.check_model import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
@@ -34,7 +35,7 @@ from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.copies import build_again, built_again, skeleton_of
 from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut, parallelize
-from nbkit.rank.parallel.plan import ParallelPlan, make_plan, need_rows
+from nbkit.rank.parallel.plan import ParallelPlan, keeps_whole, make_plan, need_rows
 from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, groups_exist, meet_groups
 from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
@@ -50,6 +51,7 @@ from nbkit.rank.train.switch.exchange_cache import ExchangeCache, Kinds
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.schedules import checked_sizes
 from nbkit.strategy import Strategy
+from nbkit.techniques import class_in
 
 T = TypeVar("T")
 Model = nn.Module | Callable[[], nn.Module] | Pretrained
@@ -110,8 +112,7 @@ class Builder:
             )
             self.module: nn.Module = self.shells[0].module
         else:
-            self.module = build(model, seed=config.seed, device=device)
-            broadcast_from_first(self.module, world_size=world_size)
+            self.module = self._built(model, asked)
             compare_ranks(
                 constants_of(self.module),
                 world_size=world_size,
@@ -120,9 +121,7 @@ class Builder:
                 hint="register_buffer; or model=lambda: ..., which is built from one seed on every rank",
             )
         # Before the skeleton: the factory sees weights, and may freeze some of them.
-        if self.shells and callable(optimizer) and not isinstance(optimizer, type):
-            optimizer = partial(self.shells[0].made_unread, optimizer)
-        self.template = OptimizerSpec(optimizer, module=self.module)
+        self.template = self._template(optimizer, must_not_read=isinstance(model, Pretrained))
         OutsideState(self.module, config.loss)  # iterators that it finds can be copied and put back from now on
         self.skeleton = self._skeleton(model)
         self.options = JobOptions(
@@ -174,6 +173,31 @@ class Builder:
         self._first_batches.begun = blueprint.begun
         return self
 
+    def _built(self, model: nn.Module | Callable[[], nn.Module], asked: Sequence[Strategy]) -> nn.Module:
+        """Return the module to train. A callable leaves out large weights if a rank need not hold the whole model."""
+        seed, device, world_size, weightless = self.config.seed, self.device, self.world_size, None
+        if isinstance(model, nn.Module) or all(map(keeps_whole, asked)):
+            module = build(model, seed=seed, device=device)
+        else:
+            module, weightless = build_parts(model, seed=seed, device=device, world_size=world_size)
+        if weightless is not None:
+            self.shells.append(weightless)
+        equal = weightless.names if weightless is not None else ()
+        broadcast_from_first(module, world_size=world_size, without=equal)
+        return module
+
+    def _template(self, optimizer: Optimizer, *, must_not_read: bool) -> OptimizerSpec:
+        if not self.shells or not callable(optimizer) or isinstance(optimizer, type):
+            return OptimizerSpec(optimizer, module=self.module)
+        try:
+            return OptimizerSpec(partial(self.shells[0].made_unread, optimizer), module=self.module)
+        except ReadsWeights:
+            if must_not_read:
+                raise
+        # The factory wants to see the weights of a model that was built without them.
+        self.shells.pop().make_whole()
+        return OptimizerSpec(optimizer, module=self.module)
+
     @property
     def blueprint(self) -> Blueprint:
         """Return what a process that joins later takes over."""
@@ -198,6 +222,7 @@ class Builder:
         self._connected: dict[ParallelPlan, Connections] = {}
         self._connecting = threading.RLock()
         self.step_proofs: dict[Strategy, StepProof] = {}
+        self._classes: dict[Strategy, type] = {}  # the user's class with which a strategy was proven
         self.computing: weakref.ref[ShardedModel] | None = None  # the sharded model that the job uses now
         self._ready: ShardedSkeleton | None = None  # prepared for the next sharded model, if the strategy is the same
         self._beside: tuple[Strategy | None, float] = None, 0.0
@@ -225,7 +250,11 @@ class Builder:
         connections = self.connect(strategy, alike=self._alike(strategy))
         sharded_model, optimizer = self.build(self.plan(strategy), connections, own=own)
         if self.shells:
-            agree(lambda: self.shells[0].fill(sharded_model), what="The model's weights could not be read.")
+            agree(
+                lambda: self.shells[0].fill(sharded_model),
+                what="The model's weights could not be read or made.",
+                hint="the whole directory on every rank; or model=MyModel(...), which every rank builds whole",
+            )
             sharded_model.data.refresh()
             self.shells.clear()
         else:
@@ -313,7 +342,8 @@ class Builder:
             warn_of(self._unchecked(strategy))
         # The places of the ranks do not change a step. So a strategy that differs only in them needs no new proof.
         composed = strategy.composed
-        if composed not in self._agreed:
+        # A user may give another class at any time. A strategy with one is proven at each use, on all ranks alike.
+        if composed not in self._agreed or "mine" in composed.settings:
             self.plan(strategy)
             proofs = [self._step_proof(strategy) if self.rank == 0 else StepProof()]
             if self.world_size > 1:
@@ -350,6 +380,9 @@ class Builder:
         beside: run it while the model trains, from any thread. Raises NotAside where that is impossible.
         """
         strategy = strategy.composed
+        if (own := class_in(strategy)) is not None and own is not self._classes.get(strategy):
+            self._classes[strategy] = own
+            self.step_proofs.pop(strategy, None)
         if strategy not in self.step_proofs:
             config = self.config
             prove = partial(

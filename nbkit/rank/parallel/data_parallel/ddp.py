@@ -12,7 +12,7 @@ Keys of a strategy change how this is done: the torch half of a key gets a `Repl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -206,8 +206,11 @@ class Replicas(BucketedAxis[GradientBucket]):
             p.grad = grad
 
 
-def broadcast_from_first(model: nn.Module, *, world_size: int) -> None:
-    """Give every rank rank 0's parameters and buffers. Raise TrainingError if the ranks built different models."""
+def broadcast_from_first(model: nn.Module, *, world_size: int, without: Collection[str] = ()) -> None:
+    """Give every rank rank 0's parameters and buffers. Raise TrainingError if the ranks built different models.
+
+    without: the names of parameters that are equal already.
+    """
     if world_size == 1:
         return
     tensors = list(chain(model.named_parameters(), model.named_buffers()))
@@ -224,13 +227,13 @@ def broadcast_from_first(model: nn.Module, *, world_size: int) -> None:
                 else f"tensors: {len(everyone[0])} on rank 0, {len(theirs)} on rank {rank}",
                 hint="build the same model on every rank: nothing in it may depend on the rank",
             )
-    broadcast(model, src=0)
+    broadcast((tensor for name, tensor in tensors if name not in without), src=0)
 
 
 @torch.no_grad()
-def broadcast(model: nn.Module, *, src: int) -> None:
-    """Give every rank the parameters and buffers of rank `src`."""
-    for tensor in chain(model.parameters(), model.buffers()):
+def broadcast(tensors: Iterable[Tensor], *, src: int) -> None:
+    """Give every rank the tensors of rank `src`."""
+    for tensor in tensors:
         # Send bytes, because gloo supports neither bool nor every float.
         raw = tensor.detach().contiguous()
         dist.broadcast(raw.reshape(-1).view(torch.uint8), src=src)

@@ -43,7 +43,8 @@ from torch.overrides import TorchFunctionMode
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.proof.outside_state import outside_kept
 from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
-from nbkit.rank.rng.seeding import Drawn, seeded
+from nbkit.rank.rng.host_generators import Drawn
+from nbkit.rank.rng.seeding import seeded
 
 _CACHED = type(functools.lru_cache(lambda: None))
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
@@ -366,8 +367,14 @@ def aliased(part: nn.Module) -> Iterable[str]:
 def put_aliases(part: nn.Module, name: str, param: Tensor | None) -> None:
     """Put `param` in all other noted places of the parameter `name` of `part`."""
     if (noted := vars(part).get(_NOTE)) is not None:
-        for holder, key, path in noted.get(name, ()):
-            holder[key] = _with(holder[key], path, param) if path else param
+        for where in noted.get(name, ()):
+            put_in_place(where, param)
+
+
+def put_in_place(where: Where, tensor: Tensor | None) -> None:
+    """Put `tensor` where `tensors_beside` has found another one."""
+    holder, key, path = where
+    holder[key] = _with(holder[key], path, tensor) if path else tensor
 
 
 def _with(value: Any, path: tuple[int, ...], param: Tensor | None) -> Any:
