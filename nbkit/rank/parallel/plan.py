@@ -314,7 +314,7 @@ def _need_stages(strategy: Strategy, _: ModelFacts, options: JobOptions) -> None
         raise StrategyError(
             f"Under {strategy} no rank can run the forward by itself: each holds some of the stages.",
             numbers=f"{strategy.pp} stages, and a loop that calls job.model",
-            hint="job.backward(batch), with loss= of nbkit.prepare, which follows the schedule; "
+            hint="job.backward(batch), with loss= or forward_step= of nbkit.prepare, which follows the schedule; "
             "or a strategy without pp",
         )
 
