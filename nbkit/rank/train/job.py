@@ -892,7 +892,7 @@ class Job:
                 held=self.sharded_model.held.values(),
                 strategy=self.strategy,
                 cost_model=self.cost_model,
-                peak=self.training_step.counted.peak,
+                counts=self.training_step.counted,
             )
 
     def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:

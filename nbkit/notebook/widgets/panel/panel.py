@@ -237,7 +237,9 @@ class StrategyPanel:
     def still(self) -> dict[str, Any]:
         """Return what it shows, as text: a MIME bundle that needs no kernel."""
         text = repr(self)
-        return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+        # Pages made of a notebook set a plain <pre> in the font of their text, and break its lines.
+        style = "font-family:monospace;white-space:pre;overflow-x:auto"
+        return {"text/plain": text, "text/html": f"<pre style='{style}'>{html.escape(text)}</pre>"}
 
     def __repr__(self) -> str:
         return text_of(self.controller.state)

@@ -273,6 +273,7 @@ def stacked() -> list[Tensor]:
     return [torch.stack(part) for part in zip(*rows(), strict=True)]
 
 
+@pytest.mark.long
 def test_under_tp_the_attention_is_split_and_experts_and_positions_stay_whole() -> None:
     how = {path: (split, why) for path, split, why in nbkit.check(mixtral, "tp", stacked(), 2).rows}
 
@@ -287,6 +288,7 @@ def test_experts_that_are_multiplied_in_groups_are_stages() -> None:
     assert "not known to train" not in str(checked) and "fits" in str(checked).splitlines()[0], str(checked)
 
 
+@pytest.mark.long
 def test_what_lets_rows_compete_is_refused_by_its_name_and_what_cannot_be_run_with_the_reason() -> None:
     found, other = run_ranks(refused, 2, timeout=120)
 
