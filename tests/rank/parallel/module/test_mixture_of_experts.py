@@ -514,7 +514,7 @@ def test_a_step_with_spread_experts_shows_each_planted_bug(bugs: Sequence[str]) 
 MOVES = ("ddp", "ep=4", "zero3 ep=2", "zero1 ep=2", "zero2", "ep=2")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "top two"])
+@pytest.mark.parametrize("name", ["top two", pytest.param("mixtral", marks=pytest.mark.long)])
 def test_the_bytes_of_spread_experts_are_those_of_their_layouts(name: str) -> None:
     facts, plans = facts_of(MODELS[name]), list[ParallelPlan]()
     census = StateBytes(
