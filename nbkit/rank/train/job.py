@@ -144,7 +144,7 @@ def prepare(
     """
     check_options(compute=compute, hints=hints, recovery=recovery)
     config = TrainConfig(loss or loss_of_outputs, seed, inputs, precision, compute, hints)
-    argument_checks.check_own_loop(recovery, compute)
+    argument_checks.check_own_loop(recovery, compute, loss)
     check_sinks(sinks)
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
     job.own_loop = replace(OWN_LOOP, recovery=replace(recovery, on_oom="raise"))
