@@ -25,7 +25,7 @@ help:
 	@echo "make lab     open the first notebook in JupyterLab"
 	@echo "make lessons execute the lessons whose code has changed, and store copies with outputs for the site"
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
-	@echo "make long    the tests that take long, which make test leaves out: 10 to 20 minutes"
+	@echo "make long    the tests that make test leaves out because they take long: half an hour"
 	@echo "make versions run a sample of the tests on each version of torch and Python that can be installed: an hour"
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
@@ -51,12 +51,14 @@ demo: $(READY)
 # Hundreds of processes import nbkit: with its bytecode at hand each starts half a second sooner.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
+	@$(if $(T),,$(BIN)/python -m tests.support.rewritten)
 	@$(BIN)/python -m pytest --durations=10 --durations-min=5 $(if $(T),$(T),-n 4 --dist loadfile)
 
 # What is marked long; on several hosts: make machines. In the browser each test goes on where the one before has ended,
 # so there those of make test come along.
 long: export PYTHONDONTWRITEBYTECODE =
 long: $(READY)
+	@$(if $(T),,$(BIN)/python -m tests.support.rewritten)
 	@$(BIN)/python -m pytest -m long $(if $(T),$(T),--ignore tests/machines --ignore tests/browser -n 4 --dist loadfile)
 	@$(if $(T),,$(BIN)/python -m pytest -m "" tests/browser)
 

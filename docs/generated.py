@@ -411,7 +411,7 @@ def _function(name: str) -> ast.FunctionDef:
 
 def functions() -> Iterator[str]:
     """Yield a section for each function that needs no training."""
-    for name in ("check", "plan", "export", "read_run", "from_pretrained"):
+    for name in ("check", "plan", "export", "read_run", "listen", "from_pretrained"):
         yield f"## nbkit.{name}\n\n" + _shown(f"nbkit.{name}({_signature(_function(name))})")
         yield from called(name)
 
@@ -448,7 +448,7 @@ def handle() -> Iterator[str]:
 
 def questions() -> Iterator[str]:
     """Yield what `nbkit.lesson` offers to the writer of a lesson, and what a question has."""
-    for name in ("predict", "collect"):
+    for name in ("predict", "collect", "judge"):
         node = definition(name, "nbkit.lesson")
         assert isinstance(node, ast.FunctionDef)
         yield f"## nbkit.lesson.{name}\n\n" + _shown(f"nbkit.lesson.{name}({_signature(node)})")
@@ -468,10 +468,14 @@ def sinks() -> Iterator[str]:
 
 def plugins() -> Iterator[str]:
     """Yield a section for what extends nbkit."""
-    for name, module in (("register", "nbkit.schedules"), ("register", "nbkit.techniques.registry")):
+    for name, module in (
+        ("register", "nbkit.schedules"),
+        ("register", "nbkit.techniques.registry"),
+        ("use", "nbkit.techniques.mine"),
+    ):
         node = definition(name, module if module != "nbkit.schedules" else _home_of_schedules())
         owner = "schedules" if "schedules" in module else "techniques"
-        yield f"## nbkit.{owner}.register\n\n```text\nnbkit.{owner}.register({_signature(node)})\n```\n"
+        yield f"## nbkit.{owner}.{name}\n\n```text\nnbkit.{owner}.{name}({_signature(node)})\n```\n"
         yield from (prose(part) + "\n" for part in re.split(r"\n\s*\n", ast.get_docstring(node) or ""))
     for name in ("Launcher", "LauncherStatus", "GradientBucket"):
         yield f"## nbkit.{name}\n"
@@ -510,8 +514,8 @@ def keys() -> Iterator[str]:
     rows = []
     for key in techniques.keys():
         node = module_of(type(key).__module__)
-        example, _, meaning = (ast.get_docstring(node) or "").partition(": ")
-        doc = (type(key).__doc__ or "").strip()
+        example, _, meaning = (ast.get_docstring(node) or "").partition("\n\n")[0].partition(": ")
+        doc = (type(key).__doc__ or "").partition("\n\n")[0].strip()
         rows.append((code(example), sentence(meaning), sentence(doc)))
     yield table(("key", "meaning", "value"), rows)
 

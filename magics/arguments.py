@@ -31,6 +31,7 @@ EXAMPLES = {
     "%nbkit plan": "%nbkit plan config --batch 512 --on '8 H100'",
     "%pull": "%pull history",
     "%push": "%push config",
+    "%train lr": "%train lr 3e-4",
 }
 """Magics that need arguments -> a line that has them. Nobody can type a usage line with its brackets and braces."""
 
@@ -115,6 +116,7 @@ def _cell_options(parser: MagicParser) -> None:
     )
     parser.add_argument("--queue", action="store_true", help="wait for a cell that runs, instead of refusing")
     parser.add_argument("--tabs", action="store_true", help="what each rank prints in a tab of its own")
+    parser.add_argument("--job", metavar="NAME", help="on all ranks of a program that listens, after the same step")
 
 
 def distributed_parser() -> MagicParser:
@@ -196,6 +198,7 @@ def cluster_parser() -> MagicParser:
     attach = verbs.add_parser("attach", help="take up a cluster that runs")
     attach.add_argument("name", metavar="NAME")
     attach.add_argument("--take", action="store_true", help="even from another notebook that uses it")
+    attach.add_argument("--job", action="store_true", help="NAME is a program that listens: see docs/how-to/attach.md")
     add_json_option(attach)
     add_json_option(verbs.add_parser("status", help="a table of the ranks"))
     stop = verbs.add_parser("stop", help="end the cluster")
@@ -241,6 +244,8 @@ def train_parser() -> MagicParser:
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
     verbs.add_parser("pause", help="hold it at its next step boundary")
     verbs.add_parser("resume", help="go on after pause")
+    rate = verbs.add_parser("lr", help="set the learning rate at its next step boundary; a schedule keeps its shape")
+    rate.add_argument("value", type=float, metavar="RATE", help="of the first group; others keep their ratio to it")
     fit = verbs.add_parser("fit", help="after a step ran out of memory: go on with what fits")
     fit.add_argument("number", nargs="?", type=int, default=0, help="of a row that was offered (the first that fits)")
     save = verbs.add_parser("save", help="write a checkpoint at its next step boundary")
@@ -282,6 +287,7 @@ def board_parser() -> MagicParser:
 def dashboard_parser() -> MagicParser:
     parser = MagicParser(prog="%dashboard", description="Show what the training does, live: loss, steps, traffic.")
     parser.add_argument("run", nargs="?", help="a recorded run's directory (the cluster's newest training)")
+    parser.add_argument("--beside", metavar="RUN", help="directory of a run whose curve is laid over the first one")
     return parser
 
 
@@ -317,6 +323,7 @@ def nbkit_parser() -> MagicParser:
     trace.add_argument("path", nargs="?", help="where to (trace-RUN-FIRST-LAST.json.gz)")
     why = commands.add_parser("why", help="who is stuck where: what every rank does, and one sentence")
     why.add_argument("--stacks", action="store_true", help="with the stack of every thread")
+    why.add_argument("--job", metavar="NAME", help="of a program that listens")
     add_json_option(plan)
     add_json_option(why)
     debug = commands.add_parser("debug", help="pdb on a rank: at its breakpoint(), or where the last cell failed")

@@ -15,6 +15,7 @@ from IPython.core.magic import Magics, cell_magic, magics_class, no_var_expand
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
+from nbkit.notebook.cluster.job import AttachedJob, JobCell
 
 from .arguments import PARSERS, HelpShown, distributed_parser, parse, rank_parser
 
@@ -49,6 +50,10 @@ async def run(magic: str, line: str, body: str) -> None:
         options = _parsed(magic, line)
     except HelpShown:
         return
+    if options.job:
+        print(given := await asyncio.to_thread(_run_in_job, options, body))
+        _finish(options, body, given)
+        return
     results = await current().run_async(
         _with_own_line(magic, line, body),
         options.ranks,
@@ -66,6 +71,17 @@ def _parsed(magic: str, line: str) -> Any:
     if options.detach and options.name:
         raise UsageError("A detached cell gives a handle, not Results.", numbers=line, hint=f"--detach {options.name}")
     return options
+
+
+def _run_in_job(options: Any, body: str) -> JobCell:
+    """Run a cell in a program that listens."""
+    if options.ranks or options.detach or options.queue or options.tabs:
+        raise UsageError(
+            "A cell in a program that listens runs on all ranks, and is waited for.",
+            hint=f"%%distributed --job {options.job} --timeout 60s",
+        )
+    seconds = {} if options.timeout is None else {"timeout": options.timeout}
+    return AttachedJob.attach(options.job).run(body, **seconds)
 
 
 def _with_own_line(magic: str, line: str, body: str) -> str:
@@ -103,6 +119,10 @@ class CellMagics(Magics):  # type: ignore[misc, untyped-decorator]
         try:
             options = _parsed(magic, line)
         except HelpShown:
+            return
+        if options.job:
+            print(given := _run_in_job(options, cell))
+            _finish(options, cell, given)
             return
         results = current().run(
             _with_own_line(magic, line, cell),

@@ -12,6 +12,7 @@ from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cluster import Cluster, current, is_current
 from nbkit.notebook.cluster.hosts.start_options import requested
+from nbkit.notebook.cluster.job import AttachedJob
 
 from .arguments import DETACHED, HelpShown, cluster_parser, parse, shown
 
@@ -42,6 +43,8 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
         return cluster.status()
 
     def _attach(self, options: Any) -> Any:
+        if options.job:
+            return AttachedJob.attach(options.name)
         cluster = Cluster.attach(options.name, take=options.take)
         if (handle := handle_of(cluster.connection)) is not None:
             get_ipython().user_ns[DETACHED] = handle

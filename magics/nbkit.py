@@ -7,6 +7,7 @@ from typing import Any
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from nbkit.notebook.cluster.cluster import current
+from nbkit.notebook.cluster.job import AttachedJob
 from nbkit.notebook.export.export import export
 from nbkit.notebook.planning import planned
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
@@ -33,7 +34,8 @@ class NbkitMagics(Magics):  # type: ignore[misc, untyped-decorator]
         if command == "trace":
             return current().trace(**options)
         if command == "why":
-            return shown(current().why(**options), as_json=as_json)
+            asked = options.pop("job")
+            return shown((AttachedJob.attach(asked) if asked else current()).why(**options), as_json=as_json)
         if command == "debug":
             current().debug(**options)
             return None

@@ -10,6 +10,9 @@ side by side. It shows nothing before the guess is locked. Without widgets, `sen
 A notebook that runs without a reader takes its guesses from the variable NBKIT_GUESSES: JSON such as `{"1.2": 1.5}`, or
 the path of a file with it. A question that is not in it counts as "I do not know".
 
+`judge` is for lessons in which the reader writes code. Code on ranks imports this module too, so it imports Jupyter
+only where something is shown.
+
 Each guess and each answer is a line of the file `guesses.jsonl` in the notebook's folder. `collect(folder)` reads all
 such files below a folder, for example the home directories of a class.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import getpass
 import html
+import importlib
 import json
 import math
 import os
@@ -27,15 +31,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbkit.errors import NbkitError, UsageError
 from nbkit.figures import figure
-from nbkit.notebook.cluster.registry import notebook_shell
-from nbkit.notebook.widgets.question_form import QuestionForm, question_form
-from nbkit.notebook.widgets.widget_output import with_widget
+from nbkit.techniques import judge_schedule
 
-__all__ = ["Guesses", "Prediction", "Verdict", "collect", "predict"]
+if TYPE_CHECKING:
+    from nbkit.notebook.widgets.question_form import QuestionForm
+    from nbkit.techniques import Judgement
+
+__all__ = ["Guesses", "Prediction", "Verdict", "collect", "judge", "predict"]
 
 FILE = "guesses.jsonl"
 GIVEN = "NBKIT_GUESSES"
@@ -65,6 +71,23 @@ def predict(
     asked = Prediction(question, key, unit, between, tuple(choices), _Band.of(within))
     asked._ask()
     return asked
+
+
+def judge(own: Any) -> Judgement:
+    """Say whether code that a reader has written is right, and if not, which number is off and probably why.
+
+        nbkit.lesson.judge(MyDDP)        # in a %%distributed cell
+
+    own: a class for `nbkit.techniques.use`, or a function for `nbkit.schedules.register`. A class runs on 2 and on 3
+    ranks that are threads of this process, beside one process. The bytes that it sends are counted. A schedule is
+    compared with 1F1B. The result is True in an `if` when the code is right.
+
+    Raises UsageError for something else, and for a class outside of a rank.
+    """
+    if not isinstance(own, type) and callable(own):
+        return judge_schedule(own)
+    judged: Judgement = importlib.import_module("nbkit.rank.parallel.judge").judge(own)
+    return judged
 
 
 @dataclass(frozen=True)
@@ -242,6 +265,8 @@ class Prediction:
         if given is not None:
             self.lock(given.get(self.key))
         elif _in_notebook():
+            from nbkit.notebook.widgets.question_form import question_form
+
             self._form = question_form(self._form_values(), self.lock)
         _display(self)
 
@@ -285,6 +310,8 @@ class Prediction:
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         first, *rest = (html.escape(line) for line in repr(self).splitlines() if line)
         page = f"<p><b>{first}</b><br>{'<br>'.join(rest)}</p>"
+        from nbkit.notebook.widgets.widget_output import with_widget
+
         form = self._form.widget if self._form is not None else None
         return with_widget({"text/plain": repr(self), "text/html": page}, form, **options)
 
@@ -296,6 +323,8 @@ def _with_unit(value: float | str, unit: str) -> str:
 
 
 def _in_notebook() -> bool:
+    from nbkit.notebook.cluster.registry import notebook_shell
+
     return getattr(notebook_shell(), "kernel", None) is not None
 
 

@@ -39,9 +39,9 @@ class Strategy:
 
     dp, tp, pp, cp: degrees of the mesh. zero: what the data axis shards: 0 nothing, 1 optimizer state, 2 also
     gradients, 3 also parameters. shard: ranks of a sharding group within dp; all of dp (also written 0) unless hsdp.
-    schedule, microbatches, speeds, order, places: see the key of that name in nbkit/techniques/. settings: the values
-    of all other keys that change something. slowest: the axis of the mesh that is chosen to cross nodes if `order` is
-    not given; it is not part of the spelling.
+    ep, schedule, microbatches, speeds, order, places: see the key of that name in nbkit/techniques/. settings: the
+    values of all other keys that change something. slowest: the axis of the mesh that is chosen to cross nodes if
+    `order` is not given; it is not part of the spelling.
     `without_effect` names each given setting that changes nothing. `str()` is the canonical form: the degrees that are
     not 1, in the order dp tp pp cp ("dp=1" if all are 1), then zero and shard, then the other keys in the order of
     nbkit/techniques/__init__.py.
@@ -55,6 +55,7 @@ class Strategy:
     shard: int = 0
     schedule: str | None = None
     microbatches: int | None = None
+    ep: int = field(default=1, kw_only=True)
     speeds: tuple[int, ...] = field(default=(), kw_only=True)
     order: str = field(default="", kw_only=True)
     slowest: str = field(default="", kw_only=True)
@@ -166,12 +167,15 @@ class Strategy:
         return cls(**fields, zero=zero, shard=shard, settings=values)
 
     @classmethod
-    def every(cls, world_size: int, *, schedules: Sequence[str] | None = None, cp: bool = True) -> list[Strategy]:
+    def every(
+        cls, world_size: int, *, schedules: Sequence[str] | None = None, cp: bool = True, experts: bool = False
+    ) -> list[Strategy]:
         """Return every strategy worth offering on `world_size` ranks, with default micro-batches, simple ones first.
 
         They cover each split of the world over the axes, each ZeRO stage, hsdp with each group size (parameters
         sharded) and each of `schedules` (default: all). Context parallelism is for sequences that are too long
-        otherwise. It comes last, or not at all with cp=False.
+        otherwise. It comes last, or not at all with cp=False. experts: the model is a mixture of experts, which ep can
+        spread, beside the data axis whole and sharded.
         """
         found, names = [], schedules or every_schedule()
         for dp, tp, pp in product(divisors(world_size), repeat=3):
@@ -180,6 +184,8 @@ class Strategy:
             groups = [(0, dp)] if dp == 1 else [(0, dp), (1, dp), (2, dp), *((3, n) for n in divisors(dp)[:0:-1])]
             for (zero, shard), schedule in product(groups, names if pp > 1 else (None,)):
                 found.append(cls(dp, tp, pp, world_size // (dp * tp * pp), zero, shard, schedule))
+        spread = divisors(world_size)[1:] if experts else []
+        found += [cls(world_size, zero=zero, ep=ep) for ep in spread for zero in (0, 3)]
         return sorted(found, key=_simplicity)
 
     def degree(self, axis: str) -> int:
@@ -241,7 +247,11 @@ class Strategy:
     def label(self) -> str:
         """Return a short name for people: "ddp", "zero3", "hsdp", "tp", "ddp+tp+pp". It has no degrees."""
         data = "hsdp" if self.shard < self.dp else f"zero{self.zero}" if self.zero else "ddp"
-        names = [data if self.dp > 1 else "", *(axis for axis in DEGREES if axis != "dp" and self.degree(axis) > 1)]
+        names = [
+            data if self.dp > 1 else "",
+            "ep" if self.ep > 1 else "",
+            *(axis for axis in DEGREES if axis != "dp" and self.degree(axis) > 1),
+        ]
         return "+".join(name for name in names if name) or "ddp"
 
     def __str__(self) -> str:
@@ -267,7 +277,7 @@ def _neighbours(degrees: Mapping[str, int]) -> int:
 def _read(text: str) -> tuple[str | None, dict[str, str]]:
     """Return the preset and the settings in `text`, with values as written."""
     preset, settings = None, dict[str, str]()
-    words = text.lower().split()
+    words = techniques.in_full(text.lower()).split()
     if not words:
         raise StrategyError("An empty strategy.", numbers=_vocabulary(), hint="ddp")
     for place, word in enumerate(words):
@@ -377,4 +387,4 @@ def _simplicity(s: Strategy) -> tuple[object, ...]:
     """
     split = [s.degree(axis) > 1 for axis in DEGREES]
     schedule = schedules.names().index(s.schedule) if s.schedule else -1
-    return s.cp > 1, sum(split), [not axis for axis in split], [-s.dp, -s.tp], s.zero, -s.shard, schedule
+    return s.cp > 1, s.ep, sum(split), [not axis for axis in split], [-s.dp, -s.tp], s.zero, -s.shard, schedule

@@ -147,7 +147,7 @@ def test_pages_of_concepts_and_of_start_are_short() -> None:
 
 def test_every_file_that_the_pages_on_the_inside_name_is_there() -> None:
     below = ("", "nbkit", "nbkit/notebook/cluster", "nbkit/rank", "nbkit/rank/train", "nbkit/rank/parallel")
-    text = "".join((ROOT / "docs" / "contributing" / name).read_text() for name in ("inside.md", "waits.md"))
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("contributing/inside.md", "reference/waits.md"))
     paths = re.findall(r"(?<![\w/])[a-z_0-9]+(?:/[a-z_0-9]+)*/(?:[a-z_0-9]+\.py)?", text)
     files = {path.name for folder in ("nbkit", "magics", "tests") for path in (ROOT / folder).rglob("*.py")}
 

@@ -224,11 +224,29 @@ def test_a_strategy_is_frozen_and_valid_from_birth() -> None:
 def test_an_axis_that_a_technique_does_not_know_is_refused_with_a_reason() -> None:
     for axis in techniques.DEGREES.values():
         with pytest.raises(
-            StrategyError, match=rf"{axis.technique} splits .*together with ep(.|\n)*{axis.name} goes with"
+            StrategyError, match=rf"{axis.technique} splits .*together with xp(.|\n)*{axis.name} goes with"
         ):
-            axis.refuse({axis.name: 2, "ep": 2})
-    experts = techniques.Axis(
-        "ep", "Expert parallelism", "the experts of a layer", missing="ranks have no engine for it"
-    )
-    with pytest.raises(StrategyError, match="Expert parallelism cannot run yet: ranks have no engine"):
-        experts.refuse({"ep": 4})
+            axis.refuse({axis.name: 2, "xp": 2})
+    unknown = techniques.Axis("xp", "A new axis", "something else", missing="ranks have no engine for it")
+    with pytest.raises(StrategyError, match="A new axis cannot run yet: ranks have no engine"):
+        unknown.refuse({"xp": 4})
+
+
+def test_experts_are_spread_within_the_data_axis() -> None:
+    assert str(Strategy.parse("ep=2", 4)) == "dp=4 ep=2"
+    assert str(Strategy.parse("zero3 ep=4", 8)) == "dp=8 zero=3 ep=4"
+    assert Strategy.parse("zero3 ep=1", 4) == Strategy.parse("zero3", 4)
+    assert Strategy(4, ep=2).label == "ddp+ep"
+    refused = {
+        "ep=3": r"dp 4 / ep 3 = 1.33 groups(.|\n)*ep=2 or 4",
+        "hsdp ep=2": "together with hsdp",
+        "dp=2 pp=2 ep=2 schedule=zb": r"in halves(.|\n)*ep=2 schedule=1f1b",
+        "ep=2 compress=bf16": r"ep=2: a rank holds only a part",
+    }
+    for text, said in refused.items():
+        with pytest.raises(StrategyError, match=said):
+            Strategy.parse(text, 4)
+    assert {s.ep for s in Strategy.every(4)} == {1}
+    assert [str(s) for s in Strategy.every(4, experts=True) if s.ep > 1] == [
+        *(f"dp=4 {zero}ep={ep}" for ep in (2, 4) for zero in ("", "zero=3 "))
+    ]

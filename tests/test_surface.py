@@ -39,8 +39,9 @@ def surface() -> Iterator[str]:
     spelled = [f"presets: {' '.join(strategy.PRESETS)}", f"keys: {' '.join(f'{key}=' for key in strategy.keys())}"]
     yield from _section("Strategies", [*spelled, f"schedules: {' '.join(schedules.BUILT_IN)}"])
     public = [(name, getattr(nbkit, name)) for name in nbkit.__all__ if name not in nbkit._MODULES]
-    public += [("lesson.predict", lesson.predict), ("lesson.collect", lesson.collect)]
+    public += [(f"lesson.{name}", getattr(lesson, name)) for name in ("predict", "collect", "judge")]
     public += [("schedules.register", schedules.register), ("techniques.register", techniques.register)]
+    public += [("techniques.use", techniques.use)]
     public += [(f"sinks.{name}", getattr(sinks, name)) for name in sinks.__all__]
     yield from _section("Python: nbkit", (line for name, offered in public for line in _called(name, offered)))
     yield from _section("job = nbkit.prepare(...)", (line for line in _members(Job) if line.split("(")[0] in OF_A_JOB))

@@ -14,6 +14,8 @@ FAMILIES = {
     "hybrid": ("dp=2 tp=2", "dp=2 pp=2", "zero=3 dp=2 tp=2", "tp=2 pp=2", "dp=2 tp=2 pp=2"),
     "context": ("cp=4", "dp=2 cp=2"),
 }
+EXPERTS = ("ep=4", "ep=2", "zero1 ep=4", "zero3 ep=2", "tp=2 ep=2", "pp=2 ep=2")
+MIXTURES = ("moe_by_hand", "mixtral")
 PARITY_MODELS = ("gpt", "gpt2", "llama_of_8_heads", "llama_of_8_heads_tied", "encoder")
 _EIGHT_STAGES = FAMILIES["pipeline"][2:]
 
@@ -76,13 +78,17 @@ def parity_case(model: str, strategy: str, dtype: str = "float64", steps: int = 
 
 
 def parity_matrix(dtype: str, steps: int) -> Iterator[Case]:
-    """Yield every strategy on every model. The convolutions, without heads and positions, get four of them."""
+    """Yield every strategy on every model, and those that spread experts on two mixtures. The convolutions, without
+    heads and positions, get four of them."""
     for model in PARITY_MODELS:
         for strategies in FAMILIES.values():
             for strategy in strategies:
                 yield parity_case(model, strategy, dtype, steps)
     for strategy in ("ddp", "zero3", "pp=5 microbatches=8", "dp=2 pp=2"):
         yield parity_case("ten_convs", strategy, dtype, steps)
+    for model in MIXTURES:
+        for strategy in EXPERTS:
+            yield parity_case(model, strategy, dtype, steps)
 
 
 def parity_extras(dtype: str, steps: int) -> Iterator[Case]:

@@ -7,6 +7,7 @@ the control and also the training's own error. Each rank keeps the result until 
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -313,6 +314,18 @@ def _resume(owner: Any) -> dict[str, Any]:
     return {}
 
 
+def _lr(owner: Any, value: float) -> dict[str, Any]:
+    if not hasattr(owner, "lr"):
+        raise UsageError(
+            "Only a Trainer takes a learning rate from outside.",
+            hint="%%distributed --at-step   and set it in your optimizer's param_groups",
+        )
+    if not 0 < value < math.inf:
+        raise UsageError("A learning rate is a number above 0.", numbers=f"{value}", hint="%train lr 3e-4")
+    old, owner.lr = owner.lr, value
+    return {"old": old, "new": value}
+
+
 def _fit(owner: Any, number: int = 0) -> dict[str, Any]:
     taken = rescue.answer(getattr(owner, "job", owner), number)
     return {**taken, "goes_on": step_boundary.let_go()}
@@ -368,6 +381,7 @@ _ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "compare": _compare,
     "pause": _pause,
     "resume": _resume,
+    "lr": _lr,
     "fit": _fit,
     "save": _save,
     "trace": _trace,

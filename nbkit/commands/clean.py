@@ -1,10 +1,14 @@
-"""End what half-dead clusters of this machine have left behind; running clusters are not touched."""
+"""End what half-dead clusters of this machine have left behind, and forget jobs that have ended.
+
+Running clusters and jobs are not touched.
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.job import AttachedJob
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -12,5 +16,5 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print("\n".join(registry.clean()) or "Nothing to clean.")
+    print("\n".join([*registry.clean(), *AttachedJob.clean()]) or "Nothing to clean.")
     return 0

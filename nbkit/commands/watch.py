@@ -8,15 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from nbkit import job_folder
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry, site_settings
+from nbkit.notebook.cluster.newest_run import recorded_by
 from nbkit.notebook.json_text import json_text
 from nbkit.notebook.run.reader import RunReader, read_run
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.quoting import user_path
-from nbkit.records.record_file import check_format, newest_run, written
+from nbkit.records.record_file import check_format, newest_run
 
 _EVERY_S = 1.0
 _STYLES = {
@@ -36,7 +36,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        help="a cluster's name, a run, or a directory of runs (runs, or that of nbkit.toml)",
+        help="name of a cluster or of a job (nbkit jobs), a run, or a directory of runs (runs, or that of nbkit.toml)",
     )
     parser.add_argument("--once", action="store_true", help="print it once and end")
     parser.add_argument("--json", action="store_true", help="once, as JSON: see nbkit.read_run(...).snapshot")
@@ -91,25 +91,15 @@ def _run_of(what: str) -> Path:
     """Return the directory of the run to watch. Raises UsageError if there is none."""
     folder = user_path(what).absolute()
     entry = next((one for one in registry.entries() if one.name == what), None)
-    found = newest_run(folder) if entry is None or folder.is_dir() else _run_of_cluster(entry)
+    job = next((name for name in job_folder.names() if name == what), None)
+    if folder.is_dir() or (entry is None and job is None):
+        found = newest_run(folder)
+    else:
+        found = recorded_by(entry) if entry is not None else newest_run(job_folder.folder_of(what))
     if found is None:
         raise UsageError("There is no recorded run.", numbers=str(what), hint="nbkit watch runs/NAME")
     check_format(found)
     return found
-
-
-def _run_of_cluster(entry: registry.ClusterEntry) -> Path | None:
-    """Return the newest run of a cluster, or None.
-
-    This is the run of the newest record file that the first rank has open, else the newest run in its runs/.
-    """
-    try:
-        rank = psutil.Process(entry.ranks[0].pid)
-        files = [Path(file.path) for file in rank.open_files() if Path(file.path).parent.name == "telemetry"]
-        newest = max(files, key=written, default=None)
-        return newest.parents[1] if newest is not None else newest_run(Path(rank.cwd()) / site_settings.read().runs)
-    except (psutil.Error, OSError, IndexError):
-        return None
 
 
 def _width() -> int:

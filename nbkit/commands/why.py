@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.job import AttachedJob
 from nbkit.notebook.cluster.launch.launch import connect
 from nbkit.notebook.cluster.output.root_cause import deaths_in
 from nbkit.notebook.cluster.why import ask_why
@@ -13,11 +14,16 @@ from nbkit.notebook.json_text import add_json_option, json_text
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="of the cluster; default: the only one that runs")
+    parser.add_argument("--job", nargs="?", const="", metavar="NAME", help="a program that listens: see nbkit jobs")
     parser.add_argument("--stacks", action="store_true", help="with the stack of every thread")
     add_json_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.job is not None:
+        seen = AttachedJob.attach(arguments.job or None).why(stacks=arguments.stacks)
+        print(json_text(seen) if arguments.json else seen)
+        return 0
     entry = registry.running(arguments.name) if arguments.name else registry.the_only_one()
     client = connect(entry)
     try:

@@ -57,6 +57,11 @@ def tagged(notebook: dict[str, Any], tag: str) -> list[Cell]:
 def text_of(cell: Cell) -> str:
     """Return the text that a cell has printed, as a terminal would finally show it, without colours."""
     printed = "".join(output["text"] for output in cell["outputs"] if output["output_type"] == "stream")
+    return as_shown(printed)
+
+
+def as_shown(printed: str) -> str:
+    """Return printed text as a terminal would finally show it, without colours."""
     return _ANSI.sub("", _overwritten(printed))
 
 

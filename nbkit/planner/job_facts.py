@@ -8,7 +8,7 @@ from math import prod
 
 from nbkit.planner.stages import place
 from nbkit.strategy import Strategy
-from nbkit.tensor_layout import Layout
+from nbkit.tensor_layout import Layout, bounds
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Facts:
 
     heads, kv_heads, width, vocab: of a transformer. blocks: number of units that a pipeline can divide, in order.
     costs: of each block, in any unit. sequence: tokens of a sample. batch: samples of a global batch. world: number of
-    ranks. node: ranks of one node.
+    ranks. node: ranks of one node. routed: the layers of experts.
     """
 
     heads: int | None = None
@@ -30,6 +30,21 @@ class Facts:
     batch: int | None = None
     world: int | None = None
     node: int | None = None
+    routed: tuple[Routed, ...] = ()
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A layer of experts.
+
+    slots: the rows that it sends to experts, for each sample. width: features of such a row. given: features of what an
+    expert makes of it. count: the number of experts.
+    """
+
+    slots: float
+    width: int
+    given: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,8 @@ class Weight:
     if the two are tied; empty if every stage holds it. outside: True if it is not part of a block itself. trained: True
     if it has a gradient. summed: axes (tp, cp) over whose ranks its gradient is a sum, because each rank has seen a
     part of the sequence. gathered: bytes of an element as zero 3 gathers it, if it is cast before; None: those of the
-    parameter.
+    parameter. experts: (first, how many, of how many) experts of a layer that it belongs to; several are stacked along
+    dim 0. None for other weights.
     """
 
     name: str
@@ -52,6 +68,7 @@ class Weight:
     trained: bool = True
     summed: tuple[str, ...] = ()
     gathered: int | None = None
+    experts: tuple[int, int, int] | None = None
 
     @property
     def numel(self) -> int:
@@ -67,7 +84,7 @@ def held(weight: Weight, strategy: Strategy, rank: int, cuts: Cuts | None, *, sh
     """Return the number of elements of `weight` that `rank` holds. cuts: None if there is no pipeline.
 
     sharded: count only its shard in the sharding group along dp. Shards cut dim 0 in balanced parts; scalars stay
-    whole.
+    whole. Experts are spread over ep ranks, and sharded over the ranks that hold the same.
     """
     at = strategy.mesh.index(rank)
     if cuts is not None and weight.blocks and at["pp"] not in holders(weight, cuts):
@@ -75,8 +92,17 @@ def held(weight: Weight, strategy: Strategy, rank: int, cuts: Cuts | None, *, sh
     layout = Layout.whole(weight.shape)
     if weight.tp_dim is not None:
         layout = layout.part(weight.tp_dim, strategy.tp, at["tp"])
+    shards, index = strategy.shard, at["dp"] % strategy.shard
+    if strategy.ep > 1 and weight.experts is not None:
+        first, many, every = weight.experts
+        start, stop = bounds(every, strategy.ep, at["dp"] % strategy.ep)
+        start, stop = max(start - first, 0), min(stop - first, many)
+        if start >= stop:
+            return 0
+        layout = layout.cut(0, start, stop) if many > 1 else layout
+        shards, index = strategy.dp // strategy.ep, at["dp"] // strategy.ep
     if sharded and weight.shape:
-        layout = layout.part(0, strategy.shard, at["dp"] % strategy.shard)
+        layout = layout.part(0, shards, index)
     return layout.numel
 
 

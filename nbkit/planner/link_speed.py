@@ -133,7 +133,11 @@ def _group(term: TrafficTerm, strategy: Strategy, rank: int, node_of: Sequence[i
         levels = levels_of(whole, node_of) if term.level else None
         of_level = (whole,) if levels is None else levels.within if term.level == WITHIN else levels.between
         return next(group for group in of_level if rank in group)
-    line = strategy.mesh.ranks("dp" if term.axis == "shard" else term.axis, rank)
+    halves = ("shard", "ep", "edp")
+    line = strategy.mesh.ranks("dp" if term.axis in halves else term.axis, rank)
+    if term.axis in ("ep", "edp"):
+        place, ep = line.index(rank), strategy.ep
+        return line[place // ep * ep :][:ep] if term.axis == "ep" else line[place % ep :: ep]
     if term.axis == "shard":
         at = line.index(rank) // strategy.shard * strategy.shard
         return line[at : at + strategy.shard]

@@ -16,6 +16,9 @@ Over n ranks, each must send 2(n-1)/n S in an all-reduce and (n-1)/n S in the ot
     tp    a block: 4 all-reduces of its hidden states, two forward and two backward;        Shoeybi et al. 2019, 3
           with sequence parallelism, 4 all-gathers and 4 reduce-scatters in their place     Korthikanti et al. 2022, 4.2
           embedding and head: an all-reduce each; with it, an all-gather and a reduce-scatter
+    ep    a layer of experts: all-to-alls of routed tokens and of outputs, forward and        Lepikhin et al. 2021, 3.1
+          backward; the counts of tokens before them
+    edp   the data axis of experts, over the dp / ep ranks that hold the same                 Rajbhandari et al. 2022
     pp    a boundary: the hidden states forward, their gradients backward;                  Narayanan et al. 2021, 3.2
           with tp, each rank its part of them                                               the same, 4.1
     cp    a block: all-gathers of keys and values, reduce-scatters of their gradients       Dubey et al. 2024, 3.3.2
@@ -82,7 +85,7 @@ class Rest:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
-_FP32 = 4
+_FP32, _COUNT = 4, 8
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def per_step(
     """
     cuts = cuts_for(weights, strategy, cuts)
     step = _Step(weights, facts, strategy, rank, cuts, each, hidden, accumulation, sequence_parallel, node_of)
-    terms = [*step.data(), *step.tensor(), *step.pipeline(), *step.context()]
+    terms = [*step.data(), *step.experts(), *step.tensor(), *step.pipeline(), *step.context()]
     return tuple(term for term in terms if term.bytes and term.ranks > 1)
 
 
@@ -213,6 +216,21 @@ def block_terms(
         yield TrafficTerm("tp", op, tp, forwards * calls, round(calls * hidden), "hidden states of the blocks")
 
 
+def routed_terms(strategy: Strategy, facts: Facts, rows: int, element: int, forwards: int) -> Iterator[TrafficTerm]:
+    """Yield what a rank with `rows` samples sends to experts and gets back, in forward and backward.
+
+    The tokens are taken as balanced: each rank of a group gets equally many. element: bytes of a feature.
+    """
+    layers = facts.routed
+    tokens = sum(layer.slots * (layer.width + layer.given) for layer in layers)
+    what, calls = "tokens to experts and back", 4 * forwards * len(layers)
+    yield TrafficTerm("ep", "all_to_all", strategy.ep, calls, round(2 * rows * element * tokens), what)
+    numbers = sum(layer.count + 2 * strategy.ep for layer in layers)
+    yield TrafficTerm(
+        "ep", "all_to_all", strategy.ep, forwards * len(layers), _COUNT * forwards * numbers, "counts of tokens"
+    )
+
+
 def key_value_terms(
     strategy: Strategy, facts: Facts, whole: float, blocks: int, forwards: int
 ) -> Iterator[TrafficTerm]:
@@ -239,18 +257,36 @@ class _Step:
     def data(self) -> Iterator[TrafficTerm]:
         """Yield the terms of the data axis."""
         g, p = self.each.gradient, self.each.parameter
-        trained = [weight for weight in self.weights if weight.trained]
+        trained, weights = [weight for weight in self._dense if weight.trained], self._dense
         held = self._held(trained)
         sizes = DataSizes(
             elements=held,
             gradients=g * held,
             weights=p * held,
             shard=g * self._held(trained, sharded=True),
-            gathered=self._gathered(self.weights),
+            gathered=self._gathered(weights),
             # Weights outside the blocks are needed last in forward and first in backward, so they stay gathered.
-            gathered_again=self._gathered([weight for weight in self.weights if not weight.outside]),
+            gathered_again=self._gathered([weight for weight in weights if not weight.outside]),
         )
         yield from data_terms(self.strategy, sizes, self.accumulation, self.rank, self.node_of)
+
+    @property
+    def _dense(self) -> Sequence[Weight]:
+        """Return the weights that are not those of spread experts."""
+        return self.weights if self.strategy.ep == 1 else [w for w in self.weights if w.experts is None]
+
+    def experts(self) -> Iterator[TrafficTerm]:
+        """Yield what layers of experts exchange, and the data axis of their weights."""
+        s = self.strategy
+        if s.ep == 1:
+            return
+        size, copies = self._held([w for w in self.weights if w.experts is not None and w.trained]), s.dp // s.ep
+        if s.zero == 0:
+            yield TrafficTerm("edp", "all_reduce", copies, 1, self.each.gradient * size, "gradients of experts")
+        else:
+            yield TrafficTerm("edp", "reduce_scatter", copies, 1, self.each.gradient * size, "gradients of experts")
+            yield TrafficTerm("edp", "all_gather", copies, 1, self.each.parameter * size, "experts")
+        yield from routed_terms(s, self.facts, self._rows, self.hidden, self._forwards)
 
     def tensor(self) -> Iterator[TrafficTerm]:
         """Yield the terms of tp: blocks, vocabulary, and gradients that are partial sums."""

@@ -380,6 +380,19 @@ _attributes(
     "refuse torch's clip_grad_norm_ where a rank has a part of the gradients",
     "use job.clip: torch's own clips by the norm of a part, without an error",
 )  # fmt: skip
+
+
+class _NoIterator:
+    """Stands where this torch has no class of the iterators of data loaders."""
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
+DataLoaderIterator: Any = _symbol(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter", "see how long a program that listens waits for data",
+    "that time counts as computing", fallback=_NoIterator,
+)  # fmt: skip
 _attributes(
     "torch.distributed.launcher.api:elastic_launch.", "_config _entrypoint",
     "run launchers in the ranks that are there", "notebook_launcher starts processes of its own", at_use=True,

@@ -156,7 +156,7 @@ def _late_among(of: Sequence[Bar], floor: float) -> Late | None:
 MESSAGES = ("send", "recv", "batch")
 BACKUP = "backup"
 """The axis of the messages that back up the state of a rank. They do not count as sent by a strategy."""
-_ALIKE = ("dp", "shard", "replicate", "cp", "tp")
+_ALIKE = ("dp", "shard", "replicate", "ep", "edp", "cp", "tp")
 
 Steps = Mapping[int, StepRecord]  # rank -> its record of one and the same step
 Members = Mapping[str, Sequence[int]]  # label of a group -> global ranks in it

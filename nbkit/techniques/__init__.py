@@ -9,9 +9,11 @@ point in the group `nbkit.techniques`. The axes are in axes.py; `zero=` and `sha
 from nbkit.techniques.axes import DEGREES, Axis, refuse_axes
 from nbkit.techniques.bucket import BucketKey
 from nbkit.techniques.compress import CompressKey
+from nbkit.techniques.ep import ExpertsKey
 from nbkit.techniques.exchange import GradientExchange
 from nbkit.techniques.key import AnyStrategy, GradientKey, Key, whole_number
 from nbkit.techniques.microbatches import MicrobatchesKey
+from nbkit.techniques.mine import Judgement, MineKey, class_in, in_full, judge_schedule, use
 from nbkit.techniques.order import OrderKey
 from nbkit.techniques.places import PlacesKey
 from nbkit.techniques.registry import (
@@ -34,6 +36,7 @@ from nbkit.techniques.speeds import SpeedsKey
 from nbkit.techniques.sync_every import SyncEveryKey
 
 for _key in (  # in the order in which a strategy is spelled
+    ExpertsKey(),
     ScheduleKey(),
     MicrobatchesKey(),
     OrderKey(),
@@ -42,6 +45,7 @@ for _key in (  # in the order in which a strategy is spelled
     BucketKey(),
     CompressKey(),
     SyncEveryKey(),
+    MineKey(),
 ):
     add(_key, built_in=True)
 
@@ -52,12 +56,16 @@ __all__ = [
     "Axis",
     "GradientExchange",
     "GradientKey",
+    "Judgement",
     "Key",
     "Settings",
     "add",
+    "class_in",
     "engine_of",
     "exchange_of",
+    "in_full",
     "is_key",
+    "judge_schedule",
     "key_of",
     "keys",
     "names",
@@ -66,5 +74,6 @@ __all__ = [
     "register",
     "registered",
     "spelled",
+    "use",
     "whole_number",
 ]

@@ -26,6 +26,14 @@ class AnyStrategy(Protocol):
         """Return what the data axis shards, 0 to 3."""
 
     @property
+    def shard(self) -> int:
+        """Return the ranks of a sharding group; dp without hsdp."""
+
+    @property
+    def ep(self) -> int:
+        """Return the number of ranks that share the experts of a layer; 1 if each holds all."""
+
+    @property
     def schedule(self) -> str | None:
         """Return the name of the pipeline schedule, None without a pipeline."""
 
@@ -50,6 +58,8 @@ class Key:
     engine: ClassVar[Callable[..., Any] | str | None] = None
     is_field: ClassVar[bool] = False
     """True if Strategy has a field of this name, because the planner and the ranks read the value in many places."""
+    rehearsed: ClassVar[bool] = False
+    """True if the step that proves a strategy before it trains is made with this key."""
 
     def parse(self, text: str) -> Any:
         """Return the value that `text` means. It must be hashable. Raises StrategyError if it means none."""
@@ -106,8 +116,14 @@ class GradientKey(Key):
             )
         if not self.needs_whole:
             return
-        if strategy.zero or dp < size:
-            split = f"zero={strategy.zero}" if strategy.zero else f"dp {dp} of {size} ranks"
+        if strategy.zero or dp < size or strategy.ep > 1:
+            split = (
+                f"zero={strategy.zero}"
+                if strategy.zero
+                else f"ep={strategy.ep}"
+                if dp == size
+                else f"dp {dp} of {size} ranks"
+            )
             given = spelled({name: v for name, v in strategy.settings.items() if _needs_whole(name)})
             raise StrategyError(
                 f"{given} is for ranks that hold the whole model and its whole gradients.",

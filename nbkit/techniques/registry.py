@@ -99,8 +99,8 @@ def names() -> tuple[str, ...]:
 
 
 def registered() -> list[Key]:
-    """Return the keys that users have registered. A new rank needs them too."""
-    return [key for name, key in _keys.items() if name not in _built_in]
+    """Return the keys that users have registered, or given a class. A new rank needs them too."""
+    return [key for name, key in _keys.items() if name not in _built_in or getattr(key, "classes", None)]
 
 
 def is_key(name: str) -> bool:

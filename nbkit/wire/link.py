@@ -41,6 +41,8 @@ class Link(Generic[Sent, Received]):
         self.broke = False
         self.closed = False  # closed in order, by the other end or its system
         self.refused: ProtocolError | None = None  # why the last message could not be read
+        self.fault = ""  # the same in words, also for what is no message; "" if the other end has closed
+        self.longest: int | None = None  # bytes of a message; None: no limit
         self._lock = threading.Lock()
         self._rest = b""
         # Do not wait forever for a process that reads nothing, such as a suspended one.
@@ -70,12 +72,16 @@ class Link(Generic[Sent, Received]):
             self.closed = True
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if self.longest is not None and max(map(len, (*lines, self._rest))) > self.longest:
+            self.fault = f"a message of more than {self.longest:,} bytes"
+            return None
         try:
             return [cast(Received, decoded(json.loads(self._unpacked(line)))) for line in lines]
         except ProtocolError as error:
-            self.refused = error
+            self.refused, self.fault = error, str(error)
             return None
-        except ValueError:  # not our message
+        except ValueError as error:  # not our message
+            self.fault = str(error)
             return None
 
     def _packed(self, text: bytes) -> bytes:

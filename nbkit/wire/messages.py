@@ -10,6 +10,8 @@ Each message is a frozen dataclass. Its base classes say who receives it, and it
     parent    <-ForHost---------  coordinator
     agent     --ForCoordinator->  coordinator           the same line, before the agent becomes the parent
     agent     <-ForAgent--------  coordinator
+    notebook  --ForJob----->  rank of a program that listens     TCP on loopback, signed
+    notebook  <-JobAnswer---  rank of a program that listens
 
 To follow a message, look for its class: it is made where it is sent, and a method with `@handles(ItsClass)` receives
 it. A new message is a class here, a `link.send(...)`, and a method with `@handles`.
@@ -90,6 +92,10 @@ class ForAgent(Message):
 
 class ForHost(Message):
     """Sent by the coordinator to the parent of the ranks of a host."""
+
+
+class ForJob(Message):
+    """Sent by a notebook or a command to a rank of a program that listens. It answers each with one JobAnswer."""
 
 
 class PassedOn(ForCoordinator, ForHost):
@@ -257,7 +263,7 @@ class GetRecords(Request):
 # notebook -> rank: ranks that do not answer
 
 
-class GetActivity(Request):
+class GetActivity(Request, ForJob):
     """The notebook asks where a rank's code is and what it waits for. stacks: of every thread too."""
 
     stacks: bool = False
@@ -272,6 +278,37 @@ class LookAtProcesses(Request):
 
     ranks: tuple[int, ...]
     processes: tuple[Process, ...]
+
+
+# notebook -> rank of a program that listens
+
+
+class GetJobState(ForJob):
+    """The notebook asks how far a rank is: its step, seconds of a step, loss, memory."""
+
+
+class PlanJobCell(ForJob):
+    """The notebook asks a rank to stop after step number `step` for a live cell, and wait for a DecideJobCell."""
+
+    source: str
+    step: int
+
+
+class DecideJobCell(ForJob):
+    """The notebook tells a rank to run the planned cell, or not to. seconds: in which it has to have ended.
+
+    It is sent when all ranks have planned the cell, so that all run it after the same step or none does.
+    """
+
+    run: bool
+    seconds: float = 60.0
+
+
+class JobAnswer(Message):
+    """A rank of a program that listens answers. error: in words, "" if `values` has what was asked for."""
+
+    values: dict[str, Any]
+    error: str = ""
 
 
 # rank -> notebook

@@ -23,6 +23,7 @@ class Refusing:
     """Stands for a Trainer whose switch raises."""
 
     step, strategy = 7, "dp=2"
+    lr: float
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -88,6 +89,16 @@ def test_without_a_trainer_and_without_a_meaning(controls: TrainingRequestHandle
     refused = served(controls, owner, "pause")
     assert "nothing to pause" in refused["what"] and "trainer.fit" in refused["hint"]
     assert "not paused" in served(controls, owner, "resume")["what"]
+
+
+def test_the_learning_rate_is_set_on_a_trainer_and_refused_elsewhere(controls: TrainingRequestHandler) -> None:
+    owner = Refusing(StrategyError("No."))
+    assert "Only a Trainer" in served(controls, owner, "lr", value=0.1)["what"]
+    owner.lr = 0.5
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        assert "a number above 0" in served(controls, owner, "lr", value=wrong)["what"]
+    assert served(controls, owner, "lr", value=0.1)["result"] == {"old": 0.5, "new": 0.1}
+    assert owner.lr == 0.1
 
 
 def test_a_control_that_came_too_late_is_told_so(controls: TrainingRequestHandler) -> None:

@@ -285,7 +285,7 @@ def test_after_a_restart_of_the_kernel_the_panel_says_what_to_type(page: Any, pa
     page.restart_kernel()
     panel.wait(lambda: panel.root.get_attribute("data-phase") == "silent", "it does not notice")
     assert "%cluster attach steered" in panel.root.locator(".note").inner_text()
-    assert panel.root.locator("button:enabled").count() == 0
+    assert panel.root.locator(".keys button:enabled").count() == 0
     page.run(NUMBER["load"])
     page.run(NUMBER["attach"])
     page.run(NUMBER["panel"])

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from tables import answer_of, table_of
 
+from nbkit.notebook.widgets import javascript
 from nbkit.notebook.widgets.panel.panel import STATIC
-from nbkit.notebook.widgets.panel.view import Looked, State, job_view, pulse_view, reduce
+from nbkit.notebook.widgets.panel.view import Looked, State, family_of, job_view, pulse_view, reduce
+from nbkit.strategy import Strategy
 
 MODEL = """
 window.model = {
@@ -21,7 +23,7 @@ window.model = {
   off() {},
   send(message) { this.sent.push(message); },
 };
-panel.render({ model: window.model, el: document.getElementById("here") });
+panel.widget.render({ model: window.model, el: document.getElementById("here") });
 """
 
 
@@ -29,7 +31,7 @@ def shown(window: Any, table: dict[str, Any], **answer: Any) -> Any:
     """Return a page in this window with the panel of this table."""
     state = reduce(State("lesson", table["ranks"]), Looked(answer_of(table, **answer)))
     values = json.dumps({"job": job_view(state), "pulse": pulse_view(state), "note": ""})
-    script = (STATIC / "panel.js").read_text().replace("export default", "const panel =")
+    script = javascript.panel().replace("export default panel.widget;", "")
     script += MODEL.replace("STATE", values)
     page = window.new_page()
     page.set_content(
@@ -128,11 +130,11 @@ def test_a_key_that_is_held_down_is_pressed_once(page: Any, where: str, acts: in
 
 def test_a_column_says_of_whom_its_figures_are(page: Any) -> None:
     heads = {head.split("\n")[0]: head for head in page.locator("thead th").all_inner_texts()}
-    title = page.locator(".box + .box .title").inner_text()
+    title = page.locator(".words").inner_text()
 
     assert "fullest rank" in heads["memory"] and "fullest rank" in heads["peak"]
     assert "busiest rank" in heads["sends"] and "all ranks" in heads["moves"]
-    assert title.startswith(f"{page.locator('tbody tr').count()} strategies")
+    assert f"{page.locator('tbody tr').count()} strategies" in title
 
 
 def test_a_typed_line_is_checked_before_it_can_be_applied(page: Any) -> None:
@@ -188,11 +190,10 @@ def test_a_row_tells_what_it_sends_and_holds_and_which_figures_are_predicted(pag
     row = page.locator("tr[data-strategy='pp=4 schedule=1f1b microbatches=8']")
 
     assert "≈ 20 ms" in row.inner_text()
-    assert "while it switches" in (row.locator("td").nth(1).get_attribute("title") or "")
+    assert "while it switches" in (row.locator("td.memory").get_attribute("title") or "")
     rest, during = (row.locator(f"i.{part}").evaluate("i => i.offsetWidth") for part in ("rest", "during"))
     assert 0 < rest < during
-    sends = [td.inner_text() for td in page.locator("tr[data-strategy='dp=4 zero=1'] td").all()][4]
-    assert sends == "≈ 250 kB"
+    assert page.locator("tr[data-strategy='dp=4 zero=1'] td.sends").inner_text() == "≈ 250 kB"
 
 
 def test_news_does_not_disturb_what_the_user_is_choosing(page: Any) -> None:
@@ -218,28 +219,171 @@ def test_a_row_is_chosen_though_news_redraw_the_table_before_the_mouse_is_let_go
     assert focused(page) == "Apply"
 
 
-def test_rows_whose_figures_are_as_before_stay_where_they_are(page: Any) -> None:
+def order(page: Any) -> list[str]:
+    return list(page.evaluate("[...document.querySelectorAll('tbody tr')].map((row) => row.dataset.strategy)"))
+
+
+def test_a_row_stays_the_same_element_when_its_figures_change(page: Any) -> None:
     changed = """() => {
       const rows = [...document.querySelectorAll("tbody tr")];
       const job = model.get("job");
-      const [first, second, ...others] = job.rows;
-      model.set("job", { ...job, rows: [second, { ...first, step: "77 ms" }, ...others] });
+      model.set("job", { ...job, rows: job.rows.map((row, place) => (place === 1 ? { ...row, step: "77 ms" } : row)) });
       const after = [...document.querySelectorAll("tbody tr")];
-      return [after.length === rows.length, after[0] === rows[1], after[1] !== rows[0],
-        after.slice(2).every((row, place) => row === rows[place + 2]), after[1].textContent.includes("77 ms")];
+      return [after.every((row, place) => row === rows[place]), after[1].textContent.includes("77 ms")];
     }"""
-    assert page.evaluate(changed) == [True] * 5
-    page.evaluate("model.set('job', { ...model.get('job'), rows: model.get('job').rows.slice(1) })")
-    assert (
-        page.locator("tbody tr").first.text_content() != "" and "77 ms" in page.locator("tbody tr").first.text_content()
-    )
+    assert page.evaluate(changed) == [True, True]
+
+
+NEWS = """() => {
+  // As in a training: figures change, strategies are examined or refused, rows come and go, and texts get longer.
+  const first = model.get("job");
+  const figures = ["1.02 s", "77 ms", "≈ 8 ms", "unknown"];
+  let turn = 0;
+  const tell = () => {
+    turn += 1;
+    const rows = first.rows.filter((_, place) => place === 0 || (place + turn) % 13).map((row, place) => ({
+      ...row, ok: row.ok && (row.current || (place + turn) % 7 > 0), untried: !row.current && (place + turn) % 14 === 0,
+      step: figures[(place + turn) % 4], recommended: place === turn % 20,
+      values: { ...row.values, peak: 1e6 * (1 + place % 5), step: 1 + ((place * 7 + turn) % 11) },
+    }));
+    model.set("job", { ...first, rows, because: "it is faster ".repeat(turn % 9) });
+    model.set("pulse", { ...model.get("pulse"), headline: `training ${"· step ".repeat(turn % 30)}` });
+    setTimeout(tell, 40);
+  };
+  tell();
+}"""
+SEEN_ROW = """() => {
+  const frame = document.querySelector(".rows").getBoundingClientRect();
+  const top = frame.top + document.querySelector("thead").offsetHeight;
+  const seen = [...document.querySelectorAll("tbody tr")].filter((row) => {
+    const box = row.getBoundingClientRect();
+    return box.top > top && box.bottom < frame.bottom && row.getAttribute("aria-selected") === "false";
+  });
+  const row = seen[Math.floor(Math.random() * seen.length)];
+  const box = row.getBoundingClientRect();
+  return [row.dataset.strategy, box.left + 60, box.top + box.height / 2];
+}"""
+
+
+@pytest.mark.parametrize("width", [1100, pytest.param(700, marks=pytest.mark.long)])
+def test_a_click_reaches_its_row_while_news_of_8_ranks_arrives(window: Any, width: int) -> None:
+    page = shown(window, table_of(ranks=8))
+    page.set_viewport_size({"width": width, "height": 800})
+    page.locator("th.step button").click()
+    page.evaluate(NEWS)
+    reached, orders, errors = 0, set(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    for number in range(50):
+        if number % 5 == 0:
+            page.mouse.move(3, 3)  # the pointer leaves, and the rows get the order of now
+            page.wait_for_timeout(60)
+            orders.add(tuple(order(page)))
+            page.locator(".rows").hover()
+            page.eval_on_selector(".rows", f"rows => {{ rows.scrollTop = {12 * number}; }}")
+        aimed, x, y = page.evaluate(SEEN_ROW)
+        page.wait_for_timeout(60)
+        page.mouse.click(x, y)
+        reached += page.locator(".line input").input_value() == aimed
+    page.close()
+
+    assert errors == [] and reached == 50
+    assert len(orders) > 5  # or the news would change nothing
+
+
+def test_a_head_sorts_the_rows_and_what_is_not_known_comes_last(page: Any) -> None:
+    table = order(page)
+    steps = {"pp=4 schedule=1f1b microbatches=8": 20, "tp=4": 30, "dp=4": 40, "dp=4 zero=3": 50}
+    head = page.locator("th.step button")
+
+    head.click()
+    assert order(page)[:4] == list(steps) and head.get_attribute("aria-label") == "sort by step: sorted, least first"
+    head.click()
+    assert order(page)[:4] == list(reversed(steps))
+    assert set(order(page)) == set(table) and page.locator("tbody tr").last.get_attribute("class") == "no"
+    head.click()
+    assert order(page) == table and head.get_attribute("aria-label") == "sort by step"
+
+
+def test_a_chip_shows_one_family_in_table_and_picture(page: Any) -> None:
+    names = page.locator(".chip").all_inner_texts()
+    page.locator(".chip[data-family=zero]").click()
+
+    assert names == ["dp", "zero", "tp", "pp", "cp", "mixed"]
+    assert order(page) == ["dp=4 zero=1", "dp=4 zero=2", "dp=4 zero=3", "dp=4 zero=3 shard=2"]
+    assert page.locator(".point").count() == 4 and "4 of 23 are shown" in page.locator(".chips").inner_text()
+    page.locator(".chip[data-family=tp]").click()
+    assert "tp=4" in order(page)
+    for name in ("zero", "tp"):
+        page.locator(f".chip[data-family={name}]").click()
+    assert page.locator("tbody tr").count() == 23
+
+
+@pytest.mark.parametrize("width", [700, 1600])
+def test_each_strategy_has_one_line_and_what_is_not_known_is_said_once(window: Any, width: int) -> None:
+    table = table_of("zero3")
+    for place, row in enumerate(table["options"]):
+        row.update(step_s=None, predicted_step_s=None)
+        if row["strategy"] != table["strategy"] and place % 3 == 0:
+            row.update(ok=False, untried=True, memory={})
+    page = shown(window, table)
+    page.set_viewport_size({"width": width, "height": 900})
+
+    heights = set(page.evaluate("[...document.querySelectorAll('tbody tr')].map((row) => row.offsetHeight)"))
+    text = page.locator(".nbkit-panel").inner_text()
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    page.close()
+    assert len(heights) == 1 and max(heights) < 26
+    assert text.count("not known yet") == text.count("not examined yet") == 1 and "?" not in text
+    assert wide <= width
+
+
+def test_the_picture_has_a_dot_for_each_strategy_rings_the_one_that_runs_and_draws_the_best(page: Any) -> None:
+    fits = page.locator("tbody tr:not(.no)").count()
+
+    assert page.locator(".point").count() == fits and page.locator(".point:not(.unknown)").count() == 4
+    assert page.locator(".point:has(.ring)").get_attribute("data-strategy") == "dp=4"
+    kinds = [page.locator(f".point[data-strategy^='{one}']").first.get_attribute("class") for one in ("pp=4", "tp=4")]
+    assert kinds == ["point predicted", "point measured"]
+    # pp=4 is the fastest of those that need the least memory, so no other is on the line.
+    at = page.locator(".point[data-strategy^='pp=4']").get_attribute("transform")
+    x, y = at.removeprefix("translate(").removesuffix(")").split()
+    path = page.locator(".frontier").get_attribute("d")
+    assert path.startswith(f"M{x} ") and f"V{y}H" in path and path.count("V") == 1
+
+
+def test_a_click_on_a_dot_chooses_and_so_do_arrows(page: Any) -> None:
+    dot, line = page.locator(".point[data-strategy='tp=4']"), page.locator(".line input")
+    box = dot.locator(".dot").bounding_box()
+    page.mouse.click(box["x"] - 1, box["y"] + 6)  # beside it
+
+    assert line.input_value() == page.locator("tr[aria-selected=true]").get_attribute("data-strategy") == "tp=4"
+    assert dot.get_attribute("aria-selected") == "true" and dot.get_attribute("role") == "option"
+    assert dot.get_attribute("aria-label") == page.locator("tr[data-strategy='tp=4']").get_attribute("aria-label")
+    page.locator("th.payback button").focus()
+    page.keyboard.press("Tab")  # to the chosen row
+    page.keyboard.press("Tab")  # to its dot
+    assert page.evaluate("[document.activeElement.tagName, document.activeElement.dataset.strategy]") == ["g", "tp=4"]
+    page.keyboard.press("End")
+    assert line.input_value() == "dp=4"  # it needs most memory
+    page.keyboard.press("ArrowLeft")
+    assert line.input_value() not in ("dp=4", "tp=4")
+    page.keyboard.press("Enter")
+    assert focused(page) == "Apply" and sent(page) == []
+
+
+def test_python_and_the_page_give_a_strategy_the_same_family(page: Any) -> None:
+    every = [str(one) for one in Strategy.every(8)] + ["dp=1", "dp=2 tp=2 cp=2 zero=1 bucket=4M"]
+    script = javascript.panel().replace("export default panel.widget;", "")
+
+    found = page.evaluate(f"() => {{ {script}\nreturn {json.dumps(every)}.map(paint.familyOf); }}")
+    assert found == [family_of(one) for one in every] and set(found) == set(javascript.colours("FAMILIES"))
 
 
 def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> None:
     page = shown(browser, table_of())  # in a window of its own, whose clock is stopped
     page.clock.install()
     note = page.locator(".note")
-    page.get_by_role("button", name="Pause").click()
+    page.get_by_role("button", name="Pause", exact=True).click()
     page.clock.fast_forward(1500)
     assert note.inner_text() == ""
     page.clock.fast_forward(1700)
@@ -248,7 +392,7 @@ def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> 
     assert note.inner_text() != ""
     page.evaluate("model.heard['msg:custom']({ heard: model.sent[0].press })")
     assert note.inner_text() == ""
-    page.get_by_role("button", name="Pause").click()
+    page.get_by_role("button", name="Pause", exact=True).click()
     page.evaluate("model.heard['msg:custom']({ heard: model.sent[1].press })")
     page.clock.fast_forward(4000)
     assert note.inner_text() == ""
@@ -263,10 +407,10 @@ def test_a_kernel_of_which_nothing_comes_any_more_is_said_to_be_gone_and_takes_n
     for _ in range(3):  # as when a cell runs or a training is paused, and nothing else is new
         page.evaluate(beat)
         page.clock.fast_forward(3000)
-    assert root.get_attribute("data-phase") == "training" and page.locator("button:enabled").count() > 0
+    assert root.get_attribute("data-phase") == "training" and page.locator(".keys button:enabled").count() > 0
     page.clock.fast_forward(4000)
 
-    assert root.get_attribute("data-phase") == "silent" and page.locator("button:enabled").count() == 0
+    assert root.get_attribute("data-phase") == "silent" and page.locator(".keys button:enabled").count() == 0
     note = page.locator(".note").inner_text()
     assert "%cluster attach lesson" in note and "%strategy" in note
     assert "nothing is heard from the kernel" in page.locator(".headline").inner_text()
@@ -280,7 +424,7 @@ def test_a_kernel_of_which_nothing_comes_any_more_is_said_to_be_gone_and_takes_n
     page.get_by_role("button", name="Apply").click()
     assert sent(page) == [{"do": "switch", "strategy": "tp=4"}]
     page.evaluate("model.heard['comm:close']()")
-    assert root.get_attribute("data-phase") == "silent" and page.locator("button:enabled").count() == 0
+    assert root.get_attribute("data-phase") == "silent" and page.locator(".keys button:enabled").count() == 0
     page.close()
 
 
@@ -297,16 +441,16 @@ def test_64_ranks_of_8_nodes_fit_without_scrolling_sideways(window: Any) -> None
     page.close()
 
 
-def test_the_recommended_row_comes_first_with_its_peak(page: Any) -> None:
-    first = page.locator("tbody tr").first
+def test_the_recommended_row_has_a_mark_and_keeps_its_place(page: Any) -> None:
+    mark = page.locator(".recommended")
+    row = page.locator("tbody tr:has(.recommended)")
 
-    assert first.get_attribute("data-strategy") == "pp=4 schedule=1f1b microbatches=8"
-    assert (
-        page.locator(".recommended").all_inner_texts() == ["recommended"] and first.locator(".recommended").count() == 1
-    )
+    assert mark.all_inner_texts() == ["recommended"]
+    assert row.get_attribute("data-strategy") == "pp=4 schedule=1f1b microbatches=8"
+    assert order(page)[:2] == ["dp=4", "dp=4 zero=1"]
     heads = page.locator("th").all_inner_texts()[1:4]
     assert [head.split("\n")[0] for head in heads] == ["memory", "peak", "step"]
-    assert first.locator("td").all_inner_texts()[1:4] == ["1 MB", "≈ 3 MB", "≈ 20 ms"]
+    assert row.locator("td").all_inner_texts()[1:4] == ["1 MB", "≈ 3 MB", "≈ 20 ms"]
 
 
 def test_what_levers_would_save_stands_under_the_link(window: Any) -> None:
@@ -319,7 +463,7 @@ def test_what_levers_would_save_stands_under_the_link(window: Any) -> None:
 
 
 def test_what_is_not_measured_yet_says_how_to_measure_it(page: Any) -> None:
-    assert "Try 10 steps" in page.locator("td.dim").first.get_attribute("title")
+    assert "Try 10 steps" in page.locator("tr[data-strategy='dp=4 zero=1'] td.step").get_attribute("title")
     assert page.locator(".grid .side").all_inner_texts()[1:] == [
         "before blocks",
         "blocks.0",
@@ -338,21 +482,25 @@ def test_margins_and_why_nothing_is_predicted_and_what_is_recommended_stand_in_t
         row["step_ago"] = 12 * (row["strategy"] == "tp=4")
     page = shown(window, table)
 
-    now = page.locator("tr.now td")
-    assert now.nth(3).inner_text().split("\n") == ["40 ms", "10–90 ms", "20 steps"]
-    earlier = page.locator("tr[data-strategy='tp=4'] td").nth(3).inner_text().split("\n")
-    assert earlier == ["30 ms", "29–31 ms", "20 steps", "12 steps ago", "≈ 31 ms"]
-    title = page.locator(".rows").evaluate("rows => rows.previousSibling.textContent")
+    now, earlier = page.locator("tr.now"), page.locator("tr[data-strategy='tp=4']")
+    assert [now.locator(f"td.{one}").inner_text() for one in ("step", "interval")] == ["40 ms", "10–90 ms"]
+    assert [earlier.locator(f"td.{one}").inner_text() for one in ("step", "interval")] == ["30 ms", "29–31 ms"]
+    told = earlier.locator("td.step").get_attribute("title")
+    assert told == "the median 29–31 ms of 20 steps, 12 steps ago; predicted ≈ 31 ms"
+    title = page.locator(".words").inner_text()
     assert "is not known yet, and cannot be predicted (the ranks share cores): the button below measures it." in title
     assert "Recommended: ddp, not measurably slower than pp, and it runs now." in title
-    mark = page.locator("tbody tr").first.locator(".recommended")
+    mark = page.locator("tr.now .recommended")
     assert mark.count() == 1 and mark.get_attribute("title").startswith("not measurably slower than pp")
-    pause = page.locator("tr[data-strategy='dp=4 zero=1'] td").nth(6)
-    assert (pause.inner_text(), pause.get_attribute("title")) == ("?", "the first switch shows it")
+    pause = page.locator("tr[data-strategy='dp=4 zero=1'] td.pause")
+    assert (pause.inner_text(), pause.get_attribute("title")) == ("", "the first switch shows it")
     page.close()
 
 
-def test_drawing_and_table_stand_side_by_side_in_a_notebook(browser: Any) -> None:
+@pytest.mark.parametrize(("width", "beside"), [(950, False), (1250, True)])
+def test_the_widest_figures_fit_and_the_pictures_stand_beside_the_table_where_there_is_room(
+    browser: Any, width: int, beside: bool
+) -> None:
     table = table_of("pp")
     table["link"] = "0.287 GB/s within a node, 0.1 GB/s between nodes, 6.05 ms"
     for row in table["options"]:
@@ -365,18 +513,19 @@ def test_drawing_and_table_stand_side_by_side_in_a_notebook(browser: Any) -> Non
                 "predicted_step_s": 0.0687,
                 "moved_bytes": 10_230_000,
                 "step_bytes": 10_230_000,
+                "between_bytes": 10_230_000,
                 "switch_s": 0.0755,
                 "peak_bytes": 10_230_000,
             }
             row["memory"] = {key: 10_230_000 for key in row["memory"]}
     page = shown(browser, table)
-    page.set_viewport_size({"width": 950, "height": 800})
-    page.add_style_tag(content=".rows { padding-right: 15px; }")  # the bar of a browser with a window
+    page.set_viewport_size({"width": width, "height": 800})
 
-    drawing, rows = (page.locator(name).bounding_box() for name in (".job", ".rows"))
-    assert rows["x"] >= drawing["x"] + drawing["width"]
+    picture, rows = (page.locator(name).bounding_box() for name in (".picture", ".rows"))
+    assert (picture["x"] >= rows["x"] + rows["width"]) == beside
     assert page.eval_on_selector(".rows", "rows => rows.scrollWidth <= rows.clientWidth")
-    assert page.locator("td", has_text="67.6 ms").first.inner_text().split("\n")[::3] == ["67.6 ms", "≈ 68.7 ms"]
+    first = page.locator("tr.now")
+    assert [first.locator(f"td.{one}").inner_text() for one in ("step", "between")] == ["67.6 ms", "≈ 10.2 MB"]
     page.close()
 
 
@@ -456,6 +605,6 @@ def test_a_reader_of_the_screen_hears_outcomes_once_no_steps_and_rows_with_the_n
 
     row = page.locator("tr[data-strategy='tp=4']")
     spoken = row.get_attribute("aria-label")
-    titles = [title.split("\n")[0] for title in page.locator("th").all_inner_texts()[1:]]
+    titles = [title.split("\n")[0] for title in page.locator("th:not(.interval)").all_inner_texts()[1:]]
     assert [title for title in titles if f", {title} " not in spoken] == []
     assert row.locator("td").nth(1).inner_text().strip() in spoken

@@ -219,6 +219,30 @@ def context() -> Drawing:
     return d
 
 
+def experts() -> Drawing:
+    """Show the tokens of two ranks, each of which goes to the rank that holds its expert."""
+    chosen, kinds = ((0, 3, 1, 2), (2, 0, 3, 3)), ("dp", "tp")
+    d = Drawing(
+        "Two ranks with two experts each. A token goes to the rank of its expert, and its output comes back.", 300
+    )
+    for rank, numbers in enumerate(chosen):
+        left = 14 + rank * 206
+        d.text(left + 93, 24, f"tokens of rank {rank}", "small bold")
+        for place, number in enumerate(numbers):
+            x, home = left + place * 48, number // 2
+            d.box(x, 34, 42, 34, kinds[home], f"e{number}", "small")
+            d.arrow((x + 21, 68), (x + 21, 84), (60 + home * 206 + 24 * (rank * 2 + place % 2), 128))
+        d.box(left, 132, 186, 62, kinds[rank])
+        d.text(left + 93, 156, f"rank {rank}", "small bold")
+        d.text(left + 93, 180, f"experts e{2 * rank} and e{2 * rank + 1}", "small")
+        d.arrow((left + 93, 194), (left + 93, 222))
+    rows = [sum(number // 2 == rank for numbers in chosen for number in numbers) for rank in range(2)]
+    away = sum(number // 2 != rank for rank, numbers in enumerate(chosen) for number in numbers)
+    d.box(14, 226, 392, 34, "plain", "the outputs go back to the ranks of their tokens", "small")
+    d.text(210, 284, f"{rows[0]} and {rows[1]} tokens to compute; {away} of 8 are sent away and back", "small soft")
+    return d
+
+
 def mesh() -> Drawing:
     """Show eight ranks in a mesh of three axes."""
     d = Drawing("Eight ranks as a mesh: pp=2 stages, in each dp=2 replicas, in each tp=2 parts of every layer.", 286)
@@ -361,8 +385,8 @@ def failure() -> Drawing:
 
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "ranks": ranks, "all-reduce": all_reduce, "batch": batch, "data-parallel": data_parallel, "zero": zero,
-    "tensor": tensor, "pipeline": pipeline, "context": context, "mesh": mesh, "switch": switch, "overlap": overlap,
-    "memory": memory, "precision": precision, "failure": failure,
+    "tensor": tensor, "pipeline": pipeline, "context": context, "experts": experts, "mesh": mesh, "switch": switch,
+    "overlap": overlap, "memory": memory, "precision": precision, "failure": failure,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 from ranks import run_ranks
 
-from verify.cases import EXTRAS, FAMILIES, Case, parity_case, parity_extras, parity_matrix
+from verify.cases import EXPERTS, EXTRAS, FAMILIES, MIXTURES, Case, parity_case, parity_extras, parity_matrix
 from verify.compare import BARS, bars_of, compared
 from verify.rank_sets import in_lanes, looped, results, trained, truths
 
@@ -95,6 +95,7 @@ def test_the_matrix_leaves_nothing_out() -> None:
     by_model = {name: {case.strategy for case in cases if case.model == name} for name in {c.model for c in cases}}
     every = {strategy for family in FAMILIES.values() for strategy in family}
 
+    assert [by_model.pop(name) for name in MIXTURES] == [set(EXPERTS)] * 2
     assert by_model.pop("ten_convs") == {"ddp", "zero3", "pp=5 microbatches=8", "dp=2 pp=2"}
     assert sorted(by_model) == ["encoder", "gpt", "gpt2", "llama_of_8_heads", "llama_of_8_heads_tied"]
     assert all(strategies == every for strategies in by_model.values())

@@ -161,6 +161,12 @@ def current() -> Cluster:
     return _current
 
 
+def make_current(cluster: Cluster) -> None:
+    """Make `cluster` the one that cells and exports are about, in a program that has several."""
+    global _current
+    _current = cluster
+
+
 def is_current(name: str) -> bool:
     """Return True if this notebook's cluster is called `name`."""
     return _current is not None and not _current.ended and _current.entry.name == name

@@ -7,9 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from nbkit.errors import NbkitError
+from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.cells.connection import Connection
-from nbkit.records.record_file import old_part
+from nbkit.notebook.cluster.registry import ClusterEntry
+from nbkit.records.record_file import newest_run, old_part, written
 from nbkit.wire.messages import GetRecords
 
 _PIECES = 8  # of a megabyte, of one file at a time
@@ -53,6 +57,20 @@ class NewestRun:
             return answers
         except (NbkitError, OSError):
             return {}
+
+
+def recorded_by(entry: ClusterEntry) -> Path | None:
+    """Return the newest run of a cluster on this host, or None, without asking its ranks.
+
+    This is the run of the newest record file that the first rank has open, else the newest run in its runs/.
+    """
+    try:
+        rank = psutil.Process(entry.ranks[0].pid)
+        files = [Path(file.path) for file in rank.open_files() if Path(file.path).parent.name == "telemetry"]
+        newest = max(files, key=written, default=None)
+        return newest.parents[1] if newest is not None else newest_run(Path(rank.cwd()) / site_settings.read().runs)
+    except (psutil.Error, OSError, IndexError):
+        return None
 
 
 class _Copy:

@@ -1,4 +1,4 @@
-"""Control a training from the notebook: switch, undo, try, pause, resume, save, stop, trace; estimate strategies.
+"""Control a training from the notebook: switch, undo, try, pause, resume, learning rate, save, stop, trace.
 
 While the ranks are between two steps, a control goes to all of them as a request, and they act at a step they agree on.
 Otherwise it runs at once, as its own cell, on the newest Trainer. Either way one result comes back: a line of text, a
@@ -92,6 +92,8 @@ class ControlResult:
             return f"{ranks}, {told['old']} → {told['new']}: {moved}"
         if self.do == "resize":
             return f"{self.result['ranks']} ranks; nothing trains on them"
+        if self.do == "lr":
+            return f"learning rate {self.result['old']:g} → {self.result['new']:g} after step {self.step}"
         if self.do == "trace":
             return f"tracing steps {self.result['first']} to {self.result['last']}"
         where = f" {self.result['path']}" if self.do == "save" else ""
@@ -200,6 +202,7 @@ def proof(switched: Mapping[str, Any]) -> str:
 TICK_SECONDS = 0.03
 _TRAINS = re.compile(r"\.(fit|batches)\(")
 GRACE_SECONDS = 2.0  # a cell that has just been sent may be on its way to its first step
+END_SECONDS = 5.0  # for a cell whose training is over to end
 ANSWER_SECONDS = 2.0
 LOST_SECONDS = 5.0  # for a request to be on its way to the ranks
 TABLE_SECONDS = 1.0
@@ -240,6 +243,13 @@ class TrainingClient:
     def resume(self) -> ControlResult:
         """Continue after `pause`."""
         return self.ask("resume")
+
+    def lr(self, value: float) -> ControlResult:
+        """Set the learning rate of the Trainer at its next step boundary. A schedule keeps its shape.
+
+        value: the new rate of the first parameter group; others keep their ratio to it.
+        """
+        return self.ask("lr", value=value)
 
     def fit(self, number: int = 0) -> ControlResult:
         """After a step ran out of memory, go on with row `number` of the offered options; 0: the first that fits."""
@@ -336,18 +346,24 @@ class TrainingClient:
     def _makes_steps(self) -> bool:
         """Return True if all ranks are between two steps.
 
-        A cell that has just been sent is given time to get there. A cell that calls `fit`, or loops over `batches`, is
-        given as long as it runs: the request is kept until its training begins.
+        A cell that has just been sent is given time to get there, and a cell whose training is over is given time to
+        end. A cell that calls `fit`, or loops over `batches`, is given as long as it runs: the request is kept until
+        its training begins.
         """
         connection = self._connection
         n = connection.entry.n
+        seen = time.time()  # when it may last have been training
         while (busy := connection.busy()) is not None:
             states = connection.client.ask(range(n), GetStatus())
             if len(states) == n and all(state["training"] for state in states.values()):
                 return True
-            begins = _TRAINS.search(busy.request.source) and not any(state["trained"] for state in states.values())
             trains = any(state["training"] for state in states.values())
-            if time.time() - busy.sent > GRACE_SECONDS and not (begins or trains):
+            trained = any(state["trained"] for state in states.values())
+            begins = _TRAINS.search(busy.request.source) and not trained
+            now = time.time()
+            if trains:
+                seen = now
+            elif not begins and (now - seen > END_SECONDS if trained else now - busy.sent > GRACE_SECONDS):
                 return False
             time.sleep(TICK_SECONDS)
         return False

@@ -109,10 +109,24 @@ def collect(
         settle([replies[rank] for rank in silent if rank in replies and rank not in looks], LATE_SECONDS)
     else:
         looks = {}
+    answers = {rank: activity_in(replies[rank].result()["content"]) for rank in alive if _has_come(replies, rank)}
+    return states_of(range(entry.n), answers, looks, deaths, stacks=stacks)
+
+
+def states_of(
+    ranks: Iterable[int],
+    answers: Mapping[int, Activity],
+    looks: Mapping[int, ProcessState],
+    deaths: Mapping[int, Death],
+    *,
+    stacks: bool,
+) -> dict[int, RankState]:
+    """Return the state of each rank, from its answer, or from what was seen from outside if it did not answer."""
     states = {rank: RankState(rank, "dead", f"is dead ({death.how})") for rank, death in deaths.items()}
-    answers = {rank: _activity(replies[rank]) for rank in alive if _has_come(replies, rank)}
     cells = {PurePath(file).name: number for each in answers.values() for file, number in each.cells.items()}
-    for rank in alive:
+    for rank in ranks:
+        if rank in states:
+            continue
         answer = answers.get(rank)
         if answer is not None:
             states[rank] = RankState(rank, "answers", "", answer.line, answer, answer.stacks)
@@ -129,8 +143,9 @@ def _has_come(replies: Mapping[int, Future[Any]], rank: int) -> bool:
     )
 
 
-def _activity(reply: Future[Any]) -> Activity:
-    found = pickle.loads(base64.b64decode(reply.result()["content"]["activity"]))
+def activity_in(answer: Mapping[str, Any]) -> Activity:
+    """Return the Activity in a rank's answer to GetActivity."""
+    found = pickle.loads(base64.b64decode(answer["activity"]))
     assert isinstance(found, Activity)
     return found
 
@@ -485,6 +500,13 @@ def _doings(ranks: Iterable[int], states: Mapping[int, RankState], waiting: Mapp
             doing += f" without {_owed(rank, waiting)}"
         together.setdefault(doing, []).append(rank)
     return [f"{_subject(found)} {_verb(found, doing)}" for doing, found in together.items()]
+
+
+def at_work(states: Mapping[int, RankState], ranks: Iterable[int]) -> str:
+    """Return what these ranks do, in one line: "rank 0 waits in all_reduce; ranks 1-3 run cell 4 line 7"."""
+    clauses = _doings([rank for rank in ranks if rank in states], states, {})
+    more = f"; {len(clauses) - _CLAUSES} more groups of ranks" if len(clauses) > _CLAUSES else ""
+    return "; ".join(clauses[:_CLAUSES]) + more
 
 
 def _owed(rank: int, waiting: Mapping[int, Operation]) -> str:

@@ -1,7 +1,8 @@
 """nbkit's JavaScript as one module: what a widget and a saved page need, joined when it is read.
 
-There is no build step and no third-party code. The charts are those of TensorBoard's tab Communication. Each module
-becomes its own function, so that names never collide.
+There is no build step. The charts of a step are those of TensorBoard's tab Communication. uPlot, which is bundled as
+it was published (static/uplot), draws the curves of a run; its licence goes into every page with it. Each module of
+ours becomes its own function, so that names never collide. `colours` reads the colors of paint.js for Python.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from nbkit.errors import NbkitError
 
 _OURS = Path(__file__).parent / "static"
 _BOARDS = Path(__file__).parents[1] / "board" / "plugin" / "static"
-_MODULES = (_BOARDS / "paint.js", _BOARDS / "charts.js", _BOARDS / "grids.js", _BOARDS / "health.js")
+_PAINT = _BOARDS / "paint.js"
+_MODULES = (_PAINT, _BOARDS / "charts.js", _BOARDS / "grids.js", _BOARDS / "health.js")
 _OWN = ("curves", "rows", "dashboard")
+_UPLOT = _OURS / "uplot"
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";$', re.M)
 _EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) (\w+))", re.M)
@@ -35,17 +38,35 @@ def joined() -> str:
     """Return the module; it exports by default what anywidget asks for, and `show` for a page of data that stands
     still."""
     paths = [*_MODULES, *(_OURS / f"{name}.js" for name in _OWN)]
-    parts = [_as_function(path.stem, path.read_text()) for path in paths]
-    return "\n".join([*parts, "export const { show } = dashboard;", "export default dashboard.widget;", ""])
+    parts = map(_as_function, paths)
+    # The first line of the published file is a comment with its address; pages of ours name no address.
+    version, _, uplot = (_UPLOT / "uPlot.iife.min.js").read_text().partition("\n")
+    named = f"uPlot {version[version.index('(') : version.index(')') + 1]}"
+    uplot = f"/*!\n{named}\n{(_UPLOT / 'LICENSE').read_text().strip()}\n*/\n{uplot}"
+    return "\n".join([uplot, *parts, "export const { show } = dashboard;", "export default dashboard.widget;", ""])
+
+
+@cache
+def panel() -> str:
+    """Return the module of the strategy panel; it exports by default what anywidget requests."""
+    return "\n".join([_as_function(_PAINT), _as_function(_OURS / "panel.js"), "export default panel.widget;", ""])
+
+
+@cache
+def colours(name: str) -> dict[str, str]:
+    """Return {meaning: color as "#rrggbb"} of a set in paint.js, such as "FAMILIES"."""
+    (found,) = re.findall(rf"^export const {name} = \{{(.*?)\}}", _PAINT.read_text(), re.M | re.S)
+    return dict(re.findall(r'(\w+): "(#[0-9a-f]{6})"', found))
 
 
 @cache
 def style() -> str:
     """Return the CSS of the dashboard."""
-    return (_OURS / "dashboard.css").read_text()
+    return (_UPLOT / "uPlot.min.css").read_text() + (_OURS / "dashboard.css").read_text()
 
 
-def _as_function(name: str, source: str) -> str:
+def _as_function(path: Path) -> str:
+    name, source = path.stem, path.read_text()
     if name == "paint":
         source, count = _DARK.subn(lambda _: _ASK_PAGE, source)
         if count != 1:

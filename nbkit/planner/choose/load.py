@@ -198,6 +198,9 @@ def spans(strategy: Strategy, axis: str, node: int) -> bool:
     axis, _, level = axis.partition(" ")
     if level:
         return level == BETWEEN
+    if axis in ("ep", "edp"):
+        inner, outer = mesh.stride("dp"), mesh.stride("dp") * strategy.ep
+        return (outer if axis == "ep" else inner * strategy.dp) > node
     if axis in ("shard", "replicate"):
         inner, outer = mesh.stride("dp"), mesh.stride("dp") * strategy.shard
         return (outer if axis == "shard" else inner * strategy.dp) > node

@@ -65,10 +65,11 @@ breaking_off: list[Callable[[], None]] = []
 An abort may end only the last part of what NCCL sends and not the others, since each part uses another channel."""
 
 
-def install() -> None:
+def install(*, unlimited: bool = True) -> None:
     """Make every group of this process over a backend that nbkit knows a delegating one. A second call changes nothing.
 
-    If this torch version does not support it, groups stay torch's own.
+    If this torch version does not support it, groups stay torch's own. unlimited: a group for which the user sets no
+    time-out has none, instead of torch's default.
     """
     global _original
     if _original is not None or not CAN_DELEGATE_GROUPS:
@@ -87,7 +88,7 @@ def install() -> None:
 
     @functools.wraps(default_timeout)
     def timeout_of(backend: Any) -> timedelta:
-        return FOREVER if _delegated(backend) else default_timeout(backend)
+        return FOREVER if unlimited and _delegated(backend) else default_timeout(backend)
 
     c10d._get_default_timeout = timeout_of
     get_backend = c10d.get_backend

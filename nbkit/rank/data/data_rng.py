@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import fingerprint
+from nbkit.rank.rng.host_generators import numpy_random, seed_others
 from nbkit.rank.rng.seeding import mixed, seed_step
 from nbkit.wire.cells import ranks_text
 
@@ -35,14 +35,14 @@ def seed_host(of_job: int, step: int, rank: int) -> None:
 @contextmanager
 def own_draws() -> Iterator[None]:
     """Keep the state of numpy's and Python's generators, around a training whose steps seed them."""
-    numpy_random, python = _numpy(), random.getstate()
-    numpy = numpy_random.get_state() if numpy_random is not None else None
+    generator, python = numpy_random(), random.getstate()
+    numpy = generator.get_state() if generator is not None else None
     try:
         yield
     finally:
         random.setstate(python)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy)
+        if generator is not None:
+            generator.set_state(numpy)
 
 
 @contextmanager
@@ -95,15 +95,3 @@ class Compared:
         many = len(self.others) > 1
         which = f"Ranks {ranks_text(self.others)} hold" if many else f"Rank {self.others[0]} holds"
         return f"{which} other data than rank 0: the first or the last sample differs."
-
-
-def seed_others(value: int) -> None:
-    """Seed the generators of Python and numpy, from which models draw too."""
-    random.seed(value)
-    if (numpy_random := _numpy()) is not None:
-        numpy_random.seed(value & 0xFFFFFFFF)
-
-
-def _numpy() -> Any:
-    """Return numpy.random, or None if it is not imported: then nobody has drawn from it."""
-    return sys.modules.get("numpy.random")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nbkit.rank.data.batch import fingerprint
-from nbkit.rank.rng.seeding import Drawn
+from nbkit.rank.rng.host_generators import Drawn
 from nbkit.strategy import Strategy
 
 READ_AGAIN = "the data is read again up to sample {offset:,} of epoch {epoch}, and passed over: {why}"

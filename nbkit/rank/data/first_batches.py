@@ -91,7 +91,8 @@ class FirstBatches:
         return None
 
     def _found(self, sharded_model: ShardedModel, sample: Sample | None) -> Examined | None:
-        whole = sharded_model.strategy.tp == 1 and sharded_model.strategy.zero < 3
+        strategy = sharded_model.strategy
+        whole = strategy.tp == 1 and strategy.zero < 3 and strategy.ep == 1
 
         def run(value: Any) -> Any:
             sharded_model.data.reset()

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.rank.data.batch import pair
-from nbkit.rank.data.data_rng import seed_others
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, loss_alone, shown
@@ -55,7 +54,8 @@ from nbkit.rank.parallel.module.block_discovery import mixtures
 from nbkit.rank.parallel.proof.observe import gap, watched
 from nbkit.rank.parallel.proof.short_example import FirstRuns
 from nbkit.rank.parallel.proof.unchanged import Draws, DroppingNothing, unchanged
-from nbkit.rank.rng.draw_plan import DrawPlan, OtherGenerators
+from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.rank.rng.host_generators import OtherGenerators, seed_others
 from nbkit.rank.rng.seeding import set_seed
 
 _COUNTED = "(loss.sum(), mask.sum())"

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.data.batch import pair
-from nbkit.rank.data.data_rng import seed_others
 from nbkit.rank.loss.counted_targets import Counted, CountedTargets, labels_of, share_of
 from nbkit.rank.loss.mean_over_rows import coarsest
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
@@ -23,6 +22,7 @@ from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.module.copies import window
 from nbkit.rank.parallel.proof.observe import gradients as gradients_of
 from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.rank.rng.host_generators import seed_others
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.seeding import set_seed
 from nbkit.rank.torch_private import BatchNorm

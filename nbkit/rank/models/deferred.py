@@ -48,7 +48,8 @@ from nbkit.rank.parallel.module.copies import (
     window,
 )
 from nbkit.rank.parallel.reshard.load_local_shards import copy_part
-from nbkit.rank.rng.seeding import Drawn, build, seeded
+from nbkit.rank.rng.host_generators import Drawn
+from nbkit.rank.rng.seeding import build, seeded
 from nbkit.rank.torch_private import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from nbkit.rank.watching_mode import WatchingMode
 from nbkit.tensor_layout import Layout

@@ -316,6 +316,7 @@ def _rows(plan: ParallelPlan, found: Sequence[Finding]) -> Iterator[tuple[str, .
             refused = {"": error.what}
     split = (tensor or TensorPlan(1, (), {}, {})).describe(skeleton)
     stages = _stages(plan)
+    routed = {folded(name.rpartition(".")[0]) for name in plan.facts.routed.names} if strategy.ep > 1 else set()
     frozen = {folded(name.rpartition(".")[0]) for name, p in skeleton.named_parameters() if not p.requires_grad}
     for module, how, reason in split:
         cells = [module]
@@ -326,7 +327,7 @@ def _rows(plan: ParallelPlan, found: Sequence[Finding]) -> Iterator[tuple[str, .
         if strategy.pp > 1:
             cells.append(stages.get(module, "none"))
         if strategy.dp > 1:
-            cells.append(_over_dp(strategy))
+            cells.append(_experts_over_dp(strategy) if module in routed else _over_dp(strategy))
         if module in frozen:
             whys.append("frozen: no gradient, no optimizer state")
         yield (*cells, "; ".join(whys))
@@ -377,6 +378,11 @@ def _spelled(where: set[int], all_of: str) -> str:
     if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
         return f"{ordered[0]}-{ordered[-1]} (blocks {all_of})"
     return ", ".join(map(str, ordered))
+
+
+def _experts_over_dp(strategy: Strategy) -> str:
+    copies = strategy.dp // strategy.ep
+    return f"experts over {strategy.ep}" + (f", {copies} copies" if copies > 1 else "")
 
 
 def _over_dp(strategy: Strategy) -> str:

@@ -118,16 +118,19 @@ def forget(device: torch.device) -> None:
 
 
 def groups_along(
-    mesh: Mesh, shard: int | None, *, summed: str = "", node_of: Sequence[int] = ()
+    mesh: Mesh, shard: int | None, *, summed: str = "", node_of: Sequence[int] = (), ep: int = 1
 ) -> dict[str, list[tuple[int, ...]]]:
     """Return axis -> its groups, of all ranks. The halves of dp are included only if both are smaller than dp.
 
     summed: the axis along which gradients are all-reduced. If its groups have ranks on several nodes, its two levels
-    are included too. node_of: see `levels_of`.
+    are included too. ep: the ranks that share experts. If there are several, "ep" has their groups, and "edp" those of
+    ranks that hold the same experts. node_of: see `levels_of`.
     """
     found = {axis: mesh.groups(axis) for axis in AXES}
     if shard not in (None, 1, mesh.dp):
         found["shard"], found["replicate"] = mesh.shard_groups(shard)
+    if ep > 1:
+        found["ep"], found["edp"] = mesh.shard_groups(ep)
     levels = [levels for group in found.get(summed, ()) if (levels := levels_of(group, node_of)) is not None]
     if levels:
         found[f"{summed} {WITHIN}"] = [ranks for one in levels for ranks in one.within]
@@ -147,13 +150,14 @@ class LevelGroups:
 class Axes:
     """The groups, degrees and positions of one rank.
 
-    Axes are pp, dp, cp, tp, and the halves of dp: shard and replicate.
+    Axes are pp, dp, cp, tp, and the halves of dp: shard and replicate for zero, ep and edp for experts.
     """
 
     mesh: Mesh
     rank: int
     shard: int
     _groups: dict[str, dist.ProcessGroup | None]
+    ep: int = 1
 
     @classmethod
     def of(
@@ -166,18 +170,19 @@ class Axes:
         node_of: Sequence[int] = (),
         along: Mapping[str, list[tuple[int, ...]]] | None = None,
         make: MakeGroup | None = None,
+        ep: int = 1,
     ) -> Axes:
         """Make the groups that do not exist yet. Collective over the world.
 
-        shard: the number of ranks in a sharding group (default: dp). summed, node_of: see `groups_along`. along: what
-        it returns, if that is known.
+        shard: the number of ranks in a sharding group (default: dp). summed, node_of, ep: see `groups_along`.
+        along: what it returns, if that is known.
         """
         shard, make = mesh.dp if shard is None else shard, make or group_of
-        along = groups_along(mesh, shard, summed=summed, node_of=node_of) if along is None else along
+        along = groups_along(mesh, shard, summed=summed, node_of=node_of, ep=ep) if along is None else along
         groups = {axis: make(axis, every, rank) for axis, every in along.items()}
         if shard in (1, mesh.dp):
             groups["shard"], groups["replicate"] = (groups["dp"], None) if shard == mesh.dp else (None, groups["dp"])
-        return cls(mesh, rank, shard, groups)
+        return cls(mesh, rank, shard, groups, ep)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the group of this rank along `axis`, or None if it is alone there."""
@@ -190,6 +195,7 @@ class Axes:
         """
         halved = self.shard not in (1, self.mesh.dp)
         axes = {*AXES} - {"dp", "pp"} | {*(("shard", "replicate") if halved else ("dp",)), *(() if edges else ("pp",))}
+        axes |= {"ep", "edp"} if self.ep > 1 else set()
         levels = {f"{axis} {level}" for axis in axes for level in (WITHIN, BETWEEN)} & self._groups.keys()
         axes = levels | {axis for axis in axes if f"{axis} {WITHIN}" not in levels}
         return [group for axis in sorted(axes) if (group := self._groups.get(axis)) is not None]
@@ -203,6 +209,8 @@ class Axes:
         """Return the number of ranks along `axis`."""
         if axis in ("shard", "replicate"):
             return self.shard if axis == "shard" else self.mesh.dp // self.shard
+        if axis in ("ep", "edp"):
+            return self.ep if axis == "ep" else self.mesh.dp // self.ep
         return self.mesh.degree(axis)
 
     def index(self, axis: str) -> int:
@@ -210,6 +218,8 @@ class Axes:
         if axis in ("shard", "replicate"):
             dp = self._place["dp"]
             return dp % self.shard if axis == "shard" else dp // self.shard
+        if axis in ("ep", "edp"):
+            return self._place["dp"] % self.ep if axis == "ep" else self._place["dp"] // self.ep
         return self._place[axis]
 
     @cached_property

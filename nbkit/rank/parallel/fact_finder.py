@@ -34,6 +34,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.loss.loss_check import examine, split_by_values
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.context.positionwise import try_in_parts
+from nbkit.rank.parallel.experts.find import RoutedLayers, find_routed
 from nbkit.rank.parallel.model_facts import ModelFacts, needed_facts
 from nbkit.rank.parallel.module.block_discovery import experts_in
 from nbkit.rank.parallel.module.copies import build_again, built_again, hooked_gradient, runnable, skeleton_of
@@ -320,6 +321,11 @@ def find_facts(module: nn.Module, runs: ModelRuns, facts: ModelFacts, wanted: Co
                 brief=_followed_by(runs.brief_loss, runs.brief),
                 autocast=runs.example.autocast,
             )
+    if "routed" in wanted:
+        try:
+            found["routed"] = find_routed(module, runs.whole, rows=rows_of(runs.example.batch))
+        except Exception as error:
+            found["routed"] = RoutedLayers(why=f"{type(error).__name__}: {error}")
     try:
         _along_the_chain(module, runs, facts, wanted, found)
     except Exception as error:

@@ -86,6 +86,24 @@ def check_collectives(shard: Shard, model: ShardedModel, size: int | None, colle
         )
 
 
+def check_stages(shard: Shard, model: ShardedModel) -> None:
+    """Raise TrainingError, on every rank alike, if pipelines that share experts would make unequal numbers of passes.
+
+    The experts of a stage compute for the same stage of all pipelines.
+    """
+    ranks, count = model.axes.size("dp"), model.strategy.microbatches
+    if model.strategy.ep == 1 or count is None:
+        return
+    rows = [len(numbers_of(shard.parts, shard.total, ranks, rank)) for rank in range(ranks)]
+    if len({min(count, each) for each in rows}) > 1:
+        raise TrainingError(
+            "Pipelines that share experts make equally many forward passes, and have not as many rows for them.",
+            numbers=f"a batch of {shard.total} rows: {', '.join(map(str, rows[:8]))} on data ranks 0, 1, ...; "
+            f"{count} micro-batches",
+            hint="loading=nbkit.Loading(drop_last=True), and a batch_size of at least dp x microbatches",
+        )
+
+
 @dataclass(frozen=True)
 class Whole:
     """A global batch.

@@ -18,6 +18,7 @@ from nbkit.errors import StrategyError
 from nbkit.planner.stages import spelled, stage_ranges
 from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.parallel.context.context_parallel import Positionwise
+from nbkit.rank.parallel.experts.find import RoutedLayers
 from nbkit.rank.parallel.module.copies import homes, skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
 from nbkit.rank.parallel.proof.outside_state import OutsideUse
@@ -130,9 +131,10 @@ class ModelFacts:
     positionwise: what running the model on parts of the positions has shown. Both are None if nothing could be run.
     looked: the names of the facts that were looked for (see `needed_facts`), None if all were, or if nothing can run.
 
-    experts: the first mixture of experts, "" without one. hooked: the first parameter with a hook on its gradient.
-    astray: what in a copy of the model reads the original, "" if nothing does. again: the callable that built the model
-    can build it again. rebuilt: the callable builds the copies too, because no copy is right.
+    experts: the first mixture of experts, "" without one. routed: the layers whose experts can be spread over ranks.
+    hooked: the first parameter with a hook on its gradient. astray: what in a copy of the model reads the original, ""
+    if nothing does. again: the callable that built the model can build it again. rebuilt: the callable builds the
+    copies too, because no copy is right.
 
     coupled: what couples the rows of a batch, None if nothing was found. counted: the loss weighs the targets that
     count, None if it weighs rows. draws: what the model draws itself, None if nothing was found. collectives: the first
@@ -150,6 +152,7 @@ class ModelFacts:
     gathers: GatherPlan | None = None
     positionwise: Positionwise | None = None
     looked: frozenset[str] | None = None
+    routed: RoutedLayers = field(default_factory=RoutedLayers)
     experts: str = ""
     hooked: str = ""
     astray: str = ""
@@ -286,4 +289,6 @@ def needed_facts(strategy: Strategy) -> frozenset[str]:
         found |= {"chain", "costs"}
     if strategy.cp > 1:
         found |= {"chain", "positionwise"}
+    if strategy.ep > 1:
+        found.add("routed")
     return frozenset(found)

@@ -2,10 +2,11 @@
 
 1. pipeline: parts of other stages are dropped first, so that nothing below ever touches them;
 2. tensor: layers are cut while their parameters are still placeholders, so that no whole weight is ever made;
-3. context: attention learns to gather keys and values, around layers that are already cut;
-4. recomputation: wraps blocks whose collectives are in place, so that the second forward makes them too; or
+3. experts: layers learn to send tokens to the ranks that hold their experts, which all others let go;
+4. context: attention learns to gather keys and values, around layers that are already cut;
+5. recomputation: wraps blocks whose collectives are in place, so that the second forward makes them too; or
    compilation, of blocks that have no collectives; the head gives its logits in pieces;
-5. data: sums and shards whatever is left on this rank, as one flat set of local parameters.
+6. data: sums and shards whatever is left on this rank, as one flat set of local parameters.
 
 It follows torchtitan's `parallelize`. Here one function serves every model and every strategy.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,12 +23,16 @@ from torch import nn
 from nbkit.planner.stages import spelled
 from nbkit.rank.parallel.chunked_logits import chunk_logits, find_head
 from nbkit.rank.parallel.context.context_parallel import context_parallel
+from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
+from nbkit.rank.parallel.experts.data_axis import spread_axis
+from nbkit.rank.parallel.experts.dispatch import SpreadLayer, spread_layers
+from nbkit.rank.parallel.mine import own_linears
 from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.batch_norm import synchronised
-from nbkit.rank.parallel.module.block_discovery import structural_blocks
+from nbkit.rank.parallel.module.block_discovery import structural_blocks, within
 from nbkit.rank.parallel.module.compile import compilable, compile_blocks
-from nbkit.rank.parallel.module.copies import homes
+from nbkit.rank.parallel.module.copies import homes, replace_submodule
 from nbkit.rank.parallel.module.forward_wrapper import mark_parts, recompute, refuse_copies
 from nbkit.rank.parallel.pipeline.executor import Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
@@ -37,6 +43,7 @@ from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.whole_tensors import WholeTensors
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.schedules import Schedule
+from nbkit.techniques import class_in
 from nbkit.tensor_layout import Layout
 
 
@@ -54,6 +61,7 @@ class ShardedSkeleton:
     split: bool
     partial: Mapping[str, Sequence[str]]
     notes: Sequence[str]
+    spread: Sequence[SpreadLayer] = ()
 
     def build(self, device: torch.device) -> ShardedModel:
         """Give the module memory, and give a pipeline its channels. It sends nothing."""
@@ -65,7 +73,8 @@ class ShardedSkeleton:
             pipeline = Pipeline(self.schedule, group, index, device, edges=edges, split=self.split, peers=peers)
         strategy, found = self.plan.strategy, self.plan.facts.gathers
         gathers = found or GatherPlan()
-        data = data_axis(
+        all_but_experts = partial(
+            data_axis,
             self.module,
             self.layouts,
             axes,
@@ -80,10 +89,18 @@ class ShardedSkeleton:
             casts=self.plan.casts,
             adaptive=self.plan.options.adaptive,
             owners=self.plan.places,
+            own=class_in(strategy),
         )
-        if strategy.mesh.size > strategy.dp or (strategy.zero == 3 and axes.size("shard") > 1):
+        data: DataAxis
+        if self.spread:
+            zero, bucket, names = strategy.zero, strategy.exchange.bucket, self.plan.facts.routed.names
+            at = self.module, self.layouts, axes, self.spread, names, all_but_experts
+            data = spread_axis(*at, zero=zero, bucket=bucket, device=device, makes_up=pipeline is None)
+        else:
+            data = all_but_experts()
+        if strategy.mesh.size > strategy.dp or strategy.ep > 1 or (strategy.zero == 3 and axes.size("shard") > 1):
             mark_parts(self.module, str(strategy))
-            if strategy.tp > 1 or strategy.pp > 1 or strategy.zero == 3:
+            if strategy.tp > 1 or strategy.pp > 1 or strategy.zero == 3 or strategy.ep > 1:
                 refuse_copies(self.module, str(strategy))
         owned = WholeTensors(self.plan, self.connections, data.held, data.layouts) if self.plan.owners else None
         return ShardedModel(
@@ -117,7 +134,10 @@ def cut(
     need_chain(strategy, facts, options)
     chain, notes = facts.chain, []
 
-    in_sequence = strategy.cp == 1  # under context parallelism the positions are spread already
+    own_class = class_in(strategy)
+    linears = own_linears(own_class, axes.size("tp"), axes.index("tp")) if own_class and strategy.tp > 1 else None
+    # Under context parallelism the positions are spread already.
+    in_sequence = strategy.cp == 1 and linears is None
     staged = schedule = None
     if strategy.pp > 1 and chain is not None:
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, strategy.microbatches or 1)
@@ -129,16 +149,25 @@ def cut(
     every = chain.units if chain is not None else structural_blocks(module)
     blocks = blocks_held(module, facts, module)
     layouts = {name: facts.shapes.whole[name] for name in homes(module)}
-    partial: dict[str, tuple[str, ...]] = {}
+    partial_sums: dict[str, tuple[str, ...]] = {}
     if plan.tensor is not None:
         # Plan on the whole model, because one stage may not show what belongs together.
-        parts = tensor_parallel(module, axes, plan=plan.tensor, sequence=in_sequence)
+        parts = tensor_parallel(module, axes, plan=plan.tensor, sequence=in_sequence, own=linears)
         layouts.update(parts.layouts)
-        partial.update({name: ("tp",) for name in sorted(parts.partial)})
+        partial_sums.update({name: ("tp",) for name in sorted(parts.partial)})
         notes += parts.notes
+    spread: Sequence[SpreadLayer] = ()
+    if strategy.ep > 1:
+        routed, ranks, index = facts.routed, axes.size("ep"), axes.index("ep")
+        spread = spread_layers(module, routed.layers, axes.group("ep"), ranks, index)
+        layouts = routed.parts(layouts, ranks, index)
+        for name, places in homes(module).items():
+            if name not in layouts:
+                replace_submodule(places, None)
+        notes.append(f"the experts of {len(spread)} layers over {ranks} ranks")
     if strategy.cp > 1:
         context = context_parallel(module, axes, every, held=blocks, tried=facts.positionwise)
-        partial.update({name: (*partial.get(name, ()), "cp") for name in sorted(context.partial)})
+        partial_sums.update({name: (*partial_sums.get(name, ()), "cp") for name in sorted(context.partial)})
         notes += context.notes
     gathers = plan.gathers
     if options.recompute:
@@ -158,9 +187,12 @@ def cut(
         notes += gathers.notes
     if plan.casts is not None:
         notes.append(plan.casts.spelled(facts.shapes.skeleton))
-    units = [module.get_submodule(name) for name in blocks]
+    inside = [path for layer in facts.routed.layers for path in (layer.experts or (layer.name,))] if spread else []
+    units = [module.get_submodule(name) for name in blocks if not within(name, inside)]
     split = not (options.recompute or options.loss_chunks > 1 or (chain is not None and chain.recomputes))
-    return ShardedSkeleton(plan, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes))
+    return ShardedSkeleton(
+        plan, connections, module, layouts, units, staged, schedule, split, partial_sums, tuple(notes), spread
+    )
 
 
 def blocks_held(module: nn.Module, facts: ModelFacts, whole: nn.Module) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.value_digest import digest_of
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.rank.parallel.zero3.unit import Casts
-from nbkit.strategy import Strategy
+from nbkit.strategy import Strategy, divisors
 from nbkit.tensor_layout import Layout
 
 RankGroups = list[tuple[int, ...]]
@@ -75,26 +75,35 @@ class ParallelPlan:
     def layouts(self) -> RankLayouts:
         """Return what every rank holds. Ranks that hold the same have the same dict."""
         strategy, shapes, stages = self.strategy, self.facts.shapes, self.facts.stages(self.strategy)
-        known: dict[tuple[int, int], Layouts] = {}
-        sharded: dict[tuple[int, int, int], Layouts] = {}
+        known: dict[tuple[int, int, int], Layouts] = {}
+        sharded: dict[tuple[int, ...], Layouts] = {}
+        routed, copies = self.facts.routed.names if strategy.ep > 1 else (), strategy.dp // strategy.ep
         weights, summed, buffers = [], [], []
         for rank in range(strategy.mesh.size):
             at = strategy.mesh.index(rank)
-            here, place = stages[at["pp"]] if stages else None, (at["pp"], at["tp"])
+            here, place = stages[at["pp"]] if stages else None, (at["pp"], at["tp"], at["dp"] % strategy.ep)
             if place not in known:
                 whole = self.facts.parts(strategy.tp, at["tp"], self.options.tp_plan)
+                if strategy.ep > 1:
+                    whole = self.facts.routed.parts(whole, strategy.ep, at["dp"] % strategy.ep)
                 known[place] = whole if here is None else {n: whole[n] for n in whole if n in here.parameters}
             mine = shards = known[place]
             if strategy.zero:
                 part = at["dp"] % strategy.shard
                 if (*place, part) not in sharded:
                     sharded[*place, part] = {
-                        n: each if n in self.places else shapes.shard(each, strategy.shard, part)
+                        n: each
+                        if n in self.places
+                        else shapes.shard(each, copies, at["dp"] // strategy.ep)
+                        if n in routed
+                        else shapes.shard(each, strategy.shard, part)
                         for n, each in mine.items()
                         if self.places.get(n, part) == part
                     }
                 shards = sharded[*place, part]
-            weights.append(shards if strategy.zero == 3 else mine)
+            # The ranks that hold the same experts keep their weights whole.
+            experts = {n: mine[n] for n in routed if n in mine}
+            weights.append({**shards, **experts} if strategy.zero == 3 else mine)
             summed.append(shards)
             buffers.append(shapes.buffers if here is None else here.buffers)
         held = _with_owners(summed, self._owners_of(summed))
@@ -112,6 +121,7 @@ class ParallelPlan:
         candidates: dict[str, list[list[int]]] = {}
         for rank, at in enumerate(map(mesh.index, range(mesh.size))):
             here = self._whole & stages[at["pp"]].parameters if stages else self._whole
+            here -= self.facts.routed.names if strategy.ep > 1 else frozenset()
             for name in here:
                 places = candidates.setdefault(name, [[] for _ in range(strategy.shard)])
                 places[at["dp"] % strategy.shard].append(rank)
@@ -154,7 +164,8 @@ class ParallelPlan:
     def groups(self) -> dict[str, RankGroups]:
         """Return axis -> its groups, of all ranks. Collectives run in those of several ranks."""
         strategy = self.strategy
-        return groups_along(strategy.mesh, strategy.shard, summed=strategy.summed_axis, node_of=self.node_of)
+        summed = strategy.summed_axis
+        return groups_along(strategy.mesh, strategy.shard, summed=summed, node_of=self.node_of, ep=strategy.ep)
 
     @cached_property
     def ties(self) -> tuple[Tie, ...]:
@@ -232,6 +243,7 @@ class ParallelPlan:
         if "chain" in needed_facts(strategy):
             parts.append(facts.digest("chain"))
         parts += [self.stages, self.tensor, sorted(self.owners.items()), sorted(self.places.items())]
+        parts += [facts.digest("routed")] * (strategy.ep > 1)
         parts += [facts.digest("positionwise")] * (strategy.cp > 1) + [facts.digest("gathers")] * (strategy.zero == 3)
         return digest_of(parts)
 
@@ -274,8 +286,16 @@ def refusals(
 
     guessed: there is no batch to run, and the blocks of the model are guessed by its structure.
     """
-    needs = [_need_stages, _need_facts, _need_copies, _need_whole_gradients, need_rows, _need_outside]
-    needs += [_need_one_gradient]
+    needs = [
+        _need_stages,
+        _need_facts,
+        _need_blocks_that_run,
+        _need_copies,
+        _need_whole_gradients,
+        need_rows,
+        _need_outside,
+    ]
+    needs += [_need_one_gradient, _need_experts]
     for need in [*needs, *([] if guessed else [need_chain]), _need_gathers, _need_positionwise]:
         try:
             need(strategy, facts, options)
@@ -286,7 +306,7 @@ def refusals(
 def keeps_whole(strategy: Strategy) -> bool:
     """Return True if each rank holds the whole model, as the user built it. A job may then begin with that model
     itself."""
-    return strategy.mesh.size == strategy.dp and strategy.zero == 0
+    return strategy.mesh.size == strategy.dp and strategy.zero == 0 and strategy.ep == 1
 
 
 def parts_rows(strategy: Strategy, options: JobOptions) -> bool:
@@ -329,6 +349,21 @@ def need_chain(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
         )
 
 
+def _need_blocks_that_run(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
+    """Raise StrategyError if a random number of Python or numpy may decide whether a stage runs."""
+    if strategy.pp == 1 or facts.chain is None or facts.draws is None:
+        return
+    inside = tuple(f"{unit}." for unit in facts.chain.units if unit)
+    outside = sorted(name for name in facts.draws.hosts if not f"{name}.".startswith(inside))
+    if outside:
+        raise StrategyError(
+            f"{outside[0] or 'The model'} draws from Python's or numpy's generator outside of its blocks. Such a "
+            f"number may skip a block, and the stages of {strategy} run every block.",
+            numbers=f"{len(inside)} blocks, first {facts.chain.units[0]!r}",
+            hint="torch.rand(()) in the block itself; or a strategy without pp",
+        )
+
+
 def _need_copies(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
     """Raise StrategyError if `strategy` must copy the model and no copy is right."""
     if not keeps_whole(strategy):
@@ -362,6 +397,32 @@ def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOption
             f"{strategy} lets replicas train apart, and one rank would update tensors that tp cuts for all.",
             numbers=f"{len(options.whole_in_tp)} tensors, {strategy.dp} replicas",
             hint=f"'tp={strategy.tp}' without sync_every, or an optimizer such as AdamW",
+        )
+
+
+def _need_experts(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:
+    """Raise StrategyError if `strategy` spreads experts and the model has none that it can spread."""
+    if strategy.ep == 1:
+        return
+    without = str(replace(strategy, ep=1))
+    if not facts.routed.layers:
+        raise StrategyError(
+            f"{strategy} spreads the experts of a model, and none were found that can be spread.",
+            numbers=facts.routed.why or "no example batch was there to find them with",
+            hint=f"'{without}'; with prepare(): hints=nbkit.ModelHints(example=batch)",
+        )
+    if facts.routed.fewest < strategy.ep:
+        raise StrategyError(
+            f"{strategy} has more ranks that share experts than a layer has experts.",
+            numbers=f"ep {strategy.ep}, {facts.routed.fewest} experts in a layer",
+            hint=f"ep={max(n for n in divisors(strategy.dp) if n <= facts.routed.fewest)}",
+        )
+    if options.recompute:
+        raise StrategyError(
+            f"Under {strategy} blocks cannot be computed again in the backward pass: experts of other ranks are "
+            "part of them.",
+            numbers="compute=nbkit.Compute(recompute=True)",
+            hint=f"without recompute, or '{without}'",
         )
 
 
@@ -468,6 +529,9 @@ def _steps(plan: ParallelPlan) -> Iterator[str]:
     if strategy.cp > 1:
         count = len(facts.chain.units) if facts.chain is not None else 0
         yield f"context: {count} blocks see 1/{strategy.cp} of the positions"
+    if strategy.ep > 1:
+        count = len(facts.routed.layers)
+        yield f"experts: those of {count} layer{'s' * (count != 1)} are spread over {strategy.ep} ranks"
     if plan.options.recompute:
         yield "recomputation: blocks run again in the backward pass"
     if plan.options.loss_chunks > 1:
@@ -491,7 +555,11 @@ def _parameters(plan: ParallelPlan) -> Iterator[str]:
         return
     own, every = (sum(layout.numel for layout in some.values()) for some in (held[0], whole))
     yield f"{len(held[0])} of {len(whole)} on rank 0, which updates {own:,} of {every:,} elements"
-    parts = plan.facts.parts(strategy.tp, strategy.mesh.index(0)["tp"], plan.options.tp_plan)
+    parts = (
+        plan.layouts.weights[0]
+        if strategy.ep > 1 and strategy.zero < 3
+        else plan.facts.parts(strategy.tp, strategy.mesh.index(0)["tp"], plan.options.tp_plan)
+    )
     cut = Counter((folded(name), parts[name].shape, parts[name].local) for name in held[0] if not parts[name].is_whole)
     for (name, shape, local), count in cut.items():
         yield f"{name}{f' ({count})' if count > 1 else ''}: {_shape(local)} of {_shape(shape)}"

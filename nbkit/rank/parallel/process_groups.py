@@ -47,7 +47,7 @@ _in_use: WeakSet[Connections] = WeakSet()
 
 def connect(plan: ParallelPlan, rank: int) -> Connections:
     """Make the groups of `plan` that do not exist yet. Collective over the world."""
-    axes = Axes.of(plan.strategy.mesh, rank, shard=plan.strategy.shard, along=plan.groups)
+    axes = Axes.of(plan.strategy.mesh, rank, shard=plan.strategy.shard, along=plan.groups, ep=plan.strategy.ep)
     ties, edges = _ties(plan, rank, group_of), edge_groups(plan.strategy.mesh.groups("pp"), rank)
     made = Connections(axes, edges, ties, plan.copies, keys=frozenset(group_keys(plan)))
     _in_use.add(made)
@@ -92,7 +92,7 @@ def connect_threads(
         return None if ranks is None else meetings(axis, ranks).group_of(rank)
 
     mesh = plan.strategy.mesh
-    axes = Axes.of(mesh, rank, shard=plan.strategy.shard, along=plan.groups, make=make)
+    axes = Axes.of(mesh, rank, shard=plan.strategy.shard, along=plan.groups, ep=plan.strategy.ep, make=make)
     world = make("world", [tuple(range(mesh.size))], rank)
     ties = _ties(plan, rank, lambda _, every, rank: make("ties", every, rank))
     return Connections(axes, {}, ties, plan.copies, world)

@@ -260,7 +260,10 @@ class ShardedModel:
         """Return True if every rank has every gradient of the whole model after `backward`."""
         alone = self.strategy.mesh.size == 1
         return alone or (
-            self.strategy.mesh.size == self.strategy.dp and not self.strategy.zero and self.data.apart == 1
+            self.strategy.mesh.size == self.strategy.dp
+            and not self.strategy.zero
+            and self.strategy.ep == 1
+            and self.data.apart == 1
         )
 
     def grad_norm(self, device: torch.device) -> Tensor:

@@ -33,6 +33,7 @@ from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.reads_model import ReadsParameters
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.grad_norm import clip
+from nbkit.rank.parallel.judge import explained
 from nbkit.rank.parallel.micro_batch import ForwardPass, micro_batches, most_passes, whole_of
 from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.batch_norm import batch_norms, check_buffers, watched
@@ -55,7 +56,7 @@ from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.schedules import type_of
 from nbkit.strategy import Strategy, divisors
-from nbkit.techniques import Settings
+from nbkit.techniques import Settings, class_in, key_of
 from nbkit.tensor_layout import Layout
 
 _CPU = torch.device("cpu")
@@ -424,13 +425,17 @@ class StepProof:
 def tiny(strategy: Strategy) -> Strategy:
     """Return the smallest strategy that is composed as `strategy` is. More ranks of dp do what two of them do.
 
-    Keys about how gradients are sent are left out. If the strategy still has too many ranks to
+    Keys about how gradients are sent are left out, except a user's class. If the strategy still has too many ranks to
     run, it gets fewer stages and fewer parts of the positions.
     """
     groups = 2 if strategy.shard < strategy.dp else 1
     shard = min(strategy.shard, 2)
     dp = min(strategy.dp, groups * shard if strategy.zero else 2)
-    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=(), settings=Settings())
+    ep = min(strategy.ep, 2)
+    if ep > 1:  # with a second group if the strategy has several
+        dp = shard = 2 * ep if strategy.ep < strategy.dp else ep
+    kept = Settings.of({name: value for name, value in strategy.settings.items() if key_of(name).rehearsed})
+    small = replace(strategy, dp=dp, ep=ep, shard=shard if strategy.zero else 0, speeds=(), settings=kept)
     for axis in ("pp", "cp"):
         for degree in reversed(divisors(getattr(strategy, axis))):
             if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):
@@ -466,6 +471,8 @@ def prove_step(
     two rows of one position BatchNorm divides by the difference of two numbers, and a rounding error grows layer by
     layer. This last attempt runs in float64.
     """
+    if (own := class_in(plan.strategy)) is not None and (wrong := explained(own)) is not None:
+        return StepProof(wrong)
     if plan.facts.astray:
         return StepProof(unproven=plan.facts.astray)
     how: dict[str, Any] = {"loss": loss, "inputs": inputs, "optimizer": optimizer, "microbatch_size": microbatch_size}
@@ -545,7 +552,7 @@ _DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
 
 def _cuts(strategy: Strategy) -> bool:
     """Return True if a rank computes with a part of the model or of a row."""
-    return strategy.dp < strategy.mesh.size or strategy.zero == 3
+    return strategy.dp < strategy.mesh.size or strategy.zero == 3 or strategy.ep > 1
 
 
 def _unmakeable(small: Strategy, facts: ModelFacts, example: Any, size: int) -> str:
@@ -645,7 +652,7 @@ def _told(error: Exception) -> str:
 
 def _hint(strategy: Strategy, facts: ModelFacts | None = None) -> str:
     sends = facts is not None and facts.collectives  # on the same ranks under ddp
-    if strategy.dp < strategy.mesh.size or (strategy.zero and not sends):
+    if strategy.dp < strategy.mesh.size or ((strategy.zero or strategy.ep > 1) and not sends):
         return "another strategy, such as 'ddp'"
     return "%cluster start -n 1   trains it on one rank"
 

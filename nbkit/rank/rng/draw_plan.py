@@ -1,8 +1,9 @@
 """Finds which random draws of a model have the rows of the batch along dim 0, and tracks parts of tensors.
 
 The model is run on two rows and on three. A draw that grows with the rows gives each row its own numbers. Any other
-draw is one for the whole batch, which every rank and every micro-batch repeats. Draws that cannot be keyed are recorded
-with the module they are in.
+draw is one for the whole batch, which every rank and every micro-batch repeats. So are numbers of Python's and numpy's
+generators, if a module draws as many for two rows as for three. Draws that cannot be keyed are recorded with the module
+they are in.
 
 An `extent` is the part of a logical tensor that a forward pass works on. A strategy that gives a rank a part of the
 positions, heads or features puts an extent around the code that works on the part. Dropout then draws the slice of the
@@ -18,8 +19,6 @@ Extents are kept in a context variable, so they belong to a thread. Autograd rec
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,19 +40,25 @@ Place = tuple[int, int, int]
 class DrawPlan:
     """The draws of a model. shared: draws that are one for the whole batch.
 
-    unkeyed: draws that each rank makes by itself, with their modules.
+    unkeyed: draws that each rank makes by itself, with their modules. hosts: the names of modules whose draws from
+    Python's or numpy's generators are one for the whole batch.
     """
 
     shared: frozenset[Place] = frozenset()
     unkeyed: tuple[str, ...] = ()
+    hosts: frozenset[str] = frozenset()
 
 
 @dataclass
 class DrawTrace:
-    """The draws of one forward pass: dim 0 of each keyed draw, 0 for a scalar; and the draws that are not keyed."""
+    """The draws of one forward pass: dim 0 of each keyed draw, 0 for a scalar; and the draws that are not keyed.
+
+    hosts: generator of Python or numpy and module -> its states after each part of the module that drew from it.
+    """
 
     lengths: dict[Place, int] = field(default_factory=dict)
     unkeyed: dict[str, None] = field(default_factory=dict)
+    hosts: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
     replacing: bool = False
 
     def note(self, what: str, module: str) -> None:
@@ -73,7 +78,13 @@ class DrawTrace:
 def plan_of(two: DrawTrace, three: DrawTrace) -> DrawPlan:
     """Return the plan that follows from the traces of passes with two rows and with three."""
     shared = {place for place, length in two.lengths.items() if three.lengths.get(place) == length}
-    return DrawPlan(frozenset(shared), tuple(two.unkeyed))
+    uneven = [
+        f"{what} in {module or 'the model'}"
+        for what, module in two.hosts.keys() | three.hosts.keys()
+        if two.hosts.get((what, module)) != three.hosts.get((what, module))
+    ]
+    hosts = () if uneven else {module for _, module in two.hosts}
+    return DrawPlan(frozenset(shared), (*two.unkeyed, *sorted(uneven)), frozenset(hosts))
 
 
 class Elsewhere(WatchingMode):
@@ -93,25 +104,6 @@ class Elsewhere(WatchingMode):
             own = (kwargs or {}).get("generator") is not None
             self._trace.note("a generator of the model's" if own else f"torch's {name}", self._where())
         return func(*args, **(kwargs or {}))
-
-
-class OtherGenerators:
-    """A watcher that tells whether Python's or numpy's generator was used since the last call of `changed`."""
-
-    def __init__(self) -> None:
-        self._seen = self._now()
-
-    def changed(self) -> list[str]:
-        """Return the names of the generators that were used since the last call."""
-        before, self._seen = self._seen, self._now()
-        return [name for name, state in self._seen.items() if before.get(name) != state]
-
-    def _now(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"Python's random": random.getstate()}
-        if (numpy := sys.modules.get("numpy")) is not None:
-            kind, key, *rest = numpy.random.get_state()
-            found["numpy.random"] = (kind, key.tobytes(), *rest)
-        return found
 
 
 KINDS = ("sequence", "head", "feature")

@@ -6,7 +6,8 @@ generator state is used, so ranks, micro-batches, pipeline stages and recomputat
 
 Every draw is intercepted: nn.Dropout and similar modules, F.dropout, the dropout inside scaled_dot_product_attention
 and nn.MultiheadAttention, and draws that a model makes by the functions of random_ops.py. Such a draw either has the
-rows along dim 0, or is one for the whole batch. draw_plan.py runs the model to find out which. If it was not run, dim 0
+rows along dim 0, or is one for the whole batch. Python's and numpy's generators are seeded for each call of a module
+that draws from them, and restored afterwards. draw_plan.py runs the model to find out which. If it was not run, dim 0
 holds rows if it is a multiple of their number.
 
 No fused attention kernel accepts a mask. With `fused`, for models where the unfused attention costs too much, the
@@ -35,8 +36,9 @@ from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import rows_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.proof.observe import watched
-from nbkit.rank.rng.draw_plan import DrawPlan, DrawTrace, Elsewhere, OtherGenerators, Place, place_of, plan_of
+from nbkit.rank.rng.draw_plan import DrawPlan, DrawTrace, Elsewhere, Place, place_of, plan_of
 from nbkit.rank.rng.dropout_masks import coordinates, dropped, key_of, random_bits
+from nbkit.rank.rng.host_generators import Drawn, OtherGenerators, seed_others
 from nbkit.rank.rng.random_ops import DRAWS, RANDOM, Draw
 from nbkit.rank.torch_private import DropoutNd, graph_task_id
 
@@ -93,7 +95,8 @@ _BITS = (1 << 62) - 1
 class _Call:
     """A module that is being called. number: distinguishes this call from the module's other calls in the pass.
 
-    draws: the number of draws in this call. hook: the hook that saw the call; None outside of all modules.
+    draws: the number of draws in this call. hook: the hook that saw the call; None outside of all modules. outside: the
+    generators of Python and numpy before the call, if the call draws from them.
     """
 
     path: int
@@ -101,6 +104,7 @@ class _Call:
     sequence_first: bool
     draws: int = 0
     hook: _Enter | None = None
+    outside: Drawn | None = None
 
 
 @dataclass
@@ -205,8 +209,8 @@ class KeyedDropout:
             return names.get(now.stack[-1].path, "") if now is not None else ""
 
         def look(module: str) -> None:
-            for name in others.changed():
-                trace.note(name, module)
+            for name, state in others.changed().items():
+                trace.hosts.setdefault((name, module), []).append(state)
 
         def enter(*_: Any) -> None:
             look(where())
@@ -270,10 +274,11 @@ def find_draws(module: nn.Module, run: Callable[[int], Any]) -> DrawPlan | None:
     keyed, traces = KeyedDropout(module, 0), list[DrawTrace]()
     try:
         for rows in (2, 3):
+            seed_others(0)  # so that states of Python's and numpy's generators can be compared
             with torch.no_grad(), keyed.traced(rows) as trace:
                 run(rows)
             traces.append(trace)
-            if not trace.lengths and not trace.unkeyed:
+            if not trace.lengths and not trace.unkeyed and not trace.hosts:
                 return None
     finally:
         keyed.release()
@@ -437,7 +442,11 @@ class _Enter:
             # other stages.
             within = ((caller.number * 1000003) ^ caller.path) & _BITS
             now.calls[within, self.path] = count = now.calls.get((within, self.path), -1) + 1
-            now.stack.append(_Call(self.path, (within * 31 + count) & _BITS, self.sequence_first, hook=self))
+            call = _Call(self.path, (within * 31 + count) & _BITS, self.sequence_first, hook=self)
+            if now.plan is not None and self.name in now.plan.hosts:
+                call.outside = Drawn.so_far()
+                seed_others(key_of(now.key, call.path, call.number))
+            now.stack.append(call)
         elif self.drew and graph_task_id() != -1:
             raise TrainingError(
                 f"{self.name or 'The model'} is computed again in the backward pass, and would draw other numbers.",
@@ -450,7 +459,8 @@ class _Enter:
 
 def _leave(_: nn.Module, __: Any, ___: Any) -> None:
     if (now := _passing.get()) is not None and len(now.stack) > 1:
-        now.stack.pop()
+        if (outside := now.stack.pop().outside) is not None:
+            outside.restore()
 
 
 def _follow(module: nn.Module) -> None:

@@ -5,13 +5,9 @@ It also builds the module that trains, and checks that it can be trained.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -74,26 +70,6 @@ def generators_left_alone() -> Iterator[None]:
 def generators_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
     """Return a context that restores torch's generators afterwards. It does nothing in `generators_left_alone`."""
     return nullcontext() if _left_alone.get() else accelerator().generators_kept(devices)
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """States of the generators of Python and numpy. Steps do not seed them, and models and data may use them."""
-
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def so_far(cls) -> Drawn:
-        """Return the current states."""
-        numpy = sys.modules.get("numpy")
-        return cls(random.getstate(), numpy.random.get_state() if numpy is not None else None)
-
-    def restore(self) -> None:
-        """Restore the generators, so that the draws since then are repeated."""
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
 
 
 def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torch.device) -> nn.Module:

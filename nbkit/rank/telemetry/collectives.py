@@ -47,9 +47,13 @@ class DeviceCall:
         self._first = accelerator().stamp()
         self._stalls: list[tuple[Event, Event]] = []
 
-    def ended_in_stream(self) -> None:
-        """Note that it was enqueued on the current stream itself, which therefore stands still from begin to end."""
-        self._stalls.append((self._first, accelerator().stamp()))
+    def ended_in_stream(self) -> tuple[Event, Event]:
+        """Note that the current stream stands still for it from begin to end, such as for what was enqueued on it.
+
+        Return the events at the two ends.
+        """
+        self._stalls.append(ends := (self._first, accelerator().stamp()))
+        return ends
 
     def stall(self, first: Event, work: Any) -> None:
         """Note that the current stream was made to wait for `work`, from `first` on."""
@@ -140,7 +144,7 @@ BATCH = "batch"
 """The operation that waits for several messages issued as one. Its parts carry the bytes."""
 
 MODES = ("off", "count", "time")
-_AXES = (*AXES, "shard", "replicate")
+_AXES = (*AXES, "shard", "replicate", "ep", "edp")
 
 
 class GroupInfo:
@@ -232,8 +236,11 @@ class _IsUsers(dict[str, bool]):
 class Ring:
     """The newest `size` calls (a power of two). Older ones are overwritten. Any thread may put, any thread may read.
 
-    end: how many have been put. generation: how many of them before this generation of the world began.
+    end: how many have been put. generation: how many of them before this generation of the world began. backward: how
+    many before the backward pass that runs now, in a program that listens; None outside of one.
     """
+
+    backward: int | None = None
 
     def __init__(self, size: int = 1 << 14) -> None:
         self._slots: list[CollectiveCall | None] = [None] * size

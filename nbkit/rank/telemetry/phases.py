@@ -134,9 +134,14 @@ class StepClock:
             self._complete = False
         self.state = state
 
-    def insert(self, state: str, start: int, stop: int) -> None:
-        """Insert `state` from `start` until `stop`, which is now, if it is known only afterwards. On the host alone."""
-        if self.laps is None or self._on_device or self.state == OUTSIDE or not self._in_charge():
+    def insert(self, state: str, start: Stamp, stop: Stamp) -> None:
+        """Insert `state` from `start` until `stop`, which is now, if it is known only afterwards.
+
+        Stamps of the host are not inserted among those of a device.
+        """
+        if self.laps is None or isinstance(start, int) is self._on_device:
+            return
+        if self.state == OUTSIDE or not self._in_charge():
             return
         if len(self.laps) < _LAPS_AT_MOST:
             self.laps += [(state, start), (self.state, stop)]

@@ -51,6 +51,7 @@ from nbkit.rank.train.switch.exchange_cache import ExchangeCache, Kinds
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.schedules import checked_sizes
 from nbkit.strategy import Strategy
+from nbkit.techniques import class_in
 
 T = TypeVar("T")
 Model = nn.Module | Callable[[], nn.Module] | Pretrained
@@ -222,6 +223,7 @@ class Builder:
         self._connected: dict[ParallelPlan, Connections] = {}
         self._connecting = threading.RLock()
         self.step_proofs: dict[Strategy, StepProof] = {}
+        self._classes: dict[Strategy, type] = {}  # the user's class with which a strategy was proven
         self.computing: weakref.ref[ShardedModel] | None = None  # the sharded model that the job uses now
         self._ready: ShardedSkeleton | None = None  # prepared for the next sharded model, if the strategy is the same
         self._beside: tuple[Strategy | None, float] = None, 0.0
@@ -341,7 +343,8 @@ class Builder:
             warn_of(self._unchecked(strategy))
         # The places of the ranks do not change a step. So a strategy that differs only in them needs no new proof.
         composed = strategy.composed
-        if composed not in self._agreed:
+        # A user may give another class at any time. A strategy with one is proven at each use, on all ranks alike.
+        if composed not in self._agreed or "mine" in composed.settings:
             self.plan(strategy)
             proofs = [self._step_proof(strategy) if self.rank == 0 else StepProof()]
             if self.world_size > 1:
@@ -378,6 +381,9 @@ class Builder:
         beside: run it while the model trains, from any thread. Raises NotAside where that is impossible.
         """
         strategy = strategy.composed
+        if (own := class_in(strategy)) is not None and own is not self._classes.get(strategy):
+            self._classes[strategy] = own
+            self.step_proofs.pop(strategy, None)
         if strategy not in self.step_proofs:
             config = self.config
             prove = partial(

@@ -74,6 +74,7 @@ from nbkit.rank.train.step.optimizer_state import OptimizerHandle, settings_of
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step import TrainingStep
 from nbkit.rank.train.step.step_stats import StepResult
+from nbkit.rank.train.step.weight_average import refuse_shown
 from nbkit.rank.train.switch.switch import Switcher
 from nbkit.rank.train.transaction import TrainingState
 from nbkit.rank.world import meeting, world
@@ -703,6 +704,7 @@ class Job:
                 numbers=f"it has made {step_boundary.training().step} steps",
                 hint="wait, or stop it",
             )
+        refuse_shown(self, "A training")
         if not joins:
             if owner is None:
                 meeting.meet("a loop over job.batches")
@@ -890,7 +892,7 @@ class Job:
                 held=self.sharded_model.held.values(),
                 strategy=self.strategy,
                 cost_model=self.cost_model,
-                peak=self.training_step.counted.peak,
+                counts=self.training_step.counted,
             )
 
     def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:

@@ -24,6 +24,7 @@ from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.replace.backup import Contents, copy_into, host_memory
 from nbkit.rank.train.step.optimizer_state import forget, take_settings
+from nbkit.rank.train.step.weight_average import refuse_shown
 from nbkit.rank.train.transaction import Savepoint
 from nbkit.records.events import Checkpointed
 
@@ -90,6 +91,7 @@ class Snapshots:
 
         Collective. Raises TrainingError, on every rank, if there is none.
         """
+        refuse_shown(self._job, "A rewind")
         job, before = self._job, self._job.step
         self._saves.collect(wait=True)
         job.sync.resync()

@@ -50,6 +50,7 @@ from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary
 from nbkit.rank.train.snapshots import Snapshots
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import LrSchedule
+from nbkit.rank.train.step.weight_average import averaging
 from nbkit.rank.train.switch.compare import compare, try_out
 from nbkit.rank.world import meeting
 from nbkit.records.events import Checkpointed, LrChanged, Switched
@@ -72,9 +73,9 @@ class Trainer:
     mean loss is `eval_loss` in `history`. eval_every: steps between two evaluations. inputs: for dicts, the names of
     the entries that the model takes; `loss` then gets (output, batch). seed: the seed of weights, order and dropout.
     callbacks: functions of (trainer, record), called after each step; a GPU is waited for, so that the model is that of
-    the record. name: the name of the run. log_dir: the parent of the run's directory, which %dashboard and TensorBoard
-    read; None: keep no records. sinks: objects with a method write(event), which gets each step and event on rank 0.
-    progress: print the moving line.
+    the record. `nbkit.WeightAverage` is one. name: the name of the run. log_dir: the parent of the run's directory,
+    which %dashboard and TensorBoard read; None: keep no records. sinks: objects with a method write(event), which gets
+    each step and event on rank 0. progress: print the moving line.
 
     Settings that most trainings leave alone are fields of option values, each with a docstring of its own:
     loading: how samples become batches, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: what is
@@ -128,6 +129,7 @@ class Trainer:
         if checkpoints.path is not None:
             checkpoints = replace(checkpoints, path=user_path(checkpoints.path).absolute())
         name = None if name is None else str(name)
+        optimizer, callbacks = averaging(callbacks, optimizer)
         loop = LoopSettings(
             data=data,
             batch_size=batch_size,

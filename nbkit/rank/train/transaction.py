@@ -48,7 +48,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.pipeline.p2p import meet
 from nbkit.rank.parallel.reshard.plain_attributes import take_along, take_objects_along
 from nbkit.rank.parallel.sharded_model import ShardedModel
-from nbkit.rank.rng.seeding import Drawn
+from nbkit.rank.rng.host_generators import Drawn
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.train.step.model_handle import Shown, shown_by

@@ -169,9 +169,17 @@ def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str,
         if code.co_filename == _C10D and collectives.mode() != "time":
             last = delegating_group.last_issued()  # the handles have no information if nothing is timed
             return None if last is None else replace(last, line=line)
-        if code.co_filename == _AUTOGRAD and (call := _oldest(lambda call: call.is_open)) is not None:
+        if code.co_filename == _AUTOGRAD and (call := _oldest(_may_be_open)) is not None:
             return _operation(call, cells, line)  # torch's DDP waits in C++, within the backward pass
     return None
+
+
+def _may_be_open(call: CollectiveCall) -> bool:
+    """Return True if a call is under way, or may be: nobody has heard its end, or waited for it in this backward."""
+    if call.is_open:
+        return True
+    unknown = not call.heard and call.waited is None and call.peer is None and call.on_device is None
+    return unknown and collectives.ring.backward is not None and call.number >= collectives.ring.backward
 
 
 def _being_issued(frame: FrameType, line: CodeLine | None) -> Operation | None:

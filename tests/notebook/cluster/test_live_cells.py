@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -142,6 +143,17 @@ def test_a_switch_that_comes_too_late_acts_when_the_training_has_ended(two: Clus
     assert two.run("len(trainer.fit(2)), str(trainer.strategy)").values[0] == (2, "dp=2 zero=2")
 
 
+def test_a_switch_waits_for_a_cell_whose_training_has_just_ended(two: Cluster, tmp_path: Path) -> None:
+    over = tmp_path / "over"
+    two.run(TRAINER + "\nimport pathlib")
+    handle = two.run(f"trainer.fit(1)\npathlib.Path({str(over)!r}).touch()\ntime.sleep(2.5)", detach=True)
+    while not over.exists():
+        time.sleep(0.02)
+
+    assert two.training.switch("zero2").strategy == "dp=2 zero=2"
+    assert handle.status == "ok"
+
+
 def test_every_switch_says_what_was_predicted_of_it(two: Cluster, training: CellHandle) -> None:
     """Compare with what the ranks predict. They do not wait for a table: no panel has been looked at."""
     panels = controller_of(two)
@@ -155,6 +167,7 @@ def test_every_switch_says_what_was_predicted_of_it(two: Cluster, training: Cell
     assert undone.predicted["switch_s"] > 0  # two switches are known to it
 
 
+@pytest.mark.long
 def test_a_switch_between_two_fits_says_what_was_predicted_of_it(two: Cluster) -> None:
     two.run(f"{TRAINER}\ntrainer.fit(2)")
     two.training.switch("zero3")

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import nbkit
+from nbkit.notebook.widgets.javascript import colours
 
-PAINT = Path(nbkit.__file__).parent / "notebook" / "board" / "plugin" / "static" / "paint.js"
-PANEL = Path(nbkit.__file__).parent / "notebook" / "widgets" / "static" / "panel.css"
+NOTEBOOK = Path(nbkit.__file__).parent / "notebook"
 GROUNDS = ("#ffffff", "#23272e")
 IDLE = ("#dfe3e8", "#3c434d")
 CELLS = ("#eeeeee", "#424242")  # of JupyterLab's themes, behind the bars of ranks
@@ -87,17 +87,13 @@ def test_the_difference_is_that_of_the_published_pairs() -> None:
 
 
 def colours_of(name: str) -> dict[str, str]:
-    """Return meaning -> colour of a set in paint.js, of the AXES of the panel, or of the LAPS of a step.
+    """Return meaning -> colour of a set in paint.js, or of the LAPS of a step.
 
     LAPS are the parts of a step, moment by moment: those of COLOURS, with compute as forward and backward.
     """
     if name == "LAPS":
         return {**colours_of("COLOURS"), **{key: colours_of("PASSES")[key] for key in ("F", "B")}}
-    if name == "AXES":
-        return dict(re.findall(r"--(dp|zero|tp|pp): (#\w{6})", PANEL.read_text()))
-    ((_, found),) = re.findall(rf"export const {name} = ([\{{\[])(.*?)[\}}\]]", PAINT.read_text(), re.S)
-    named = dict(re.findall(r'(\w+): "(#\w{6})"', found))
-    return named or {str(place): colour for place, colour in enumerate(re.findall(r"#\w{6}", found))}
+    return colours(name)
 
 
 @pytest.mark.parametrize("by", SEEN_BY)
@@ -108,8 +104,7 @@ def colours_of(name: str) -> dict[str, str]:
         ("MEMORY", GROUNDS),
         ("PASSES", IDLE),
         ("LAPS", IDLE),
-        ("STRATEGIES", GROUNDS),
-        ("AXES", CELLS),
+        ("FAMILIES", GROUNDS + CELLS),
     ],
 )
 def test_the_colours_of_a_set_are_told_apart(name: str, grounds: tuple[str, ...], by: str) -> None:
@@ -117,14 +112,41 @@ def test_the_colours_of_a_set_are_told_apart(name: str, grounds: tuple[str, ...]
 
     assert len(colours) >= 3
     for one, other in itertools.combinations([*colours, *grounds], 2):
-        if {one, other} != set(grounds):
+        if not {one, other} <= set(grounds):
             assert apart(seen(one, by), seen(other, by)) >= APART, (one, other)
 
 
 def test_what_is_no_shade_of_the_same_has_a_colour_of_its_own() -> None:
     """Compare the panel with the dashboard: both can stand in one notebook."""
-    sets = [set(colours_of(name).values()) for name in ("COLOURS", "MEMORY", "STRATEGIES", "AXES")]
+    sets = [set(colours_of(name).values()) for name in ("COLOURS", "MEMORY", "FAMILIES")]
 
     for these, those in itertools.combinations(sets, 2):
         for one, other in itertools.product(these, those):
             assert apart(seen(one, "everybody"), seen(other, "everybody")) >= 9, (one, other)
+
+
+def test_a_dot_of_a_family_is_seen_on_light_and_dark_ground_and_its_name_is_read_on_its_colour() -> None:
+    def light(colour: str) -> float:
+        values = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        parts = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+        return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((light(one), light(other)))
+        return (high + 0.05) / (low + 0.05)
+
+    for colour in colours("FAMILIES").values():
+        assert contrast(colour, "#ffffff") >= 2.4 and contrast(colour, "#23272e") >= 3, colour
+        assert max(contrast(colour, ink) for ink in ("#16181c", "#ffffff")) >= 4.2, colour
+
+
+def test_no_view_has_a_colour_of_a_strategy_of_its_own() -> None:
+    """All of them take FAMILIES of paint.js."""
+    ours = set(colours("FAMILIES").values())
+    files = [path for path in NOTEBOOK.rglob("*") if path.suffix in (".py", ".js", ".css") and path.name != "paint.js"]
+
+    assert len(files) > 30
+    assert [path.name for path in files if ours & set(re.findall(r"#\w{6}", path.read_text()))] == []
+    for name in ("panel.js", "curves.js", "charts.js"):  # panel; dashboard and report; TensorBoard's tab
+        (path,) = NOTEBOOK.rglob(name)
+        assert "FAMILIES" in path.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,8 @@ from nbkit.notebook.widgets.panel.view import (
     Lost,
     State,
     SwitchedElsewhere,
-    axis_of,
     checked,
+    family_of,
     in_table,
     job_view,
     previewed,
@@ -161,6 +162,18 @@ def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
     assert by_name["pp=4 schedule=1f1b microbatches=8"]["payback"] == "25 steps"
 
 
+def test_a_row_has_the_numbers_that_it_is_sorted_and_drawn_by() -> None:
+    rows = rows_of(state_of(Looked(answer_of(table_of()))))
+    values = rows["tp=4"]["values"]
+
+    assert (values["step"], values["low"], values["high"]) == (0.03, 0.029, 0.031)
+    assert (values["peak"], values["memory"], values["payback"]) == (3_000_000, 1_000_000, 50)
+    assert rows["pp=4 schedule=1f1b microbatches=8"]["values"]["step"] == 0.02
+    assert rows["dp=4"]["values"]["pause"] is rows["dp=4 zero=1"]["values"]["step"] is None
+    assert rows["dp=4 zero=3"]["payback"] == "never" and rows["dp=4 zero=3"]["values"]["payback"] is None
+    assert "Infinity" not in json.dumps(list(rows.values())) and rows["cp=4"]["values"] == {}
+
+
 def test_bars_are_of_the_limit_where_it_is_near() -> None:
     roomy, tight = (
         {row["strategy"]: row for row in job_view(state_of(Looked(answer_of(table_of(limit_bytes=limit)))))["rows"]}
@@ -184,11 +197,18 @@ def test_the_rest_of_the_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "axis"),
-    [("dp=4", "dp"), ("dp=4 zero=3", "zero"), ("dp=2 tp=2 zero=1", "tp"), ("pp=4 schedule=1f1b microbatches=8", "pp")],
+    ("strategy", "family"),
+    [
+        ("dp=4", "dp"),
+        ("dp=4 zero=3", "zero"),
+        ("dp=2 tp=2 zero=1", "tp"),
+        ("pp=4 schedule=1f1b microbatches=8", "pp"),
+        ("dp=2 cp=2", "cp"),
+        ("tp=2 pp=2 schedule=1f1b", "mixed"),
+    ],
 )
-def test_the_colour_is_that_of_the_axis_that_cuts(strategy: str, axis: str) -> None:
-    assert axis_of(strategy) == axis
+def test_the_family_is_the_axis_that_divides_the_model(strategy: str, family: str) -> None:
+    assert family_of(strategy) == family
 
 
 def test_a_typed_line_is_read_as_everywhere_else() -> None:
@@ -210,7 +230,8 @@ def test_a_typed_strategy_without_a_row_has_the_figures_that_ranks_predict_of_it
     assert verdict["ok"] and not in_table(state, verdict["strategy"]) and in_table(state, like["strategy"])
     row = previewed(state, verdict, option)["row"]
     shown = next(one for one in job_view(state)["rows"] if one["strategy"] == like["strategy"])
-    assert row == {**shown, "strategy": verdict["strategy"], "sends": "≈ 7 MB", "recommended": False}
+    values = {**shown["values"], "sends": 7_000_000}
+    assert row == {**shown, "strategy": verdict["strategy"], "sends": "≈ 7 MB", "recommended": False, "values": values}
     assert previewed(state, verdict, {}) == verdict
     refused = previewed(state, verdict, {**option, "ok": False, "untried": False, "why": "no two blocks", "memory": {}})
     assert not refused["ok"] and refused["why"] == refused["row"]["why"] == "no two blocks"
@@ -281,11 +302,14 @@ def test_of_a_cluster_that_is_gone_nothing_can_be_pressed() -> None:
     assert not any(pulse_view(state_of(Looked(answer_of(table_of())), Lost("the cluster has ended")))["can"].values())
 
 
-def test_the_recommended_strategy_comes_first_with_its_peak_and_is_named() -> None:
+def test_the_recommended_strategy_keeps_its_place_and_is_named_with_its_peak() -> None:
     state = reduce(State("c", 4), Looked(answer_of(table_of())))
-    first, *others = job_view(state)["rows"]
-    assert first["recommended"] and first["strategy"].startswith("pp=4") and first["peak"] == "≈ 3 MB"
-    assert not any(row["recommended"] for row in others)
+    rows = job_view(state)["rows"]
+    (found,) = [row for row in rows if row["recommended"]]
+    assert found["strategy"].startswith("pp=4") and found["peak"] == "≈ 3 MB"
+    assert [row["strategy"] for row in rows if row["ok"]] == [
+        row["strategy"] for row in state.table["options"] if row["ok"]
+    ]
     assert "recommended: pp=4" in text_of(state) and "→ pp=4" in text_of(state)
 
 
@@ -334,8 +358,7 @@ def test_within_the_margin_of_the_steps_nothing_pays_back_and_what_runs_now_is_r
     state = state_of(Looked(paced(0.04, 0.015, 0.055)))
     assert rows_of(state)["tp=4"]["payback"] == "within noise"
     assert rows_of(state)["tp=4"]["margin"] == "29–31 ms of 20 steps"
-    first = job_view(state)["rows"][0]
-    assert (first["strategy"], first["recommended"]) == ("dp=4", True)
+    assert rows_of(state)["dp=4"]["recommended"]
     assert "recommended: dp=4, not measurably slower than pp, and it runs now" in text_of(state)
     few = state_of(Looked(paced(0.04)))
     assert rows_of(few)["dp=4"]["margin"] == "of 20 steps" and rows_of(few)["tp=4"]["payback"] == "within noise"

@@ -107,6 +107,7 @@ def trained(world: Any, make: Callable[[], nn.Module], strategies: list[str]) ->
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "strategies"), [(Taught, ["ddp", "zero2", "tp"]), (partial(Taught, follows=False), ["pp", "zero3"])]
 )
@@ -386,11 +387,11 @@ class Skipping(nn.Module):
         return x
 
 
-def test_draws_of_python_are_named_and_not_taken_for_rows_that_depend_on_each_other() -> None:
+def test_draws_of_python_are_not_taken_for_rows_that_depend_on_each_other() -> None:
     drawn = random.getstate()
     for _ in range(4):  # with unequal draws two looks in three would differ
         said = nbkit.check(built(Skipping), "zero2", batch(), 2, loss=F.mse_loss)
-        assert said.ok and "Python's random in the model" in str(said), str(said)
+        assert said.ok and "not keyed by row" not in str(said), str(said)
     assert random.getstate() == drawn
 
 

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jobs import quiet
@@ -108,14 +109,32 @@ class Noisy(nn.Module):
         return self.head(x + torch.rand(LENGTH, WIDTH, dtype=x.dtype) * torch.rand(())).mean(1)
 
 
+class Skipping(nn.Module):
+    """A model that skips blocks by Python's numbers, as LayerDrop does, and scales its output by one of numpy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)) for _ in "1234"
+        )
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x) if random.random() < 0.8 else x
+        return self.head(x * (1 + np.random.rand())).mean(1)
+
+
 class Other(nn.Module):
-    """A model whose random numbers cannot be keyed."""
+    """A model whose random numbers cannot be keyed: it draws one of Python's for each row."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head, self.draw = nn.Linear(WIDTH, 3), torch.Generator().manual_seed(1)
         self.mixed = nn.Identity()
-        self.mixed.forward = lambda x: x + random.random()  # type: ignore[method-assign]
+        self.mixed.forward = lambda x: x + torch.tensor([random.random() for _ in x])[:, None, None]  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.randn(x.shape, generator=self.draw)
@@ -138,6 +157,12 @@ def test_what_the_model_draws_is_found_and_named() -> None:
     noisy = Noisy()
     plan = find_draws(noisy, lambda rows: noisy(x[:rows].double()))
     assert plan is not None and len(plan.shared) == 4 and plan.unkeyed == ()
+
+    skipping = Skipping()
+    drawn = find_draws(skipping, lambda rows: skipping(x[:rows].double()))
+    assert drawn is not None and drawn.hosts == {""} and drawn.unkeyed == ()
+    said = check(skipping, "pp=2 microbatches=2", [x[:2].double(), torch.zeros(2, dtype=torch.long)])
+    assert not said.ok and "outside of its blocks" in str(said)
 
     model = Other()
     plan = find_draws(model, lambda rows: model(x[:rows]))
@@ -227,6 +252,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "noisy": {"model": Noisy, "data": data(), "loading": nbkit.Loading(shuffle=False)},
     # There is no example beforehand. On two ranks a draw for all rows is as long as the rows of a rank.
     "streamed": {"model": Noisy, "data": Stream(), "loading": nbkit.Loading(shuffle=None)},
+    "skipping": {"model": Skipping, "data": data(), "loading": nbkit.Loading(shuffle=False)},
     "gpt": {"model": gpt, "data": texts(), "loss": of_texts},
     "towers": {"model": Towers, "data": texts(), "loss": of_texts},
 }
@@ -237,6 +263,8 @@ STRATEGIES: dict[tuple[str, str], dict[str, Any]] = {
     ("noisy", "zero3"): {"compute": nbkit.Compute(microbatch_size=1)},
     ("noisy", "tp"): {},
     ("streamed", "zero3"): {},
+    ("skipping", "zero3"): {"compute": nbkit.Compute(microbatch_size=1)},
+    ("skipping", "tp"): {},
     ("towers", "pp"): {},
 }
 ALSO: dict[tuple[str, str], dict[str, Any]] = {
@@ -250,6 +278,7 @@ ALSO: dict[tuple[str, str], dict[str, Any]] = {
 }
 ALONE: dict[tuple[str, str], dict[str, Any]] = {
     ("noisy", "ddp"): {"compute": nbkit.Compute(microbatch_size=4)},
+    ("skipping", "ddp"): {"compute": nbkit.Compute(microbatch_size=4)},
     ("gpt", "ddp"): {},
     ("towers", "ddp"): {},
 }

@@ -446,6 +446,7 @@ def compiled(world: World) -> Any:
     return next(model.parameters()).grad.sum().item(), summed(torch.ones(2)).tolist()
 
 
+@pytest.mark.long
 def test_compiled_models_and_functions_go_through_the_groups() -> None:
     first, second = run_ranks(compiled, 2)
     assert first == second and first[1] == [5.0, 5.0]

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -113,8 +114,14 @@ class NoScreen(PlainScreen):
         return
 
 
+showing: ContextVar[Screen | None] = ContextVar("showing", default=None)
+"""The screen of what is sent in this context, for a program that is no notebook; None: that of the notebook."""
+
+
 def here() -> Screen:
-    """Return the screen of the caller: the current notebook cell, or stdout."""
+    """Return the screen of the caller: `showing` if it is set, else the current notebook cell, or stdout."""
+    if (screen := showing.get()) is not None:
+        return screen
     kernel = getattr(notebook_shell(), "kernel", None)
     if kernel is None:
         return PlainScreen()

@@ -22,6 +22,7 @@ from nbkit.notebook.cluster.cells.handle import TICK_SECONDS
 from nbkit.notebook.cluster.cells.stop import begin_stop
 from nbkit.notebook.cluster.cluster import Cluster, current
 from nbkit.notebook.cluster.training_control import ControlResult, stopped
+from nbkit.notebook.widgets import javascript
 from nbkit.notebook.widgets.panel.view import (
     Asked,
     Finished,
@@ -236,7 +237,9 @@ class StrategyPanel:
     def still(self) -> dict[str, Any]:
         """Return what it shows, as text: a MIME bundle that needs no kernel."""
         text = repr(self)
-        return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+        # Pages made of a notebook set a plain <pre> in the font of their text, and break its lines.
+        style = "font-family:monospace;white-space:pre;overflow-x:auto"
+        return {"text/plain": text, "text/html": f"<pre style='{style}'>{html.escape(text)}</pre>"}
 
     def __repr__(self) -> str:
         return text_of(self.controller.state)
@@ -260,7 +263,7 @@ def _widget(controller: PanelController) -> Any:
     class Panel(anywidget.AnyWidget):  # type: ignore[misc, name-defined, no-any-unimported]
         """Python tells by traits; the page asks by messages: a trait that it sets may arrive only once in a cell."""
 
-        _esm = STATIC / "panel.js"
+        _esm = javascript.panel()
         _css = STATIC / "panel.css"
         job = traitlets.Dict().tag(sync=True)
         pulse = traitlets.Dict().tag(sync=True)

@@ -148,7 +148,10 @@ _HELD_WORDS = {
     "zero": "a part on each rank (zero)",
     "tp": "a slice of every layer (tp)",
     "pp": "whole blocks, stage by stage (pp)",
+    "cp": "a copy on every rank, which computes some of the positions (cp)",
+    "mixed": "the model is divided in more than one way",
 }
+"""What a rank holds, by family of strategies: see `family_of`."""
 
 
 def pulse_view(state: State) -> dict[str, Any]:
@@ -194,7 +197,6 @@ def job_view(state: State) -> dict[str, Any]:
     options = _fresh(table, state.pace)
     choice = recommended(options, limit, table["strategy"])
     rows = [_row(row, table, options, choice.strategy) for row in options]
-    rows.sort(key=lambda row: (not row["recommended"], not row["current"]))
     return {
         "cluster": state.cluster,
         "strategy": table["strategy"],
@@ -209,24 +211,28 @@ def job_view(state: State) -> dict[str, Any]:
         "ranks": table["ranks"],
         "blocks": [{"name": block["name"], "size": _count(block["parameters"])} for block in table["blocks"]],
         "held": table["held"],
-        "axis": axis_of(table["strategy"]),
+        "family": family_of(table["strategy"]),
         "legend": _HELD_WORDS,
         "nodes": table["nodes"],
         "link": table["link"],
         "limit": size(limit) if limit is not None else "",
-        "rows": [row for row in rows if row["ok"]] + [row for row in rows if not row["ok"]],
+        "limit_bytes": limit,
+        # The order is that of the table, so that a row keeps its place. Only what is refused is at the end.
+        "rows": sorted(rows, key=lambda row: not (row["ok"] or row["untried"])),
     }
 
 
-def axis_of(strategy: str) -> str:
-    """Return the axis that cuts a block among ranks: "tp", "zero", "pp" (no block is cut, each lies on one stage), or
-    "dp"."""
-    keys = dict(word.split("=", 1) for word in strategy.split())
-    if "tp" in keys:
-        return "tp"
-    if "zero" in keys:
-        return "zero"
-    return "pp" if "pp" in keys else "dp"
+def family_of(strategy: str) -> str:
+    """Return the family of a strategy: how it divides the model. Each family has a color, in paint.js.
+
+    "tp", "pp" or "cp" if one of these axes divides it, "mixed" if several do. Otherwise "zero" if the data axis divides
+    what a rank holds, and "dp" if it does not. familyOf in paint.js is the same rule.
+    """
+    keys = {word.partition("=")[0] for word in strategy.split()}
+    axes = [axis for axis in ("tp", "pp", "cp") if axis in keys]
+    if axes:
+        return axes[0] if len(axes) == 1 else "mixed"
+    return "zero" if "zero" in keys else "dp"
 
 
 def checked(state: State, text: str) -> dict[str, Any]:
@@ -371,7 +377,7 @@ def _row(
         "current": current,
         "recommended": row["strategy"] == best,
         "held": row["held"],
-        "axis": axis_of(row["strategy"]),
+        "family": family_of(row["strategy"]),
         "arithmetic": row["arithmetic"] or "",
         "cut": row["cut"],
         "memory": size(memory["after"]) if row["ok"] else "",
@@ -382,13 +388,35 @@ def _row(
         "memory_words": _memory_words(memory, current=current)
         + (f" At the peak of a step it holds {_bytes(peak, row['peak_counted'])}." if peak is not None else "")
         + (f" It has room for {size(limit)}." if limit is not None else ""),
-        "sends": _sends(row) if row["ok"] else "",
+        "sends": _bytes(row["step_bytes"], row["sent_counted"]) if row["ok"] else "",
+        "between": f"≈ {size(row['between_bytes'])}" if row["ok"] and row.get("between_bytes") is not None else "",
         "moved": "" if current or not row["ok"] else size(row["moved_bytes"]),
         "pause": "" if current or not row["ok"] else seconds(row["switch_s"]),
         "step": _step(row) if row["ok"] else "",
         "predicted": _predicted(row) if row["ok"] and row["step_s"] is not None else "",
         "margin": _margin(row) if row["ok"] else "",
+        "interval": _interval(row) if row["ok"] else "",
         "payback": "" if current or now is None else _payback(row["switch_s"], row, now),
+        "values": _values(row, now, current=current) if row["ok"] else {},
+    }
+
+
+def _values(row: Mapping[str, Any], now: Mapping[str, Any] | None, *, current: bool) -> dict[str, float | None]:
+    """Return the numbers of a row, for sorting and for the picture; None for a number that is not known or infinite."""
+    measured = row["step_s"] is not None
+    low, high = bounds_of(row) if measured else (None, None)
+    back = None if current or now is None else _steps_back(row["switch_s"], row, now)
+    return {
+        "memory": row["memory"]["after"],
+        "peak": row["peak_bytes"],
+        "between": row.get("between_bytes"),
+        "step": row["step_s"] if measured else row["predicted_step_s"],
+        "low": low or None,
+        "high": high if high is not None and math.isfinite(high) else None,
+        "sends": row["step_bytes"],
+        "moved": None if current else row["moved_bytes"],
+        "pause": None if current else row["switch_s"],
+        "payback": back if back is not None and math.isfinite(back) else None,
     }
 
 
@@ -416,13 +444,6 @@ def _predicted(row: Mapping[str, Any]) -> str:
     return f"≈ {seconds(predicted)}" if predicted is not None else ""
 
 
-def _sends(row: Mapping[str, Any]) -> str:
-    """Return what a rank sends and, on several nodes, what all ranks send between nodes."""
-    between = row.get("between_bytes")
-    own = _bytes(row["step_bytes"], row["sent_counted"])
-    return own + (f"; ≈ {size(between)} between nodes" if between is not None else "")
-
-
 def _levers(found: Mapping[str, Any]) -> str:
     """Return what keys of a strategy would save, in a sentence; "" where nothing."""
     if not found:
@@ -431,31 +452,45 @@ def _levers(found: Mapping[str, Any]) -> str:
 
 
 def _margin(row: Mapping[str, Any]) -> str:
-    """Between what the median of the steps lies, of how many, and how long ago; "" of what was not measured."""
+    """Return the interval of the median of the steps, of how many, and how long ago; "" if it was not measured."""
     if row["step_s"] is None:
         return ""
     count, ago = f"of {_steps(row['step_steps'])}", row["step_ago"]
     count += f", {_steps(ago)} ago" if ago else ""
+    return f"{_interval(row)} {count}".strip()
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    """Return the interval in which the median of the measured steps lies; "" if it is not known."""
+    if row["step_s"] is None:
+        return ""
     low, high = bounds_of(row)
-    if math.isinf(high):
-        return count
-    return f"{between(low, high)} {count}"
+    return "" if math.isinf(high) else between(low, high)
 
 
 def _payback(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the number of steps after which a switch has paid for its pause, if the three figures are known."""
+    steps = _steps_back(pause, row, now)
+    if steps is None:
+        return ""
+    if math.isnan(steps):
+        return "within noise"
+    return "never" if math.isinf(steps) else _steps(int(steps))
+
+
+def _steps_back(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
+    """Return the same as a number: infinity for never, NaN if the intervals of both steps overlap, None if unknown."""
     step, step_now = (one["step_s"] if one["step_s"] is not None else one["predicted_step_s"] for one in (row, now))
     if pause is None or step is None or step_now is None:
-        return ""
+        return None
     (low, high), (low_now, high_now) = (
         bounds_of(one) if one["step_s"] is not None else (one["predicted_step_s"],) * 2 for one in (row, now)
     )
     if low < high_now and low_now < high:
-        return "within noise"
+        return math.nan
     if step >= step_now:
-        return "never"
-    steps = math.ceil(pause / (step_now - step) - 1e-6)
-    return _steps(max(steps, 1))
+        return math.inf
+    return max(float(math.ceil(pause / (step_now - step) - 1e-6)), 1.0)
 
 
 def _steps(count: int) -> str:
@@ -480,7 +515,7 @@ def _drawing(job: Mapping[str, Any]) -> list[str]:
             gap + eighths[_eighth(held["rows"][row][place])] * 2 for gap, row in zip(gaps, held["ranks"], strict=True)
         )
         lines.append(f"{block['name']:<{width}}  {' '.join(shown)}  {block['size']}")
-    return [*lines, f"{'':<{width}}  {job['legend'][job['axis']]}"]
+    return [*lines, f"{'':<{width}}  {job['legend'][job['family']]}"]
 
 
 def _eighth(fraction: float) -> int:
@@ -488,7 +523,19 @@ def _eighth(fraction: float) -> int:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = ("strategy", "memory", "peak", "step", "margin", "predicted", "sends", "moved", "pause", "payback")
+    columns = (
+        "strategy",
+        "memory",
+        "peak",
+        "step",
+        "margin",
+        "predicted",
+        "sends",
+        "between",
+        "moved",
+        "pause",
+        "payback",
+    )
     heads = (
         "strategy",
         "memory per rank",
@@ -497,11 +544,14 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         "",
         "sent in a step",
+        "between nodes",
         "to move",
         "pause",
         "pays back in",
     )
-    table = text_table(heads, [[row[key] for key in columns] for row in rows])
+    shown = [place for place, key in enumerate(columns) if key != "between" or any(row[key] for row in rows)]
+    cells = [[row[columns[place]] for place in shown] for row in rows]
+    table = text_table([heads[place] for place in shown], cells)
     marks = ["  ", *("* " if row["current"] else "→ " if row["recommended"] else "  " for row in rows)]
     return [mark + line for mark, line in zip(marks, table.splitlines(), strict=True)]
 

@@ -20,6 +20,7 @@ sends: nbkit/techniques/.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from nbkit.rank.parallel.data_parallel.buckets import Links
 from nbkit.rank.parallel.data_parallel.ddp import Replicas, ReplicaSetup
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.mine import OwnShards, own_replicas
 from nbkit.rank.parallel.module.copies import homes, is_placeholder, parameter_like, replace_submodule
 from nbkit.rank.parallel.reshard.redistribute import emptied
 from nbkit.rank.parallel.zero3.unit import Casts
@@ -59,22 +61,25 @@ def data_axis(
     casts: Casts | None = None,
     adaptive: bool = False,
     owners: Mapping[str, int] = _NOBODY,
+    own: type | None = None,
 ) -> DataAxis:
     """Give the skeleton `module` memory, and return its data axis. Local; sends nothing.
 
     layouts: canonical name -> what this rank's tensor parallelism and pipeline left of the global tensor. exchange,
     settings: of the strategy. adaptive: see Options. owners: for zero 1 and 2, name -> the place in the sharding group
-    of the rank that updates the whole tensor. For zero 3: units: the blocks that are gathered one at a time, in
-    the order in which forward runs them; keep: gather once, in the first forward, and release in `finish` (pipelines,
-    whose forwards precede their backwards); ahead: how many units are gathered before the backward pass comes to them;
+    of the rank that updates the whole tensor. own: for zero 0 and 1, a user's class (nbkit/techniques/mine.py). For
+    zero 3: units: the blocks that are gathered one at a time, in the order in which forward runs them; keep: gather
+    once, in the first forward, and release in `finish` (pipelines, whose forwards precede their backwards); ahead: how
+    many units are gathered before the backward pass comes to them;
     rooted: names of parameters in units that are gathered with the root, and stay as long; proven: a forward and a
     backward pass have worked with these units, so that the first need not be watched; casts: parameters that are
     gathered in the dtype of autocast where that is on.
     """
     if zero == 0 or axes.size("shard") == 1:
-        return _replicated(module, layouts, axes, exchange, settings, adaptive)
+        return _replicated(module, layouts, axes, exchange, settings, adaptive, own)
     if zero < 3:
-        return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero, bucket=exchange.bucket, owners=owners)
+        make = ShardedOptimizer if own is None else partial(OwnShards, own=own)
+        return make(module, layouts, Links.of(axes), zero=zero, bucket=exchange.bucket, owners=owners)
     links = Links.of(axes)
     return ShardedParameters(
         module, layouts, links, units=units, keep=keep, ahead=ahead, rooted=rooted, proven=proven, casts=casts
@@ -107,18 +112,26 @@ def _replicated(
     exchange: GradientExchange,
     settings: Mapping[str, Any],
     adaptive: bool,
+    own: type | None,
 ) -> Replicas:
-    """Return a data axis under which every rank holds everything."""
-    for name, places in homes(module).items():
-        param = getattr(*places[0])
-        if is_placeholder(param):  # else the module is the user's own, and trains as it is
-            memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
-            replace_submodule(places, parameter_like(memory, param))
+    """Return the data axis of a strategy under which every rank holds everything."""
     ranks, index, group, levels = axes.size("dp"), axes.index("dp"), axes.group("dp"), axes.levels("dp")
     setup = ReplicaSetup(ranks, index, group, levels, exchange.bucket, adaptive)
     for name, value in settings.items():
         if (engine := engine_of(key_of(name))) is not None:
             setup = _changed(setup, engine, name, value)
+    if own is not None and ranks > 1:
+        setup = own_replicas(own, setup)
+    return replicated(module, layouts, setup)
+
+
+def replicated(module: nn.Module, layouts: Mapping[str, Layout], setup: ReplicaSetup) -> Replicas:
+    """Return a data axis under which every rank of `setup` holds all parameters of `module`, in these `layouts`."""
+    for name, places in homes(module).items():
+        param = getattr(*places[0])
+        if is_placeholder(param):  # else the module is the user's own, and trains as it is
+            memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
+            replace_submodule(places, parameter_like(memory, param))
     found = setup.build(module)
     found.lay_out(layouts)
     return found

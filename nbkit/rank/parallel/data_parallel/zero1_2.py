@@ -210,7 +210,7 @@ _ANSWER_S = 3.0
 """A rank that was broken off in a step waits so long for the other ranks' updates of the step before."""
 
 
-class _Bucket(Bucket):
+class ShardBucket(Bucket):
     """Neighbouring parameters of one dtype. grads: this rank's part of the gradient of each, once summed."""
 
     def __init__(
@@ -267,7 +267,7 @@ class _Bucket(Bucket):
         self.packing.unpack(matrix[:, : self.packing.width], [p.detach().view(-1) for p in self.params])
 
 
-class ShardedOptimizer(BucketedAxis[_Bucket | OwnedBucket]):
+class ShardedOptimizer(BucketedAxis[ShardBucket | OwnedBucket]):
     """The data axis of zero 1 or 2 for `module`, a skeleton; see data_axis.
 
     owners: name -> the place in the group of the rank that updates the whole tensor.
@@ -367,11 +367,11 @@ class ShardedOptimizer(BucketedAxis[_Bucket | OwnedBucket]):
         found = [*super()._chunks(parts), *super()._chunks([each for each in trained if each[0] in self._owners])]
         return sorted(found, key=lambda names: at[names[-1]])
 
-    def _bucket(self, names: Sequence[str]) -> _Bucket | OwnedBucket:
+    def _bucket(self, names: Sequence[str]) -> ShardBucket | OwnedBucket:
         wholes, buffer = [self._params[name] for name in names], self.zero == 1
         if names[0] in self._owners:
             owners = [self._owners[name] for name in names]
             mine = [self.held[name] for name in names if name in self.held]
             return OwnedBucket(wholes, mine, owners, self.links, self._flight, buffer=buffer)
         held = [self.held[name] for name in names]
-        return _Bucket(wholes, held, self.links, self._flight, buffer=buffer)
+        return ShardBucket(wholes, held, self.links, self._flight, buffer=buffer)

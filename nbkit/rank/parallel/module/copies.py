@@ -43,7 +43,8 @@ from torch.overrides import TorchFunctionMode
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.proof.outside_state import outside_kept
 from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
-from nbkit.rank.rng.seeding import Drawn, seeded
+from nbkit.rank.rng.host_generators import Drawn
+from nbkit.rank.rng.seeding import seeded
 
 _CACHED = type(functools.lru_cache(lambda: None))
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}

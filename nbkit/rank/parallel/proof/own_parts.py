@@ -23,7 +23,7 @@ from nbkit.rank.parallel.module.copies import homes, marked, parts_of, reaches, 
 from nbkit.rank.parallel.proof.observe import gap
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
-from nbkit.rank.rng.seeding import Drawn
+from nbkit.rank.rng.host_generators import Drawn
 from nbkit.rank.torch_private import tree_leaves
 
 Run = Callable[[nn.Module], Any]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.data.batch import call, on_device, pair, pick, rows_of
-from nbkit.rank.data.data_rng import seed_others
 from nbkit.rank.data.sample_rows import undrawn
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
@@ -24,6 +23,7 @@ from nbkit.rank.parallel.proof.observe import gap
 from nbkit.rank.parallel.proof.outside_state import OutsideState, OutsideUse, find_caches, find_outside
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.rank.rng.host_generators import seed_others
 from nbkit.rank.rng.keyed_dropout import find_draws
 from nbkit.rank.torch_private import tree_leaves
 from nbkit.rank.watching_mode import WatchingMode

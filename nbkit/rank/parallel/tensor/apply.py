@@ -19,9 +19,11 @@ from torch import nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.mine import OwnColumn, OwnRow
 from nbkit.rank.parallel.module.copies import homes, is_placeholder, parameter_like, placeholder, replace_submodule
 from nbkit.rank.parallel.tensor.attention import SplitAttention, sizes_of_part
 from nbkit.rank.parallel.tensor.layers import (
+    Around,
     ColumnParallel,
     GatheredOutputs,
     Head,
@@ -76,12 +78,13 @@ def tensor_parallel(
     *,
     plan: TensorPlan | Mapping[str, str] | None = None,
     sequence: bool = True,
+    own: Any = None,
 ) -> TensorSplit:
     """Reduce `module` in place to this rank's part along the axis tp: parameters, attributes and forwards.
 
     plan: made from the whole model by `plan_of`, or the user's roles if `module` is the whole model. A placeholder is
     replaced by a smaller one, a real parameter by its part. sequence: also split positions between the maps where the
-    structure allows it.
+    structure allows it. own: an object of a user's class that computes the maps of pairs (nbkit/techniques/mine.py).
     Every rank of the axis must get the same inputs. All of them compute the same loss.
     Raises StrategyError if a size does not divide, or if it is not known how to split something.
     """
@@ -91,7 +94,7 @@ def tensor_parallel(
         return TensorSplit(layouts, frozenset(), (), ())
     team = TpGroup(group, axes.size("tp"), axes.index("tp"))
     chosen = plan if isinstance(plan, TensorPlan) else plan_of(module, team.size, plan)
-    surgery, rows = _Surgery(module, team, chosen), tuple(chosen.describe(module))
+    surgery, rows = _Surgery(module, team, chosen, own), tuple(chosen.describe(module))
     surgery.apply(sequence)
     return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), rows)
 
@@ -103,8 +106,8 @@ def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int, *, sequ
 
 
 class _Surgery:
-    def __init__(self, module: nn.Module, team: TpGroup, plan: TensorPlan) -> None:
-        self.module, self.team = module, team
+    def __init__(self, module: nn.Module, team: TpGroup, plan: TensorPlan, own: Any = None) -> None:
+        self.module, self.team, self.own = module, team, own
         self.places = homes(module)
         self.names = {(id(part), name): first for first, found in self.places.items() for part, name in found}
         self.params = {first: found[0][0]._parameters[found[0][1]] for first, found in self.places.items()}
@@ -173,11 +176,17 @@ class _Surgery:
         for path in pair.columns:
             part = self.parts[path]
             self._cut_columns(path, part, pair.widths[path])
-            put_around(part, ColumnParallel, _link=link)
+            self._put(part, ColumnParallel, OwnColumn, link)
         for path in pair.rows:
             part = self.parts[path]
             self._cut_rows(path, part)
-            put_around(part, RowParallel, _link=link)
+            self._put(part, RowParallel, OwnRow, link)
+
+    def _put(self, part: nn.Module, kind: type[Around], own: type[Around], link: PairState) -> None:
+        if self.own is None or adapters(part):
+            put_around(part, kind, _link=link)
+        else:
+            put_around(part, own, _link=link, _own=self.own)
 
     def _cut_packed(self, pair: Pair, link: PairState) -> None:
         part: Any = self.parts[pair.owner]

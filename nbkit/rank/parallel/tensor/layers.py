@@ -139,12 +139,16 @@ class PairState:
                 stack.enter_context(extent(kind, self.team.bounds(total)[0], total))
             return present()
 
-    def end(self, partial: Tensor, bias: Tensor | None) -> Tensor:
-        """Note that the row map has run. Return `partial` summed over the ranks, plus the bias once."""
+    def leave(self) -> None:
+        """Note that the row map has run."""
         if self._outside is not None:
             _present.set(self._outside)
         self.reset()
         self.ended = True
+
+    def end(self, partial: Tensor, bias: Tensor | None) -> Tensor:
+        """Note that the row map has run. Return `partial` summed over the ranks, plus the bias once."""
+        self.leave()
         group = self.team.group
         y = reduce_scatter_seq(partial, group, 1) if self.sequence else reduce_from(partial, group)
         return y if bias is None else y + bias.to(y.dtype)

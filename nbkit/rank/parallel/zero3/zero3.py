@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,9 @@ def weakly(method: Callable[..., None], unit: Unit) -> Callable[..., None]:
 
     return call
 
+
+Pass = Literal["evaluation", "forward", "backward"]
+"""evaluation: a forward without gradients."""
 
 Stop = tuple[bool, int]
 """(True to gather the unit, False to reduce its gradients; number of the unit)"""
@@ -422,9 +425,13 @@ class GatherOrder:
         gathers, number = self._tour.step()
         unit = self._units[number]
         if not gathers:
+            self._before_reduce(number)
             unit.reduce(self._flight)
         elif not self._kept and not unit.here:
             unit.gather()
+
+    def _before_reduce(self, number: int) -> None:
+        """Note that the gradients of a unit are about to be reduced."""
 
     def _end_backward(self) -> None:
         while not self._tour.done:
@@ -448,6 +455,10 @@ class GatherOrder:
     def _guard(self, guarded: bool) -> None:
         for unit in self._units:
             unit.guard(guarded)
+
+
+def alone(number: int, which: Pass) -> None:
+    """Do nothing beside the units of a pass; see ShardedParameters.meanwhile."""
 
 
 class ShardedParameters(GatherOrder, DataAxis):
@@ -479,6 +490,9 @@ class ShardedParameters(GatherOrder, DataAxis):
             part = slot.layout.part(0, links.ranks, links.index) if slot.layout.local else slot.layout
             self._add(name, slot.shard, part, (slot.shard.data, part), slot.shard, places)
         self._passes = 1
+        self.meanwhile: Callable[[int, Pass], None] = alone
+        """Called in a pass that this rank does not make, when the others are done with a unit: (its number, pass)."""
+        self._absent = False
         self._hooks = watch(self, self._units, blocks)
         self.reset()
 
@@ -515,6 +529,7 @@ class ShardedParameters(GatherOrder, DataAxis):
     def reset(self, *, passes: int = 1) -> None:
         self._passes, self._made = passes, 0
         self._armed, self._by_user = False, not passes
+        self._absent = False
         self._flight.forget()
         self._rest()
         for unit in self._units:
@@ -590,18 +605,29 @@ class ShardedParameters(GatherOrder, DataAxis):
 
     def absent(self, *, backward: bool = False) -> None:
         before: Unit | None = None
-        for unit in [unit for unit in self._units if not unit.here]:
+        which: Pass = "forward" if backward else "evaluation"
+        for number, unit in enumerate(self._units):
+            if unit.here:
+                continue
             unit.gather()
             if before is not None:
+                self.meanwhile(number - 1, which)
                 before.close()
             if unit is self._root and self._stays and not backward:
                 unit.open()
             else:
                 before = unit
+        self.meanwhile(len(self._units) - 1, which)
         if before is not None:
             before.close()
         if backward:
+            self._absent = True
             self._end_backward()
+            self._absent = False
+
+    def _before_reduce(self, number: int) -> None:
+        if self._absent:
+            self.meanwhile(number, "backward")
 
     def close(self) -> None:
         while self._hooks:

@@ -16,6 +16,7 @@ from nbkit.rank.parallel.reshard.plain_attributes import put
 from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.manifest import writable
 from nbkit.rank.train.runs_dir import check_room
+from nbkit.rank.train.step.weight_average import refuse_shown
 from nbkit.rank.world import meeting
 
 Job = Any  # nbkit.rank.train.job's, which imports this file
@@ -23,6 +24,7 @@ Job = Any  # nbkit.rank.train.job's, which imports this file
 
 def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
     """Write a checkpoint: see Job.save. Collective."""
+    refuse_shown(job, "A checkpoint")
     path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory meanwhile
     meeting.meet("save")
     job.builder.template.check_saves(job.strategy)
@@ -72,6 +74,7 @@ def opened(job: Job, path: str | Path) -> checkpoint.Saved:
 
 def load(job: Job, saved: checkpoint.Saved) -> None:
     """Load a checkpoint: see Job.load. Collective."""
+    refuse_shown(job, "A load")
     job.builder.template.check_saves(job.strategy)
     about = saved.about
     with job.integrity.changing():

@@ -79,7 +79,10 @@ def allocate(
     kinds: Mapping[str, Mapping[str, torch.dtype]],
     numbers: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Give `optimizer` empty state for the parameters here. kinds: name -> {key: dtype}; numbers: see `scalars`."""
+    """Give `optimizer` empty state for the parameters here. kinds: name -> {key: dtype}; numbers: see `scalars`.
+
+    The average of weights in a checkpoint is left out if this training keeps none.
+    """
     # Fused and capturable optimizers keep their counters beside the parameters.
     beside = {
         id(p)
@@ -89,10 +92,14 @@ def allocate(
     }
     for name, param in sharded_model.held.items():
         for key, dtype in kinds.get(name, {}).items():
+            if not optimizer_state.has_place(optimizer, key):
+                continue
             where = getattr(optimizer, "state_device", param.device)
             empty = emptied(torch.empty(param.shape, dtype=dtype, device=where))
             optimizer_state.remember(optimizer, param, key, empty)
         for key, value in numbers.get(name, {}).items():
+            if not optimizer_state.has_place(optimizer, key):
+                continue
             # The moments of a scalar parameter are numbers too. They are on the device of the parameter.
             follows = isinstance(value, Tensor) and (value.ndim or (param.ndim == 0 and key != "step"))
             device = param.device if id(param) in beside or follows else "cpu"

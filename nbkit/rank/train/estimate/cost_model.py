@@ -17,7 +17,7 @@ from torch import nn
 from nbkit.errors import NbkitError
 from nbkit.planner.exchange import orders, placed
 from nbkit.planner.forecast import Forecast, Term, terms_of
-from nbkit.planner.job_facts import Cuts, Facts, Weight, held
+from nbkit.planner.job_facts import Cuts, Facts, Routed, Weight, held
 from nbkit.planner.link_speed import between_nodes
 from nbkit.planner.stages import best_places, place, ranks_of_stages
 from nbkit.planner.step import StepTraffic, StepUnit, link_seconds
@@ -84,7 +84,18 @@ class CostModel:
         Call it after an optimizer step, when the optimizer state exists and can be counted.
         """
         rest, traffic = tuple(self.census.at_rest(strategy)), self.of_all_ranks(strategy)
-        return Forecast(since, str(strategy), rest, traffic, self.between_nodes(strategy))
+        return Forecast(since, str(strategy), rest, traffic, self.between_nodes(strategy), self._peaks(strategy))
+
+    def _peaks(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
+        """Return the parts of the peak of each rank. Empty if the model has not been run on these axes yet."""
+        batch = getattr(self.fits(strategy), "total", None)
+        if not batch or not self.peaks.knows(strategy.tp, strategy.cp):
+            return ()
+        with suppress(NbkitError):
+            places = self.peaks.of(strategy, batch)
+            own = [places[strategy.mesh.index(rank)["pp"]] for rank in range(strategy.mesh.size)] if places else []
+            return tuple((one.parameters, one.gradients, one.optimizer, one.activations, one.working) for one in own)
+        return ()
 
     def between_nodes(self, strategy: Strategy) -> float | None:
         """Return the bytes that all ranks together send to other nodes in a step; None on one node, or if unknown."""
@@ -197,6 +208,12 @@ class CostModel:
             if facts.width is None or facts.batch is None:
                 return []
             sequence = strategy.cp == 1 and strategy.tp > 1 and self._partial_of(strategy.tp)[1]
+        if strategy.ep > 1:
+            if (total := getattr(arithmetic, "total", None)) is None or not self.facts.routed.layers:
+                return []
+            layers = self.facts.routed.layers
+            routed = tuple(Routed(layer.slots, layer.width, layer.given, layer.count) for layer in layers)
+            facts = replace(facts, batch=total, routed=routed)
         size, cuts = sizes.pop(), self._cuts(strategy)
         each, mesh = Bytes(size, size, max(self.census.state.values(), default=0)), strategy.mesh
         known: dict[tuple[int, ...], list[TrafficTerm]] = {}
@@ -247,6 +264,7 @@ class CostModel:
                     trained=name in self.trained,
                     summed=("tp",) * (name in partial) + ("cp",) * inside,
                     gathered=cast.dtype.itemsize if cast is not None and name in cast.names else None,
+                    experts=self.facts.routed.place_of(name),
                 )
             )
         return found

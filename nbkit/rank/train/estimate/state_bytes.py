@@ -10,16 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from nbkit.mesh import Mesh
 from nbkit.planner.exchange import overlap
 from nbkit.planner.traffic import Rest
 from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.strategy import Strategy
-from nbkit.tensor_layout import Layout
+from nbkit.tensor_layout import Layout, bounds
 
-Place = tuple[int, int, int]
-"""Place of a rank: along pp, along tp, and within its sharding group."""
+Place = tuple[int, int, int, int, int]
+"""Place of a rank: along pp, along tp, within its sharding group, among the ranks that share experts, and among those
+that hold the same experts."""
+
+_NOTHING = Layout((1,), (0,), ())
+"""What a rank holds of an expert of another rank."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,12 @@ class StateBytes:
         self._wholes: dict[int, list[dict[str, Layout]]] = {}
         self._counts: dict[tuple[object, ...], tuple[tuple[str, int], ...]] = {}
         self._shares: dict[tuple[object, ...], int] = {}
-        self._cuts: dict[tuple[int, int, int], Layout] = {}
+        self._cuts: dict[tuple[int, ...], Layout] = {}
         self._lacks: dict[tuple[int, int], int] = {}
         buffers, kept = dict(facts.shapes.skeleton.named_buffers()), facts.shapes.buffers
         self._buffers = {name: buffers[name].nbytes for name in kept}
         self._all_buffers = sum(buffer.nbytes for buffer in buffers.values())
-        self._places: dict[tuple[Mesh, int], list[Place]] = {}
+        self._places: dict[tuple[Mesh, int, int], list[Place]] = {}
 
     @cached_property
     def state(self) -> dict[str, int]:
@@ -119,11 +124,14 @@ class StateBytes:
 
     def places(self, strategy: Strategy) -> list[Place]:
         """Return the place of every rank."""
-        mesh, shards = strategy.mesh, strategy.shard if strategy.zero else 1
-        if (mesh, shards) not in self._places:
+        mesh, shards, ep = strategy.mesh, strategy.shard if strategy.zero else 1, strategy.ep
+        if (mesh, shards, ep) not in self._places:
             everyone = map(mesh.index, range(mesh.size))
-            self._places[mesh, shards] = [(at["pp"], at["tp"], at["dp"] % shards) for at in everyone]
-        return self._places[mesh, shards]
+            self._places[mesh, shards, ep] = [
+                (at["pp"], at["tp"], at["dp"] % shards, at["dp"] % ep, at["dp"] // ep if ep > 1 else 0)
+                for at in everyone
+            ]
+        return self._places[mesh, shards, ep]
 
     def _moved(self, old: Strategy, new: Strategy, before: Place, after: Place) -> tuple[int, int]:
         received = kept = 0
@@ -193,6 +201,8 @@ class StateBytes:
         stage: 3 for weights, 2 for gradients, 1 for optimizer state.
         """
         whole = self._whole(strategy.tp)[place[1]][name]
+        if strategy.ep > 1 and (experts := self.facts.routed.place_of(name)) is not None:
+            return self._cut_of_experts(whole, experts, strategy, place, stage)
         if strategy.zero < stage:
             return whole
         key = (id(whole), strategy.shard, place[2])
@@ -201,13 +211,28 @@ class StateBytes:
             self._cuts[key] = self._same.setdefault(layout, layout)
         return self._cuts[key]
 
+    def _cut_of_experts(
+        self, whole: Layout, experts: tuple[int, int, int], strategy: Strategy, place: Place, stage: int
+    ) -> Layout:
+        first, many, every = experts
+        mine = range(*bounds(every, strategy.ep, place[3]))
+        if many == 1 and first not in mine:
+            return _NOTHING
+        shards = strategy.dp // strategy.ep if stage < 3 and strategy.zero >= stage else 1
+        key = id(whole), mine.start, mine.stop, shards, place[4] if shards > 1 else 0
+        if key not in self._cuts:
+            held = whole if many == 1 else whole.cut(0, mine.start, mine.stop)
+            layout = self.facts.shapes.shard(held, *key[3:])
+            self._cuts[key] = self._same.setdefault(layout, layout)
+        return self._cuts[key]
+
     def _alike(self, *sizes: int) -> list[_Class]:
         """Return the classes of parameters that are cut alike over tp axes of these sizes."""
         if sizes not in self._classes:
             parts = [part for size in sizes for part in self._whole(size)]
-            found: dict[tuple[int, int, bool, tuple[int, ...]], list[str]] = {}
+            found: dict[tuple[int, int, bool, tuple[Any, ...]], list[str]] = {}
             for name, one in self.kinds.items():
-                marks = tuple(id(part[name]) for part in parts)
+                marks = (*(id(part[name]) for part in parts), self.facts.routed.place_of(name))
                 found.setdefault((one["weight"], self.state[name], name in self.trained, marks), []).append(name)
             self._classes[sizes] = [_Class(frozenset(names), *key[:3]) for key, names in found.items()]
         return self._classes[sizes]

@@ -59,7 +59,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     own = [each.name for each in registered()]
     schedules = ("1f1b", "interleaved", "zb", "zbv", *own) if every else ("1f1b", *own)
     options = []
-    offered = list(Strategy.every(job.world_size, schedules=schedules))
+    offered = list(Strategy.every(job.world_size, schedules=schedules, experts=bool(job.builder.facts.experts)))
     for strategy in offered if str(now) in map(str, offered) else [now, *offered]:
         began = time.perf_counter()
         options.append(_option(job, seen, strategy, holds, left))
@@ -198,7 +198,8 @@ def look_at_all(job: Job) -> bool:
     """
     builder, before = job.builder, job.builder.facts
     if builder.rank == 0:
-        builder.finder.find(Strategy.every(job.world_size, schedules=("1f1b",)), beside=True)
+        every = Strategy.every(job.world_size, schedules=("1f1b",), experts=bool(builder.facts.experts))
+        builder.finder.find(every, beside=True)
     return builder.facts is not before
 
 
@@ -217,7 +218,7 @@ def measure_peaks(job: Job) -> Iterator[None]:
 def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:
     """Return the bytes of the fullest rank at the peak of a step, with activations; None if unknown."""
     batch = getattr(job.feed.fits(strategy), "total", None)
-    if batch is None or not seen.peaks.knows(strategy.tp, strategy.cp):
+    if batch is None or strategy.ep > 1 or not seen.peaks.knows(strategy.tp, strategy.cp):
         return None
     top = largest(seen.peaks.of(strategy, batch))
     return top.total if top is not None else None

@@ -193,6 +193,7 @@ class _Search:
             self.job.builder.options.compile
             or (chain is not None and chain.recomputes)
             or (strategy.schedule is not None and type_of(strategy.schedule).splits)
+            or strategy.ep > 1
         ):
             return False
         return bool(chain.units if chain is not None else structural_blocks(self.job.builder.skeleton))

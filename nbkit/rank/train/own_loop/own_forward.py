@@ -459,7 +459,7 @@ class OwnForward:
         """Return True if a call of the model, or its backward pass, waits for other ranks."""
         job = self._job
         strategy = job.strategy
-        splits = strategy.tp > 1 or strategy.cp > 1 or (strategy.zero == 3 and strategy.shard > 1)
+        splits = strategy.tp > 1 or strategy.cp > 1 or strategy.ep > 1 or (strategy.zero == 3 and strategy.shard > 1)
         return bool(splits or job.training_step.coupled or job.builder.facts.collectives)
 
     def _rows(self, what: str) -> OwnRows:
@@ -561,7 +561,9 @@ class OwnForward:
             return
         # The same rows on every rank: what a rank finds decides how often it runs the model.
         given: list[Any] = [on_device(kwargs or list(args), torch.device("cpu")) if job.rank == 0 else None]
-        if job.world_size > 1 and (job.strategy.mesh.size > job.strategy.dp or job.strategy.zero == 3):
+        if job.world_size > 1 and (
+            job.strategy.mesh.size > job.strategy.dp or job.strategy.zero == 3 or job.strategy.ep > 1
+        ):
             dist.broadcast_object_list(given, src=0, device=job.device)
         tensors = [tensor for tensor in tensors_in(given) if tensor.ndim]
         rows = len(tensors[0]) if tensors else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from nbkit.errors import NbkitError, Stopped, StrategyError, TrainingError
@@ -87,7 +88,7 @@ def scaled(now: Strategy, ranks: int) -> Strategy:
         return Strategy.parse(others, ranks)  # which says why
     shard = now.shard if now.shard < now.dp and rest % now.shard == 0 and now.shard < rest else 0
     # What was measured on other ranks does not hold for these.
-    return replace(now, dp=rest, shard=shard, speeds=(), places=())
+    return replace(now, dp=rest, shard=shard, ep=gcd(now.ep, rest), speeds=(), places=())
 
 
 def _strategy(now: Strategy, ranks: int, text: str) -> Strategy:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.copies import rebind_handles
+from nbkit.rank.parallel.plan import keeps_whole
 from nbkit.rank.torch_private import tree_leaves
 from nbkit.strategy import Strategy
 
@@ -55,7 +56,7 @@ class ModelHandle:
             )
 
     def _sharing(self, strategy: Strategy) -> tuple[str, nn.Module] | None:
-        whole = strategy.mesh.size == strategy.dp and not strategy.zero
+        whole = keeps_whole(strategy)
         own = {id(p): name for name, p in self._params.items()}
         for other in list(_handles):
             if other.model is not self.model and not (whole and other.whole):
@@ -66,7 +67,7 @@ class ModelHandle:
 
     def show(self, module: nn.Module, strategy: Strategy) -> None:
         """Let the model and its parts show those of `module` from now on, under `strategy`."""
-        self.whole = strategy.mesh.size == strategy.dp and not strategy.zero
+        self.whole = keeps_whole(strategy)
         places = list(module.named_modules(remove_duplicate=False))
         stable: dict[int, nn.Module] = {}
         for path, part in places:

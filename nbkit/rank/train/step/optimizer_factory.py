@@ -294,8 +294,8 @@ class OptimizerSpec:
     def _cuts(self, *strategies: Strategy) -> list[str]:
         """Return how the strategies cut tensors; see OptimizerTrial.lost_in_a_switch."""
         columns = any(strategy.tp > 1 for strategy in strategies)
-        rows = not columns and any(strategy.zero for strategy in strategies)
-        stages = any(strategy.pp > 1 for strategy in strategies)
+        rows = not columns and any(strategy.zero or strategy.ep > 1 for strategy in strategies)
+        stages = any(strategy.pp > 1 or strategy.ep > 1 for strategy in strategies)
         cuts = ["columns"] * columns + ["rows"] * rows
         with self._tried:
             owned = [f"{cut} and owners" if self._trial.owned(cut) else cut for cut in cuts]

@@ -23,6 +23,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train.step.several_optimizers import SeveralOptimizers
+from nbkit.rank.train.step.weight_average import KeptAverage
 
 State = MutableMapping[Any, dict[str, Any]]
 
@@ -82,6 +83,12 @@ def remember(optimizer: Optimizer, param: nn.Parameter, key: str, value: Any) ->
     states_of(optimizer)[number].setdefault(param, {})[own] = value
 
 
+def has_place(optimizer: Optimizer, key: str) -> bool:
+    """Return True if `remember` can store something as `key`: an average of weights may be none of this training."""
+    first, _, rest = key.partition(".")
+    return not (first.isdigit() and rest) or int(first) < len(states_of(optimizer))
+
+
 def forget(optimizer: Optimizer) -> None:
     """Clear every state."""
     for state in states_of(optimizer):
@@ -96,8 +103,10 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """
     settings = _settings(optimizer)
     beside: list[dict[str, Any]] = [{"attributes": _attributes(optimizer)}]
-    for each in vars(optimizer).get("_within", ()):
-        beside.append({"attributes": _attributes(each), "groups": _settings(each)})
+    shown = {id(group) for group in optimizer.param_groups}
+    for each in _within(optimizer):
+        own = {} if shown.issuperset(map(id, each.param_groups)) else {"groups": _settings(each)}
+        beside.append({"attributes": _attributes(each), **own})
     if settings and any(len(one["attributes"]) + len(one.get("groups", ())) for one in beside):
         settings[0][_BESIDE] = beside
     return settings
@@ -106,12 +115,17 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def take_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
     """Set what `settings_of` returned."""
     beside = settings[0].get(_BESIDE, ()) if settings else ()
-    for each, own in zip([optimizer, *vars(optimizer).get("_within", ())], beside, strict=False):
+    for each, own in zip([optimizer, *_within(optimizer)], beside, strict=False):
         _set(each, own.get("groups", ()))
         for name, value in own["attributes"].items():
             before = vars(each).get(name)
             vars(each)[name] = torch.full_like(before, value) if isinstance(before, Tensor) else value
     _set(optimizer, settings)
+
+
+def _within(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers within it. An average of weights has no settings, so that it may be added later."""
+    return [each for each in vars(optimizer).get("_within", ()) if not isinstance(each, KeptAverage)]
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -3,6 +3,8 @@
 `SeveralOptimizers` shows the groups of all of them, in order, and their state as one mapping. The optimizers are
 inside of it, and see the same groups and the same state. So a learning rate, a checkpoint or a switch treats them as
 it treats one optimizer; see optimizer_factory.py for the copies over what a rank holds.
+
+An average of the weights (weight_average.py) is kept in the same way: its step follows that of the optimizers.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ Several = Sequence[Optimizer] | Mapping[str, Optimizer]
 class SeveralOptimizers(Optimizer):
     """Make the steps of several optimizers, one after the other.
 
-    optimizers: as they were given, a list or a dict.
+    optimizers: as they were given, a list or a dict. average: a weight_average.KeptAverage, or None.
     """
+
+    average: Any = None
 
     def __init__(self, optimizers: Several) -> None:
         super().__init__([{"params": []}], {})
@@ -45,8 +49,12 @@ class SeveralOptimizers(Optimizer):
         """Make a step of each optimizer. Raise TypeError for a closure: the gradients are there."""
         if closure is not None:
             raise TypeError("several optimizers share one backward pass: step() takes no closure")
+        if self.average is not None:
+            self.average.check()
         for each in self.each:
             each.step()
+        if self.average is not None:
+            self.average.step()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take groups and state, as torch does in load_state_dict, and let each optimizer see its own again."""
@@ -57,6 +65,8 @@ class SeveralOptimizers(Optimizer):
             groups = self.param_groups[first : first + len(each.param_groups)]
             first += len(groups)
             each.__setstate__({"param_groups": groups, "state": self.state if shares else each.state})
+        if self.average is not None:
+            self.average.param_groups = self.param_groups
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.each))

@@ -35,6 +35,7 @@ from nbkit.rank.parallel.micro_batch import (
     ForwardPass,
     Micro,
     check_collectives,
+    check_stages,
     micro_batches,
     most_passes,
     whole_of,
@@ -343,7 +344,7 @@ class TrainingStep:
         if self.precision.pending:
             scale, made = self.precision.scale or 1.0, self.precision.may_step()
             self.ledger.log({"loss_scale": scale, "skipped": float(not made)})
-        with self.integrity.changing() if made else nullcontext(), self._counting():
+        with self.integrity.changing() if made else nullcontext(), self._counting(update=True):
             if made:
                 if self.builder.template.draws:
                     seed_step(self.seed, self.ledger.step, SHARED)  # replicas draw the same
@@ -354,9 +355,13 @@ class TrainingStep:
         if self._count is not None:
             self.counted, self._count = self._count.done(), None
         self._made += 1
+        self.note_versions()
+        self.ledger.made()
+
+    def note_versions(self) -> None:
+        """Note which values the parts of weights have now, because this library has changed them."""
         if self._parts:
             self._changes = [p._version for p in self._parts]
-        self.ledger.made()
 
     @property
     def _is_counted(self) -> bool:
@@ -367,8 +372,8 @@ class TrainingStep:
         known = self.ledger.is_silent and str(self.sharded_model.strategy) in self.ledger.counts
         return self._made == 1 and not known
 
-    def _counting(self) -> AbstractContextManager[None]:
-        return self._count.part() if self._count is not None else nullcontext()
+    def _counting(self, *, update: bool = False) -> AbstractContextManager[None]:
+        return self._count.part(update=update) if self._count is not None else nullcontext()
 
     def warn_if_changed(self) -> None:
         """Warn, once, if weights were changed since the last step while no rank has the whole of them."""
@@ -427,6 +432,7 @@ class TrainingStep:
     def _cut(self, shard: Shard) -> list[Micro]:
         if collective := self.builder.facts.collectives:
             check_collectives(shard, self.sharded_model, self.microbatch_size, collective)
+        check_stages(shard, self.sharded_model)
         return micro_batches(shard, self.sharded_model, self.microbatch_size, self.device)
 
 

@@ -53,6 +53,7 @@ from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.estimate.free_memory import roomy
+from nbkit.rank.train.step.weight_average import refuse_shown
 from nbkit.rank.train.switch.consensus import OptimizerMemory, RankKnowledge, agreed, gather, planned
 from nbkit.rank.train.switch.in_place import prepare_in_place, without_gradients
 from nbkit.rank.train.transaction import (
@@ -279,6 +280,7 @@ class Switcher:
         Raises TrainingError if gradients wait for the optimizer: another sharded model would not have them.
         """
         job = self._job
+        refuse_shown(job, "A switch")
         job.sync.resync()
         job.sync.compare_settings()
         if job.waits_for_update or job.own_forward.losses:

@@ -82,7 +82,9 @@ def test_a_gradient_of_one_backward_pass_goes_to_the_message_without_a_stop_in_t
     monkeypatch.setattr(buckets, "reduce_scatter", lambda row, matrix, **_: sent.append(matrix))
     links = Links(group=None, ranks=2, index=0, across=None, replica=0)
     wholes = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(6))]
-    bucket = zero1_2._Bucket(wholes, [nn.Parameter(p[: len(p) // 2]) for p in wholes], links, InFlight(), buffer=True)
+    bucket = zero1_2.ShardBucket(
+        wholes, [nn.Parameter(p[: len(p) // 2]) for p in wholes], links, InFlight(), buffer=True
+    )
     for p in wholes:
         p.grad = torch.ones_like(p)
     bucket.send()

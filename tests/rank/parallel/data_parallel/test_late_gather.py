@@ -149,6 +149,7 @@ def read_in_every_way(world: Any, strategy: str, held: bool) -> tuple[float, lis
     return gap(trainer, held=held), seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "held"), [("zero1", False), ("zero2", False), ("zero2", True)])
 def test_what_forward_reads_has_come_and_no_more_is_waited_for(strategy: str, held: bool) -> None:
     for far, seen in run_ranks(read_in_every_way, 2, f"{strategy} bucket=1kb", held):
@@ -186,6 +187,7 @@ def boundaries(world: Any, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_what_comes_between_two_steps_finds_whole_weights(tmp_path: Path) -> None:
     for found in run_ranks(boundaries, 2, str(tmp_path)):
         assert found.pop("rewound to") == 2
@@ -240,13 +242,13 @@ def shown(world: Any) -> tuple[list[list[str]], float]:
     listener = lambda step: steps.append([state for state, _, _ in step.intervals()])  # noqa: E731
     clock.listeners.append(listener)
     if world.place.rank == 1:
-        gather = zero1_2._Bucket.gather
+        gather = zero1_2.ShardBucket.gather
 
         def slowly(bucket: Any) -> Any:
             time.sleep(0.05)
             return gather(bucket)
 
-        zero1_2._Bucket.gather = slowly  # type: ignore[method-assign]
+        zero1_2.ShardBucket.gather = slowly  # type: ignore[method-assign]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         # A loss may hold weights itself, for a penalty.

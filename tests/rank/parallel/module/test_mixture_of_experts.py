@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +18,16 @@ from torch.utils.data import DataLoader
 
 import nbkit
 from nbkit.errors import NbkitError
+from nbkit.rank.parallel.experts import data_axis, dispatch
+from nbkit.rank.parallel.experts.find import find_routed
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
+from nbkit.rank.parallel.module.copies import skeleton_of
+from nbkit.rank.parallel.plan import ParallelPlan, make_plan
+from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.parallel.whole_step import StepProof, prove_step
+from nbkit.rank.telemetry import collectives
 from nbkit.rank.train.trainer import Trainer
+from nbkit.strategy import Strategy
 from verify.models.specimens import exact
 
 VOCAB, LENGTH, WIDTH, BATCH, STEPS = 48, 12, 16, 8, 2
@@ -160,8 +172,8 @@ REST = [
 CHANGED: dict[str, dict[str, Any]] = {"zero3": {"compute": nbkit.Compute(microbatch_size=2)}}
 
 
-def rows() -> list[tuple[Tensor, Tensor]]:
-    ids = torch.randint(VOCAB, (2 * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+def rows(count: int = 2 * BATCH) -> list[tuple[Tensor, Tensor]]:
+    ids = torch.randint(VOCAB, (count, LENGTH), generator=torch.Generator().manual_seed(1))
     return list(zip(ids, ids.roll(-1, 1), strict=True))
 
 
@@ -258,6 +270,7 @@ def stacked() -> list[Tensor]:
     return [torch.stack(part) for part in zip(*rows(), strict=True)]
 
 
+@pytest.mark.long
 def test_under_tp_the_attention_is_split_and_experts_and_positions_stay_whole() -> None:
     how = {path: (split, why) for path, split, why in nbkit.check(mixtral, "tp", stacked(), 2).rows}
 
@@ -272,6 +285,7 @@ def test_experts_that_are_multiplied_in_groups_are_stages() -> None:
     assert "not known to train" not in str(checked) and "fits" in str(checked).splitlines()[0], str(checked)
 
 
+@pytest.mark.long
 def test_what_lets_rows_compete_is_refused_by_its_name_and_what_cannot_be_run_with_the_reason() -> None:
     found, other = run_ranks(refused, 2, timeout=120)
 
@@ -326,3 +340,200 @@ def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> 
     )
     assert looked_at.ok and "An auxiliary loss" in str(looked_at)
     assert found["unbalanced"] == ""
+
+
+SHORT, CLIP = 19, 0.3
+CHAIN = ("dp=4 ep=4", "zero3 ep=2", "ddp", "ep=2", "zero3 ep=4", "zero1 ep=2", "zero2 ep=2", "zero3", "ep=4", "ddp")
+EPOCH = 3
+"""Steps under each strategy of the chain: an epoch, whose last batch has 3 rows, so that rank 3 has none."""
+
+
+def clipped(build: Callable[[], nn.Module], steps: int) -> tuple[list[float], list[float], nn.Module]:
+    """Return (losses, norms, model) of plain torch over whole batches."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer, losses, norms = adamw(model), [], []
+    batches = [rows(SHORT)[start : start + BATCH] for start in range(0, SHORT, BATCH)]
+    for step in range(steps):
+        ids, target = (torch.stack(part) for part in zip(*batches[step % len(batches)], strict=True))
+        found = loss(model(ids), target)
+        optimizer.zero_grad()
+        found.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(found.item())
+    return losses, norms, model
+
+
+def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str) -> dict[str, Any]:
+    """Train by switches, a save, a load and another strategy; return how far all of it is from one process."""
+    asked: dict[str, Any] = {"data": rows(SHORT), "clip_norm": CLIP}
+    losses, norms, model = clipped(MODELS[name], EPOCH * (len(chain) + 2))
+    trainer = made(MODELS[name], "ddp", compute=nbkit.Compute(microbatch_size=1), **asked)
+    trainer.fit(EPOCH)
+    for strategy in chain:
+        trainer.switch(strategy)
+        trainer.fit(EPOCH)
+    trainer.save(Path(folder) / "saved")
+    again = made(MODELS[name], "ep=2", **asked)
+    again.load(Path(folder) / "saved")
+    collectives.set_mode("count")
+    began = collectives.ring.end
+    again.fit(EPOCH)
+    calls = collectives.ring.between(began, collectives.ring.end)[0]
+    away: dict[str, float] = {}
+    for number, record in enumerate(again.history):
+        key = f"{number + 1}: {record['strategy']}"
+        away[key] = max(abs(record["loss"] - losses[number]), abs(record["grad_norm"] - norms[number]))
+    whole = again.full_state_dict()
+    away["weights"] = max(float((whole[key] - p.detach()).abs().max()) for key, p in model.named_parameters())
+    ids, target = (torch.stack(part) for part in zip(*rows(SHORT), strict=True))
+    with torch.no_grad():
+        away["evaluation"] = abs(again.evaluate(rows(SHORT), batch_size=5) - float(loss(model.eval()(ids), target)))
+    sent = sum(call.bytes for call in calls if call.axis == "ep" and call.op == "all_to_all")
+    terms = again.job.cost_model().of_all_ranks(again.job.strategy)
+    said = [term.bytes for term in terms if term.axis == "ep"]
+    return {"away": away, "sent": sent, "predicted": said}
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+@pytest.mark.parametrize(
+    ("name", "chain"),
+    [
+        ("top two", CHAIN[:2]),
+        pytest.param("top two", CHAIN, marks=pytest.mark.long),
+        pytest.param("mixtral", CHAIN, marks=pytest.mark.long),
+    ],
+)
+def test_spread_experts_train_as_on_one_process_through_switches(
+    name: str, chain: Sequence[str], tmp_path: Path
+) -> None:
+    found = run_ranks(through_the_chain, 4, name, chain, str(tmp_path), timeout=300)
+
+    away = found[0]["away"]
+    assert {key: off for key, off in away.items() if not off < 1e-9} == {}
+    assert len(away) == EPOCH * (len(chain) + 2) + 2
+    # Two layers send each token to two experts, and back, forward and backward.
+    tokens = 2 * 4 * 2 * LENGTH * WIDTH * 8
+    assert 1 <= sum(rank["sent"] for rank in found) / (SHORT * tokens) <= 1.01
+    assert 1 <= found[0]["predicted"][0] / (BATCH * tokens) <= 1.02
+
+
+def facts_of(build: Callable[[], nn.Module]) -> ModelFacts:
+    model = build()
+    return ModelFacts(ModelShapes(skeleton_of(model)), routed=find_routed(model, lambda: model(stacked()[0][:2])))
+
+
+def stepped(facts: ModelFacts, strategy: str) -> StepProof:
+    """Return the comparison of a step with one process, with an optimizer that moves weights without gradient."""
+    plan, few = make_plan(Strategy.parse(strategy, 4), facts), [part[:2] for part in stacked()]
+
+    def decayed(held: Mapping[str, nn.Parameter], plainly: bool) -> torch.optim.Optimizer:
+        return torch.optim.SGD(held.values(), lr=0.1, momentum=0.9, weight_decay=0.1, foreach=False)
+
+    return prove_step(plan, few, loss=loss, inputs=None, optimizer=decayed)
+
+
+def times(factor: float) -> Any:
+    backward = dispatch._Exchange.backward
+
+    def changed(ctx: Any, grad: Tensor, token: Tensor) -> tuple[Any, ...]:
+        return factor * backward(ctx, grad, token)[0], None, None, None, None
+
+    return patch.object(dispatch._Exchange, "backward", staticmethod(changed))
+
+
+def unsummed() -> Any:
+    replicated = data_axis.replicated
+    return patch.object(data_axis, "replicated", lambda *at: replicated(*at[:2], replace(at[2], ranks=1)))
+
+
+def outputs_changed(change: Callable[[Tensor], Tensor]) -> Any:
+    called = dispatch.SpreadLayer.__call__
+
+    def call(layer: Any, given: Any, like: Tensor) -> tuple[list[Tensor], Tensor]:
+        outputs, token = called(layer, given, like)
+        return [change(output) for output in outputs], token
+
+    return patch.object(dispatch.SpreadLayer, "__call__", call)
+
+
+def experts_reversed() -> Any:
+    compute = dispatch._Stacked.compute
+    return patch.object(dispatch._Stacked, "compute", lambda experts, given: compute(experts, given[::-1]))
+
+
+def idle_called() -> Any:
+    told, none = dispatch.SpreadLayer._told, torch.empty(0, WIDTH, dtype=torch.float64)
+
+    def all_called(layer: Any, given: Any, like: Any, device: Any) -> Any:
+        return told(layer, [none if each is None else each for each in given], like, device)
+
+    return patch.object(dispatch.SpreadLayer, "_told", all_called)
+
+
+def counted_as_one() -> Any:
+    return patch.object(ParallelPlan, "copies", property(lambda plan: {}))
+
+
+def norm_of_one_rank() -> Any:
+    return patch.object(ShardedModel, "holds_all_gradients", property(lambda model: True))
+
+
+PLANTED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "the gradient of the exchange twice": ("top two", lambda: times(2)),
+    "no gradient through the exchange": ("top two", lambda: times(0)),
+    "gradients of experts are not summed": ("top two", unsummed),
+    "a token is dropped": ("mixtral", lambda: outputs_changed(lambda x: torch.cat([x[:-1], 0 * x[-1:]]))),
+    "outputs come back in another order": ("mixtral", lambda: outputs_changed(lambda x: x.flip(0))),
+    "outputs are 1e-6 too large": ("mixtral", lambda: outputs_changed(lambda x: x * (1 + 1e-6))),
+    "a rank's experts stand in another order": ("mixtral", experts_reversed),
+    "an expert without tokens gets a gradient of zeros": ("top two", idle_called),
+    "each copy of an expert counts in the norm": ("top two", counted_as_one),
+    "the norm is that of one rank": ("mixtral", norm_of_one_rank),
+}
+SAMPLE = ("gradients of experts are not summed", "an expert without tokens gets a gradient of zeros")
+
+
+@pytest.mark.parametrize(
+    "bugs", [SAMPLE, pytest.param([bug for bug in PLANTED if bug not in SAMPLE], marks=pytest.mark.long)]
+)
+def test_a_step_with_spread_experts_shows_each_planted_bug(bugs: Sequence[str]) -> None:
+    facts = {name: facts_of(MODELS[name]) for name in {PLANTED[bug][0] for bug in bugs}}
+
+    assert {name: stepped(facts[name], "dp=4 ep=2") for name in facts} == dict.fromkeys(facts, StepProof())
+    for bug in bugs:
+        name, plant = PLANTED[bug]
+        with plant():
+            assert stepped(facts[name], "dp=4 ep=2").refusal is not None, bug
+
+
+PRODUCTS = ("ep=4", "zero3 ep=2", "dp=2 tp=2 ep=2", "dp=2 pp=2 ep=2", "dp=2 cp=2 ep=2")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2 moe"])
+def test_spread_experts_go_with_every_other_axis(name: str) -> None:
+    for strategy in PRODUCTS:
+        checked = nbkit.check(MODELS[name], strategy, stacked(), 4, loss=loss)
+        assert checked.ok and "compared" not in str(checked), str(checked)
+
+
+class Twice(Experts):
+    """A mixture that calls an expert for each of two halves of its tokens."""
+
+    def routed(self, scores: Tensor) -> Any:
+        for token, weights, expert in super().routed(scores):
+            half = len(token) // 2
+            yield token[:half], weights[:half], expert
+            yield token[half:], weights[half:], expert
+
+
+def test_experts_that_cannot_be_spread_are_refused_with_the_reason() -> None:
+    def refusal(build: Callable[[], nn.Module], strategy: str) -> str:
+        return str(nbkit.check(build, strategy, stacked(), 4, loss=loss))
+
+    assert "has modules that are not called with tokens alone" in refusal(MODELS["dense"], "ep=4")
+    assert "has no module whose weights are stacked" in refusal(lambda: nn.Embedding(VOCAB, VOCAB).double(), "ep=2")
+    assert "ep 4, 3 experts in a layer" in refusal(lambda: Language(lambda: Experts(3)), "ep=4")
+    assert "it calls an expert twice" in refusal(lambda: Language(Twice), "ep=2")

@@ -136,6 +136,7 @@ def uneven(world: Any, strategy: str, model: Any, how: str) -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize(
     ("strategy", "model", "how", "words"),
@@ -180,6 +181,7 @@ def without_an_example(world: Any, strategy: str) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_without_an_example_the_first_calls_tell_whether_rows_are_coupled(strategy: str) -> None:
     model = mlp(4, 3, 1)
@@ -317,6 +319,7 @@ def in_precision(world: Any, precision: str | None, strategy: str) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize(
     ("precision", "strategy"),

@@ -176,6 +176,7 @@ NEEDS: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
 }
 
 
+@pytest.mark.long
 def test_what_an_optimizer_needs_at_once_is_found_by_running_it() -> None:
     for name, (kind, matrices, vectors) in NEEDS.items():
         model = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 10), nn.Linear(10, 9), nn.Linear(9, 5))

@@ -1,9 +1,9 @@
 // The tab "Communication": asks each second for what is new, and draws the run, and one step of it.
 
-import { drawBars, drawMemory, drawTimeline, memoryNote } from "./charts.js";
+import { drawBars, drawMemory, drawTimeline, memoryLegend, memoryNote } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { healthRows } from "./health.js";
-import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, lateWords, percent, seconds, shade } from "./paint.js";
+import { COLOURS, PASSES, Picture, SPOKEN, familiesOf, lateWords, percent, seconds, shade } from "./paint.js";
 import { drawLateness, drawRuns, drawTable, fill } from "./tables.js";
 
 const EVERY_MS = 1000;
@@ -35,7 +35,7 @@ const LAYOUT = `
 <main id="main" hidden>
   <section class="wide"><h2>Where the time of a step goes <small>mean over ranks · click a step to see it below</small>
     <span class="buttons"><button id="whole" aria-pressed="true">whole run</button><button id="recent" aria-pressed="false">newest ${WINDOW}</button></span></h2>
-    <div class="legend"><span id="parts"></span><span id="laid" hidden><b class="stroke"></b><span id="laidname"></span></span></div><div id="timeline"></div></section>
+    <div class="legend"><span id="parts"></span><span id="laid" hidden><b class="stroke"></b><span id="laidname"></span></span></div><div id="timeline"></div><div class="legend" id="families"></div></section>
   <section><h2><span id="at">Step</span>, one bar per rank <small>measured</small></h2><p class="note" id="late"></p><div id="bars"></div></section>
   <section><h2>Who sends to whom <small id="trafficof"></small></h2>
     <div class="legend"><i id="exact"></i>messages: exact <i id="modelled"></i>collectives: <b>modelled</b> as rings<span id="nodes"></span></div><div id="traffic"></div></section>
@@ -57,7 +57,6 @@ export async function render() {
   await new Promise((done) => { style.onload = done; style.onerror = done; });
   document.body.innerHTML = LAYOUT;
   $("parts").innerHTML = swatches(COLOURS, SPOKEN);
-  $("memorylegend").innerHTML = `${swatches(MEMORY, { activations: "activations and other, at the peak" })}<b class="tick"></b>formula, at rest`;
   for (const [id, label] of Object.entries({ timeline: "step breakdown over time", bars: "step breakdown per rank", traffic: "traffic from rank to rank", moments: "moments of a step", memory: "memory per rank" })) {
     pictures[id] = new Picture($(id), label);
   }
@@ -180,6 +179,7 @@ function draw() {
     ? "No run with records yet. They appear here by themselves as soon as a Trainer or nbkit.prepare trains into this log directory."
     : `${state.run} has no finished step yet.`;
   if (nothing) return;
+  $("families").innerHTML = `strategy: ${swatches(familiesOf(state.points.map((point) => point[point.length - 1])), {})}`;
   drawTimeline(pictures.timeline, state.points, state.events, { window: state.only, chosen: state.step?.asked ?? 0, other: state.other, unit: state.runs.find((run) => run.name === state.run)?.unit ?? "tokens", pick });
   drawRuns(state.runs, state.run, choose);
   drawLateness(state.lateness);
@@ -193,6 +193,8 @@ function draw() {
   drawTable(step);
   drawInside(step);
   drawMemory(pictures.memory, step.memory || []);
+  const { colours, words, tick } = memoryLegend(step.memory || []);
+  $("memorylegend").innerHTML = swatches(colours, words) + (tick ? '<b class="tick"></b>formula, at rest' : "");
   $("health").hidden = !step.health;
   if (step.health) $("health").replaceChildren(...healthRows(step.health));
   $("memorynote").textContent = memoryNote(step.memory || [], step.strategy);

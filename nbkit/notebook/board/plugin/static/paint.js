@@ -13,9 +13,30 @@ export const COLOURS = {
 };
 // The passes of a pipeline: forward is the colour of compute; on the ground of a rank that idles.
 export const PASSES = { F: "#4d718f", B: "#2840a0", W: "#b6e1b1" };
-export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", activations: "#cbbdb7" };
-// One after the other, along a run.
-export const STRATEGIES = ["#6999c6", "#af98a5", "#dfad0a", "#95ba98", "#c37b61", "#7463fe"];
+export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", activations: "#cbbdb7", buckets: "#3c5fd7", working: "#9bdae7", other: "#7d7d7c" };
+export const MEMORY_WORDS = { optimizer: "optimizer state", activations: "activations", buckets: "sent, received, gathered", working: "working memory", other: "not counted" };
+// A strategy has the color of its family in every view: how it divides the model. Python reads these lines too
+// (nbkit/notebook/widgets/javascript.py).
+export const FAMILIES = { dp: "#2478ef", zero: "#31b98d", tp: "#cf4b27", pp: "#ae9bd3", cp: "#ca9e15", mixed: "#8d6b97" };
+
+// The same rule as family_of in nbkit/notebook/widgets/panel/view.py.
+export function familyOf(strategy) {
+  const keys = strategy.split(" ").map((word) => word.split("=")[0]);
+  const axes = ["tp", "pp", "cp"].filter((axis) => keys.includes(axis));
+  return axes.length > 1 ? "mixed" : axes[0] ?? (keys.includes("zero") ? "zero" : "dp");
+}
+
+// The families of these strategies, for a legend.
+export const familiesOf = (strategies) => {
+  const used = new Set(strategies.filter(Boolean).map(familyOf));
+  return Object.fromEntries(Object.entries(FAMILIES).filter(([name]) => used.has(name)));
+};
+
+// Black or white, whichever can be read on this color.
+export function inkOn(colour) {
+  const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19 ? "#16181c" : "#ffffff";
+}
 
 export const dark = () => document.body.classList.contains("dark");
 export const ink = () => (dark() ? "#e3e6ea" : "#23272e");
@@ -56,8 +77,9 @@ export function showTip(text, event) {
   if (tip === null) {
     tip = document.createElement("div");
     tip.className = "tip";
-    document.body.append(tip);
   }
+  const home = document.fullscreenElement || document.body; // on a full screen nothing else is seen
+  if (tip.parentNode !== home) home.append(tip);
   tip.hidden = !text;
   if (!text) return;
   tip.textContent = text;

@@ -1,0 +1,60 @@
+"""Run a torch.distributed program unchanged, and let it listen: `nbkit why --job NAME` then says what it does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import nbkit
+from nbkit.errors import UsageError
+from nbkit.quoting import shell_words, user_path
+from nbkit.wire.import_changes import change_when_imported
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", type=int, metavar="N", help="start N ranks on this host, by torchrun (this process)")
+    parser.add_argument("--job", metavar="NAME", help="name of the job; default: that of the program, and four letters")
+    parser.add_argument("--no-cells", action="store_true", help="run no live cells: it can only be looked at")
+    parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is a module, as in python -m")
+    parser.add_argument("program", metavar="PROGRAM", help="a script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    parser.epilog = "Under a launcher: torchrun --nproc-per-node 4 -m nbkit run train.py; srun nbkit run train.py"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.n is not None:
+        options = [
+            *["--job", arguments.job or ""] * (arguments.job is not None),
+            *["--no-cells"] * arguments.no_cells,
+            *["-m"] * arguments.module,
+        ]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.n)]
+        command = [sys.executable, *torchrun, "-m", "nbkit", "run", *options, arguments.program, *arguments.args]
+        os.execv(sys.executable, command)
+    script = user_path(arguments.program)
+    if not arguments.module and not script.is_file():
+        raise UsageError(
+            "There is no such program.", numbers=str(script), hint=shell_words("nbkit", "run", "train.py", "--args")
+        )
+    sys.argv = [arguments.program, *arguments.args]
+    # Not before the program imports torch: it may set variables that torch reads, such as OMP_NUM_THREADS.
+    change_when_imported({"torch": lambda _: nbkit.listen(arguments.job, cells=not arguments.no_cells)})
+    if arguments.module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments.program, run_name="__main__", alter_sys=True)
+    else:
+        _run_script(script)
+    return 0
+
+
+def _run_script(script: Path) -> None:
+    """Run a script as `python script` does. It is the module __main__ until the process ends."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=str(script), __builtins__=__builtins__, __spec__=None)
+    sys.modules["__main__"] = main
+    sys.path[0 : 0 if sys.flags.safe_path else 1] = [str(script.resolve().parent)]
+    exec(compile(script.read_bytes(), str(script), "exec"), main.__dict__)

@@ -1,0 +1,59 @@
+"""The generators of Python and numpy, from which models and data may draw."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+def seed_others(value: int) -> None:
+    """Seed the generators of Python and numpy, from which models draw too."""
+    random.seed(value)
+    if (numpy := numpy_random()) is not None:
+        numpy.seed(value & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """States of the generators of Python and numpy. Steps do not seed them, and models and data may use them."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def so_far(cls) -> Drawn:
+        """Return the current states."""
+        numpy = sys.modules.get("numpy")
+        return cls(random.getstate(), numpy.random.get_state() if numpy is not None else None)
+
+    def restore(self) -> None:
+        """Restore the generators, so that the draws since then are repeated."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+class OtherGenerators:
+    """A watcher that tells whether Python's or numpy's generator was used since the last call of `changed`."""
+
+    def __init__(self) -> None:
+        self._seen = self._now()
+
+    def changed(self) -> dict[str, Any]:
+        """Return the generators that were used since the last call: name -> its state now."""
+        before, self._seen = self._seen, self._now()
+        return {name: state for name, state in self._seen.items() if before.get(name) != state}
+
+    def _now(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"Python's random": random.getstate()}
+        if (numpy := sys.modules.get("numpy")) is not None:
+            kind, key, *rest = numpy.random.get_state()
+            found["numpy.random"] = (kind, key.tobytes(), *rest)
+        return found
+
+
+def numpy_random() -> Any:
+    """Return numpy.random, or None if it is not imported: then nobody has drawn from it."""
+    return sys.modules.get("numpy.random")

@@ -1,0 +1,196 @@
+"""Average the weights over the steps of a training: an exponential moving average, or the mean of Izmailov et al. 2018.
+
+The average of a parameter is kept beside the state of the optimizer, for the elements that this rank updates. So it is
+spread over the ranks as that state is. A switch, a checkpoint, a rewind or a replaced rank carries it like a moment of
+Adam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from nbkit.errors import TrainingError
+from nbkit.rank.comm.agree import any_rank
+from nbkit.rank.train.step.several_optimizers import SeveralOptimizers, together
+from nbkit.rank.world import meeting
+
+
+@dataclass(frozen=True)
+class WeightAverage:
+    """An average of the weights, as a callback of the Trainer.
+
+    decay: average = decay * average + (1 - decay) * weight; None gives each step the same weight. start: the number of
+    the step whose weights are the first average. every: steps between two weights that count. These are the numbers of
+    torch.optim.swa_utils.AveragedModel. The average of a 16-bit weight is kept in float32. Buffers are not averaged.
+
+    Give it to `Trainer(callbacks=[average])`, or its `of(optimizer)` to `nbkit.prepare`. `shown` puts the averages in
+    the place of the weights for a while. Raises TrainingError for a decay that is not between 0 and 1, or a `start` or
+    `every` that is no whole number of at least 1.
+    """
+
+    decay: float | None = None
+    start: int = 1
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        counts = all(type(count) is int and count >= 1 for count in (self.start, self.every))
+        if not counts or not (self.decay is None or 0 < self.decay < 1):
+            raise TrainingError(
+                "decay is between 0 and 1, and start and every are whole numbers of at least 1.",
+                numbers=repr(self),
+                hint="nbkit.WeightAverage(decay=0.999)   or   nbkit.WeightAverage(start=1000, every=100)",
+            )
+
+    def __call__(self, trainer: Any, record: dict[str, Any]) -> None:
+        """Do nothing: each step of the optimizer updates the average."""
+
+    def of(self, optimizer: Any) -> Callable[[nn.Module], Optimizer]:
+        """Return a factory of `optimizer` that updates this average in its steps.
+
+        optimizer: an optimizer, a list or dict of several, or a callable that gets the model and returns one of these.
+        """
+
+        def averaged(module: nn.Module) -> Optimizer:
+            made: Any = together(optimizer(module) if callable(optimizer) else optimizer, module)
+            several = made if isinstance(made, SeveralOptimizers) else SeveralOptimizers([made])
+            several.average = KeptAverage(several, self)
+            return several
+
+        return averaged
+
+    @contextmanager
+    def shown(self, training: Any) -> Iterator[None]:
+        """Put the averages in the place of the weights inside, on every rank. Collective, between two steps.
+
+        training: a Trainer or a job. Inside, evaluate, generate, or gather the weights by `full_state_dict`. A step, a
+        switch, a save or a load is refused there. Afterwards the weights are what they were. Raises TrainingError if
+        there is no average yet.
+        """
+        job = getattr(training, "job", training)
+        meeting.meet("WeightAverage.shown")
+        job.sync.resync()
+        job.switcher.prove()
+        job.sync.average_replicas()
+        refuse_shown(job, "another WeightAverage.shown")
+        average, begun = average_of(job), job.waits_for_update or bool(job.own_forward.losses)
+        found = {} if average is None else average.of(job.sharded_model.held.values())
+        if begun or not any_rank(bool(found), device=job.device):
+            no_step = f"; it begins with step {self.start}" if average is not None else ""
+            raise TrainingError(
+                "There is no average of the weights to show here.",
+                numbers=f"within step {job.step + 1}" if begun else f"after {job.step} steps{no_step}",
+                hint="Trainer(callbacks=[average])   or   nbkit.prepare(model, average.of(optimizer)); then show it "
+                "between two steps",
+            )
+        assert average is not None
+        kept = {p: p.detach().clone() for p in found}
+        try:
+            _put(job, found)
+            average._is_shown = True
+            yield
+        finally:
+            average._is_shown = False
+            _put(job, kept)
+
+
+def averaging(callbacks: Sequence[Any], optimizer: Any) -> tuple[Any, list[Any]]:
+    """Return `optimizer`, with the average that is among `callbacks`, and the other callbacks.
+
+    Raises TrainingError for two averages.
+    """
+    averages = [each for each in callbacks if isinstance(each, WeightAverage)]
+    if len(averages) > 1:
+        raise TrainingError(
+            "A training keeps one average of its weights.",
+            numbers=f"{len(averages)} among the callbacks",
+            hint="callbacks=[nbkit.WeightAverage(decay=0.999)]",
+        )
+    others = [each for each in callbacks if not isinstance(each, WeightAverage)]
+    return (averages[0].of(optimizer) if averages else optimizer), others
+
+
+@torch.no_grad()
+def _put(job: Any, values: dict[nn.Parameter, Tensor]) -> None:
+    """Set the parameters that this rank updates, and share them with the other ranks as after a step. Collective."""
+    with job.integrity.changing():
+        for p, value in values.items():
+            p.copy_(value)
+        if job.sharded_model.data.apart == 1:  # replicas that train apart have the same averages here, and count steps
+            job.sharded_model.after_step()
+            job.sharded_model.data.settle()
+    job.training_step.note_versions()
+
+
+def average_of(job: Any) -> KeptAverage | None:
+    """Return the averages that the optimizer of `job` keeps on this rank."""
+    several = job.optimizer.inner
+    return several.average if isinstance(several, SeveralOptimizers) else None
+
+
+def refuse_shown(job: Any, what: str) -> None:
+    """Raise TrainingError if the averages are in the place of the weights."""
+    if (average := average_of(job)) is not None and average.is_shown:
+        raise _shown(what, f"step {job.step}")
+
+
+def _shown(what: str, numbers: str) -> TrainingError:
+    return TrainingError(
+        f"{what} would take the averages for the weights, which are put aside.",
+        numbers=f"{numbers}, within WeightAverage.shown",
+        hint="end the block `with average.shown(trainer):` before it",
+    )
+
+
+class KeptAverage(Optimizer):
+    """Keeps an average of every parameter of `several`. Its step follows that of the optimizers."""
+
+    def __init__(self, several: SeveralOptimizers, settings: WeightAverage) -> None:
+        super().__init__([{"params": []}], {})
+        self.param_groups, self.settings = several.param_groups, settings
+        self._is_shown = False
+
+    @property
+    def is_shown(self) -> bool:
+        """Return True if the averages are in the place of the weights."""
+        return self._is_shown
+
+    def of(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Return those of `params` that have an average -> the average."""
+        every = ((p, self.state[p].get("average")) for p in params if p in self.state)
+        return {p: value for p, value in every if value is not None}
+
+    def check(self) -> None:
+        """Raise TrainingError if a step now would update the averages instead of the weights."""
+        if self.is_shown:
+            raise _shown("A step", "the optimizer's step")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take the weights into the averages, if the settings say so for this step."""
+        start, every, decay = self.settings.start, self.settings.every, self.settings.decay
+        # By device, dtype and number of earlier weights: parameters that were loaded, or added later, have other ones.
+        alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state["steps"] = state.get("steps", 0) + 1
+            taken, rest = divmod(state["steps"] - start, every)
+            if taken < 0 or rest:
+                continue
+            dtype = p.dtype if p.element_size() > 2 else torch.float32
+            if "average" not in state:
+                state["average"] = p.detach().to(dtype, copy=True)
+                continue
+            averages, weights = alike.setdefault((p.device, dtype, taken), ([], []))
+            averages.append(state["average"])
+            weights.append(p.detach().to(dtype))
+        for (_, _, taken), (averages, weights) in alike.items():
+            move = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
+            move(averages, weights, taken)

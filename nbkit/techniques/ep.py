@@ -1,0 +1,46 @@
+"""ep=2: the experts of a mixture are spread over the ranks of each group of 2 along dp.
+
+A rank holds its experts' weights, gradients and optimizer state. All other parameters are as dp (and zero=) leave them.
+Each layer sends a token to the ranks that hold its experts, and gets their outputs back. The torch half is in
+nbkit/rank/parallel/experts/.
+"""
+
+from __future__ import annotations
+
+from nbkit.errors import StrategyError
+from nbkit.schedules import Schedule
+from nbkit.techniques.key import AnyStrategy, Key, whole_number
+
+
+class ExpertsKey(Key):
+    """A number of ranks that divides dp. With 1, each rank holds all experts."""
+
+    name = "ep"
+    neutral = 1
+    is_field = True
+
+    def parse(self, text: str) -> int:
+        return whole_number(self.name, text)
+
+    def refuse(self, value: int, strategy: AnyStrategy) -> None:
+        dp = strategy.degree("dp")
+        if value < 1 or dp % value:
+            fitting = [n for n in range(2, dp + 1) if dp % n == 0]
+            raise StrategyError(
+                "The ranks that share experts do not divide the data axis.",
+                numbers=f"dp {dp} / ep {value} = {dp / max(value, 1):.3g} groups",
+                hint="ep=" + " or ".join(map(str, fitting)) if fitting else f"dp={max(value, 2)} ep={max(value, 2)}",
+            )
+        schedule, pp = strategy.schedule or "1f1b", strategy.degree("pp")
+        if pp > 1 and Schedule.of(schedule, pp, 2 * pp).splits:
+            raise StrategyError(
+                "Experts on other ranks are part of a backward pass, which this schedule makes in halves.",
+                numbers=f"ep={value} schedule={schedule}",
+                hint=f"ep={value} schedule=1f1b",
+            )
+        if strategy.zero and strategy.shard < dp:
+            raise StrategyError(
+                "Spreading experts over ranks is not known to be right together with hsdp.",
+                numbers=f"ep {value}, shard {strategy.shard} of dp {dp}",
+                hint=f"zero3 ep={value}",
+            )

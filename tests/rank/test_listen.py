@@ -1,0 +1,376 @@
+"""A program that listens: what a notebook learns of it, live cells at its steps, and who is refused."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import planted_hangs
+import pytest
+from ranks import RankFailed, run_ranks
+
+from nbkit import job_folder
+from nbkit.commands import main
+from nbkit.errors import CellError, ClusterError, ClusterNotFound, UsageError
+from nbkit.job_folder import ListeningRank
+from nbkit.notebook.cluster.job import AttachedJob, JobLink
+from nbkit.notebook.run.reader import read_run
+from nbkit.rank.listen import LONGEST, launch_of, place
+from nbkit.wire.link import SignedLink, key_of
+from nbkit.wire.messages import GetJobState, PlanJobCell, SayHello, encoded
+from nbkit.wire.processes import Process, node_name
+
+DDP = """
+import os, pathlib, sys, time
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
+plan, stop = {}, pathlib.Path(sys.argv[1])
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(32, 32))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+log = SummaryWriter(sys.argv[1] + ".board")
+def step(x):
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    log.add_scalar("train/loss", loss.item())
+while not plan.get("end"):
+    for (x,) in DataLoader(TensorDataset(torch.randn(64, 32)), batch_size=8):
+        step(x)
+        time.sleep(0.005)
+        if plan.get("hang") and dist.get_rank() == 1:
+            while not stop.exists():
+                time.sleep(0.02)  # here
+        if plan.get("end"):
+            break
+dist.destroy_process_group()
+"""
+
+
+def as_rank(rank: int, n: int, port: int, arguments: list[str]) -> int:
+    """Be a rank that a launcher has started with `nbkit run ...`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    return main(["run", *arguments])
+
+
+@contextlib.contextmanager
+def listening(n: int, *arguments: str) -> Iterator[Future[list[int]]]:
+    """Run a program on n ranks beside the test. The ranks are ended after the block if they still run."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run_ranks, as_rank, n, n, port, list(arguments), join=False, timeout=400)
+        try:
+            yield future
+        finally:
+            while not future.done():  # those that have not begun to listen yet are ended when they have
+                _end_ranks()
+                time.sleep(0.1)
+            with contextlib.suppress(RankFailed):
+                future.result()
+
+
+def _end_ranks() -> None:
+    for name in job_folder.names():
+        for rank in job_folder.ranks_in(job_folder.folder_of(name)).values():
+            rank.process.end(signal.SIGKILL)
+
+
+def until(found: Callable[[], Any], running: Future[Any], seconds: float = 90.0) -> Any:
+    """Return what `found` returns as soon as that is true. Fails if the ranks end before."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if running.done():
+            running.result()
+        if value := found():
+            return value
+        time.sleep(0.05)
+    pytest.fail("it did not come in time")
+
+
+def attached(n: int) -> AttachedJob | None:
+    with contextlib.suppress(ClusterNotFound):
+        job = AttachedJob.attach()
+        return job if len(job.ranks) == n else None
+    return None
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def audit(job: AttachedJob) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (job.folder / "audit.jsonl").read_text().splitlines()]
+
+
+def refused(job: AttachedJob, said: str) -> bool:
+    return any(said in entry.get("refused", "") for entry in audit(job))
+
+
+def connected(rank: ListeningRank) -> tuple[socket.socket, str]:
+    sock = socket.create_connection(("127.0.0.1", rank.port), timeout=10)
+    return sock, sock.recv(100).decode().strip()
+
+
+def test_a_plain_program_is_seen_runs_live_cells_and_refuses_strangers(tmp_path: Path) -> None:
+    script, stop = tmp_path / "train.py", tmp_path / "stop"
+    script.write_text(DDP)
+    with listening(2, str(script), str(stop)) as running:
+        job = until(lambda: attached(2), running, seconds=300)
+        assert re.fullmatch("train-[0-9a-f]{4}", job.name)
+
+        # What it does: the parts of its steps on both ranks, traffic, memory, and the loss that it logs.
+        picture = until(lambda: (found := job.picture()).get("memory") and len(found["ranks"]) == 2 and found, running)
+        for _, seconds, *parts in picture["ranks"]:
+            assert sum(parts) == pytest.approx(seconds, rel=0.05)
+        row = dict(zip(("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other"), parts, strict=True))
+        assert min(row["compute"], row["exposed"], row["data"], row["optimizer"]) > 0 == row["bubble"]
+        (row,) = picture["table"]
+        assert (row["op"], row["axis"], row["bytes"]) == ("all_reduce", "world", 2 * 4 * (32 * 32 + 32))
+        assert picture["memory"][0]["at_rest"] == 4 * 4 * (32 * 32 + 32)  # weights, gradients, two moments
+        assert all(state["loss"] > 0 and state["lr"] == 0.01 for state in job.state().values())
+        assert all(text in repr(job) for text in (job.name, "of the step", "MiB"))
+
+        # Live cells: after the same step on both ranks, so that their collectives meet. An error does not end it.
+        cell = job.run(
+            "optimizer.param_groups[0]['lr'] = 0.5\nkept = torch.ones(1)\ndist.all_reduce(kept)\nkept.item()"
+        )
+        assert cell.values == {0: "2.0", 1: "2.0"}
+        assert job.run("print(type(x).__name__, kept.item())").output == {0: "Tensor 2.0\n", 1: "Tensor 2.0\n"}
+        assert {state["lr"] for state in job.state().values()} == {0.5}
+        with pytest.raises(CellError, match="Rank 1 failed: ZeroDivisionError") as failed:
+            job.run("1 / (1 - rank)")
+        assert "<live cell>" in failed.value.traceback and failed.value.ranks == (1,)
+        with pytest.raises(UsageError, match="SyntaxError"):
+            job.run("1 +")
+
+        # Misuse: each is refused, and in the log.
+        rank = job.ranks[0]
+        sock, nonce = connected(rank)
+        with sock:
+            SignedLink(sock, key_of("0" * 64, nonce), opened=True).send(PlanJobCell("import os; os._exit(1)", 10**9))
+            assert sock.recv(100) == b""
+        until(lambda: refused(job, "not signed"), running)
+        key, sent = job_folder.secret_of(job.folder), []
+        sock, nonce = connected(rank)
+        with sock:
+            link = SignedLink(sock, key_of(key, nonce), opened=True)
+            sent.append(link._packed(json.dumps(encoded(GetJobState())).encode()) + b"\n")
+            sock.sendall(sent[0])
+            assert sock.recv(4096)
+            sock.sendall(sent[0])  # the same again
+            assert sock.recv(100) == b""
+        sock, _ = connected(rank)
+        with sock:  # on another connection
+            sock.sendall(sent[0])
+            assert sock.recv(100) == b""
+        until(lambda: sum("not signed" in entry.get("refused", "") for entry in audit(job)) == 3, running)
+        sock, _ = connected(rank)
+        with sock, contextlib.suppress(OSError):
+            sock.sendall(b"x" * (LONGEST + 100_000))
+        until(lambda: refused(job, "more than 1,048,576 bytes"), running)
+        link_of_job = JobLink(rank, key, seconds=5)
+        with pytest.raises(UsageError, match="does not answer SayHello"):
+            link_of_job.ask(SayHello(), seconds=5)  # type: ignore[arg-type]
+        link_of_job.ask(PlanJobCell("plan.update(end=True)", 10**6), seconds=5)
+        link_of_job.close()  # a cell that is planned, and never decided on, is withdrawn
+        until(lambda: job.run("plan.get('end')").values == {0: "", 1: ""}, running)
+
+        # A rank that keeps the others waiting is named, with its line.
+        job.run("plan['hang'] = True")
+        line = next(number for number, text in enumerate(DDP.splitlines(), 1) if text.endswith("# here"))
+        why = until(lambda: (found := job.why()).verdict.stuck and found.verdict.ranks == (1,) and found, running)
+        assert re.search(r"Rank 0 waits in all_reduce #\d+ on world .*\(train.py line \d+\)", why.sentence)
+        assert f"rank 1 is in time.sleep, train.py line {line}" in why.sentence
+        assert "thread MainThread" in str(job.why(stacks=True)).replace("thread nbkit-listen", "")
+
+        stop.touch()
+        job.run("plan['end'] = True", timeout=30)
+        assert running.result() == [0, 0]
+    told = audit(job)
+    assert any(entry.get("source") == "plan['end'] = True" for entry in told)
+    assert {"ran", "done", "withdrawn"} <= {entry.get("outcome") for entry in told} | {"withdrawn"}
+    assert os.stat(job.folder).st_mode & 0o777 == 0o700
+    assert {os.stat(job.folder / name).st_mode & 0o777 for name in ("token", "audit.jsonl", "rank0.json")} == {0o600}
+    assert [(each.name, each.state) for each in AttachedJob.list()] == [(job.name, "ended")]
+    with pytest.raises(ClusterNotFound, match="listens"):
+        AttachedJob.attach(job.name)
+
+
+def a_rank(name: str, **changes: Any) -> Path:
+    folder = job_folder.make(name)
+    job_folder.made_secret(folder)
+    values = dict(rank=0, world_size=2, host=node_name(), process=Process.of(os.getpid()), port=1, launch="a")
+    job_folder.save(folder, ListeningRank(**values | {"program": "t.py", "begun": 1.0, "cells": True} | changes))
+    return folder
+
+
+@pytest.mark.parametrize(("file", "mode"), [("token", 0o640), ("rank0.json", 0o604), (".", 0o750)])
+def test_files_that_others_may_use_are_refused_on_both_sides(file: str, mode: int) -> None:
+    folder = a_rank("train")
+    (folder / file).chmod(mode)
+    with pytest.raises(ClusterError, match="Other users may use this file") as refusal:
+        AttachedJob.attach("train")
+    assert f"mode {mode:o}" in refusal.value.numbers and refusal.value.hint.startswith("chmod")
+    if file != "rank0.json":
+        with pytest.raises(ClusterError, match="Other users may use"):
+            job_folder.made_secret(job_folder.make("train"))
+
+
+def test_a_file_of_another_user_or_a_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = a_rank("train")
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    with pytest.raises(ClusterError, match=r"not yours(?s:.*)belongs to user"):
+        AttachedJob.attach("train")
+    monkeypatch.undo()
+    (tmp_path / "elsewhere").write_text("secret")
+    (folder / "token").unlink()
+    (folder / "token").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ClusterError, match="is a link"):
+        job_folder.secret_of(folder)
+
+
+def test_a_job_is_found_by_the_beginning_of_its_name_and_only_if_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs"]) == 0 and "No program listens" in capsys.readouterr().out
+    for name in ("train-a", "train-b"):
+        a_rank(name)
+    a_rank("other", process=Process(os.getpid(), 1.0, "a boot long ago"))
+    with pytest.raises(UsageError, match=r"train-a, train-b"):
+        AttachedJob.attach("train")
+    assert AttachedJob.attach("train-b").name == "train-b"
+    with pytest.raises(ClusterNotFound, match="other"):
+        AttachedJob.attach("other")
+    assert main(["jobs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [(line.split()[0], line.split()[2]) for line in lines[1:]] == [
+        ("other", "ended"), ("train-a", "1"), ("train-b", "1"),
+    ]  # fmt: skip
+    assert main(["clean"]) == 0 and job_folder.names() == ["train-a", "train-b"]
+
+
+def test_ranks_that_are_not_there_are_named_and_no_cell_runs_without_them() -> None:
+    a_rank("train")
+    job = AttachedJob.attach("train")
+    why = job.why()  # nobody listens at port 1
+    assert [state.kind for state in why.states.values()] == ["native", "silent"]
+    with pytest.raises(ClusterError, match="1 of 2 ranks"):
+        job.run("1")
+
+
+def test_ranks_of_an_earlier_start_do_not_count() -> None:
+    a_rank("train")
+    folder = a_rank("train", rank=1, launch="b", begun=2.0)
+    assert list(job_folder.ranks_in(folder)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1, 0)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, (3, 4, 1)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, (5, 8, 1)),
+        ({"SLURM_NTASKS": "8"}, (0, 1, 0)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2, 1)),
+    ],
+)
+def test_the_launcher_says_which_rank_it_is(variables: dict[str, str], expected: tuple[int, int, int]) -> None:
+    assert place(variables) == expected
+
+
+def test_all_ranks_of_a_start_agree_on_it_and_another_start_differs() -> None:
+    start = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "2"}
+    assert launch_of(start) == launch_of({**start, "RANK": "1"}) != launch_of({**start, "MASTER_PORT": "2"})
+
+
+def test_a_program_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "no/such.py", "--lr", "1"]) == 2
+    assert "There is no such program" in capsys.readouterr().err
+
+
+# --- Long -------------------------------------------------------------------------------------------------------------
+
+HEAD = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
+ENDED = re.compile("ended (its|their) cell|is dead|Trainer|split model")
+HANGS = [
+    hang
+    for hang in planted_hangs.HANGS
+    if not any(map(ENDED.search, (*hang.words, hang.name))) and "nbkit." not in hang.source
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.name)
+def test_hangs_of_a_program_are_explained(hang: planted_hangs.Hang, tmp_path: Path) -> None:
+    """The hangs that are planted in cells, in a script. Its ranks dump no stack, so native code has no line."""
+    script = tmp_path / "hang.py"
+    first = HEAD + planted_hangs.PRELUDE
+    script.write_text(first + hang.source + "time.sleep(1000)\n")
+    lines = script.read_text().splitlines()
+    marks = {mark: next((i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}")), 0)
+             for mark in ("here", "there", "before", "reads")}  # fmt: skip
+    words = [re.sub(r"cell \{\w+\} line", "hang.py line", text).format(**marks) for text in hang.words]
+    if "interpreter" in hang.name:
+        words = [text for text in words if "line" not in text] + ["rank 3 is in native code"]
+    with listening(4, str(script)) as running:
+        job = until(lambda: attached(4), running, seconds=300)
+
+        def explained() -> bool:
+            why = job.why()
+            return why.verdict.ranks == hang.ranks and all(text in why.sentence for text in words)
+
+        try:
+            until(explained, running, seconds=40)
+        except pytest.fail.Exception:
+            pytest.fail(f"{words} {hang.ranks}: {job.why()}")
+
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+TAKES = {"lightning_fit": ("lightning", "torchmetrics"), "fabric_loop": ("lightning",), "metrics": ("torchmetrics",)}
+STEPS = {"metrics": 14, "hf_trainer": 6, "nanogpt": 6, "fsdp2_dcp": 7, "accelerate_loop": 8}
+
+
+def launched(program: Path, losses: Path, *before: str) -> list[float]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *before]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, program, "--losses", losses], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(ast.literal_eval(losses.read_text()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(path.stem for path in PROGRAMS.glob("*.py")))
+def test_programs_that_listen_compute_the_same_and_their_steps_are_known(name: str, tmp_path: Path) -> None:
+    for library in TAKES.get(name, ()):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    program = PROGRAMS / f"{name}.py"
+    expected = launched(program, tmp_path / "expected")
+
+    assert launched(program, tmp_path / "listening", "-m", "nbkit", "run") == expected
+
+    (job,) = AttachedJob.list()
+    assert (job.ranks, job.state) == (2, "ended")
+    picture = read_run(job.folder).picture()
+    assert len(picture["ranks"]) == 2 and picture["table"]
+    steps = [point[0] for point in read_run(job.folder).snapshot()["points"]]
+    assert steps == list(range(2, STEPS.get(name, len(steps) + 1) + 1))
