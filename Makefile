@@ -25,7 +25,7 @@ help:
 	@echo "make lab     open the first notebook in JupyterLab"
 	@echo "make lessons execute the lessons whose code has changed, and store copies with outputs for the site"
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
-	@echo "make long    the tests that take long, which make test leaves out: 10 to 20 minutes"
+	@echo "make long    the tests that make test leaves out because they take long: half an hour"
 	@echo "make versions run a sample of the tests on each version of torch and Python that can be installed: an hour"
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
@@ -58,6 +58,7 @@ test: $(READY)
 # so there those of make test come along.
 long: export PYTHONDONTWRITEBYTECODE =
 long: $(READY)
+	@$(if $(T),,$(BIN)/python -m tests.support.rewritten)
 	@$(BIN)/python -m pytest -m long $(if $(T),$(T),--ignore tests/machines --ignore tests/browser -n 4 --dist loadfile)
 	@$(if $(T),,$(BIN)/python -m pytest -m "" tests/browser)
 
@@ -88,6 +89,10 @@ IMAGES := .venv/image-models
 zoo: $(READY)
 	@test -d $(IMAGES)/timm || $(BIN)/python -m pip install -q --no-deps --target $(IMAGES) torchvision==0.28.0 timm==1.0.31
 	@$(BIN)/python -m verify zoo $(if $(Z),$(Z),--out verify/results.md)
+
+# Some of it:  make optimizers O="muon tp"
+optimizers: $(READY)
+	@$(BIN)/python -m verify optimizers $(O)
 
 # Some of it, from a seed on:  make fuzz-tp SEEDS="50 100"
 fuzz-tp: $(READY)

@@ -287,6 +287,7 @@ def board_parser() -> MagicParser:
 def dashboard_parser() -> MagicParser:
     parser = MagicParser(prog="%dashboard", description="Show what the training does, live: loss, steps, traffic.")
     parser.add_argument("run", nargs="?", help="a recorded run's directory (the cluster's newest training)")
+    parser.add_argument("--beside", metavar="RUN", help="directory of a run whose curve is laid over the first one")
     return parser
 
 

@@ -21,7 +21,7 @@ class DashboardMagics(Magics):  # type: ignore[misc, untyped-decorator]
             options = parse(dashboard_parser(), line)
         except HelpShown:
             return None
-        return Dashboard(options.run)
+        return Dashboard(options.run, beside=options.beside)
 
 
 DashboardMagics.dashboard.__doc__ = dashboard_parser().format_help()

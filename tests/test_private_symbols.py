@@ -124,6 +124,7 @@ def losses_with_all(rank: int, port: int) -> list[float]:
     return losses(STRATEGIES)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_training_on_a_torch_without_them_has_the_same_losses() -> None:
     assert len(WITHOUT) == 19
@@ -159,6 +160,7 @@ private_symbols.Symbol.resolve = lacking
 """
 
 
+@pytest.mark.long
 def test_a_cluster_on_a_torch_that_lets_no_other_group_stand_in_its_place_runs_cells_after_an_error(
     tmp_path: Path,
 ) -> None:

@@ -148,6 +148,7 @@ def test_the_other_project_named_nbkit_is_named_by_the_import_and_by_doctor(inst
     assert said in done.stdout.splitlines()[0] and remedy in done.stdout.splitlines()[0]
 
 
+@pytest.mark.long
 def test_where_the_other_project_was_installed_later_every_command_says_so(installed: Path, tmp_path: Path) -> None:
     (installed / "nbkit" / "__init__.py").write_text(OTHER)
 

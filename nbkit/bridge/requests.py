@@ -30,6 +30,7 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.step_boundary import newest
 from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.activity import activity
+from nbkit.records.events import LiveCell
 from nbkit.records.record_file import old_part, overview_of, rank_files
 from nbkit.wire import process_state
 from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, Failure, Status, record_text
@@ -101,6 +102,7 @@ def _path(folder: Path, rank: int, file: str) -> Path | None:
 COMPLETIONS = 200
 COMPLETION_SECONDS = 1.0  # requests, also a stop, are answered one after the other
 REPLY_BYTES = 4 << 20  # of missed output in one reply; the notebook asks again for the rest
+_LINE_LENGTH = 80  # of the first line of a live cell, in its event
 
 
 class Requests:
@@ -303,8 +305,13 @@ class Requests:
             self._tell_not_run(request, "interrupted", "stopped before the next step boundary")
             return
         with self.runner.shielded():  # otherwise a stop of the training could lose the record
+            began = time.monotonic()
             record = self.runner.run(request)
             self._publish(LiveCellEnded(record_text(record)))
+            if (training := step_boundary.training()) is not None:
+                lines = [line.strip() for line in request.source.splitlines() if line.strip()]
+                seconds, what = time.monotonic() - began, (lines or [""])[0][:_LINE_LENGTH]
+                getattr(training, "job", training).ledger.emit(LiveCell(training.step, what=what, seconds=seconds))
 
     def _is_withdrawn(self, cell: str) -> bool:
         """Return True if a stop of the cell has reached any rank. Collective: all ranks get the same answer.

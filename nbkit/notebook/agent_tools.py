@@ -21,6 +21,7 @@ from nbkit.errors import CellStopped, ClusterError, ClusterNotFound, NbkitError,
 from nbkit.notebook.agent_server import cancelled, tool
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.client import Client
+from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cells.handle import CellHandle, handle_of
 from nbkit.notebook.cluster.cells.results import Results
@@ -86,6 +87,7 @@ class AgentTools:
     def __init__(self) -> None:
         self._clusters: dict[str, Cluster] = {}
         self._clients: dict[tuple[str, float], Client] = {}
+        self._runs: dict[Connection, NewestRun] = {}  # which may keep a copy of the records of another host
         self._lock = threading.RLock()
 
     # Which cluster ------------------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class AgentTools:
         """Return the directory of the cluster's newest training, None if it has not been recorded."""
         own = self._clusters.get(entry.name)
         if own is not None and not own.connection.why_gone():
-            return NewestRun(own.connection)()
+            return self._runs.setdefault(own.connection, NewestRun(own.connection))()
         return recorded_by(entry)
 
     def _reader(self, cluster: str, run: str) -> RunReader:

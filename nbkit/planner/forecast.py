@@ -31,6 +31,8 @@ class Term:
 class Forecast:
     """A prediction for the steps after `step`. memory: bytes at rest of each rank. traffic: empty if unknown.
 
+    peaks: of each rank, [parameters, gradients, optimizer, activations, working] in bytes, as nbkit.planner.peak.Peak
+    has them; empty if unknown.
     between: bytes that all ranks send between nodes in a step; None on one node, or if unknown.
     """
 
@@ -39,6 +41,7 @@ class Forecast:
     memory: tuple[Rest, ...] = ()
     traffic: tuple[Term, ...] = ()
     between: float | None = None
+    peaks: tuple[tuple[int, ...], ...] = ()
 
 
 def terms_of(every: Sequence[Iterable[TrafficTerm]]) -> tuple[Term, ...]:
@@ -77,6 +80,7 @@ def read(run_dir: Path) -> list[Forecast]:
                     tuple(Rest(**one) for one in values["memory"]),
                     tuple(Term(**one) for one in values["traffic"]),
                     values.get("between"),
+                    tuple(tuple(one) for one in values.get("peaks", ())),
                 )
             )
         except (ValueError, KeyError, TypeError):

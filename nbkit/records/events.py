@@ -58,6 +58,15 @@ class LrChanged(Event):
 
 
 @dataclass(frozen=True)
+class LiveCell(Event):
+    """A cell ran on the ranks between two steps. what: its first line. seconds: how long the training waited for it."""
+
+    kind: ClassVar[str] = "live_cell"
+    what: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Checkpointed(Event):
     """State was written to, or read from, `path`. action: "saved" or "loaded". before: finished steps before a load."""
 

@@ -98,7 +98,8 @@ class StepRecord(Record):
     compute, exposed (waiting for communication), bubble, data, optimizer, other. They add up to `seconds`. Empty if not
     measured. numbers: loss, lr, tokens and the other values of the history. cpu_seconds: of all threads of this
     process. own_seconds: spent on measuring and writing. examining: for which the process examined strategies for a
-    panel beside the step. lost: calls that were overwritten before they were read.
+    panel beside the step. lost: calls that were overwritten before they were read. faults: pages of memory that the
+    process had to wait for because the system had to read them from disk.
     """
 
     kind: ClassVar[str] = "step"
@@ -113,6 +114,7 @@ class StepRecord(Record):
     lost: int = 0
     span: int = 1
     examining: float = 0.0
+    faults: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -185,12 +187,33 @@ class Detail(Record):
 
 
 @dataclass(frozen=True)
+class MemoryPart:
+    """Bytes at the peak of a step. kind: one of MEMORY_KINDS. module: their module in the model, "blocks.*.mlp".
+
+    The same module of each block counts as one, with a star in place of its number.
+    """
+
+    kind: str
+    module: str
+    bytes: int
+
+
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "buckets", "working", "other")
+"""The kinds of bytes at the peak.
+
+activations: what forward keeps for backward. buckets: what is sent, received or gathered. working: gradients of
+activations, and what an operation or the optimizer needs for a moment. other: not known.
+"""
+
+
+@dataclass(frozen=True)
 class MemoryRecord(Record):
     """Bytes of a rank after a backward pass. Tensors that share memory count once.
 
     peak: bytes at the highest moment of a step, 0 if not counted: of the device's allocator (source: its kind), or of
     the storages that were alive ("storages"). now: bytes in the allocator, or of the process, which includes
-    Header.base_bytes from before. Records of older releases have the peak of the process (source "rss").
+    Header.base_bytes from before. Records of older releases have the peak of the process (source "rss"). named: the
+    parts of the peak, the largest first; empty if only its sum is known.
     """
 
     kind: ClassVar[str] = "memory"
@@ -202,6 +225,7 @@ class MemoryRecord(Record):
     now: int = 0
     peak: int = 0
     source: str = "storages"
+    named: tuple[MemoryPart, ...] = ()
 
     @property
     def at_rest(self) -> int:
@@ -262,7 +286,13 @@ class EventRecord(Record):
 _KINDS: dict[str, type[Record]] = {
     cls.kind: cls for cls in (Header, Group, StepRecord, Outside, Detail, MemoryRecord, HealthRecord, EventRecord)
 }
-_ROWS: dict[str, type] = {"traffic": Traffic, "calls": TimedCall, "pipeline": PipelineOp, "gpus": GpuHealth}
+_ROWS: dict[str, type] = {
+    "traffic": Traffic,
+    "calls": TimedCall,
+    "pipeline": PipelineOp,
+    "gpus": GpuHealth,
+    "named": MemoryPart,
+}
 _FIELDS = {kind: tuple(column.name for column in fields(kind)) for kind in _KINDS.values()}
 _COLUMNS = {row: tuple(column.name for column in fields(row)) for row in _ROWS.values()}
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode  # json.dumps would make this object for each line

@@ -64,6 +64,7 @@ def test_a_number_of_engines_that_cannot_be_had_is_a_row_beside_those_that_were_
     assert "MemoryError: 1000000000 engines take" in rows[-1].peer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["light", "bare"])
 def test_engines_without_a_world_and_their_controller_end_with_a_benchmark_that_is_killed(
     kind: str, tmp_path: Path

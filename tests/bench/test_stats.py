@@ -9,6 +9,7 @@ from bench.settings import shuffled
 from bench.stats import Interval, meets, quantile, ratio
 
 
+@pytest.mark.long
 def test_the_interval_of_a_median_holds_the_true_median_about_95_times_in_100() -> None:
     """Too narrow an interval would call noise a difference."""
     draws = numpy.random.default_rng(1).lognormal(0.0, 0.5, (200, 60))

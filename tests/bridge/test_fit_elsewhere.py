@@ -47,6 +47,7 @@ def undisturbed(two: Cluster) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cell", "strategy"), [(LOOP, "zero3"), pytest.param("inside(trainer)", "ddp", marks=pytest.mark.long)]
 )

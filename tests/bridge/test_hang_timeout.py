@@ -82,6 +82,7 @@ def test_a_rank_that_sleeps_is_ended_and_replaced(
     assert [old == new for old, new in zip(before, pids(three), strict=True)] == [True, False, True]
 
 
+@pytest.mark.long
 def test_a_rank_that_the_system_has_stopped_is_ended_and_replaced(three: Cluster, alone: list[float]) -> None:
     three.run("at.clear(); trainer = make()")
     before = pids(three)
@@ -100,6 +101,7 @@ def test_a_rank_that_the_system_has_stopped_is_ended_and_replaced(three: Cluster
     assert [old == new for old, new in zip(before, pids(three), strict=True)] == [True, True, False]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [pytest.param("alone_in_a_collective", marks=pytest.mark.long), "breakpoint"])
 def test_where_all_ranks_wait_nobody_is_ended(three: Cluster, how: str) -> None:
     """Have rank 1 wait in a collective of its own while the others wait in a step, or have it wait at a breakpoint."""

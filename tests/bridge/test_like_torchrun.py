@@ -115,6 +115,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_processes_that_a_script_spawns_find_its_functions_and_classes_and_form_a_world(
     two: Cluster, tmp_path: Path
 ) -> None:

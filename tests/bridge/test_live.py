@@ -20,10 +20,14 @@ import asyncio, time
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, i): time.sleep(0.001); return torch.full((4,), float(i)), torch.zeros(1)
+class Kept:
+    live = []
+    def write(self, event):
+        if event["kind"] == "live_cell": self.live.append((event["what"], event["seconds"] > 0))
 trainer = nbkit.Trainer(
     model=lambda: torch.nn.Linear(4, 1), loss=torch.nn.functional.mse_loss,
     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-6),
-    data=Slow(), batch_size=8, seed=0, log_dir=None, progress=False)
+    data=Slow(), batch_size=8, seed=0, log_dir=None, progress=False, sinks=[Kept()])
 """
 ENDLESS = "while True: time.sleep(0.01)"
 
@@ -53,10 +57,12 @@ def test_stopping_a_live_cell_leaves_the_training_alone(two: Cluster, training: 
     assert {state["source"] for state in states.values()} == {"await asyncio.sleep(0)\ntrainer.fit(100_000)"}
     assert live.stop().status == "interrupted"
     before = two.run("len(trainer.history)", at_step=True).values[0]
+    assert two.run("time.sleep(0.2)\nKept.live", at_step=True).values[0][-1] == ("len(trainer.history)", True)
     assert two.run("len(trainer.history)", at_step=True).values[0] > before
     assert training.status == "running"
 
 
+@pytest.mark.long
 def test_a_live_cell_may_await_while_the_training_is_awaited(two: Cluster, training: CellHandle) -> None:
     assert two.run("await asyncio.sleep(0)\nrank", at_step=True).values == {0: 0, 1: 1}
 

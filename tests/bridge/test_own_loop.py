@@ -73,6 +73,7 @@ def kill_in(cluster: Cluster, strategy: str, where: str, rank: int, step: int = 
     cluster.run(f"os.environ['WHERE'] = {where!r}\nif rank == {rank}: os.environ['DIES{rank}'] = '{step}'")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cell", "strategy", "rank", "where", "step"),
     [

@@ -218,6 +218,7 @@ def test_an_update_that_an_error_has_torn_is_taken_back_by_the_next_fit(
     assert "all go on from step" in "".join(results.output.values())
 
 
+@pytest.mark.long
 def test_a_torn_update_of_which_nothing_is_kept_is_refused_with_what_to_type(four: Cluster, tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     four.run(TORN.format(0))

@@ -114,6 +114,7 @@ def events_of(run_dir: Path) -> list[dict[str, Any]]:
     return list(run.curve.events)
 
 
+@pytest.mark.long
 def test_sizes_that_cannot_be_are_refused_with_those_that_fit(cluster: Cluster) -> None:
     cluster.run("trainer = make(); slow = 0.05")
     handle = cluster.run(CELL, detach=True)

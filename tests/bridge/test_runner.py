@@ -69,6 +69,7 @@ def test_the_text_of_an_error_that_never_ends_is_not_waited_for(two: Cluster) ->
     assert two.run("module.TEXT_SECONDS = 20.0; x").values == {0: 1, 1: 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["reduce", "text"])
 def test_a_value_that_never_lets_itself_be_sent_answers_stop(two: Cluster, where: str) -> None:
     fails = "while True: pass" if where == "reduce" else "raise Bad()"
@@ -124,6 +125,7 @@ def test_a_long_chain_of_errors_is_shown_without_its_middle(two: Cluster) -> Non
     assert shown.count("direct cause") == 5 and "division by zero" in shown and "ValueError: 39" in shown
 
 
+@pytest.mark.long
 def test_text_that_is_flushed_after_each_character_goes_out_in_few_messages_and_in_order(two: Cluster) -> None:
     two.run(
         "import sys\nfrom IPython.display import display\nfor i in range(2000):\n"
@@ -196,6 +198,7 @@ def test_a_value_that_contains_itself_is_shown_and_not_sent(two: Cluster) -> Non
     assert two.run("x = []; x.append(x); x").values == {0: "[[...]]", 1: "[[...]]"}
 
 
+@pytest.mark.long
 def test_what_a_forked_child_prints_arrives_and_its_displays_count_for_nobody(two: Cluster) -> None:
     cell = two.run(
         "import os, sys\npid = os.fork()\nif pid == 0:\n"

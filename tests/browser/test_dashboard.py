@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ CELLS = {
     "stop": "%cluster stop",
 }
 NUMBER = {name: number for number, name in enumerate(CELLS)}
-SHOWN = ".nbkit-dashboard .curves canvas"
+SHOWN = ".nbkit-dashboard .curves"
 
 
 def notebook_of(sources: list[str]) -> dict[str, Any]:
@@ -185,7 +186,8 @@ def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Pa
     page.on("pageerror", lambda error: problems.append(str(error)))
 
     def data(host: str, name: str) -> str:
-        return str(page.eval_on_selector(f".{host} canvas", f"canvas => canvas.dataset.{name}"))
+        shown = ".curves" if host == "curves" else f".{host} canvas"
+        return str(page.eval_on_selector(shown, f"shown => shown.dataset.{name}"))
 
     page.goto(f"file://{reports / 'small.html'}")
     page.wait_for_selector(".nbkit-dashboard .memory canvas[data-rows='4']")
@@ -195,7 +197,7 @@ def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Pa
     page.wait_for_selector(".grid canvas[data-world='4']")
     page.mouse.move(*middle(page, ".ranks canvas", 0.3, 0.2))
     assert "compute" in page.inner_text(".tip")
-    page.mouse.move(*middle(page, ".curves canvas", 0.5, 0.3))
+    page.mouse.move(*middle(page, ".curves .u-over", 0.5, 0.3))
     assert "loss" in page.inner_text(".tip")
     page.screenshot(path=str(tmp_path / "small.png"), full_page=True)
 
@@ -203,7 +205,7 @@ def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Pa
     page.wait_for_selector(".nbkit-dashboard .ranks canvas[data-ranks='64']")
     assert data("ranks", "rows") == "3"
     assert " rows/s" in page.inner_text(".figures") and page.inner_text("button[data-along='tokens']") == "rows"
-    page.mouse.move(*middle(page, ".curves canvas", 0.5, 0.3))
+    page.mouse.move(*middle(page, ".curves .u-over", 0.5, 0.3))
     assert " rows/s" in page.inner_text(".tip") and " rows" in page.inner_text(".tip").splitlines()[-1]
     page.mouse.click(*middle(page, ".ranks canvas", 0.3, 0.2))
     page.wait_for_selector(".ranks canvas[data-rows='64']")
@@ -213,6 +215,67 @@ def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Pa
     page.wait_for_selector(".nbkit-dashboard" + (":not(.dark)" if scheme == "dark" else ".dark"), timeout=5000)
     assert problems == []
     context.close()
+
+
+def test_curves_are_zoomed_hidden_smoothed_and_saved(browser: Any, reports: Path, tmp_path: Path) -> None:
+    page = browser.new_page(viewport={"width": 1200, "height": 1000})
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(f"file://{reports / 'small.html'}")
+    page.wait_for_selector(".curves[data-points='60']")
+
+    def shown(name: str) -> str:
+        return str(page.eval_on_selector(".curves", f"curves => curves.dataset.{name}"))
+
+    def save(kind: str) -> str:
+        with page.expect_download() as download:
+            page.click(f"button[data-do='{kind}']")
+        download.value.save_as(tmp_path / f"saved.{kind}")
+        assert download.value.suggested_filename == f"small.{kind}"
+        return (tmp_path / f"saved.{kind}").read_bytes().decode(errors="replace")
+
+    assert shown("marks") == "switch failure"
+    page.click(".marks summary")
+    listed = page.inner_text(".marks ul")
+    assert "switch after step 30: dp=4 → pp=4" in listed and "rank 2: NotFinite: The loss of step 46" in listed
+    rows = save("csv").splitlines()
+    assert len(rows) == 61 and rows[0].startswith("run,last_step,steps,") and rows[1].startswith("small,1,1,")
+    drawn = save("svg")
+    loss = re.findall(r'<path d="([^"]*)"', drawn)[0]
+    assert loss.count("M") == 1 and loss.count("L") == 59  # the switch breaks nothing
+    assert "⇄ pp=4" in drawn and "✕ rank 2: NotFinite" in drawn
+    assert save("png").startswith("\ufffdPNG")
+
+    page.mouse.move(*middle(page, ".curves .u-over", 0.25, 0.5))
+    page.mouse.down()
+    page.mouse.move(*middle(page, ".curves .u-over", 0.75, 0.5), steps=3)
+    page.mouse.up()
+    low, high = map(float, shown("zoom").split())
+    assert (low, high) == (pytest.approx(15, abs=0.2), pytest.approx(45, abs=0.2))
+    assert len(save("csv").splitlines()) == pytest.approx(31, abs=1)  # what is in sight
+    page.mouse.dblclick(*middle(page, ".curves .u-over", 0.5, 0.5))
+    assert shown("zoom") == ""
+
+    page.mouse.move(0, 0)
+    page.focus(".curves")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text(".tip").startswith("step 2\ndp=4\nloss ")
+    page.keyboard.press("+")
+    assert shown("zoom") != ""
+    page.keyboard.press("0")
+    page.keyboard.press("l")
+    assert page.get_attribute("button[data-do='log']", "aria-pressed") == "true"
+    page.fill(".tools input", "0.9")
+    page.click("button[data-line='raw']")
+    # Only the smoothed line is left, which does not lag: it ends near the last values.
+    assert len(re.findall('stroke-width="2.2"', save("svg"))) == 2 and 'stroke-width="1.6"' not in save("svg")
+    page.keyboard.press("Escape")
+    page.click("button[data-along='time']")
+    assert "time, s" in save("svg")
+    page.keyboard.press("f")
+    assert problems == []
+    page.close()
 
 
 WORDS = """
@@ -267,6 +330,7 @@ SPILT = """() => {
   sections.forEach((section, i) => {
     const walk = document.createTreeWalker(section, NodeFilter.SHOW_TEXT);
     while (walk.nextNode()) {
+      if (!walk.currentNode.parentElement.checkVisibility()) continue; // a list that is shut
       const range = document.createRange();
       range.selectNodeContents(walk.currentNode);
       for (const box of range.getClientRects()) {
@@ -314,5 +378,5 @@ def test_a_card_that_stands_still_says_so(browser: Any, reports: Path) -> None:
 
 
 def middle(page: Any, selector: str, x: float, y: float) -> tuple[float, float]:
-    box = page.locator(selector).bounding_box()
+    box = page.locator(selector).first.bounding_box()
     return box["x"] + x * box["width"], box["y"] + y * box["height"]

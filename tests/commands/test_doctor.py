@@ -59,6 +59,7 @@ def test_this_machine_is_ready() -> None:
     assert "Ready" in repr(report)
 
 
+@pytest.mark.long
 def test_the_command_prints_the_report_without_importing_torch() -> None:
     code = "import sys; from nbkit.commands import main; main(['doctor']); exit('torch' in sys.modules)"
 
@@ -178,6 +179,7 @@ def test_a_wrong_argument_is_answered_on_stderr_and_exit_status_2(capsys: pytest
     assert "dance" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "environment", "words", "said"),
     [

@@ -73,6 +73,7 @@ def test_what_is_right_is_ok(tmp_path: Path) -> None:
     assert "| error | ok |" in report and "rank 1 named; losses" in report
 
 
+@pytest.mark.long
 def test_a_rank_that_updates_differently_is_a_failure_in_a_report_that_strangers_may_read_and_the_rest_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:

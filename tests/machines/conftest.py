@@ -70,7 +70,7 @@ def on_ssh(ssh: SshHosts) -> Iterator[Cluster]:
     assert_gone(lambda: [each for name in ssh.names for each in ssh.processes(name)])
 
 
-@pytest.fixture(scope="module", params=["on_slurm", "on_ssh"])
+@pytest.fixture(scope="module", params=[pytest.param("on_slurm", marks=pytest.mark.long), "on_ssh"])
 def spread(request: pytest.FixtureRequest) -> Any:
     """Return a cluster on two hosts, once over each launcher."""
     return request.getfixturevalue(request.param)

@@ -27,6 +27,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     InteractiveShell.clear_instance()
 
 
+@pytest.mark.long
 def test_it_takes_the_runs_beside_the_notebook_and_ends_when_asked_to(
     shell: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,6 +43,7 @@ def test_it_takes_the_runs_beside_the_notebook_and_ends_when_asked_to(
     assert "has no TensorBoard" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_what_a_cell_keeps_of_it_when_it_has_ended_has_no_frame(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "notebook_shell", lambda: SimpleNamespace(kernel=object()))
     with capture_output() as shown:

@@ -57,6 +57,7 @@ def test_steps_of_a_cell_go_from_one_statement_to_the_next_and_end_with_it(kerne
     assert kernel.run("%%distributed\nimport sys; print(sys.gettrace())").said("None")
 
 
+@pytest.mark.long
 def test_ranks_that_ask_together_are_answered_in_turn_or_all_at_once(kernel: Kernel) -> None:
     # Rank 0 comes to its prompt first; both are at one before the first line is typed.
     source = (
@@ -71,6 +72,7 @@ def test_ranks_that_ask_together_are_answered_in_turn_or_all_at_once(kernel: Ker
     assert kernel.run(source, typed=["c", "c"]).status == "ok"
 
 
+@pytest.mark.long
 def test_q_stops_the_cell_on_all_ranks_and_the_next_one_runs(kernel: Kernel) -> None:
     source = "%%distributed\nif rank == 0:\n    breakpoint()\ndist.barrier()\nprint('not reached')"
     cell = kernel.run(source, typed=["q"])
@@ -106,6 +108,7 @@ def test_a_failed_cell_is_looked_at_on_the_rank_that_failed(kernel: Kernel) -> N
     assert "Rank 0 keeps no frames" in refused and "%nbkit debug 1" in refused
 
 
+@pytest.mark.long
 def test_ipythons_debug_points_to_the_rank_that_failed_and_is_its_own_for_other_errors(kernel: Kernel) -> None:
     kernel.run(FAILS)
     cell = kernel.run("%debug")
@@ -115,6 +118,7 @@ def test_ipythons_debug_points_to_the_rank_that_failed_and_is_its_own_for_other_
     assert kernel.run("%debug", typed=["q"]).prompts == ["ipdb> "]
 
 
+@pytest.mark.long
 def test_frames_are_kept_until_the_next_cell_and_no_longer(kernel: Kernel) -> None:
     kernel.run(
         "%%distributed\nclass Kept: pass\nimport weakref\n"
@@ -145,6 +149,7 @@ def test_a_detached_cell_waits_at_its_breakpoint_for_nbkit_debug(kernel: Kernel)
     assert kernel.run("print(handle.status)").text == "ok\n"
 
 
+@pytest.mark.long
 def test_a_training_that_is_stopped_at_a_breakpoint_goes_on_to_its_boundary(kernel: Kernel) -> None:
     generation = kernel.run(GENERATION).text
     kernel.run(
@@ -175,6 +180,7 @@ def test_a_training_that_is_stopped_at_a_breakpoint_goes_on_to_its_boundary(kern
     assert "Out[0-1]: 2" in steps, steps
 
 
+@pytest.mark.long
 def test_who_types_nothing_is_no_hang_to_the_watch(kernel: Kernel) -> None:
     kernel.run("from nbkit.notebook.cluster import why as stall\nstall.QUIET_SECONDS, stall._LOOK_SECONDS = 0.5, 0.2")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from kernel_client import Kernel
 
 
@@ -33,6 +34,7 @@ def test_warnings_and_logging_are_seen(kernel: Kernel) -> None:
     assert "bad news" in cell.text
 
 
+@pytest.mark.long
 def test_a_cell_may_take_longer_than_any_time_out(kernel: Kernel) -> None:
     assert kernel.run("%%distributed\nimport time\nfor i in range(4): time.sleep(1)\n'done'").status == "ok"
 
@@ -51,6 +53,7 @@ def test_tab_offers_the_names_on_the_ranks(kernel: Kernel) -> None:
     assert "learning_rate_of_ranks" not in kernel.complete("learning_rate_of")
 
 
+@pytest.mark.long
 def test_tab_offers_the_verbs_and_options_of_a_magic(kernel: Kernel) -> None:
     assert kernel.complete("%train ") == ["fit", "pause", "resume", "save", "stop", "wait"]
     assert kernel.complete("x = 1\n%cluster start --g") == ["--gpus"]
@@ -62,6 +65,7 @@ def test_tab_answers_while_the_ranks_are_busy(kernel: Kernel) -> None:
     kernel.run("handle.stop()")
 
 
+@pytest.mark.long
 def test_loading_says_whose_magic_is_replaced(tmp_path: Path) -> None:
     with Kernel(tmp_path) as kernel:
         kernel.run("%load_ext nbdistributed")

@@ -45,6 +45,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         assert psutil.wait_procs(family, timeout=5)[1] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.long)], ids=["restarted", "killed"])
 def test_a_running_cell_survives_its_kernel_and_its_output_is_taken_up(kernel: Kernel, kill: bool) -> None:
     kernel.run(TRAINING)
@@ -63,6 +64,7 @@ def test_a_running_cell_survives_its_kernel_and_its_output_is_taken_up(kernel: K
     assert "Out[0-1]: 59" in kernel.run("%%distributed\nsteps").text
 
 
+@pytest.mark.long
 def test_the_result_of_a_cell_that_ended_meanwhile_is_shown_on_attach(kernel: Kernel, tmp_path: Path) -> None:
     ended = tmp_path / "ended"
     kernel.run(f"%%distributed --detach\nimport time; time.sleep(2.5); print('made it'); open({str(ended)!r}, 'w'); 42")

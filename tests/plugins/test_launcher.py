@@ -105,6 +105,7 @@ def test_python_starts_a_cluster_with_it_too(installed: None, nbkit_home: Path) 
         Cluster.start(2, launcher="slurm")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -292,6 +292,7 @@ def test_telemetry_keeps_nothing_alive_that_would_not_live_without_it(lasting: l
         assert told == silent
 
 
+@pytest.mark.long
 def test_a_pipeline_goes_on_in_a_world_that_was_formed_again(lasting: list[dict[str, Any]]) -> None:
     losses = [rank["pipeline"] for rank in lasting]
 

@@ -19,6 +19,7 @@ from nbkit.records.records import (
     Group,
     Header,
     HealthRecord,
+    MemoryPart,
     MemoryRecord,
     PipelineOp,
     Record,
@@ -244,6 +245,16 @@ class FakeRun:
             buffers=rest.buffers,
             now=known + (2 << 20),
             peak=known + (3 << 20) + (1 << 20),
+            named=(
+                MemoryPart("activations", "blocks.*.mlp", 2 << 20),
+                MemoryPart("working", "loss", 1 << 20),
+                MemoryPart("activations", "blocks.*.attention", 768 << 10),
+                MemoryPart("optimizer", "blocks.*.mlp", rest.optimizer),
+                MemoryPart("parameters", "blocks.*.mlp", rest.parameters),
+                MemoryPart("gradients", "blocks.*.mlp", rest.gradients),
+                MemoryPart("buckets", "", 256 << 10),
+                MemoryPart("buffers", "blocks.*.attention", rest.buffers),
+            ),
         )
 
 
@@ -260,4 +271,5 @@ def forecast_of(weights: list[Weight], facts: Facts, strategy: Strategy, *, step
 
     traffic = [per_step(weights, facts, strategy, rank) for rank in ranks]
     memory = tuple(rest(rank) for rank in ranks)
-    return forecast.Forecast(step, str(strategy), memory, forecast.terms_of(traffic))
+    peaks = tuple((one.parameters, one.gradients, one.optimizer, 3 << 20, 1 << 20) for one in memory)
+    return forecast.Forecast(step, str(strategy), memory, forecast.terms_of(traffic), peaks=peaks)

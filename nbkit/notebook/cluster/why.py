@@ -502,6 +502,13 @@ def _doings(ranks: Iterable[int], states: Mapping[int, RankState], waiting: Mapp
     return [f"{_subject(found)} {_verb(found, doing)}" for doing, found in together.items()]
 
 
+def at_work(states: Mapping[int, RankState], ranks: Iterable[int]) -> str:
+    """Return what these ranks do, in one line: "rank 0 waits in all_reduce; ranks 1-3 run cell 4 line 7"."""
+    clauses = _doings([rank for rank in ranks if rank in states], states, {})
+    more = f"; {len(clauses) - _CLAUSES} more groups of ranks" if len(clauses) > _CLAUSES else ""
+    return "; ".join(clauses[:_CLAUSES]) + more
+
+
 def _owed(rank: int, waiting: Mapping[int, Operation]) -> str:
     """Return what others wait for from a rank: its part of a collective, or the other end of a message."""
     for operation in waiting.values():

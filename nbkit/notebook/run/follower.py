@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from nbkit.figures import unit_of
 from nbkit.records import record_file
+from nbkit.records.event_words import mark_of
 from nbkit.records.readings import (
     MEDIAN_OF,
     STANDS,
@@ -119,7 +120,8 @@ class Curve:
 
     def _take_event(self, record: EventRecord) -> None:
         happened = self._since_start(record.ns) if record.ns else (self.points[-1][2] if self.points else 0.0)
-        self.epoch += _put(self.events, {"step": record.step, "time": round(happened, 6), **record.event})
+        event = {"step": record.step, "time": round(happened, 6), **record.event}
+        self.epoch += _put(self.events, event | mark_of(event))
         if len(self.events) > _EVENTS:
             del self.events[: _EVENTS // 4]
             self.epoch += 1

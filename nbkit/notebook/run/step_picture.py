@@ -16,7 +16,16 @@ from nbkit.notebook.run.follower import PARTS, Run, short, strategy_of
 from nbkit.planner import forecast
 from nbkit.planner.exchange import orders
 from nbkit.records.readings import Bar, Late, TrafficRow, bars, busiest, late_rank, table, traffic_matrix, usual_bars
-from nbkit.records.records import LISTEN_EVERY, Detail, GpuHealth, HealthRecord, PipelineOp, StepRecord
+from nbkit.records.records import (
+    LISTEN_EVERY,
+    MEMORY_KINDS,
+    Detail,
+    GpuHealth,
+    HealthRecord,
+    MemoryRecord,
+    PipelineOp,
+    StepRecord,
+)
 from nbkit.records.run_advice import PipelineLink, links, reading, slow_link
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
@@ -170,6 +179,7 @@ def _short(value: float) -> float:
 
 
 _RANKS_IN_HEALTH, _HOSTS_AT_MOST = 8, 4
+_MODULES = 12  # parts of the peak that are listed
 
 
 def health(run: Run) -> dict[str, Any] | None:
@@ -347,9 +357,13 @@ def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[int]]:
 def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dict[str, Any]]:
     """Return the memory of each rank. Its prediction is for the strategy in force when the memory was measured.
 
-    growth: bytes by which the process has grown since before the job; None on a device.
+    growth: bytes by which the process has grown since before the job; None on a device. kinds: bytes at the peak by
+    kind (`records.MEMORY_KINDS`), which add up to it; None if only the sum is known. modules: the largest parts of it,
+    [kind, module, bytes]; of many ranks only for the fullest one. planned: the peak by the formulas, as
+    `Forecast.peaks` has it; None if unknown.
     """
-    made = []
+    made: list[dict[str, Any]] = []
+    fullest = max(run.memory, key=lambda rank: _peak_of(run.memory_of(rank, step)), default=0)
     for rank in sorted(run.memory):
         record = run.memory_of(rank, step)
         if record is None:
@@ -357,6 +371,10 @@ def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dic
         header = run.headers.get(rank)
         predicted = forecast.in_force(forecasts, record.step)
         formula = predicted.memory[rank] if predicted is not None and rank < len(predicted.memory) else None
+        planned = predicted.peaks[rank] if predicted is not None and rank < len(predicted.peaks) else None
+        kinds = {kind: sum(part.bytes for part in record.named if part.kind == kind) for kind in MEMORY_KINDS}
+        kinds["other"] += max(record.peak - sum(kinds.values()), 0)
+        told = len(run.memory) <= _RANKS_IN_HEALTH or rank == fullest
         made.append(
             {
                 "rank": rank,
@@ -371,6 +389,13 @@ def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dic
                 "peak": record.peak if record.activations is not None else None,
                 "growth": record.now - header.base_bytes if header and record.source == "storages" else None,
                 "formula": None if formula is None else list(astuple(formula)),
+                "kinds": kinds if record.named else None,
+                "modules": [[part.kind, part.module, part.bytes] for part in record.named[:_MODULES]] if told else [],
+                "planned": None if planned is None else list(planned),
             }
         )
     return made
+
+
+def _peak_of(record: MemoryRecord | None) -> int:
+    return record.peak if record is not None else 0

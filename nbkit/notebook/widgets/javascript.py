@@ -1,7 +1,8 @@
 """nbkit's JavaScript as one module: what a widget and a saved page need, joined when it is read.
 
-There is no build step and no third-party code. The charts are those of TensorBoard's tab Communication. Each module
-becomes its own function, so that names never collide. `colours` reads the colors of paint.js for Python.
+There is no build step. The charts of a step are those of TensorBoard's tab Communication. uPlot, which is bundled as
+it was published (static/uplot), draws the curves of a run; its licence goes into every page with it. Each module of
+ours becomes its own function, so that names never collide. `colours` reads the colors of paint.js for Python.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ _BOARDS = Path(__file__).parents[1] / "board" / "plugin" / "static"
 _PAINT = _BOARDS / "paint.js"
 _MODULES = (_PAINT, _BOARDS / "charts.js", _BOARDS / "grids.js", _BOARDS / "health.js")
 _OWN = ("curves", "rows", "dashboard")
+_UPLOT = _OURS / "uplot"
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";$', re.M)
 _EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) (\w+))", re.M)
@@ -36,8 +38,12 @@ def joined() -> str:
     """Return the module; it exports by default what anywidget asks for, and `show` for a page of data that stands
     still."""
     paths = [*_MODULES, *(_OURS / f"{name}.js" for name in _OWN)]
-    exports = ["export const { show } = dashboard;", "export default dashboard.widget;"]
-    return "\n".join([*map(_as_function, paths), *exports, ""])
+    parts = map(_as_function, paths)
+    # The first line of the published file is a comment with its address; pages of ours name no address.
+    version, _, uplot = (_UPLOT / "uPlot.iife.min.js").read_text().partition("\n")
+    named = f"uPlot {version[version.index('(') : version.index(')') + 1]}"
+    uplot = f"/*!\n{named}\n{(_UPLOT / 'LICENSE').read_text().strip()}\n*/\n{uplot}"
+    return "\n".join([uplot, *parts, "export const { show } = dashboard;", "export default dashboard.widget;", ""])
 
 
 @cache
@@ -56,7 +62,7 @@ def colours(name: str) -> dict[str, str]:
 @cache
 def style() -> str:
     """Return the CSS of the dashboard."""
-    return (_OURS / "dashboard.css").read_text()
+    return (_UPLOT / "uPlot.min.css").read_text() + (_OURS / "dashboard.css").read_text()
 
 
 def _as_function(path: Path) -> str:

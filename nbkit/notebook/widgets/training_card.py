@@ -1,17 +1,19 @@
 """The card of a cell that trains: HTML in the cell's own output, which stays in the saved notebook. It is not a widget.
 
 It appears when a training of the cell has been recording for a moment, is updated in place about once a second, and
-ends as a summary. A cell that ends before that, or does not train, has no card.
+ends as a summary. Before that, and in a cell that does not train, a clock runs in its place after 3 seconds. After 10
+seconds the clock says which ranks are still at work, and in what. A cell that ends sooner shows neither.
 """
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,14 @@ from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.cluster.output.display import NOBODY, ShownMessage
+from nbkit.notebook.cluster.why import RankState, at_work, collect
 from nbkit.notebook.run.reader import RunReader
-from nbkit.notebook.widgets.dashboard.text_view import failure, steps_of
+from nbkit.notebook.widgets.dashboard.text_view import steps_of
+from nbkit.records.event_words import failure
 
 AFTER_SECONDS = 1.5  # most cells are over by then
 _EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most
+_CLOCK_SECONDS, _DOING_SECONDS, _ASK_SECONDS = 3.0, 10.0, 5.0
 _WIDTH, _HEIGHT, _POINTS = 260, 44, 130
 _STILL_SECONDS = 60
 # A page that was loaded anew gets no update of what was displayed before; it has to notice that by itself.
@@ -45,8 +50,10 @@ def follow(cluster: Cluster, execution: Execution) -> None:
 
     def begin() -> None:
         if not execution.done.done():
-            directory = NewestRun(cluster.connection)
-            LiveCard(execution, directory, training.runs, client.soon).start()
+            connection = cluster.connection
+            card = LiveCard(execution, NewestRun(connection), training.runs, client.soon)
+            card.states = lambda: collect(connection.entry, client, connection.deaths)
+            card.start()
 
     client.soon(client.later, AFTER_SECONDS, begin)
 
@@ -72,6 +79,8 @@ class LiveCard:
         self._last: dict[str, str] = {}
         self._shown = False
         self._picture_due = 0.0  # a picture of all ranks costs far more than the curve, and says the same for long
+        self.states: Callable[[], Mapping[int, RankState]] = dict  # asks the ranks what they do
+        self._doing, self._doing_due = "", 0.0
         execution.observers.append(self._finish)
 
     def start(self) -> None:
@@ -97,9 +106,11 @@ class LiveCard:
         apart = 0.0
         # Checked before the directory: a training that begins in between would get the previous run.
         if self._reader is None and not self._trains():
+            self._tick()
             return apart
         folder = self._directory()
         if folder is None:
+            self._tick()
             return apart
         began = time.thread_time()
         with self._lock:
@@ -114,13 +125,27 @@ class LiveCard:
                 self._picture_due = time.monotonic() + apart / _SHARE
             if bundle := self._bundle(ended=False, anew=False):
                 self._soon(self._put, bundle)
+        if not self._last:
+            self._tick()
         return apart
+
+    def _tick(self) -> None:
+        """Show for how long the cell has run, and after a while what the ranks do."""
+        execution, seconds = self._execution, time.time() - self._execution.sent
+        if seconds < _CLOCK_SECONDS or execution.prompts or execution.closing:
+            return
+        if seconds >= _DOING_SECONDS and time.monotonic() >= self._doing_due:
+            self._doing_due = time.monotonic() + _ASK_SECONDS
+            self._doing = at_work(self.states(), execution.waiting_for)
+        self._soon(self._put, clock_bundle(f"{_clock(seconds)}{' · ' * bool(self._doing)}{self._doing}"))
 
     def _finish(self, _: Execution) -> None:
         """Observe the end of the cell, on the client's thread: show the summary."""
         try:
             with self._lock:
-                if self._shown and (bundle := self._bundle(ended=True)):
+                if self._shown and not self._last:
+                    self._put(clock_bundle(f"took {_clock(time.time() - self._execution.sent)}"), last=True)
+                elif self._shown and (bundle := self._bundle(ended=True)):
                     self._put(bundle, last=True)
         except Exception as error:  # a card must not keep a cell from ending
             self._execution.say(f"nbkit: no last card: {type(error).__name__}: {error}")
@@ -141,8 +166,8 @@ class LiveCard:
         """Show it on the client's thread."""
         if self._execution.closing and not last:
             return
+        self._execution.lines.has_card = bool(self._last)
         if not self._shown:
-            self._execution.lines.has_card = True
             for name, text in self._execution.lines.make_way():
                 self._execution.outbox.stream(name, text)
         transient = {"display_id": f"nbkit-card-{self._execution.request.id}"}
@@ -154,6 +179,21 @@ class LiveCard:
         self._shown = True
 
 
+def clock_bundle(words: str) -> dict[str, str]:
+    """Return a line about a cell that runs, as a MIME bundle."""
+    style = "color:var(--jp-ui-font-color2,gray);font-variant-numeric:tabular-nums"
+    return {"text/plain": words, "text/html": f"<div class='nbkit-clock' style='{style}'>{html.escape(words)}</div>"}
+
+
+def _clock(seconds: float) -> str:
+    """Return a time that counts: "8 s", "2:05 min", "1:02:05 h"."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, hours = f"{whole // 60 % 60}:{whole % 60:02}", whole // 3600
+    return f"{hours}:{minutes.zfill(5)} h" if hours else f"{minutes} min"
+
+
 def card_text(snapshot: dict[str, Any], *, ended: bool = False) -> str:
     """Return one or two lines about the points in a RunReader.snapshot."""
     head, figures, reading = _words(snapshot, ended)
@@ -163,7 +203,7 @@ def card_text(snapshot: dict[str, Any], *, ended: bool = False) -> str:
 def card_html(snapshot: dict[str, Any], *, ended: bool = False) -> str:
     """Return the same, with the curve of the loss beside it; until it has ended, it says when it stands still."""
     head, figures, reading = (html.escape(part) for part in _words(snapshot, ended))
-    colour = "var(--jp-ui-font-color2,gray)" if ended else "var(--jp-success-color1,#388e3c)"
+    colour = "#808080" if ended else "#388e3c"  # no variable of the theme: an untrusted notebook loses those
     return (
         "<div class='nbkit-card' style='display:flex;gap:14px;align-items:center;flex-wrap:wrap;padding:4px 0'>"
         f"{_curve([point[4] for point in snapshot['points']])}"
@@ -220,7 +260,10 @@ def _curve(values: Sequence[float]) -> str:
     low, high = min(means), max(means)
     across, down = _WIDTH / max(len(means) - 1, 1), (_HEIGHT - 4) / ((high - low) or 1.0)
     line = " ".join(f"{i * across:.1f},{2 + (high - value) * down:.1f}" for i, value in enumerate(means))
-    return (
-        f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='loss'>"
+    svg = (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDTH}' height='{_HEIGHT}'>"
         f"<polyline points='{line}' fill='none' stroke='#68717d' stroke-width='1.8'/></svg>"
     )
+    # As an image: JupyterLab takes drawings out of the HTML of a notebook that it does not trust, and leaves images.
+    data = base64.b64encode(svg.encode()).decode()
+    return f"<img src='data:image/svg+xml;base64,{data}' width='{_WIDTH}' height='{_HEIGHT}' alt='loss'>"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.device import accelerator
-from nbkit.records.records import GpuHealth, HealthRecord, MemoryRecord
+from nbkit.records.records import GpuHealth, HealthRecord, MemoryPart, MemoryRecord
 from nbkit.wire import nvidia_smi
 
 _EVERY_S, _FIRST_S = 5.0, 1.0
@@ -185,12 +185,13 @@ def memory_of(
     held: Iterable[Tensor] = (),
     device: torch.device | None = None,
     peak: int = 0,
+    named: tuple[MemoryPart, ...] = (),
 ) -> MemoryRecord:
     """Return what `module`, its gradients and its optimizer's state take on this rank. Waits for no device.
 
     held: further parameters that the optimizer sees, such as shards. peak: bytes at the peak of a step, 0 if not
-    counted. Gradients exist after a backward pass. Every tensor is visited, a microsecond each, so do not call it in
-    every step.
+    counted. named: its parts. Gradients exist after a backward pass. Every tensor is visited, a microsecond each, so do
+    not call it in every step.
 
     Elements are counted, as the formulas do: the flat buffers behind gradients also have padding, and the counters of
     an optimizer are left out. Both are a part of the peak.
@@ -213,6 +214,7 @@ def memory_of(
         now=now,
         peak=peak,
         source="storages" if source == "rss" else source,
+        named=named,
     )
 
 

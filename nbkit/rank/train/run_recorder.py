@@ -29,6 +29,7 @@ from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
 from nbkit.rank.telemetry.sinks import Bus
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.runs_dir import check_room, note_name
+from nbkit.rank.train.step_count import Counts
 from nbkit.rank.world import world
 from nbkit.records.events import RunStarted, Switched
 from nbkit.records.records import StepRecord
@@ -114,11 +115,11 @@ class Recorder:
         held: Iterable[nn.Parameter],
         strategy: Strategy,
         cost_model: Callable[[], CostModel],
-        peak: int,
+        counts: Counts,
     ) -> None:
         """Record memory and forecast, if due, after the optimizer made step number `step`.
 
-        The gradients must still be there. held: see ShardedModel. peak: bytes at the peak of a step, 0 if not counted.
+        The gradients must still be there. held: see ShardedModel. counts: of a step under this strategy.
         """
         self._made = True
         training = clock.laps is not None and clock.state != OUTSIDE
@@ -126,9 +127,10 @@ class Recorder:
         if self._session is None or not training or (step != self._due and step % _MEMORY_EVERY):
             return
         with phase(OTHER):
-            self._session.memory(memory_of(model, optimizer, step=step, held=held, device=self._device, peak=peak))
-            if self._forecasts and self._foreseen != str(strategy):
-                self._foreseen = str(strategy)
+            own = {"peak": counts.peak, "named": counts.named}
+            self._session.memory(memory_of(model, optimizer, step=step, held=held, device=self._device, **own))
+            if self._forecasts and self._foreseen != (foreseen := self._seen(strategy, cost_model)):
+                self._foreseen = foreseen
                 # An error in a formula must not end the training. The other ranks compute none, and would wait.
                 try:
                     forecast.append(self._run_dir, cost_model().forecast(strategy, since=self._since))
@@ -136,6 +138,10 @@ class Recorder:
                     pass
                 except Exception as error:
                     warnings.warn(f"no formula for {strategy}: {type(error).__name__}: {error}", stacklevel=2)
+
+    def _seen(self, strategy: Strategy, cost_model: Callable[[], CostModel]) -> str:
+        """Return the strategy, and if the formulas know the peak of a step under it: then they are asked again."""
+        return f"{strategy}{', peak' * cost_model().peaks.knows(strategy.tp, strategy.cp)}"
 
     def look_closely(self) -> None:
         """Record the first steps from here on in detail, as after every switch."""

@@ -3,33 +3,160 @@
 A device's allocator tells its peak. On CPU ranks the step runs under a mode that sees every operation, and adds up the
 storages that are alive. That takes microseconds for each operation, so only one step of a strategy is counted. The
 growth of the process is another quantity: it also has what the analysis of the model, threads and caches took.
+
+The mode also names the bytes at the peak: `NamedBytes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.module.forward_wrapper import in_backward
+from nbkit.rank.parallel.proof.observe import tensors_in
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.telemetry.collectives import ring
 from nbkit.rank.train.estimate.model_trace import LiveBytes
 from nbkit.rank.train.out_of_memory.tensor_limit import held_by
 from nbkit.records.readings import BACKUP, sent_bytes
+from nbkit.records.records import MemoryPart
+
+_PARTS_AT_MOST = 60
+_LOSS = "loss"
 
 
 @dataclass(frozen=True)
 class Counts:
     """Bytes of a step. peak: held at its highest moment. sent: see `records.readings.sent_bytes`. 0: not known.
 
-    On one rank, or on the ranks that hold and send most.
+    On one rank, or on the ranks that hold and send most. named: the parts of the peak of this rank; empty if only the
+    sum is known.
     """
 
     peak: int = 0
     sent: int = 0
+    named: tuple[MemoryPart, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Label:
+    kind: str
+    module: str
+
+
+class NamedBytes(LiveBytes):
+    """Counts the bytes of live storages, and tells of which kind and module those at the peak are.
+
+    A storage gets its name when an operation makes it: an activation of the module whose forward runs, or, in
+    backward, working memory for the module of the operands. What takes part in a collective is a bucket. Parameters,
+    gradients and optimizer state are looked up after forward and backward, and after the update (`look`).
+    """
+
+    def __init__(self, beside: Iterable[Tensor], names: Mapping[int, str], *, resized: bool) -> None:
+        """names: id of a module -> its name."""
+        self._log: list[tuple[int, int, int]] = []  # number of operations before, number of the storage, its change
+        self._labels: dict[int, _Label] = {}  # by number of the storage
+        self._owners: dict[int, dict[tuple[int, int], tuple[_Label, int]]] = {}  # of its parts, by place
+        self._numbers: dict[int, int] = {}
+        self._names, self._stack = names, list[str]()
+        self._label = _Label("buckets", "")  # of what is there before and has no owner: buffers of the data axis
+        self.updates = False
+        super().__init__(beside, resized=resized)
+
+    def __enter__(self) -> NamedBytes:
+        self._hooks = [
+            register_module_forward_pre_hook(lambda module, _: self._stack.append(self._names.get(id(module), ""))),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def _leave(self, *_: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._label = self._made_now(args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            for tensor in tensors_in((args, kwargs, out)):
+                if (number := self._number_of(tensor)) is not None and self._labels[number].kind == "working":
+                    self._labels[number] = _Label("buckets", self._labels[number].module)
+        return out
+
+    def _made_now(self, args: Any, kwargs: Any) -> _Label:
+        named = next((name for name in reversed(self._stack) if name), "")
+        if named:
+            return _Label("activations", named)
+        if not in_backward():
+            return _Label("working", "update") if self.updates else _Label("activations", _LOSS)
+        for tensor in tensors_in((args, kwargs)):
+            number = self._number_of(tensor)
+            if number is not None and (module := self._labels[number].module):
+                return _Label("working", module)
+        return _Label("working", _LOSS)
+
+    def _number_of(self, tensor: Tensor) -> int | None:
+        try:
+            return self._numbers.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+            return None
+
+    def _changed(self, key: int, size: int) -> None:
+        super()._changed(key, size)
+        if key not in self._numbers:
+            self._numbers[key] = number = len(self._labels)
+            self._labels[number] = self._label
+        self._log.append((len(self.levels), self._numbers[key], size))
+
+    def _gone(self, key: int) -> None:
+        super()._gone(key)
+        self._numbers.pop(key, None)
+
+    def look(self, owned: Iterable[tuple[str, str, Tensor]]) -> None:
+        """Note what storages belong to. owned: (kind, module, tensor)."""
+        for kind, module, tensor in owned:
+            number = self._number_of(tensor)
+            if number is None:
+                continue
+            parts = self._owners.setdefault(number, {})
+            parts.setdefault((tensor.storage_offset(), tensor.nbytes), (_Label(kind, module), tensor.nbytes))
+
+    def at_peak(self) -> dict[_Label, int]:
+        """Return the bytes that were alive after the operation with the largest `now`."""
+        if not self.levels:
+            return {}
+        last = self.levels.index(max(self.levels))
+        sizes: dict[int, int] = defaultdict(int)
+        for at, number, size in self._log:
+            if at <= last:
+                sizes[number] += size
+        found: dict[_Label, int] = defaultdict(int)
+        for number, size in sizes.items():
+            left = size
+            for label, own in self._owners.get(number, {}).values():
+                own = min(own, left)
+                found[label] += own
+                left -= own
+            # What is left is the padding of a buffer.
+            found[self._labels[number]] += left
+        return {label: size for label, size in found.items() if size}
 
 
 class StepCount:
@@ -41,20 +168,47 @@ class StepCount:
         """memory: count it on CPU ranks too. A compiled model sees no mode."""
         self._model, self._optimizer, self._device = sharded_model, optimizer, device
         self._watches = memory and not accelerator().holds(device)
-        self._live: LiveBytes | None = None
+        self._live: NamedBytes | None = None
         self._since = ring.end
 
     @contextmanager
-    def part(self) -> Iterator[None]:
-        """Count inside."""
+    def part(self, *, update: bool = False) -> Iterator[None]:
+        """Count inside. update: the step of the optimizer; else forward and backward."""
         if not self._watches:
             yield
             return
         if self._live is None:
             # Storages that zero 3 fills and empties change their size.
-            self._live = LiveBytes(held_by(self._model, self._optimizer), resized=self._model.strategy.zero == 3)
+            names = {id(part): starred(name) for name, part in self._model.module.named_modules()}
+            held = held_by(self._model, self._optimizer)
+            self._live = NamedBytes(held, names, resized=self._model.strategy.zero == 3)
+        self._live.updates = update
         with self._live:
             yield
+        self._live.look(self._owned())
+
+    def _owned(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield what a rank holds between two steps: (kind, module, tensor)."""
+        held = self._model.held
+        homes = {id(p): starred(name.rpartition(".")[0]) for name, p in held.items()}
+        for name, p in held.items():
+            yield "parameters", starred(name.rpartition(".")[0]), p
+            if p.grad is not None:
+                yield "gradients", starred(name.rpartition(".")[0]), p.grad
+        for p, values in list(self._optimizer.state.items()):
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    yield "optimizer", homes.get(id(p), ""), value
+        for name, buffer in self._model.module.named_buffers():
+            yield "buffers", starred(name.rpartition(".")[0]), buffer
+        # Under zero 3 the module's own parameters are whole for a moment.
+        kind = "buckets" if self._model.strategy.zero == 3 else "parameters"
+        for name, p in self._model.module.named_parameters():
+            if not isinstance(p, nn.Parameter) or id(p) in homes:
+                continue
+            yield kind, starred(name.rpartition(".")[0]), p
+            if p.grad is not None:
+                yield "gradients", starred(name.rpartition(".")[0]), p.grad
 
     def done(self) -> Counts:
         """Return the counts of the step."""
@@ -65,4 +219,20 @@ class StepCount:
             peak = accelerator().memory(self._device)[1]
         else:
             peak = self._live.peak if self._live is not None else 0
-        return Counts(peak, 0 if lost else round(sent))
+        named = parts_of(self._live.at_peak()) if self._live is not None else ()
+        return Counts(peak, 0 if lost else round(sent), named)
+
+
+def parts_of(found: Mapping[_Label, int]) -> tuple[MemoryPart, ...]:
+    """Return the parts, the largest first. The smallest of many are one part of each kind, without a module."""
+    parts = [MemoryPart(label.kind, label.module, size) for label, size in found.items()]
+    parts.sort(key=lambda part: -part.bytes)
+    rest: dict[str, int] = defaultdict(int)
+    for part in parts[_PARTS_AT_MOST:]:
+        rest[part.kind] += part.bytes
+    return (*parts[:_PARTS_AT_MOST], *(MemoryPart(kind, "", size) for kind, size in rest.items()))
+
+
+def starred(name: str) -> str:
+    """Return a module's name with a star in place of each number: "blocks.*.mlp"."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -95,6 +95,7 @@ def test_the_same_log_directory_takes_up_the_same_process_and_another_one_replac
     assert ask(other.port, "data/environment")["data_location"] == str(tmp_path / "elsewhere")  # type: ignore[index]
 
 
+@pytest.mark.long
 def test_one_that_was_killed_is_started_again(logdir: Path) -> None:
     first = Board.start(logdir)
     psutil.Process(first.pid).kill()

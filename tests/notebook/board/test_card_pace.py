@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,8 +12,10 @@ import pytest
 from fake_run import FakeRun
 
 from nbkit import read_run
+from nbkit.notebook.cluster.why import RankState
 from nbkit.notebook.widgets.training_card import LiveCard
 from nbkit.records.records import StepRecord
+from nbkit.wire.activity import Activity, CodeLine, Operation
 
 
 def test_steps_are_followed_between_two_pictures(tmp_path: Path) -> None:
@@ -30,6 +33,32 @@ def test_steps_are_followed_between_two_pictures(tmp_path: Path) -> None:
 
     assert [bundle["text/plain"].split(" · ")[0] for bundle in shown] == ["dp=2   step 2", "dp=2   step 3"]
     run.close()
+
+
+def test_a_cell_that_waits_has_a_clock_which_names_the_ranks_at_work_after_ten_seconds() -> None:
+    shown: list[dict[str, str]] = []
+    execution = SimpleNamespace(observers=[], prompts={}, closing=False, waiting_for=[0, 1, 3], sent=time.time())
+    states = {
+        0: RankState(0, "answers", "", activity=Activity(0, 1, waits=Operation("all_reduce", "g", "dp", (0, 1), 17))),
+        1: RankState(1, "answers", "", CodeLine("", 7, cell=4), Activity(1, 1)),
+        2: RankState(2, "answers", "", activity=Activity(2)),
+        3: RankState(3, "answers", "", CodeLine("", 7, cell=4), Activity(3, 1)),
+    }
+    card = LiveCard(cast(Any, execution), lambda: None, lambda: False, lambda put, bundle: shown.append(bundle))
+    card.states = lambda: states
+
+    card._look()
+    assert shown == []
+    execution.sent = time.time() - 5
+    card._look()
+    assert shown.pop()["text/plain"] == "5 s"
+    execution.sent = time.time() - 125
+    card._look()
+    text = shown.pop()["text/plain"]
+    assert text == "2:05 min · rank 0 waits in all_reduce #17 on dp; ranks 1,3 run cell 4 line 7"
+    execution.prompts = {0: "a question"}
+    card._look()
+    assert shown == []
 
 
 def test_a_step_that_was_left_half_way_has_a_card_and_a_picture(tmp_path: Path) -> None:

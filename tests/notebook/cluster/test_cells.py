@@ -31,6 +31,7 @@ def test_engine_ids_are_ranks_and_every_rank_is_pinned(four: Cluster) -> None:
     assert four.run("torch.get_num_threads()").values[0] == max(1, len(cores) // 4)
 
 
+@pytest.mark.long
 def test_ranks_that_answer_late_are_reached_all_the_same(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     # As if there were hundreds, each of which takes the notebook a millisecond.
     for name in ("HELLO_SECONDS", "HELLO_SECONDS_PER_RANK"):

@@ -82,6 +82,7 @@ def test_what_handling_an_output_raises_ends_the_cell_with_the_reason_and_stops_
     assert two.run("kept").values == {0: 0, 1: 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["on_record", "_show_values", "_show_all_lines", "_close", "results"])
 def test_whatever_fails_at_the_end_of_a_cell_ends_it_with_the_reason(
     two: Cluster, monkeypatch: pytest.MonkeyPatch, name: str
@@ -117,6 +118,7 @@ def test_what_comes_before_the_end_may_fail_without_keeping_the_cell(two: Cluste
         handle.wait(timeout=60)
 
 
+@pytest.mark.long
 def test_a_screen_that_fails_stops_no_rank_and_is_told_in_the_end(two: Cluster) -> None:
     handle = two.run("import time\nfor i in range(5): print(i); time.sleep(0.1)\nended = True", detach=True)
 
@@ -158,6 +160,7 @@ def test_missed_output_that_cannot_be_had_ends_the_cell_with_the_reason(
     assert two.run("rank").values == {0: 0, 1: 1}
 
 
+@pytest.mark.long
 def test_an_answer_about_lost_output_of_a_rank_that_a_resize_took_out_is_not_an_error(two: Cluster) -> None:
     handle = two.run("import time; time.sleep(0.5)", detach=True)
     execution = handle._execution

@@ -65,6 +65,7 @@ def as_a_user(nbkit_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return Cluster.start(2, cpu=True, name="gone")
 
 
+@pytest.mark.long
 def test_files_of_the_folder_hide_no_module_of_pythons_and_warnings_end_no_start(as_a_user: Cluster) -> None:
     source = f"import os, {', '.join(HIDING)}, of_mine\n(of_mine.answer, os.environ['PYTHONWARNINGS'])"
     assert as_a_user.run(source).values[1] == (42, "default,ignore::ImportWarning")
@@ -126,6 +127,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(nbkit_home: Path, monkeypatc
     assert registry.find("interrupted") is None
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked")
 def test_a_nameless_cluster_gets_a_name_is_listed_and_taken_by_the_next_start(nbkit_home: Path) -> None:
     first = Cluster.start(1, cpu=True)
@@ -146,6 +148,7 @@ def test_attaching_to_nothing_names_what_runs(nbkit_home: Path) -> None:
         Cluster.attach("nobody")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked")
 def test_clean_ends_only_what_the_registry_names(nbkit_home: Path) -> None:
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)  # nbkit.bridge worker"])
@@ -215,6 +218,7 @@ context.destroy(0)
     assert done.stdout == ""
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked")
 def test_a_start_in_which_a_scheduler_dies_ends_at_once(nbkit_home: Path) -> None:
     def kill() -> None:
@@ -248,6 +252,7 @@ def test_the_ranks_end_when_the_controller_is_gone(nbkit_home: Path) -> None:
     cluster.stop()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked")
 def test_ranks_end_when_their_parent_is_killed_but_not_within_a_cell(nbkit_home: Path) -> None:
     cluster = Cluster.start(2, cpu=True, name="orphans")
@@ -274,6 +279,7 @@ def test_ranks_can_be_spawned_where_forking_is_unsafe(nbkit_home: Path, monkeypa
     assert processes_of(nbkit_home) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked")
 def test_gpus_that_torch_cannot_use_and_more_ranks_than_cores_are_said_and_no_obstacle(
     nbkit_home: Path, monkeypatch: pytest.MonkeyPatch

@@ -39,6 +39,7 @@ def wait_until(condition: object, seconds: float = 20) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["stopped elsewhere", "controller killed", "scheduler killed", "parent killed"])
 def test_a_running_cell_ends_when_its_cluster_does(cluster: Cluster, how: str) -> None:
     handle = cluster.run("import time; time.sleep(600)", detach=True)
@@ -63,6 +64,7 @@ def test_a_running_cell_ends_when_its_cluster_does(cluster: Cluster, how: str) -
         assert cluster.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
 
 
+@pytest.mark.long
 def test_a_new_generation_can_be_formed_after_one_that_could_not(cluster: Cluster) -> None:
     with pytest.raises(CellError):
         cluster.run("if rank == 0: raise ValueError\ndist.barrier()")
@@ -115,6 +117,7 @@ def test_a_cluster_whose_notebook_is_killed_while_it_starts_can_be_taken_up(nbki
         cluster.stop()
 
 
+@pytest.mark.long
 def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> None:
     os.kill(cluster.entry.ranks[1].pid, signal.SIGKILL)
     wait_until(lambda: cluster.connection.deaths)
@@ -127,6 +130,7 @@ def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> No
     again.connection.close()
 
 
+@pytest.mark.long
 def test_a_cluster_that_is_registered_without_its_ranks_is_attached_to_with_all_of_them(cluster: Cluster) -> None:
     registry.save(replace(cluster.entry, ranks=()))  # as if the notebook had been killed while they started
     again = Cluster.attach("life")
@@ -135,6 +139,7 @@ def test_a_cluster_that_is_registered_without_its_ranks_is_attached_to_with_all_
     again.connection.close()
 
 
+@pytest.mark.long
 def test_a_death_whose_news_are_lost_is_known_all_the_same(cluster: Cluster) -> None:
     # As while a connection is being made: messages that are published meanwhile do not arrive.
     client = cluster.connection.client.ipp
@@ -159,6 +164,7 @@ def test_ranks_that_have_registered_while_a_client_was_being_made_are_known_to_i
         client.close()
 
 
+@pytest.mark.long
 def test_attaching_twice_in_one_notebook_shows_everything_once(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,6 +167,7 @@ def test_every_switch_says_what_was_predicted_of_it(two: Cluster, training: Cell
     assert undone.predicted["switch_s"] > 0  # two switches are known to it
 
 
+@pytest.mark.long
 def test_a_switch_between_two_fits_says_what_was_predicted_of_it(two: Cluster) -> None:
     two.run(f"{TRAINER}\ntrainer.fit(2)")
     two.training.switch("zero3")

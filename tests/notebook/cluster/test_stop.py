@@ -90,6 +90,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"nbkit.notebook.cluster.cells.stop.{name}", 0.7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", [SWALLOWS, REGEX], ids=["swallows interrupts for a while", "holds the interpreter"])
 def test_presses_in_quick_succession_end_no_rank_that_would_have_answered(
     two: Cluster, shown: Shown, source: str
@@ -312,6 +313,7 @@ def test_a_timeout_ends_a_rank_that_nobody_is_there_to_end_and_says_when(
     assert mortal.run("kept", ranks=[0]).values == {0: 1}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("hurried")
 def test_a_stop_from_elsewhere_is_one_press_of_the_same_ladder(mortal: Cluster, shown: Shown) -> None:
     handle = mortal.run(f"if rank == 3: {C_CALL}", ranks=[0, 3], detach=True)

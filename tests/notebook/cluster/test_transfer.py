@@ -44,6 +44,7 @@ def test_an_array_arrives_writable_and_private_to_each_rank(two: Cluster) -> Non
     assert np.array_equal(two.pull("array", 1), np.arange(6, dtype=np.float32).reshape(2, 3) + 1)
 
 
+@pytest.mark.long
 def test_a_tensor_comes_back_as_an_array_where_torch_is_not_imported(spare: str) -> None:
     shown = run_beside(
         spare,
@@ -100,6 +101,7 @@ def test_an_instance_of_a_class_that_the_ranks_do_not_know_names_the_way_round(s
     assert "%%distributed" in shown
 
 
+@pytest.mark.long
 def test_a_tensor_keeps_its_type_and_bits_from_torch_to_torch() -> None:
     code = (
         "import torch; from nbkit.wire import parcel\n"

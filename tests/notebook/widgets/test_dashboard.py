@@ -28,6 +28,8 @@ from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined
 from nbkit.notebook.widgets.run_report import write_report
 from nbkit.notebook.widgets.training_card import card_text
+from nbkit.records.event_words import GREAT, mark_of
+from nbkit.records.events import Event, RunStarted, RunStopped, StepDone
 from nbkit.records.record_file import newest_run
 from nbkit.records.records import EventRecord, Header, StepRecord
 
@@ -157,7 +159,8 @@ def test_a_long_run_is_bounded_and_never_mixes_strategies() -> None:
 def test_an_event_lies_at_its_own_time() -> None:
     curve = curve_of(2)
     curve.take(EventRecord(2, ns=5 * 10**9, event={"kind": "switch", "new": "tp=2"}))
-    assert curve.events == [{"step": 2, "time": 4.0, "kind": "switch", "new": "tp=2"}]
+    (event,) = curve.events
+    assert event.items() >= {"step": 2, "time": 4.0, "kind": "switch", "new": "tp=2", "name": "tp=2"}.items()
 
 
 @pytest.fixture
@@ -265,10 +268,41 @@ def test_many_ranks_are_few_lines(tmp_path: Path) -> None:
     assert len(plain(lines_of(RunReader(made.folder).snapshot())).splitlines()) < 45
 
 
+def test_another_run_is_chosen_and_laid_over_the_shown_one(tmp_path: Path) -> None:
+    for name, steps in (("first", 3), ("second", 5)):
+        run = fake_run(tmp_path / name, 2, "ddp")
+        for _ in range(steps):
+            run.step()
+        run.close()
+    sent: list[dict[str, Any]] = []
+    refresh = RefreshThread(lambda: tmp_path / "second", lambda content, buffers: sent.append(content | {"b": buffers}))
+
+    def last(kind: str) -> dict[str, Any]:
+        return next(one for one in reversed(sent) if one["kind"] == kind)
+
+    refresh.turn(0.0)
+    assert last("runs")["runs"] == ["second", "first"] and last("state")["state"]["run"] == "second"
+    refresh.choose(beside="first")
+    refresh.turn(1.0)
+    assert (last("beside")["run"], len(last("beside")["b"][0])) == ("first", 3 * len(COLUMNS) * 8)
+    refresh.choose(run="first", beside="")
+    refresh.turn(2.0)
+    assert last("runs")["pinned"] == "first" and last("runs")["beside"] == ""
+    assert last("state")["state"]["run"] == "first" and len(last("curve")["b"][0]) == 3 * len(COLUMNS) * 8
+    refresh.choose(run="")
+    refresh.turn(3.0)
+    assert last("state")["state"]["run"] == "second"
+    refresh.choose(run="../elsewhere")  # only what is in the list
+    refresh.turn(4.0)
+    assert last("state")["state"]["run"] == "second"
+
+
 def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) -> None:
     run.event("checkpoint", path="</script><b>")
     page = write_report(run.folder, tmp_path / "run.html").read_text()
-    assert not re.search(r"(?:src|href)=|@import|https?://", page) and "</script><b>" not in page
+    assert (
+        not re.search(r"(?:src|href)=|@import|https?://(?!www\.w3\.org/2000/svg)", page) and "</script><b>" not in page
+    )
     assert page.count("</script>") == 2 and "dp=4" in page
     assert str(tmp_path) not in page.replace("<\\/script>", "")
 
@@ -355,6 +389,23 @@ def test_how_ranks_and_hosts_are_is_told_where_it_was_seen(run: Any, tmp_path: P
     small.close()
 
 
+def test_every_kind_of_event_has_one_text_which_all_views_use(run: Any) -> None:
+    marks = {}
+    for kind in Event.__subclasses__():
+        mark = mark_of(kind(7).as_dict())
+        marks[kind.kind] = mark
+        assert kind in (StepDone, RunStarted, RunStopped) or "after step 7" in mark["text"], kind
+    assert not marks["step"] and len({mark["sign"] for mark in marks.values() if mark}) == 9
+    curves = (SOURCE.parents[2] / "nbkit/notebook/widgets/static/curves.js").read_text()
+    assert f"const GREAT = {json.dumps(list(GREAT))};" in curves
+
+    run.event("out_of_memory", rank=1, what="too large", changes="recompute=True")
+    snapshot = RunReader(run.folder).snapshot()
+    text = snapshot["events"][-1]["text"]
+    assert text == "rescued after step 20, goes on with recompute=True: too large"
+    assert text in plain(lines_of(snapshot)) and "▤ rescued: recompute=True" in svg_of(snapshot)
+
+
 def test_a_failure_is_told_once_by_whoever_knows_most(run: Any) -> None:
     reader = RunReader(run.folder)
     reader.snapshot()
@@ -364,7 +415,7 @@ def test_a_failure_is_told_once_by_whoever_knows_most(run: Any) -> None:
         reader.snapshot()
     found = [event for event in reader.snapshot()["events"] if event["kind"] == "failure"]
     assert [(event["rank"], event["error"], event["what"]) for event in found] == [(1, "ValueError", "odd")]
-    assert "✕ after step 20: rank 1: ValueError: odd" in plain(lines_of(reader.snapshot()))
+    assert "✕ failure after step 20: rank 1: ValueError: odd" in plain(lines_of(reader.snapshot()))
     run.event("run_started", strategy="dp=4", arithmetic="", total=0)
     run.event("failure", rank=1, error="ValueError", what="odd")  # again, in the next run
     assert [event["kind"] for event in reader.snapshot()["events"]].count("failure") == 2
@@ -375,7 +426,7 @@ def test_a_rank_that_was_replaced_is_told_in_text_and_picture(run: Any) -> None:
     run.event("replaced", ranks="2", why="rank 2 died (SIGKILL)", steps_lost=0, seconds=2.2)
     snapshot = reader.snapshot()
     said = plain(lines_of(snapshot))
-    assert "after step 20: rank 2 died (SIGKILL), replaced: 0 steps and 2.2 s lost" in said, said
+    assert "rank 2 died (SIGKILL), replaced after step 20: 0 steps and 2.2 s lost" in said, said
     assert "✚ rank 2" in svg_of(snapshot)
     devices = "rank 2 is on the spare GPU 3 A100 now, since it died twice on GPU 2 A100; no spare is left"
     run.event("replaced", ranks="2", why="rank 2 died (SIGKILL)", steps_lost=0, seconds=2.2, devices=devices)
@@ -384,10 +435,10 @@ def test_a_rank_that_was_replaced_is_told_in_text_and_picture(run: Any) -> None:
 
 def test_another_number_of_ranks_is_told_in_text_and_picture(run: Any) -> None:
     reader = RunReader(run.folder)
-    run.event("resized", old_ranks=4, ranks=2, new="dp=2 zero=3", moved_bytes=1, pause_s=1.2)
+    run.event("resized", old_ranks=4, ranks=2, old="dp=4", new="dp=2 zero=3", moved_bytes=1, pause_s=1.2)
     snapshot = reader.snapshot()
     said = plain(lines_of(snapshot))
-    assert "after step 20: 4 → 2 ranks, dp=2 zero=3, 1.2 s without a step" in said, said
+    assert "4 → 2 ranks after step 20: dp=4 → dp=2 zero=3, 1 B moved, 1.2 s without a step" in said, said
     assert "⤢ 2 ranks" in svg_of(snapshot)
 
 

@@ -168,6 +168,7 @@ ALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wait", "mode"), ALL)
 def test_who_waits_for_the_rest_of_a_message_is_released(wait: Callable[[int], None], mode: str) -> None:
     answers = run_ranks(released, N, wait, mode, dying=frozenset({DYING}), generations=2)

@@ -121,6 +121,7 @@ def one_by_one() -> list[float]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("strategies", [STRATEGIES, pytest.param(ALSO, marks=pytest.mark.long)])
 def test_packed_documents_train_as_one_by_one_under_every_strategy(strategies: tuple[str, ...]) -> None:

@@ -57,6 +57,7 @@ def test_a_gpt_on_packed_blocks_has_loss_and_gradients_of_the_documents_one_by_o
     same_loss_and_gradients(model, one, docs, [packed[i] for i in range(len(packed))])
 
 
+@pytest.mark.long
 def test_a_llama_on_packed_blocks_has_loss_and_gradients_of_the_documents_one_by_one() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

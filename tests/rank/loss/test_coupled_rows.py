@@ -45,6 +45,7 @@ def spread(output: Tensor, target: Tensor) -> Tensor:
     return mean_loss(output, target) + 1e-3 * output.mean(0).square().sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_means_and_weighted_sums_are_none_and_masked_means_are_told(dtype: torch.dtype, size: float) -> None:

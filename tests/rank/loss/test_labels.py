@@ -169,6 +169,7 @@ def trained(world: Any, pairs: dict[str, str]) -> dict[tuple[str, str], float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("pairs", [PAIRS, pytest.param(ALSO, marks=pytest.mark.long)])
 def test_labels_of_transformers_train_as_on_one_process_though_rows_keep_unequal_numbers_of_them(

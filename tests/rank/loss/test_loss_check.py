@@ -317,6 +317,7 @@ def alone(world: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_one_rank_computes_whole_batches_unless_it_makes_micro_batches() -> None:
     (found,) = run_ranks(alone, 1)
 
@@ -360,6 +361,7 @@ def trained(world: Any) -> dict[tuple[str, str], float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 def test_the_lines_to_type_train_as_one_process_does() -> None:
     found = run_ranks(trained, 2, timeout=240)[0]

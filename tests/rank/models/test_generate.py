@@ -93,6 +93,7 @@ def of_a_plain_model(world: Any) -> tuple[Any, ...]:
     return expected, found, [str(one.message) for one in said if "keys and values" in str(one.message)], rows.shape
 
 
+@pytest.mark.long
 def test_a_model_without_a_cache_generates_the_same_and_that_is_said_once() -> None:
     for rank, (expected, found, said, shape) in enumerate(run_ranks(of_a_plain_model, 2)):
         assert found == expected

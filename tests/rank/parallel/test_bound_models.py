@@ -28,6 +28,7 @@ NO_TP = {"patched block", "shared part", "lambda and patch"}
 """Cases that are refused: the forward of a module that a tensor axis splits was replaced on the object."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_copy_computes_with_its_own_parts_or_is_refused_by_name(name: str) -> None:
     model, values = built(name), batch()[0]
@@ -81,11 +82,13 @@ def compare(names: list[str], chains: list[str], instance: bool = False) -> None
         assert found == pytest.approx(plainly(name, len(found)), rel=1e-9), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
 def test_what_functions_hold_goes_along_through_switches(names: list[str]) -> None:
     compare([name for name in names if name not in NO_TP | NOT_COPIED], [CHAIN])
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_copied_is_built_again() -> None:
     compare(["local class"], [CHAIN])
 
@@ -114,6 +117,7 @@ def test_a_class_that_the_callable_patches_is_patched_once() -> None:
     compare(["patched class"], ["zero3 > tp"])
 
 
+@pytest.mark.long
 def test_attention_in_closures_is_split_over_positions_and_stages() -> None:
     compare(["attention"], ["cp=2 > dp=1 tp=2 > pp > ddp"])
 

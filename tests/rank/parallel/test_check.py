@@ -112,6 +112,7 @@ def told(world: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_job_refuses_and_warns_with_the_same_arithmetic() -> None:
     first, second = run_ranks(told, 2)
 

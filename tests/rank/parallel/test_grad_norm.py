@@ -94,6 +94,7 @@ def test_without_gradients_the_norm_is_zero_and_nothing_is_scaled() -> None:
     assert float(norm) == 0 and p.grad is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_of_many_elements_has_the_norm_of_float64(dtype: torch.dtype) -> None:
     # Summed one after the other in float32 the norm of so many is 0.2 % off.

@@ -100,6 +100,7 @@ def in_parts(world: Any) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.long
 def test_one_in_parts_is_refused_by_name() -> None:
     for said in run_ranks(in_parts, 2, timeout=120):
         assert len(said) == 9

@@ -107,6 +107,7 @@ def trained(world: Any, make: Callable[[], nn.Module], strategies: list[str]) ->
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "strategies"), [(Taught, ["ddp", "zero2", "tp"]), (partial(Taught, follows=False), ["pp", "zero3"])]
 )

@@ -141,6 +141,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_breaks_around_the_blocks_is_refused_by_name(
     name: str, facts: Facts, monkeypatch: pytest.MonkeyPatch
@@ -300,6 +301,7 @@ def test_models_that_once_trained_wrong_make_the_step_of_one_process(what: str, 
     assert said.ok, str(said)
 
 
+@pytest.mark.long
 def test_without_a_step_of_one_process_a_cut_is_refused_and_the_reason_is_given(facts: Facts) -> None:
     calls = iter(range(1, 1000))
 
@@ -355,6 +357,7 @@ def test_of_many_ranks_fewer_stages_are_run() -> None:
     assert tiny(Strategy(dp=8, zero=3, shard=4, cp=16)) == Strategy(dp=4, zero=3, shard=2, cp=8)
 
 
+@pytest.mark.long
 def test_a_loss_with_an_auxiliary_term_is_compared_with_the_same_parts_in_one_process(
     facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def evaluated(world: Any, strategies: Sequence[str]) -> list[float]:
     return [job.evaluate(job._stream.data[:11], batch_size=6) for job in jobs]
 
 
+@pytest.mark.long
 def test_evaluate_is_the_same_under_a_pipeline_and_every_other_strategy() -> None:
     strategies = ("dp=2 pp=2 schedule=zbv", "tp=2 cp=2")
     expected = run_ranks(evaluated, 1, ["ddp"])[0][0]

@@ -158,6 +158,7 @@ def _equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if torch.is_tensor(one) else bool(one == other)
 
 
+@pytest.mark.long
 def test_buckets_of_another_size_give_the_same_sums() -> None:
     for found in run_ranks(exact, RANKS):
         losses, calls = found["ddp"]
@@ -166,6 +167,7 @@ def test_buckets_of_another_size_give_the_same_sums() -> None:
         assert found["ddp bucket=4K"][1] > calls
 
 
+@pytest.mark.long
 def test_rounded_gradients_are_off_within_their_bound_and_what_is_off_comes_later() -> None:
     for found in run_ranks(rounded, RANKS):
         bytes_, _, first, mean, _ = found["ddp"]
@@ -204,6 +206,7 @@ def by_hand(kind: Any, begin: Any, data: Any, *, every: int, slow: float) -> lis
     return found
 
 
+@pytest.mark.long
 def test_replicas_train_apart_and_meet(tmp_path: Path) -> None:
     data = points(ROWS * 3)
     ranks = run_ranks(partial(apart, tmp_path / "saved"), RANKS)

@@ -93,6 +93,7 @@ def on_demand(world: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 def test_a_start_under_ddp_looks_for_nothing_and_a_switch_for_what_it_needs_on_rank_0_alone() -> None:
     first, second = run_ranks(on_demand, 2, timeout=150)

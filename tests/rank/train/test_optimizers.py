@@ -187,6 +187,7 @@ def saved(name: str, path: Path) -> float:
     return distance(trainer.full_state_dict(), in_plain_torch(name, STEPS))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize("tried", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
 def test_an_optimizer_trains_as_in_one_process_or_is_refused(tried: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
@@ -272,6 +273,7 @@ def _what_hooks_hold(world: Any) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_what_a_hook_remembers_and_a_step_that_reads_the_model_are_refused_by_name() -> None:
     for remembers, *reads, positions in run_ranks(_what_hooks_hold, 2):
         assert "would not take along all that _Lookahead remembers under dp=2" in positions

@@ -99,6 +99,7 @@ SAMPLE += ["Tabled", "Recurrent"]
 REST = [name for name in cases() if name not in SAMPLE]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [SAMPLE, *(pytest.param(REST[i::8], marks=pytest.mark.long) for i in range(8))])
 def test_what_is_kept_outside_of_a_model_is_right_or_refused(names: list[str]) -> None:
     wrong = {}

@@ -162,6 +162,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @QUICKLY
 def test_memory_that_the_user_puts_in_place_of_a_parameters_is_what_is_trained_saved_and_switched(
@@ -300,6 +301,7 @@ def penalised(world: Any, strategies: list[str]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.long
 @QUICKLY
 def test_a_backward_pass_of_the_users_own_is_refused_before_and_after_that_of_the_job() -> None:
     alone = Alone(Net)
@@ -376,6 +378,7 @@ def saved_by_torch(model: nn.Module) -> nn.Module:
     return found
 
 
+@pytest.mark.long
 @QUICKLY
 def test_what_would_copy_a_part_of_the_weights_says_how_to_have_the_whole() -> None:
     for rank in run_ranks(copied, 2, STRATEGIES):
@@ -517,6 +520,7 @@ def quietly(world: Any, strategies: list[str]) -> list[str]:
     return [str(each.message) for each in caught if "changed between" in str(each.message)]
 
 
+@pytest.mark.long
 @QUICKLY
 def test_columns_that_are_normalised_between_steps_are_right_or_warned_of_once() -> None:
     alone = Alone(Net)
@@ -613,6 +617,7 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
+@pytest.mark.long
 @QUICKLY
 def test_a_part_that_follows_another_one_is_right_or_refused_where_a_rank_has_one_of_them() -> None:
     cases: list[Any] = [("ddp", True, by_data), ("zero3", True, by_each), ("dp=1 tp=2", True, by_lerp)]

@@ -22,7 +22,7 @@ from nbkit.rank.train.job import prepare
 from nbkit.rank.train.step.step_stats import DeviceScalar
 from nbkit.records.readings import bars, members_of, table
 from nbkit.records.record_file import rank_files, read_since
-from nbkit.records.records import Detail, EventRecord, Group, Header, MemoryRecord, Record, StepRecord
+from nbkit.records.records import MEMORY_KINDS, Detail, EventRecord, Group, Header, MemoryRecord, Record, StepRecord
 from nbkit.trainer_options import Checkpoints
 
 STEPS = 5
@@ -175,6 +175,13 @@ def test_memory_and_bytes_are_what_the_formulas_say(run: dict[str, Any]) -> None
             assert predicted is not None and counted[step].parameters == predicted.memory[rank].parameters
             # The buffer that gradients travel in holds a canary and padding too.
             assert 0 <= counted[step].gradients - predicted.memory[rank].gradients < 256
+            named, peak = counted[step].named, counted[step].peak
+            # Every byte of the peak has a kind, and nearly all of them have a module.
+            assert sum(part.bytes for part in named) == peak > counted[step].at_rest / 2
+            assert {part.kind for part in named} <= set(MEMORY_KINDS) - {"other"}
+            assert sum(part.bytes for part in named if part.module) >= 0.95 * peak
+            own = {kind: sum(part.bytes for part in named if part.kind == kind) for kind in MEMORY_KINDS}
+            assert own["parameters"] == counted[step].parameters and own["activations"] > 0
     groups = [one for records in written.values() for one in of(records, Group)]
     steps = {rank: next(one for one in of(records, StepRecord) if one.step == 3) for rank, records in written.items()}
     measured = {(row.op, row.axis): row.bytes for row in table(steps, members_of(groups))}

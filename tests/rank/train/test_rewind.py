@@ -82,6 +82,7 @@ def rewound(world: Any, folder: Path) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.long
 def test_after_a_rewind_the_steps_are_made_as_they_were(tmp_path: Path) -> None:
     first, second = run_ranks(rewound, 2, tmp_path, timeout=180)
 

@@ -82,6 +82,7 @@ REST = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("cases", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
 def test_parameters_that_are_thawed_and_frozen_train_as_in_one_process(cases: list[tuple[bool, str]]) -> None:

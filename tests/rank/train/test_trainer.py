@@ -253,6 +253,7 @@ def saved_by_default(world: Any, folder: Path) -> list[Any]:
     return told
 
 
+@pytest.mark.long
 def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Path) -> None:
     first, second = run_ranks(saved_by_default, 2, tmp_path)
 

@@ -75,6 +75,7 @@ def alone(world: Any) -> list[float]:
     return [record["loss"] for record in trainer("ddp").fit(2)]
 
 
+@pytest.mark.long
 def test_what_is_sharded_stays_within_a_node_and_the_rest_is_what_the_formula_says() -> None:
     said = run_ranks(on_nodes, 6, "hsdp", "replicate", timeout=240)
     (expected,) = run_ranks(alone, 1)
@@ -88,6 +89,7 @@ def test_what_is_sharded_stays_within_a_node_and_the_rest_is_what_the_formula_sa
     assert 0 < said[0]["formula"] <= sent < 1.01 * said[0]["formula"]  # formulas leave out what pads a part
 
 
+@pytest.mark.long
 def test_gradients_of_ddp_are_summed_in_two_levels_and_between_nodes_goes_what_the_formula_says() -> None:
     said = run_ranks(on_nodes, 4, "ddp", "dp", timeout=240)
     (expected,) = run_ranks(alone, 1)

@@ -119,6 +119,7 @@ def own_losses(world: Any) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 def test_a_loop_with_its_own_loss_gives_owners_the_gradients_too() -> None:
     for found in run_ranks(own_losses, 2, timeout=200):
@@ -192,6 +193,7 @@ def idle_steps(world: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 def test_a_step_sends_what_is_not_owned_once_in_and_once_out() -> None:
     found = run_ranks(idle_steps, 4, timeout=300)

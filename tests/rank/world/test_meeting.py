@@ -155,6 +155,7 @@ def alone(world: Any, how: str) -> list[str]:
     return [*said, f"{len(trainer.fit(1))} step"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "texts"),
     {

@@ -235,6 +235,7 @@ while asking.is_alive():
 """
 
 
+@pytest.mark.long
 def test_a_rank_whose_threads_come_and_go_outlives_being_asked_for_its_stack(tmp_path: Path) -> None:
     dump = tmp_path / "dump"
     asked = subprocess.run([sys.executable, "-c", ASKED_WHILE_THREADS_END, str(dump)], timeout=60)

@@ -2,6 +2,7 @@
 
 nbkit.Dashboard()                   # of the notebook's cluster
 nbkit.Dashboard("runs/2026...-dp4") # of a run that was recorded
+nbkit.Dashboard("runs/b", beside="runs/a")  # two runs over each other
 
 A thread refreshes a dashboard, even while the kernel runs a cell. It rests for longer than it works.
 """
@@ -17,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nbkit.errors import NbkitError, UsageError
+from nbkit.errors import ClusterError, NbkitError, UsageError
+from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.cluster import Cluster, current
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.run.follower import packed
@@ -29,12 +31,14 @@ from nbkit.notebook.widgets.javascript import joined, style
 from nbkit.notebook.widgets.run_report import write_report
 from nbkit.notebook.widgets.widget_output import display_until_stopped, hear_always, here, lost_words, with_widget
 from nbkit.quoting import user_path
+from nbkit.records.record_file import newest_run
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 
 _CURVE_S, _PICTURE_S, _AT_MOST_S = 0.05, 0.5, 3.0
 _SHARE = 0.003  # of a core, for each of the two; messages cost other threads of the kernel some more
 _WHERE_S = 1.0
+_RUNS_AT_MOST = 100  # to choose from
 
 
 class RefreshThread:
@@ -48,6 +52,12 @@ class RefreshThread:
         self._where, self._send = where, send
         self.reader: RunReader | None = None
         self._sent = (-1, 0, 0)
+        self._beside: RunReader | None = None
+        self._beside_sent = (-1, 0)
+        self._pinned: Path | None = None  # the run that a person has chosen
+        self._listed: tuple[Path, int] | None = None
+        self._runs: list[str] = []
+        self._told: dict[str, Any] = {}
         self._state: dict[str, Any] = {}
         self._ended = threading.Event()
         self._lock = threading.RLock()
@@ -65,7 +75,7 @@ class RefreshThread:
     def again(self) -> None:
         """Send everything with the next message, because a page was opened that has nothing yet."""
         with self._lock:
-            self._sent, self._state = (-1, 0, 0), {}
+            self._sent, self._state, self._beside_sent, self._told = (-1, 0, 0), {}, (-1, 0), {}
             if self.reader is not None and self.reader.step:
                 self._send({"kind": "step", "step": self.reader.step}, [])
             self._due = [0.0, 0.0, self._due[2]]
@@ -74,6 +84,35 @@ class RefreshThread:
         """Show this step from now on; None: the newest one."""
         self._step = step
         self._due[1] = 0.0
+
+    def choose(self, run: str | None = None, beside: str | Path | None = None) -> None:
+        """Show another run of the same folder from now on, "" for the newest; or lay one over it, "" for none."""
+        with self._lock:
+            if run is not None:
+                self._pinned = self._sibling(run)
+            if beside is not None:
+                folder = beside if isinstance(beside, Path) else self._sibling(beside)
+                self._beside, self._beside_sent = None if folder is None else RunReader(folder), (-1, 0)
+            self._due = [0.0, 0.0, 0.0]
+
+    def _sibling(self, name: str) -> Path | None:
+        """Return the run with that name beside the shown one; None if there is none."""
+        self._list()
+        return self.reader.run_dir.parent / name if self.reader is not None and name in self._runs else None
+
+    def _list(self) -> None:
+        """Look for the runs in the folder of the shown one, again only if the folder has changed; the newest first."""
+        if self.reader is None:
+            return
+        parent = self.reader.run_dir.parent
+        try:
+            now = parent, parent.stat().st_mtime_ns
+            if now != self._listed:
+                runs = [one for one in os.scandir(parent) if (Path(one.path) / "telemetry").is_dir()]
+                self._runs = [one.name for one in sorted(runs, key=lambda one: -one.stat().st_mtime)][:_RUNS_AT_MOST]
+                self._listed = now
+        except OSError:
+            self._runs = []
 
     def turn(self, now: float) -> None:
         """Do everything that is due by `now` (clock: time.monotonic)."""
@@ -84,7 +123,7 @@ class RefreshThread:
             if self.reader is None:
                 return
             if now >= self._due[0]:
-                cost = _cpu_seconds(self._tell_curve)
+                cost = _cpu_seconds(self._tell_curve) + _cpu_seconds(self._tell_beside)
                 self._due[0] = now + min(max(_CURVE_S, cost / _SHARE), _AT_MOST_S)
             if now >= self._due[1]:
                 cost = _cpu_seconds(self._tell_picture)
@@ -102,7 +141,7 @@ class RefreshThread:
 
     def find(self) -> None:
         """Find the run that is there now."""
-        folder = self._where()
+        folder = self._pinned or self._where()
         if folder is None:
             if self.reader is None:
                 self._tell_state({"run": "", "world": 0, "stands": "waiting", "folder": "", "goal": 0, "left": ""})
@@ -110,6 +149,14 @@ class RefreshThread:
         if self.reader is None or self.reader.run_dir != folder:
             self.reader = RunReader(folder)
             self._sent, self._state, self._step = (-1, 0, 0), {}, None
+            self._send({"kind": "step", "step": None}, [])
+            self._due[:2] = [0.0, 0.0]
+        self._list()
+        beside = self._beside.run_dir.name if self._beside is not None else ""
+        told = {"runs": self._runs, "pinned": self._pinned.name if self._pinned else "", "beside": beside}
+        if told != self._told:
+            self._told = told
+            self._send({"kind": "runs", **told}, [])
 
     def _tell_curve(self) -> None:
         assert self.reader is not None
@@ -128,6 +175,26 @@ class RefreshThread:
                 "strategies": list(curve.strategies),
                 "events_keep": grown.events_keep,
                 "events": grown.events,
+            }
+        self._send(content, [packed(grown.points)])
+
+    def _tell_beside(self) -> None:
+        """Send the points that are new of the run that lies over the shown one."""
+        if self._beside is None:
+            return
+        with self._beside.lock:
+            self._beside.look()
+            curve = self._beside.curve
+            if self._beside_sent == (curve.epoch, len(curve.points)):
+                return
+            grown = curve.since(*self._beside_sent, 0)
+            self._beside_sent = grown.epoch, len(curve.points)
+            content = {
+                "kind": "beside",
+                "run": self._beside.run_dir.name,
+                "epoch": grown.epoch,
+                "keep": grown.keep,
+                "strategies": list(curve.strategies),
             }
         self._send(content, [packed(grown.points)])
 
@@ -154,19 +221,24 @@ def _cpu_seconds(work: Callable[[], None]) -> float:
 class Dashboard:
     """Follows the newest training of a cluster (default: the notebook's), or the run in a directory.
 
+    Without a cluster, the default is the newest run in the folder of runs. beside: the directory of a run whose curve
+    is laid over the shown one. On the page, each can be exchanged for another run of the same folder.
+
     It goes on by itself, also while a cell runs and when another training begins, until the cluster is stopped or
     `close()` ends it. `str()` of it and its SVG picture are for where no widgets are. Raises ClusterError without a
     cluster, UsageError without the run.
     """
 
-    def __init__(self, of: Cluster | str | Path | None = None) -> None:
-        source = of if of is not None else current()
+    def __init__(self, of: Cluster | str | Path | None = None, *, beside: str | Path | None = None) -> None:
+        source = of if of is not None else _newest()
         self._cluster = source if isinstance(source, Cluster) else None
         self._directory = NewestRun(source.connection) if isinstance(source, Cluster) else _always(source)
         self._tracing = threading.Lock()
         self.widget: Any = None
         self._refresh = RefreshThread(self._directory, self._send)
         self.widget = _widget(self._refresh, self._trace if self._cluster is not None else None)
+        if beside is not None:
+            self._refresh.choose(beside=_always(beside)())
         if self.widget is not None:
             self._refresh.start()
 
@@ -236,6 +308,16 @@ class Dashboard:
         return with_widget(self.still(), self.widget, **options)
 
 
+def _newest() -> Cluster | Path:
+    """Return the notebook's cluster; without one, the newest run on disk."""
+    try:
+        return current()
+    except ClusterError:
+        if (run := newest_run(user_path(site_settings.read().runs))) is None:
+            raise
+        return run
+
+
 def _always(folder: str | Path) -> Callable[[], Path]:
     path = user_path(folder).absolute()
     if not path.is_dir():
@@ -267,6 +349,8 @@ def _widget(refresh: RefreshThread, trace: Callable[[int], None] | None) -> Any:
             refresh.again()
         elif message.get("ask") == "step":
             refresh.show(message.get("step"))
+        elif message.get("ask") in ("run", "beside"):
+            refresh.choose(**{message["ask"]: str(message.get("run", ""))})
         elif message.get("ask") == "trace" and trace is not None:
             trace(3)
 

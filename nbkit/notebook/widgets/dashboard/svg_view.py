@@ -12,6 +12,7 @@ from nbkit.figures import figure, seconds
 from nbkit.notebook.run.follower import PARTS
 from nbkit.notebook.widgets.dashboard.text_view import PART_NAMES, bars_title, ranks_shown, steps_of
 from nbkit.notebook.widgets.javascript import colours
+from nbkit.records.event_words import GREAT
 
 COLOURS = colours("COLOURS")
 _INK, _FAINT, _RULE, _ALARM = "#23272e", "#68717d", "#dfe3e8", "#c3393f"
@@ -89,17 +90,17 @@ def _curve(points: Sequence[Sequence[float]], events: Sequence[dict[str, Any]], 
 
 def _changes(events: Iterable[dict[str, Any]], across: Any, top: float, bottom: float) -> list[str]:
     drawn, free = [], 0.0
-    for event in (event for event in events if event["kind"] in ("switch", "replaced", "resized")):
-        names = {"switch": f"⇄ {event.get('new', '')}", "resized": f"⤢ {event.get('ranks')} ranks"}
-        name = names.get(event["kind"], f"✚ rank {event.get('ranks')}")
+    for event in (event for event in events if event["kind"] in GREAT):
+        name = f"{event['sign']} {event['name']}"
+        colour = _ALARM if event["kind"] == "failure" else _INK
         x = across(event["step"])
-        drawn.append(_line(x, top, x, bottom, _INK, dashes="3 3"))
+        drawn.append(_line(x, top, x, bottom, colour, dashes="3 3"))
         wide = 7.0 * len(name)
         left = x + wide > _WIDTH
         start = x - wide if left else x
         if start >= free:
             side, anchor = (-3, "end") if left else (3, "start")
-            drawn.append(_text(x + side, top, name, bold=True, anchor=anchor))
+            drawn.append(_text(x + side, top, name, colour=colour, bold=True, anchor=anchor))
             free = start + wide
     return drawn
 

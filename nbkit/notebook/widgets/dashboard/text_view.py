@@ -10,16 +10,11 @@ from typing import Any
 
 from nbkit.figures import figure, seconds, size
 from nbkit.notebook.run.follower import PARTS
+from nbkit.records.event_words import GREAT
 
 _SIGNS = "▁▂▃▄▅▆▇█"
 _BARS = {"compute": "█", "exposed": "▓", "waiting": "▒", "bubble": "░", "data": "▚", "optimizer": "▞", "other": "·"}
 PART_NAMES = {"exposed": "exposed communication", "waiting": "waiting for peers", "bubble": "pipeline bubble"}
-_MARKS = {
-    "switch": ("⇄", "faint"),
-    "replaced": ("✚", "strong"),
-    "resized": ("⤢", "strong"),
-    "failure": ("✕", "exposed"),
-}
 _RANKS_AT_MOST = 8
 _UNITS = {"mhz": "MHz", "celsius": "°C", "watts": "W"}
 
@@ -84,30 +79,11 @@ def _spark(values: Sequence[float | None], width: int) -> str:
     return "".join(_SIGNS[round((value - low) / (high - low or 1) * (len(_SIGNS) - 1))] for value in means)
 
 
-def _told(event: dict[str, Any]) -> str:
-    """Return what happened at the step of `event`."""
-    if event["kind"] == "switch":
-        return f"{event.get('old', '')} → {event.get('new', '')}, {seconds(event.get('pause_s', 0.0))} without a step"
-    if event["kind"] == "replaced":
-        lost = f"{event['why']}, replaced: {event['steps_lost']} steps and {seconds(event['seconds'])} lost"
-        return "; ".join((lost, *filter(None, [event.get("devices")])))
-    if event["kind"] == "resized":
-        ranks = f"{event['old_ranks']} → {event['ranks']} ranks"
-        return f"{ranks}, {event['new']}, {seconds(event['pause_s'])} without a step"
-    return failure(event)
-
-
 def _happened(events: Sequence[dict[str, Any]]) -> list[Line]:
-    """Return the newest three events of each kind that has a mark."""
-    newest = [event for kind in _MARKS for event in [each for each in events if each["kind"] == kind][-3:]]
-    marked = [(*_MARKS[event["kind"]], event) for event in newest]
-    return [(StyledText(f"{sign} after step {event['step']}: {_told(event)}", style),) for sign, style, event in marked]
-
-
-def failure(event: dict[str, Any]) -> str:
-    """Return the rank that failed, its error, and what happened."""
-    whose = f"rank {event['rank']}" if event.get("rank") is not None else ""
-    return ": ".join(word for word in (whose, event.get("error", ""), event.get("what", "")) if word)
+    """Return the newest three events of each kind that has a line through the curve."""
+    newest = [event for kind in GREAT for event in [each for each in events if each["kind"] == kind][-3:]]
+    styles = {"failure": "exposed", "switch": "faint"}
+    return [(StyledText(f"{event['sign']} {event['text']}", styles.get(event["kind"], "strong")),) for event in newest]
 
 
 def ranks_shown(step: dict[str, Any]) -> list[list[float]]:

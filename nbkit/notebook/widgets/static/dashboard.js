@@ -1,12 +1,14 @@
 // The dashboard: keeps what Python tells of a run, and draws it into as many views as there are.
 //
 // Told: {kind: "state", state}, {kind: "curve", epoch, keep, strategies, events_keep, events} with the new points as
-// doubles, {kind: "step", step}, {kind: "note", text}, {kind: "traced", busy, text}. Asked: {ask: "all"}, {ask: "step", step}, {ask: "trace"}.
+// doubles, {kind: "beside", run, epoch, keep, strategies} with those of another run, {kind: "step", step},
+// {kind: "runs", runs, pinned, beside}, {kind: "note", text}, {kind: "traced", busy, text}.
+// Asked: {ask: "all"}, {ask: "step", step}, {ask: "trace"}, {ask: "run", run}, {ask: "beside", run}; run: "" is the newest, or none.
 
-import { drawBars, drawMemory, memoryNote } from "./charts.js";
-import { LOSS, STEP, STRATEGY, drawCurves } from "./curves.js";
+import { drawBars, drawMemory, memoryLegend, memoryNote } from "./charts.js";
+import { Curves, LOSS, STEP, STRATEGY } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
-import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, bytes, dark, familiesOf, number, percent, seconds, shade } from "./paint.js";
+import { COLOURS, MEMORY, MEMORY_WORDS, PARTS, PASSES, Picture, SPOKEN, bytes, dark, familiesOf, number, percent, seconds, shade } from "./paint.js";
 import { axisNote, drawAxes, drawRanks } from "./rows.js";
 import { healthRows } from "./health.js";
 
@@ -19,22 +21,27 @@ const UNHEARD = "The kernel has not heard this: a cell keeps it. What trains wit
 const swatches = (colours, names) => Object.entries(colours).map(([key, colour]) => `<span><i style="background:${colour}"></i>${names[key] || key}</span>`).join("");
 
 const LAYOUT = `
-<div class="top"><b class="run"></b><span class="chip strategy"></span><span class="chip stands"></span><span class="figures"></span></div>
+<div class="top"><b class="run"></b><label class="pickrun">run <select class="runs"></select></label><label class="pickrun">beside <select class="besides"></select></label><span class="chip strategy"></span><span class="chip stands"></span><span class="figures"></span></div>
 <p class="reading"></p>
-<section class="wide"><h3>Loss <small>raw faint, smoothed bold · below: <span class="counted">tokens</span> a second</small>
+<section class="wide curve"><h3>Loss <small>and <span class="counted">tokens</span> a second · drag to zoom, double click for all</small>
   <span class="buttons along"><button data-along="step">step</button><button data-along="tokens">tokens</button><button data-along="time">time</button></span></h3>
-  <div class="curves"></div><div class="legend families"></div></section>
+  <div class="tools"><span class="lines"></span>
+    <label title="as in TensorBoard: the weight of the values before; 0 shows the values themselves">smoothing <input type="range" min="0" max="0.99" step="0.01" value="0"><output></output></label>
+    <span class="buttons"><button data-do="log" title="logarithmic axis of the loss (L)">log</button><button data-do="in" title="zoom in (+)">+</button><button data-do="out" title="zoom out (−)">−</button><button data-do="all" title="all steps (0)">all</button><button data-do="full" title="full screen (F)">full screen</button></span>
+    <span class="buttons"><button data-do="png" title="save the picture">PNG</button><button data-do="svg" title="save the picture, for print">SVG</button><button data-do="csv" title="save the values in sight">CSV</button></span></div>
+  <div class="curves"></div><div class="legend families"></div>
+  <details class="marks" hidden><summary></summary><ul></ul></details></section>
 <section><h3><span class="at">The step</span>, one bar per rank <small>measured</small>
-  <span class="buttons"><button class="trace" title="the next 3 steps of all ranks as one file for Perfetto">trace next 3 steps</button></span></h3><p class="traced"></p><div class="legend">${swatches(COLOURS, SPOKEN)}</div><div class="ranks"></div></section>
+  <span class="buttons"><button class="trace" title="the next 3 steps of all ranks as one file for Perfetto">trace next 3 steps</button></span></h3><p class="traced"></p><div class="legend parts"></div><div class="ranks"></div></section>
 <section><h3><span class="what"></span> <small class="whatnote"></small>
   <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
   <div class="legend whatlegend"></div><div class="pair"><div class="grid"></div><div class="axes"></div></div><div class="moments"></div></section>
-<section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend">${swatches(MEMORY, { activations: "activations and other, at the peak" })}<span><b class="tick"></b>formula, at rest</span></div><div class="memory"></div><div class="health"></div></section>
+<section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend memorylegend"></div><div class="memory"></div><div class="modules"></div><div class="health"></div></section>
 <p class="foot"></p>`;
 
 export class Story {
   constructor() {
-    Object.assign(this, { state: null, points: [], events: [], strategies: [], epoch: -1, step: null, note: "", traced: { busy: false, text: "" }, live: false, views: new Set(), due: 0 });
+    Object.assign(this, { state: null, points: [], events: [], strategies: [], epoch: -1, step: null, note: "", traced: { busy: false, text: "" }, runs: null, beside: null, live: false, views: new Set(), due: 0 });
   }
 
   // Returns whether the message fits what is there; if not, everything has to be asked for.
@@ -44,6 +51,15 @@ export class Story {
     if (message.kind === "note") this.note = message.text;
     if (message.kind === "step") this.step = message.step;
     if (message.kind === "traced") this.traced = message;
+    if (message.kind === "runs") {
+      this.runs = message;
+      if (!message.beside) this.beside = null;
+    }
+    if (message.kind === "beside") {
+      const before = this.beside?.run === message.run && this.beside.epoch === message.epoch ? this.beside.points : [];
+      fits = message.keep <= before.length;
+      if (fits) this.beside = { run: message.run, epoch: message.epoch, strategies: message.strategies, points: [...before.slice(0, message.keep), ...rowsOf(message, buffers)] };
+    }
     if (message.kind === "curve") {
       fits = message.keep <= this.points.length && message.events_keep <= this.events.length
         && (message.keep + message.events_keep === 0 || message.epoch === this.epoch);
@@ -85,9 +101,10 @@ export function view(el, story, ask) {
   root.innerHTML = LAYOUT;
   el.append(root);
   const $ = (name) => root.querySelector(`.${name}`);
-  const labels = { curves: "loss and its pace", ranks: "step by rank", grid: "traffic from rank to rank", axes: "bytes by axis", moments: "pipeline, planned and measured", memory: "memory by rank" };
+  const labels = { ranks: "step by rank", grid: "traffic from rank to rank", axes: "bytes by axis", moments: "pipeline, planned and measured", memory: "memory by rank" };
   const pictures = Object.fromEntries(Object.entries(labels).map(([name, label]) => [name, new Picture($(name), label)]));
   const chosen = { along: "step", pick: null, all: false };
+  const curves = new Curves($("curves"), $("tools"), $("marks"));
   root.addEventListener("click", (event) => {
     const { along, pick } = event.target.dataset || {};
     if (along) chosen.along = along;
@@ -95,6 +112,7 @@ export function view(el, story, ask) {
     if (event.target.className === "trace" && ask) trace();
     if (along || pick) draw();
   });
+  for (const [name, what] of [["runs", "run"], ["besides", "beside"]]) $(name).addEventListener("change", (event) => ask({ ask: what, run: event.target.value }));
   for (const kind of ["keydown", "keyup"]) {
     root.addEventListener(kind, (event) => {
       // Enter with Shift, Ctrl or Alt runs a cell where we are shown, and no button again that was clicked before.
@@ -131,7 +149,8 @@ export function view(el, story, ask) {
     $("reading").textContent = step?.reading || (last ? "" : "No finished step yet: this moves as soon as a Trainer, or a loop over nbkit.prepare, trains.");
     press("along", "along", chosen.along);
     $("families").innerHTML = swatches(familiesOf(story.strategies), {});
-    drawCurves(pictures.curves, { points, events: story.events, strategies: story.strategies, unit, along: chosen.along, smooth: Math.max(5, (last ? last[STEP] - points[0][STEP] : 0) / 50) });
+    curves.draw({ points, events: story.events, strategies: story.strategies, unit, along: chosen.along, beside: story.beside, name: state?.run || "" });
+    drawChoice();
     for (const section of root.querySelectorAll("section:not(:first-of-type)")) section.hidden = !step?.ranks?.length;
     if (step?.ranks?.length) drawStep(step);
     $("trace").hidden = !story.live || state?.stands !== "running";
@@ -140,7 +159,18 @@ export function view(el, story, ask) {
     $("foot").textContent = story.note || (step?.ranks?.length ? foot(step) : "");
   }
 
+  function drawChoice() {
+    const { runs } = story;
+    for (const label of root.querySelectorAll(".pickrun")) label.hidden = !ask || (runs?.runs.length || 0) < 2;
+    if (!runs || !ask) return;
+    fill($("runs"), [["", "the newest"], ...runs.runs.map((name) => [name, name])], runs.pinned);
+    const shown = story.state?.run;
+    fill($("besides"), [["", "none"], ...runs.runs.filter((name) => name !== shown).map((name) => [name, name])], runs.beside);
+  }
+
   function drawStep(step) {
+    const there = PARTS.filter((_, i) => step.ranks.some((row) => row[2 + i] > 0)); // no legend for what is not drawn
+    $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), SPOKEN);
     $("at").textContent = step.of;
     const turn = step.ranks.length > 16 ? () => { chosen.all = !chosen.all; draw(); } : null;
     if (chosen.all && turn) drawBars(pictures.ranks, step.ranks, step.late);
@@ -155,7 +185,8 @@ export function view(el, story, ask) {
     if (shown === "pipeline") {
       $("what").textContent = "The pipeline, planned above measured";
       $("whatnote").textContent = `step ${step.moments.step}, a typical step${step.moments.replicas > 1 ? `; the first of ${step.moments.replicas} pipelines` : ""}`;
-      $("whatlegend").innerHTML = swatches(PASSES, { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
+      const passes = Object.entries(PASSES).filter(([pass]) => pass !== "W" || step.moments.measured.some((row) => row.some(([kind]) => kind === "W")));
+      $("whatlegend").innerHTML = swatches(Object.fromEntries(passes), { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
       drawMoments(pictures.moments, step.moments);
     } else {
       $("what").textContent = "Who sends to whom";
@@ -167,9 +198,36 @@ export function view(el, story, ask) {
     }
     const memory = step.memory || [];
     $("memorynote").textContent = memoryNote(memory, step.strategy);
-    drawMemory(pictures.memory, memory);
+    drawMemory(pictures.memory, memory, (rank) => { chosen.rank = rank; draw(); });
+    drawModules(memory);
     $("health").hidden = !step.health;
     if (step.health) $("health").replaceChildren(...healthRows(step.health));
+  }
+
+  // The largest parts of the peak of one rank: the one that was clicked, or the fullest.
+  function drawModules(memory) {
+    const { colours, words, tick } = memoryLegend(memory);
+    $("memorylegend").innerHTML = swatches(colours, words) + (tick ? '<span><b class="tick"></b>formula, at rest</span>' : "");
+    const told = memory.filter((row) => row.modules?.length);
+    const row = told.find((one) => one.rank === chosen.rank) ?? [...told].sort((a, b) => b.peak - a.peak)[0];
+    $("modules").hidden = !row;
+    if (!row) return;
+    const shown = JSON.stringify([row.rank, row.step, row.modules]);
+    if ($("modules").dataset.shown === shown) return;
+    $("modules").dataset.shown = shown;
+    const title = document.createElement("p");
+    title.textContent = `The peak of rank ${row.rank}, ${bytes(row.peak)}, by module${told.length > 1 ? " (click a bar for another rank)" : ""}`;
+    const table = document.createElement("table");
+    for (const [kind, module, size] of row.modules) {
+      const line = table.insertRow();
+      const swatch = document.createElement("i");
+      swatch.style.background = MEMORY[kind];
+      line.insertCell().append(swatch, module || "the whole model");
+      line.insertCell().textContent = MEMORY_WORDS[kind] ?? kind;
+      line.insertCell().textContent = bytes(size);
+      line.insertCell().textContent = percent(size / row.peak);
+    }
+    $("modules").replaceChildren(title, table);
   }
 
   const redraw = () => draw();
@@ -184,10 +242,21 @@ export function view(el, story, ask) {
   if (ask && !story.points.length) ask({ ask: "all" });
   return () => {
     story.views.delete(draw);
+    curves.end();
     theme.disconnect();
     system.removeEventListener("change", redraw);
     size.disconnect();
   };
+}
+
+// Options [value, words] of a select; one that a person has open stays as it is.
+function fill(select, options, value) {
+  const words = options.map(([one]) => one).join("\n");
+  if (select.dataset.words !== words) {
+    select.dataset.words = words;
+    select.replaceChildren(...options.map(([one, text]) => new Option(text, one)));
+  }
+  if (document.activeElement !== select) select.value = value;
 }
 
 /** Bytes of a step within nodes and between them, beside the formula. */

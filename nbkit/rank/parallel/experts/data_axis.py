@@ -25,7 +25,7 @@ from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.experts.dispatch import SpreadLayer
 from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.zero3.unit import Unit
-from nbkit.rank.parallel.zero3.zero3 import Pass, ShardedParameters
+from nbkit.rank.parallel.zero3.zero3 import Pass, ShardedParameters, alone
 from nbkit.tensor_layout import Layout
 
 
@@ -191,6 +191,11 @@ class SpreadExperts(DataAxis):
     def close(self) -> None:
         for axis in self._both:
             axis.close()
+        # Otherwise only the garbage collector would free the memory.
+        if isinstance(self.rest, ShardedParameters):
+            self.rest.meanwhile = alone
+        for layer in self.layers:
+            layer.let_go()
 
     def leaves(self) -> list[nn.Parameter]:
         return [param for axis in self._both for param in axis.leaves()]

@@ -39,6 +39,10 @@ Compute = Callable[[Sequence[Tensor | None]], Tensor]
 behind the other."""
 
 
+def _nothing(rows: Sequence[Tensor | None]) -> Tensor:
+    raise TrainingError("The experts of a strategy that is over were called.", hint="trainer.model, as it is now")
+
+
 class _Exchange(torch.autograd.Function):
     """An all-to-all of rows. Returns (the rows that came, a token).
 
@@ -117,6 +121,11 @@ class SpreadLayer:
     def absent_backward(self) -> None:
         """Take part in the backward pass of the last `absent`."""
         self._left.pop().backward()
+
+    def let_go(self) -> None:
+        """Forget the module: another strategy is in force. No forward may follow."""
+        self.begin_again()
+        self.compute = _nothing
 
     def begin_again(self) -> None:
         """Forget what is under way."""

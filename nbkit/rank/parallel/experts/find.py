@@ -144,16 +144,22 @@ def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
             yield path, part, sizes.pop()
 
 
-def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield (path, modules) of lists of several modules that are built alike and share nothing."""
+def _lists(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    """Yield (path, modules by path) of lists of several modules that are built alike and share nothing.
+
+    A ModuleDict is such a list too.
+    """
     single = {id(getattr(*at[0])) for at in homes(model).values() if len(at) == 1}
     for path, part in model.named_modules():
-        if not isinstance(part, nn.ModuleList) or len(part) < 2:
+        if not isinstance(part, nn.ModuleList | nn.ModuleDict) or len(part) < 2:
             continue
-        kinds = {(type(child), *((n, tuple(p.shape)) for n, p in child.named_parameters())) for child in part}
-        params = [param for child in part for param in child.parameters()]
+        inside = {f"{path}.{name}" if path else name: child for name, child in part.named_children()}
+        kinds = {
+            (type(child), *((n, tuple(p.shape)) for n, p in child.named_parameters())) for child in inside.values()
+        }
+        params = [param for child in inside.values() for param in child.parameters()]
         if len(kinds) == 1 and params and all(id(param) in single for param in params):
-            yield path, list(part)
+            yield path, inside
 
 
 class _Watch:
@@ -163,17 +169,16 @@ class _Watch:
         self,
         model: nn.Module,
         stacked: Sequence[tuple[str, nn.Module, int]],
-        lists: Sequence[tuple[str, list[nn.Module]]],
+        lists: Sequence[tuple[str, dict[str, nn.Module]]],
         rows: int,
     ) -> None:
         self._rows = rows
-        self._model, self._layers, self._refused = model, dict[str, RoutedLayer](), dict[str, str]()
+        self._layers, self._refused = dict[str, RoutedLayer](), dict[str, str]()
         self._inside: list[str] = []  # the modules that are being called, outermost first
-        self._calls: dict[
-            str, list[tuple[int, Any, Any]]
-        ] = {}  # path of a list -> (expert, input, output) of its calls
-        self._tokens: dict[str, int] = {}  # path of a list -> elements of the input of the module around it
+        # By path of a list: (expert, input, output) of its calls, and the module around it that calls them.
+        self._calls: dict[str, list[tuple[int, Any, Any]]] = {}
         self._around: dict[str, str] = {}
+        self._tokens: dict[str, int] = {}  # path of a module around a list -> elements of its input
         self._order: list[str] = []
         self._hooks: list[Any] = []
         for path, part, count in stacked:
@@ -184,7 +189,7 @@ class _Watch:
                 self._hooks.append(part.register_forward_pre_hook(self._enter(path), with_kwargs=True))
                 self._hooks.append(part.register_forward_hook(self._leave(path), always_call=True))
         for path, children in lists:
-            for number, child in enumerate(children):
+            for number, child in enumerate(children.values()):
                 self._hooks.append(child.register_forward_hook(self._list_hook(path, number), with_kwargs=True))
         self._lists = dict(lists)
 
@@ -266,15 +271,14 @@ class _Watch:
             self._refused[around] = "calls two lists of experts"
             del self._layers[around]
             return
-        names = [name for name, _ in self._model.named_modules()]
-        paths = tuple(f"{path}.{number}" for number in range(len(children)))
-        assert set(paths) <= set(names)
         inside = tuple(
-            (f"{paths[i]}.{name}", i) for i, child in enumerate(children) for name, _ in child.named_parameters()
+            (f"{at}.{name}", number)
+            for number, (at, child) in enumerate(children.items())
+            for name, _ in child.named_parameters()
         )
         slots = sum(len(args[0]) for _, (args, _), _ in calls) / self._rows
         self._layers[around] = RoutedLayer(
-            around, len(children), widths.pop(), outputs.pop(), experts=paths, inside=inside, slots=slots
+            around, len(children), widths.pop(), outputs.pop(), experts=tuple(children), inside=inside, slots=slots
         )
 
     def _note(self, layer: RoutedLayer) -> None:

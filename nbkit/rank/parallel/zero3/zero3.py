@@ -457,6 +457,10 @@ class GatherOrder:
             unit.guard(guarded)
 
 
+def alone(number: int, which: Pass) -> None:
+    """Do nothing beside the units of a pass; see ShardedParameters.meanwhile."""
+
+
 class ShardedParameters(GatherOrder, DataAxis):
     """ZeRO 3 for `module`, a skeleton; see data_axis. Outside of forward and backward the module shows the shards."""
 
@@ -486,7 +490,7 @@ class ShardedParameters(GatherOrder, DataAxis):
             part = slot.layout.part(0, links.ranks, links.index) if slot.layout.local else slot.layout
             self._add(name, slot.shard, part, (slot.shard.data, part), slot.shard, places)
         self._passes = 1
-        self.meanwhile: Callable[[int, Pass], None] = lambda number, which: None
+        self.meanwhile: Callable[[int, Pass], None] = alone
         """Called in a pass that this rank does not make, when the others are done with a unit: (its number, pass)."""
         self._absent = False
         self._hooks = watch(self, self._units, blocks)

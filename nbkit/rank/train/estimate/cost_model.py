@@ -84,7 +84,18 @@ class CostModel:
         Call it after an optimizer step, when the optimizer state exists and can be counted.
         """
         rest, traffic = tuple(self.census.at_rest(strategy)), self.of_all_ranks(strategy)
-        return Forecast(since, str(strategy), rest, traffic, self.between_nodes(strategy))
+        return Forecast(since, str(strategy), rest, traffic, self.between_nodes(strategy), self._peaks(strategy))
+
+    def _peaks(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
+        """Return the parts of the peak of each rank. Empty if the model has not been run on these axes yet."""
+        batch = getattr(self.fits(strategy), "total", None)
+        if not batch or not self.peaks.knows(strategy.tp, strategy.cp):
+            return ()
+        with suppress(NbkitError):
+            places = self.peaks.of(strategy, batch)
+            own = [places[strategy.mesh.index(rank)["pp"]] for rank in range(strategy.mesh.size)] if places else []
+            return tuple((one.parameters, one.gradients, one.optimizer, one.activations, one.working) for one in own)
+        return ()
 
     def between_nodes(self, strategy: Strategy) -> float | None:
         """Return the bytes that all ranks together send to other nodes in a step; None on one node, or if unknown."""

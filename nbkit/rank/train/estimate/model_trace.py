@@ -75,7 +75,7 @@ class LiveBytes(WatchingMode):
         for key, itself in list((self._resized or {}).items()):
             storage = itself()
             if storage is not None and storage.nbytes() != self._sizes[key]:
-                self.now += storage.nbytes() - self._sizes[key]
+                self._changed(key, storage.nbytes() - self._sizes[key])
                 self._sizes[key] = storage.nbytes()
         self.levels.append(self.now)
         return out
@@ -92,13 +92,17 @@ class LiveBytes(WatchingMode):
             return
         size = storage.nbytes() if counted else 0
         self._sizes[key] = size
-        self.now += size
+        self._changed(key, size)
         if there and counted and self._resized is not None:
             self._resized[key] = weakref.ref(storage)
         weakref.finalize(storage, self._gone, key).atexit = False
 
+    def _changed(self, key: int, size: int) -> None:
+        """Note that a storage has come, grown, shrunk or gone. size: by how many bytes."""
+        self.now += size
+
     def _gone(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        self._changed(key, -self._sizes.pop(key))
         if self._resized is not None:
             self._resized.pop(key, None)
 

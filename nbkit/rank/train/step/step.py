@@ -344,7 +344,7 @@ class TrainingStep:
         if self.precision.pending:
             scale, made = self.precision.scale or 1.0, self.precision.may_step()
             self.ledger.log({"loss_scale": scale, "skipped": float(not made)})
-        with self.integrity.changing() if made else nullcontext(), self._counting():
+        with self.integrity.changing() if made else nullcontext(), self._counting(update=True):
             if made:
                 if self.builder.template.draws:
                     seed_step(self.seed, self.ledger.step, SHARED)  # replicas draw the same
@@ -372,8 +372,8 @@ class TrainingStep:
         known = self.ledger.is_silent and str(self.sharded_model.strategy) in self.ledger.counts
         return self._made == 1 and not known
 
-    def _counting(self) -> AbstractContextManager[None]:
-        return self._count.part() if self._count is not None else nullcontext()
+    def _counting(self, *, update: bool = False) -> AbstractContextManager[None]:
+        return self._count.part(update=update) if self._count is not None else nullcontext()
 
     def warn_if_changed(self) -> None:
         """Warn, once, if weights were changed since the last step while no rank has the whole of them."""

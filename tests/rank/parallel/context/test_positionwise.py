@@ -287,6 +287,7 @@ ALIKE = ("the mean, faintly", "the largest", "rolled", "flipped", "a token shift
 NAMED = [name for name in REFUSED if name not in TRAINED[:2]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in ALIKE else n for n in NAMED])
 def test_what_mixes_positions_is_named(name: str) -> None:
     make, text = REFUSED[name]
@@ -311,6 +312,7 @@ def table(world: Any, equal: list[str], refused: tuple[str, ...]) -> dict[str, t
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize(
     ("equal", "refused"), [(SAMPLE, TRAINED[:2]), pytest.param(REST, TRAINED[2:], marks=pytest.mark.long)]
@@ -404,6 +406,7 @@ def test_arguments_keep_their_names_where_another_strategy_is_around_the_block()
     assert argument_names(block.forward) == ["x", "memory"]
 
 
+@pytest.mark.long
 def test_check_says_the_same_without_ranks() -> None:
     batch = tuple(torch.stack(part) for part in zip(*rows(4), strict=True))
     refused = nbkit.check(built(encoder_and_decoder(5)), "cp=2 pp=2", batch, 4)

@@ -149,6 +149,7 @@ def read_in_every_way(world: Any, strategy: str, held: bool) -> tuple[float, lis
     return gap(trainer, held=held), seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "held"), [("zero1", False), ("zero2", False), ("zero2", True)])
 def test_what_forward_reads_has_come_and_no_more_is_waited_for(strategy: str, held: bool) -> None:
     for far, seen in run_ranks(read_in_every_way, 2, f"{strategy} bucket=1kb", held):
@@ -186,6 +187,7 @@ def boundaries(world: Any, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_what_comes_between_two_steps_finds_whole_weights(tmp_path: Path) -> None:
     for found in run_ranks(boundaries, 2, str(tmp_path)):
         assert found.pop("rewound to") == 2

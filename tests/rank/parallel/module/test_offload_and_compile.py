@@ -78,6 +78,7 @@ def offloaded(world: Any) -> dict[str, Any]:
     return {**found, "no": str(raised.value)}
 
 
+@pytest.mark.long
 def test_an_optimizer_that_is_offloaded_updates_in_parts_and_as_ever() -> None:
     for found in run_ranks(offloaded, 2, timeout=170):
         (calls, every), losses, _ = found[None]

@@ -28,6 +28,7 @@ from verify.models.specimens import VOCAB, WIDTH, ZOO, Uneven, gpt, hf_gpt2, nex
 IDS = next_tokens(2, torch.Generator().manual_seed(0))[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ZOO)
 def test_structure_alone_names_the_blocks_that_the_run_finds(name: str) -> None:
     specimen = ZOO[name]
@@ -369,6 +370,7 @@ def test_embedding_and_head_are_timed_apart_from_their_blocks(monkeypatch: pytes
     assert second == third and (first - second, fourth - second) == pytest.approx((1, 2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("starts", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_four_equal_blocks_are_cut_equally_also_under_load(starts: int) -> None:
     model, strategy, threads = Fronted(), Strategy.parse("pp=2", 2), torch.get_num_threads()

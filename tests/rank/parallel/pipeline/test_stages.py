@@ -23,6 +23,7 @@ from verify.models.specimens import LENGTH, WIDTH, ZOO, Specimen, gpt, hf_gpt2, 
 
 
 # ten_convs has many small layers; test_ten_convolutions_in_five_stages_of_two is about the same model.
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "ten_convs" else n for n in ZOO])
 def test_every_partition_of_every_model_equals_the_whole(name: str) -> None:
     specimen = ZOO[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_ranks
 from rounds_in_place import peaks
@@ -93,6 +94,7 @@ def fails_and_goes_back(world: Any) -> list[str]:
     return told
 
 
+@pytest.mark.long
 def test_every_part_is_let_go_when_it_has_moved_and_comes_back_when_asked() -> None:
     run_ranks(moves, RANKS, timeout=120)
 

@@ -113,6 +113,7 @@ def falcons(world: Any) -> dict[str, tuple[float, float, list[str]]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_falcons_own_linear_maps_are_split_and_one_head_of_keys_and_values_is_not() -> None:
     for rank in run_ranks(falcons, 2, timeout=150):

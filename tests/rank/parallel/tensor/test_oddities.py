@@ -70,6 +70,7 @@ def ways(world: Any, also: bool) -> dict[str, tuple[float, float, tuple[str, ...
     return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("also", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_ways_to_write_a_model(also: bool) -> None:

@@ -34,6 +34,7 @@ def sgd(held: Any, plainly: bool) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": list(held.values())}], lr=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*GPTS, "translator", "universal", "towers", "lstm", "mixer", "dit"])
 def test_of_the_parameters_of_matmuls_tp_splits_nearly_all(name: str) -> None:
     specimen = PLAIN[name]
@@ -64,6 +65,7 @@ def sent(name: str, blocks: int, seen: pytest.MonkeyPatch) -> Counter[str]:
     return issued
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in GPTS if "checkpoint" not in name])
 def test_a_block_sends_two_all_reduces_forth_and_two_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     two, three = (sent(name, blocks, monkeypatch) for blocks in (2, 3))

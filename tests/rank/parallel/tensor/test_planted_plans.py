@@ -163,6 +163,7 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_plan_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, plant = PLANTED[name]

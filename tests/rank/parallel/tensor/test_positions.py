@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -277,6 +278,7 @@ def models(world: Any) -> tuple[list[tuple[float, float]], tuple[bool, tuple[int
     return [each[:2] for each in (skipping, bare, short)], (type(given) is Tensor, tuple(given.shape))
 
 
+@pytest.mark.long
 def test_models_with_code_of_their_own_between_the_blocks() -> None:
     for found, given in run_ranks(models, 2, timeout=150):
         for worst, difference in found:

@@ -56,6 +56,7 @@ UNEQUAL = [("gpt2_padded", {"length": 13}), ("gpt", {"length": 1})]
 ALSO_UNEQUAL = [("gpt2", {"length": 1}), ("gpt", {"length": 3, "sequence": False})]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runs", [UNEQUAL, pytest.param(ALSO_UNEQUAL, marks=pytest.mark.long)])
 def test_four_ranks_and_parts_that_are_not_equal(runs: list[tuple[str, dict[str, Any]]]) -> None:
     for name, worst, loss, _, _ in run_ranks(differences, 4, runs, timeout=150)[0]:
@@ -117,6 +118,7 @@ def with_dropout(world: Any) -> list[tuple[str, float, float]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_the_same_elements_are_dropped() -> None:
     for name, worst, effect in run_ranks(with_dropout, 2, timeout=150)[0]:

@@ -108,6 +108,7 @@ def table(world: Any, names: tuple[str, ...], switched: tuple[str, ...]) -> dict
     return found | {name: verdict(make, "zero3") for name, make in CHANGED.items()}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize(
     ("names", "switched"), [(SAMPLE, SWITCHED[:1]), pytest.param(REST, SWITCHED[1:], marks=pytest.mark.long)]
@@ -169,6 +170,7 @@ def other_strategies(world: Any) -> dict[str, tuple[str, str]]:
     return {f"{name}, {zero}": verdict(MODELS[name], zero, first="ddp") for name, zero in cases}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 def test_weights_that_a_list_holds_too_are_followed_by_every_strategy() -> None:
     for found in run_ranks(other_strategies, 2, timeout=120):
@@ -237,6 +239,7 @@ def plan_of(make: Callable[[], nn.Module]) -> Any:
     return plan
 
 
+@pytest.mark.long
 def test_the_plan_gathers_as_much_as_it_can_one_block_at_a_time() -> None:
     blocks = ("blocks.0", "blocks.1", "blocks.2")
     assert plan_of(LM).units == blocks and not plan_of(LM).rooted and not plan_of(LM).notes

@@ -126,6 +126,7 @@ def alike(found: Any, expected: Any) -> None:
             assert torch.equal(found[name]["seen"], value["seen"])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 def test_a_state_dict_that_hooks_and_extra_state_make_is_that_of_one_process(tmp_path: Path) -> None:
     plain = built()

@@ -92,6 +92,7 @@ def one(rank: int, strategy: str, within: tuple[int, ...], before: tuple[int, ..
     }
 
 
+@pytest.mark.long
 def test_what_another_rank_holds_too_makes_the_ranks_whole_and_what_none_holds_is_said() -> None:
     cases: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
         ("hsdp shard=2", (0,), ()),
@@ -138,6 +139,7 @@ def in_forward(world: Any, strategies: list[str]) -> list[tuple[list[float], lis
     return found
 
 
+@pytest.mark.long
 def test_broken_in_a_forward_pass_every_rank_has_what_it_held() -> None:
     for found in run_ranks(in_forward, 2, ["zero1", "zero3"], timeout=120):
         for losses, expected in found:

@@ -64,6 +64,7 @@ def planned_in_vain(world: Any) -> list[str]:
     return [*said, str(wanted.strategy)]
 
 
+@pytest.mark.long
 def test_a_plan_that_the_optimizer_or_the_model_does_not_allow_is_refused_before_any_step() -> None:
     for optimizer, model, resized in run_ranks(planned_in_vain, 2):
         assert optimizer.startswith("A switch to pp=2") and "all that Lookahead remembers under dp=2" in optimizer

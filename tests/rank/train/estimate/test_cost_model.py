@@ -75,6 +75,7 @@ def through_all(world: Any) -> list[dict[str, Any]]:
     return said
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
 def test_bytes_of_every_operation_and_axis_are_what_is_measured() -> None:
     said = run_ranks(through_all, 4, timeout=200)

@@ -56,6 +56,7 @@ def test_a_module_is_planned_as_its_formulas_are() -> None:
         assert found.sent == pytest.approx(said.sent, rel=0.005), said.strategy
 
 
+@pytest.mark.long
 def test_a_model_is_measured_once_for_each_way_to_cut_it_and_recomputed_only_where_it_does_not_fit_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,6 +104,7 @@ def test_what_takes_long_says_on_one_line_what_it_does_and_takes_the_line_away(m
     assert "at once" not in screen.getvalue()
 
 
+@pytest.mark.long
 def test_multiplications_are_counted_on_what_each_axis_leaves() -> None:
     look = model_pieces.describe(GPT(CONFIG), BATCH, loss=loss, degrees=[2])
     formula = GPTPieces(CONFIG)

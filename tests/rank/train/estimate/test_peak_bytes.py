@@ -57,12 +57,14 @@ def peaks(world: Any, strategies: tuple[str, ...], node: int, rows: int = ROWS) 
     return found
 
 
+@pytest.mark.long
 def test_the_peak_with_activations_is_predicted_within_8_percent() -> None:
     check(run_ranks(peaks, 2, STRATEGIES, 2, timeout=240))
 
 
 # ddp has an all-reduce in two levels. zero1 has gradients beside the copy of them that is reduced, and has to free
 # them.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy", ["zero1", *(pytest.param(one, marks=pytest.mark.long) for one in ("ddp bucket=200K", "ddp"))]
 )
@@ -76,6 +78,7 @@ def check(everyone: list[dict[str, tuple[int, int]]]) -> None:
         assert abs(predicted / measured - 1) <= 0.08, (name, measured, predicted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tp", "cp"), [(2, 1), (1, 2), *(pytest.param(1, cp, marks=pytest.mark.long) for cp in (1, 4))]
 )

@@ -47,6 +47,7 @@ def holdings(rank_layouts: RankLayouts) -> list[dict[str, Layout]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_every_pair_of_strategies_moves_what_its_plan_moves(facts: ModelFacts, ranks: int) -> None:
     names = [name for name, _ in facts.shapes.skeleton.named_parameters()]

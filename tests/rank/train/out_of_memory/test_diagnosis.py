@@ -107,6 +107,7 @@ def on_cores(world: Any) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_a_list_that_grows_is_found_in_a_training_that_runs_out_of_memory_and_a_large_step_is_not_blamed() -> None:
     for leaking, large in run_ranks(on_cores, 2, timeout=100):
         assert all(what.startswith("rank 1: OutOfMemoryError: CPU rank out of memory") for what in (leaking, large))
@@ -141,6 +142,7 @@ def on_a_device(rank: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 def test_gaps_and_other_processes_are_found_on_the_device_of_the_rank_that_ran_out() -> None:
     for found in run_ranks(on_a_device, 2, join=False, timeout=100):
         assert all(what.startswith("rank 1: OutOfMemoryError: CUDA out of memory") for what in found.values())

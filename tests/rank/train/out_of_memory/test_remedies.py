@@ -119,6 +119,7 @@ def test_what_is_offered_has_the_seconds_and_bytes_of_the_panel_and_the_shortest
     assert [changes for changes, _, _ in unknown["rows"]][1] == "recompute=True"
 
 
+@pytest.mark.long
 def test_in_one_process_more_forwards_cost_nothing_and_recomputation_a_third_more_where_the_model_allows_them() -> None:
     now, rows, others = run_ranks(alone, 1, timeout=120)[0]
     seconds = {changes: each for changes, each, _ in rows}

@@ -218,6 +218,7 @@ def failing(world: Any, strategies: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_torn_update_is_taken_from_another_rank_or_from_a_backup(expected: list[float]) -> None:
     for found in run_ranks(failing, 2, ["ddp", "zero1"], timeout=100):
         for strategy, (curve, steps) in found.items():

@@ -39,6 +39,7 @@ def run(world: Any, name: str, chains: list[str]) -> list[list[dict[str, Tensor]
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize("name", PORTS)
 def test_a_port_equals_the_plain_program_under_every_strategy_and_switched_live(name: str) -> None:

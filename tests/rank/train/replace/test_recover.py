@@ -250,6 +250,7 @@ def passes(world: Any) -> list[str]:
     return log
 
 
+@pytest.mark.long
 def test_a_backup_travels_beside_the_backward_pass_too() -> None:
     for log in run_ranks(passes, 2):
         assert log == [*["backward"] * 4, "wait"] * 3
@@ -261,6 +262,7 @@ def of_one_pipeline(world: Any) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
+@pytest.mark.long
 def test_the_numbers_of_a_step_in_one_pipeline_are_summed_while_a_backup_travels_too(expected: list[float]) -> None:
     for losses in run_ranks(of_one_pipeline, 2):
         assert losses == pytest.approx(expected, rel=1e-12)
@@ -301,6 +303,7 @@ def ended_apart(world: Any) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
+@pytest.mark.long
 def test_backups_go_on_where_fit_has_ended_on_one_rank_by_an_error(expected: list[float]) -> None:
     for losses in run_ranks(ended_apart, 2, timeout=60):
         assert losses == pytest.approx(expected, rel=1e-12)

@@ -28,6 +28,7 @@ def make_steps(history: History, until: int) -> None:
 KEPT = 400
 
 
+@pytest.mark.long
 def test_records_of_old_steps_are_thinned_alike_and_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT", KEPT)
     monkeypatch.setattr(module, "_THINNED_EVERY", 100)

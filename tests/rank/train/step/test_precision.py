@@ -100,6 +100,7 @@ def scaled(world: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_float16_is_scaled_and_skipped_on_all_ranks_alike_as_torch_does_it(num_ranks: int) -> None:
     expected = one_process()
@@ -156,6 +157,7 @@ def carried(world: Any, path: str) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_the_scale_goes_on_through_switches_and_checkpoints_and_is_not_that_of_a_trial(tmp_path: Path) -> None:
     for found in run_ranks(carried, 2, str(tmp_path / "saved"), timeout=170):
         assert found == [{"scale": 2.0**15, "finite": 0}] * 3

@@ -224,6 +224,7 @@ def within_a_stage(world: Any) -> dict[str, Any]:
     return {"never": never_switched(found, in_stages), "found": found}
 
 
+@pytest.mark.long
 def test_a_stage_that_fails_leads_its_pipeline_back() -> None:
     for rank in run_ranks(within_a_stage, 2, timeout=170):
         for found in rank["found"]:
@@ -440,6 +441,7 @@ def broken(*_: Any, **__: Any) -> Any:
     raise MemoryError("no room to go back")
 
 
+@pytest.mark.long
 def test_what_is_no_fault_of_the_strategy_is_raised_as_ever() -> None:
     for rank, found in enumerate(run_ranks(ones_own, 2, timeout=120)):
         bug, as_ever, interrupt, after_it, optimizer, lost, left, goes_on = found
@@ -563,6 +565,7 @@ def kept(world: Any) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_the_memory_of_a_side_that_failed_is_free() -> None:
     assert run_ranks(kept, 2, timeout=120) == [[0, 0, 0]] * 2
 

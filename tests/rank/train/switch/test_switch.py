@@ -284,6 +284,7 @@ def crossed(world: Any) -> tuple[list[float], list[str]]:
     return losses(job), [record["strategy"].split()[0] for record in job.history]
 
 
+@pytest.mark.long
 def test_streams_that_cross_and_draws_of_the_models_own_are_the_same_through_a_chain() -> None:
     expected, _ = run_ranks(crossed, 1)[0]
     for found, strategies in run_ranks(crossed, 2):

@@ -139,6 +139,7 @@ def first_visits(world: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_groups_are_made_beside_the_training_and_where_that_fails_by_the_switch() -> None:
     every = run_ranks(first_visits, 4, timeout=200)
     losses, _, _ = one_process(points(40), steps=len(every[0]["losses"]), optimizer=adam)

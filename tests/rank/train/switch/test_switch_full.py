@@ -92,6 +92,7 @@ def held(job: Job) -> int:
     return own + before - after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("through", [THROUGH, pytest.param(ALSO_THROUGH, marks=pytest.mark.long)])
 def test_the_curve_goes_on_through_switches_in_place_when_one_rank_has_no_room(
     expected: list[float], through: list[str]
@@ -132,6 +133,7 @@ def alive() -> int:
     return storage_bytes([tensor for tensor in tensors if not tensor.is_meta], set())
 
 
+@pytest.mark.long
 def test_a_hollow_side_takes_no_memory_whatever_its_data_axis() -> None:
     for found in run_ranks(built_hollow, 2):
         assert {text: sizes for text, sizes in found.items() if sizes[0] * 50 > sizes[1]} == {}
@@ -222,6 +224,7 @@ def damaged(world: Any) -> list[str]:
     return told
 
 
+@pytest.mark.long
 def test_what_arrives_damaged_is_not_trained_on() -> None:
     for switched, trained in run_ranks(damaged, 2):
         assert "what came back is not what there was" in switched and "not the one under dp=2 zero=3" in switched
@@ -246,6 +249,7 @@ def torn(world: Any, folder: str) -> dict[str, Any]:
     return {"losses": losses(job), "looked": looked}
 
 
+@pytest.mark.long
 def test_a_move_that_is_torn_is_told_and_a_checkpoint_brings_the_job_back(
     expected: list[float], tmp_path: Path
 ) -> None:

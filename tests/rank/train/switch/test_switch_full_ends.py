@@ -60,6 +60,7 @@ def strikes(real: Any) -> Any:
     return striking
 
 
+@pytest.mark.long
 def test_an_interrupt_leaves_every_rank_with_the_same_strategy_to_undo_and_with_summed_gradients(
     expected: list[float],
 ) -> None:

@@ -96,6 +96,7 @@ def beside(world: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_who_asks_while_it_trains_makes_nobody_wait_for_the_proof() -> None:
     for found in run_ranks(beside, 2, timeout=200):
         losses, _, _ = one_process(points(40), steps=len(found["losses"]), optimizer=adam)
@@ -139,6 +140,7 @@ def full(*_: Any, **__: Any) -> None:
     raise MemoryError("planted")
 
 
+@pytest.mark.long
 def test_a_state_that_differs_leaves_the_old_strategy_in_force_and_the_loss_curve_unbroken() -> None:
     for found in run_ranks(spoilt, 2, timeout=200):
         other, untold, well = found["other"], found["untold"], found["well"]

@@ -1,6 +1,6 @@
 // The pictures along an axis: a run over time, one bar per rank, memory per rank, several runs.
 
-import { COLOURS, MEMORY, PARTS, SPOKEN, FAMILIES, alarm, bytes, faint, familyOf, ink, lateWords, number, paper, percent, rule, seconds, ticks } from "./paint.js";
+import { COLOURS, MEMORY, MEMORY_WORDS, PARTS, SPOKEN, FAMILIES, alarm, bytes, faint, familyOf, ink, lateWords, number, paper, percent, rule, seconds, ticks } from "./paint.js";
 
 const LEFT = 58;
 
@@ -99,21 +99,17 @@ function drawChanges(picture, shown, x, y1) {
   }
 }
 
-const SIGNS = { switch: "⇄", checkpoint: "▾", failure: "✕", replaced: "✚", resized: "⤢", rebalanced: "÷", out_of_memory: "▤", run_started: "▸", run_stopped: "■", lr_changed: "lr" };
-
-const EVENT = { old: "from", new: "to", moved_bytes: "moved", prepare_s: "prepared in", pause_s: "paused for", proof_s: "proven in", steps_lost: "steps lost", seconds: "seconds lost", gain: "of computing saved" };
+const SIGNS = { run_started: "▸", run_stopped: "■" }; // others bring theirs: nbkit/records/event_words.py
 
 // begun: the strategy at the left end. It is named where there is room for it before the next event.
 function drawEvents(picture, events, begun, x, y0, y1) {
   picture.canvas.dataset.events = events.map((e) => e.kind).join(" ");
   let free = 0;
   for (const [i, event] of events.entries()) {
-    const [sign, colour] = [SIGNS[event.kind] || "•", event.kind === "failure" ? alarm() : ink()];
+    const [sign, colour] = [event.sign || SIGNS[event.kind] || "•", event.kind === "failure" ? alarm() : ink()];
     const at = Math.max(x(event.step), LEFT + 2);
     picture.line(at, y0 - 10, at, y1, colour, { dash: [3, 3] });
-    const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n` + Object.entries(event)
-      .filter(([key, value]) => !["kind", "step"].includes(key) && value !== "" && typeof value !== "object")
-      .map(([key, value]) => `  ${EVENT[key] || key}: ${key.endsWith("_bytes") ? bytes(value) : key.endsWith("_s") ? seconds(value) : value}`).join("\n");
+    const text = () => event.text || `${event.kind.replaceAll("_", " ")} after step ${event.step}`;
     picture.pen.font = "600 11px system-ui, sans-serif";
     const fits = (words) => at + picture.pen.measureText(words).width + 6 < (i + 1 < events.length ? x(events[i + 1].step) : picture.width);
     const named = event.kind === "switch" ? `${sign} ${event.new || "switch"}` : event.kind === "run_started" && begun ? `${sign} ${begun}` : sign;
@@ -167,16 +163,17 @@ export function drawBars(picture, ranks, late) {
   });
 }
 
-export function drawMemory(picture, rows) {
-  const names = Object.keys(MEMORY);
+// rows: of the ranks. Where the parts of the peak are known, a bar is the peak by kind, and a thin bar below is what was
+// planned; else it is what is held between two steps, and the rest of the peak. pick: called with a rank that is clicked.
+export function drawMemory(picture, rows, pick = null) {
   const many = rows.length > 16;
-  const row = many ? Math.max(5, Math.min(14, Math.floor(420 / rows.length))) : 26;
+  const planned = !many && rows.some((r) => r.planned);
+  const row = many ? Math.max(5, Math.min(14, Math.floor(420 / rows.length))) : planned ? 34 : 26;
   const width = picture.begin(rows.length * row + 30);
   picture.canvas.dataset.rows = rows.length;
   if (!rows.length) return;
-  const total = (r) => r.peak ?? r.at_rest;
-  const whole = (r) => (r.formula ? r.formula.reduce((a, b) => a + b, 0) : 0); // at rest, by formula
-  const top = Math.max(...rows.map((r) => Math.max(total(r), whole(r))), 1);
+  const whole = (r) => (r.formula ? sumOf(r.formula) : 0); // at rest, by formula
+  const top = Math.max(...rows.map((r) => Math.max(r.peak ?? r.at_rest, whole(r), sumOf(r.planned ?? []))), 1);
   const x = (value) => LEFT + ((width - (many ? 20 : 180) - LEFT) * value) / top;
   const bottom = rows.length * row + 8;
   for (const value of ticks(top)) {
@@ -186,28 +183,62 @@ export function drawMemory(picture, rows) {
   }
   rows.forEach((r, i) => {
     const y = i * row + 4;
-    if (!many || i % 8 === 0) picture.words(`rank ${r.rank}`, LEFT - 6, y + row / 2, { align: "right" });
-    let at = 0;
-    for (const name of names) {
-      picture.box(x(at), y + 1, x(at + (r[name] ?? 0)) - x(at), row - (many ? 1 : 6), MEMORY[name]);
-      at += r[name] ?? 0;
-    }
+    const high = many ? row - 1 : planned ? 18 : 20;
+    const middle = y + 1 + high / 2;
+    if (!many || i % 8 === 0) picture.words(`rank ${r.rank}`, LEFT - 6, middle, { align: "right" });
+    const drawn = stack(picture, x, y + 1, high, r.kinds ?? r);
     const most = r.peak === null ? "peak not counted" : `peak ${bytes(r.peak)}`;
-    if (!many) picture.words(`${bytes(r.at_rest)} at rest, ${most}`, x(Math.max(at, whole(r))) + 6, y + row / 2);
-    if (r.formula) {
-      picture.line(x(whole(r)), y - 1, x(whole(r)), y + row - (many ? 0 : 3), paper(), { width: 4 });
-      picture.line(x(whole(r)), y - 1, x(whole(r)), y + row - (many ? 0 : 3), ink(), { width: 2 });
+    if (!many) picture.words(`${bytes(r.at_rest)} at rest, ${most}`, x(Math.max(drawn, whole(r))) + 6, middle);
+    if (r.formula && !r.planned) {
+      picture.line(x(whole(r)), y - 1, x(whole(r)), y + high + 3, paper(), { width: 4 });
+      picture.line(x(whole(r)), y - 1, x(whole(r)), y + high + 3, ink(), { width: 2 });
     }
-    const formula = r.formula || [];
-    const text = () => [
-      `rank ${r.rank}, counted in step ${r.step}`,
-      ...["parameters", "gradients", "optimizer", "buffers"].map((name, k) =>
-        `  ${name}: ${bytes(r[name])}${r.formula ? `   formula ${bytes(formula[k] ?? 0)}` : ""}`),
-      r.activations === null ? "  the peak of a step was not counted" : `  activations and other, at the peak: ${bytes(r.activations)}`,
-      r.growth === null ? "" : `the process has grown by ${bytes(r.growth)}, with what nbkit needs to examine the model`,
-    ].filter(Boolean).join("\n");
-    picture.spot(0, y, width, row, text);
+    if (planned && r.planned) {
+      const all = stack(picture, x, y + 22, 6, named(r.planned));
+      picture.words(`planned ${bytes(all)}`, x(all) + 6, y + 25);
+    }
+    picture.spot(0, y, width, row, () => memoryText(r), pick && (() => pick(r.rank)));
   });
+}
+
+// The kinds that a legend names, {kind: colour} and their words; and whether the tick of the formula is drawn.
+export function memoryLegend(rows) {
+  const kinds = Object.keys(MEMORY).filter((kind) => rows.some((r) => (r.kinds ?? r)[kind]));
+  return {
+    colours: Object.fromEntries(kinds.map((kind) => [kind, MEMORY[kind]])),
+    words: rows.some((r) => r.kinds) ? MEMORY_WORDS : { ...MEMORY_WORDS, activations: "activations and other, at the peak" },
+    tick: rows.some((r) => r.formula && !r.planned),
+  };
+}
+
+const PLANNED = ["parameters", "gradients", "optimizer", "activations", "working"];
+const named = (planned) => Object.fromEntries(PLANNED.map((kind, i) => [kind, planned[i]]));
+const sumOf = (values) => values.reduce((sum, value) => sum + value, 0);
+
+// Draws kinds beside each other, and returns their sum.
+function stack(picture, x, y, high, of) {
+  let at = 0;
+  for (const kind of Object.keys(MEMORY)) {
+    const size = of[kind] ?? 0;
+    picture.box(x(at), y, x(at + size) - x(at), high, MEMORY[kind]);
+    at += size;
+  }
+  return at;
+}
+
+function memoryText(r) {
+  const formula = r.formula || [];
+  const rest = ["parameters", "gradients", "optimizer", "buffers"].map((name, k) =>
+    `  ${MEMORY_WORDS[name] ?? name}: ${bytes(r[name])}${r.formula ? `   formula ${bytes(formula[k] ?? 0)}` : ""}`);
+  const plan = r.planned && named(r.planned);
+  const peak = r.kinds && Object.entries(r.kinds).filter(([, size]) => size).map(([kind, size]) =>
+    `  ${MEMORY_WORDS[kind] ?? kind}: ${bytes(size)} (${percent(size / r.peak)})${plan && plan[kind] !== undefined ? `   planned ${bytes(plan[kind])}` : ""}`);
+  return [
+    `rank ${r.rank}, counted in step ${r.step}`,
+    "between two steps:", ...rest,
+    ...(peak ? [`at the peak, ${bytes(r.peak)}:`, ...peak] : [r.activations === null ? "the peak of a step was not counted" : `activations and other, at the peak: ${bytes(r.activations)}`]),
+    r.growth === null ? "" : `the process has grown by ${bytes(r.growth)}, with what nbkit needs to examine the model`,
+  ].filter(Boolean).join("\n");
 }
 
 // Memory is counted seldom, and maybe under another strategy. The growth of a process is written as text, because it is not the peak of a step.

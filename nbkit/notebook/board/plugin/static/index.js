@@ -1,9 +1,9 @@
 // The tab "Communication": asks each second for what is new, and draws the run, and one step of it.
 
-import { drawBars, drawMemory, drawTimeline, memoryNote } from "./charts.js";
+import { drawBars, drawMemory, drawTimeline, memoryLegend, memoryNote } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { healthRows } from "./health.js";
-import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, familiesOf, lateWords, percent, seconds, shade } from "./paint.js";
+import { COLOURS, PASSES, Picture, SPOKEN, familiesOf, lateWords, percent, seconds, shade } from "./paint.js";
 import { drawLateness, drawRuns, drawTable, fill } from "./tables.js";
 
 const EVERY_MS = 1000;
@@ -57,7 +57,6 @@ export async function render() {
   await new Promise((done) => { style.onload = done; style.onerror = done; });
   document.body.innerHTML = LAYOUT;
   $("parts").innerHTML = swatches(COLOURS, SPOKEN);
-  $("memorylegend").innerHTML = `${swatches(MEMORY, { activations: "activations and other, at the peak" })}<b class="tick"></b>formula, at rest`;
   for (const [id, label] of Object.entries({ timeline: "step breakdown over time", bars: "step breakdown per rank", traffic: "traffic from rank to rank", moments: "moments of a step", memory: "memory per rank" })) {
     pictures[id] = new Picture($(id), label);
   }
@@ -194,6 +193,8 @@ function draw() {
   drawTable(step);
   drawInside(step);
   drawMemory(pictures.memory, step.memory || []);
+  const { colours, words, tick } = memoryLegend(step.memory || []);
+  $("memorylegend").innerHTML = swatches(colours, words) + (tick ? '<b class="tick"></b>formula, at rest' : "");
   $("health").hidden = !step.health;
   if (step.health) $("health").replaceChildren(...healthRows(step.health));
   $("memorynote").textContent = memoryNote(step.memory || [], step.strategy);

@@ -13,7 +13,8 @@ export const COLOURS = {
 };
 // The passes of a pipeline: forward is the colour of compute; on the ground of a rank that idles.
 export const PASSES = { F: "#4d718f", B: "#2840a0", W: "#b6e1b1" };
-export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", activations: "#cbbdb7" };
+export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", activations: "#cbbdb7", buckets: "#3c5fd7", working: "#9bdae7", other: "#7d7d7c" };
+export const MEMORY_WORDS = { optimizer: "optimizer state", activations: "activations", buckets: "sent, received, gathered", working: "working memory", other: "not counted" };
 // A strategy has the color of its family in every view: how it divides the model. Python reads these lines too
 // (nbkit/notebook/widgets/javascript.py).
 export const FAMILIES = { dp: "#2478ef", zero: "#31b98d", tp: "#cf4b27", pp: "#ae9bd3", cp: "#ca9e15", mixed: "#8d6b97" };
@@ -76,8 +77,9 @@ export function showTip(text, event) {
   if (tip === null) {
     tip = document.createElement("div");
     tip.className = "tip";
-    document.body.append(tip);
   }
+  const home = document.fullscreenElement || document.body; // on a full screen nothing else is seen
+  if (tip.parentNode !== home) home.append(tip);
   tip.hidden = !text;
   if (!text) return;
   tip.textContent = text;
