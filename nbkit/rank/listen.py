@@ -218,7 +218,7 @@ class Conversation:
 
     def __init__(self, listener: Listener, sock: socket.socket) -> None:
         self.listener, self.steps, self.sock = listener, listener.steps, sock
-        self.cell: JobCell | None = None
+        self.cell: PlannedCell | None = None
 
     def run(self) -> str:
         """Answer until the other end closes. Return why it was refused, "" if it was not."""
@@ -289,7 +289,7 @@ class Conversation:
         return cell.result or {"outcome": f"did not end within {decided.seconds:g} s", "output": ""}
 
 
-class JobCell:
+class PlannedCell:
     """A cell that is planned for the end of a step. result: what it gave, None before its end."""
 
     def __init__(self, planned: PlanJobCell) -> None:
@@ -317,7 +317,7 @@ class Steps:
         self._numbers: dict[str, Any] = {}
         self._times: deque[float] = deque(maxlen=20)
         self._lock = threading.Lock()
-        self._cell: JobCell | None = None
+        self._cell: PlannedCell | None = None
         self._names: dict[str, Any] = {}  # that live cells have defined
 
     def install(self) -> None:
@@ -346,7 +346,7 @@ class Steps:
                 if isinstance(value, int | float) and math.isfinite(value):
                     self._numbers["loss"] = float(value)
 
-    def plan(self, planned: PlanJobCell) -> JobCell:
+    def plan(self, planned: PlanJobCell) -> PlannedCell:
         """Plan a cell. Raises UsageError if its step is over, or if another cell is planned."""
         ast.parse(planned.source)
         with self._lock:
@@ -354,10 +354,10 @@ class Steps:
                 raise UsageError("Another live cell is planned.", numbers=f"after step {self._cell.step}")
             if planned.step <= self.count:
                 raise UsageError("The step is over.", numbers=f"asked for step {planned.step}, now at {self.count}")
-            self._cell = cell = JobCell(planned)
+            self._cell = cell = PlannedCell(planned)
         return cell
 
-    def withdraw(self, cell: JobCell) -> None:
+    def withdraw(self, cell: PlannedCell) -> None:
         """Forget a cell that has not begun."""
         with self._lock:
             if self._cell is cell:
@@ -460,7 +460,7 @@ class Steps:
             )
         )
 
-    def _serve(self, cell: JobCell, optimizer: Any) -> None:
+    def _serve(self, cell: PlannedCell, optimizer: Any) -> None:
         """Run a planned cell, if its step has come. On the training thread."""
         if self.count < cell.step:
             return

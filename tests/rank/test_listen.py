@@ -146,8 +146,8 @@ def test_a_plain_program_is_seen_runs_live_cells_and_refuses_strangers(tmp_path:
             assert sum(parts) == pytest.approx(seconds, rel=0.05)
         row = dict(zip(("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other"), parts, strict=True))
         assert min(row["compute"], row["exposed"], row["data"], row["optimizer"]) > 0 == row["bubble"]
-        (row,) = picture["table"]
-        assert (row["op"], row["axis"], row["bytes"]) == ("all_reduce", "world", 2 * 4 * (32 * 32 + 32))
+        (row,) = (row for row in picture["table"] if row["op"] == "all_reduce")  # DDP broadcasts in its second step
+        assert (row["axis"], row["bytes"]) == ("world", 2 * 4 * (32 * 32 + 32))
         assert picture["memory"][0]["at_rest"] == 4 * 4 * (32 * 32 + 32)  # weights, gradients, two moments
         assert all(state["loss"] > 0 and state["lr"] == 0.01 for state in job.state().values())
         assert all(text in repr(job) for text in (job.name, "of the step", "MiB"))
@@ -316,7 +316,8 @@ dist.init_process_group("gloo")
 time.sleep(1)  # until the others have formed it too: rank 0 serves their store
 rank = dist.get_rank()
 """
-ENDED = re.compile("ended (its|their) cell|is dead|Trainer|split model")
+# In a script a rank that has left out a collective still may come to it. In a cell it has ended, so this is known.
+ENDED = re.compile("ended (its|their) cell|is dead|Trainer|split model|left out")
 HANGS = [
     hang
     for hang in planted_hangs.HANGS
