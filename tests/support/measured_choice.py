@@ -47,7 +47,7 @@ def _choice(world: Any, name: str) -> tuple[str, str, float, str]:
         model=specimen.build,
         loss=specimen.loss,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
-        data=specimen.rows(4 * ROWS),
+        data=specimen.rows(4 * ROWS, dtype=torch.float32),
         batch_size=ROWS,
         log_dir=None,
         progress=False,

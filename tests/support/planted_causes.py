@@ -134,7 +134,10 @@ CAUSES = {2: TWO, 4: FOUR}
 
 @dataclass(frozen=True)
 class Headline:
-    """What was said of a cause. late: the rank that the bars call late; None: nobody. wrong: what it lacks, or ""."""
+    """The sentence that was said of a cause.
+
+    late: the rank that the bars call late; None: nobody. wrong: what the sentence lacks, or "".
+    """
 
     cause: Cause
     ranks: int
@@ -247,9 +250,10 @@ def _train(rank: int, cause: Cause, folder: Path, link: Any) -> None:
                 seconds = UNIT * len(x) * (4 if self.place in cause.heavy else 1)
                 # A rank has the same number of rows in each block, and of blocks in each stage.
                 seconds += LONG / share * len(x) / 3 * (rank in cause.compute)
-            return Sleep.apply(x * self.weight, seconds) + (faulty() if planted and rank in cause.faults else 0.0)
+            slept: Tensor = Sleep.apply(x * self.weight, seconds)  # type: ignore[no-untyped-call]
+            return slept + (faulty() if planted and rank in cause.faults else 0.0)
 
-    class Rows(torch.utils.data.Dataset):
+    class Rows(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
             return 8 * ROWS
 
