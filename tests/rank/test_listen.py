@@ -63,10 +63,10 @@ dist.destroy_process_group()
 """
 
 
-def as_rank(rank: int, n: int, port: int, arguments: list[str]) -> int:
+def as_rank(rank: int, n: int, port: int, home: str, arguments: list[str]) -> int:
     """Be a rank that a launcher has started with `nbkit run ...`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NBKIT_HOME": home}
     return main(["run", *arguments])
 
 
@@ -76,7 +76,9 @@ def listening(n: int, *arguments: str) -> Iterator[Future[list[int]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run_ranks, as_rank, n, n, port, list(arguments), join=False, timeout=400)
+        future = pool.submit(
+            run_ranks, as_rank, n, n, port, os.environ["NBKIT_HOME"], list(arguments), join=False, timeout=400
+        )
         try:
             yield future
         finally:
@@ -309,7 +311,11 @@ def test_a_program_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[s
 
 # --- Long -------------------------------------------------------------------------------------------------------------
 
-HEAD = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
+HEAD = """import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+time.sleep(1)  # until the others have formed it too: rank 0 serves their store
+rank = dist.get_rank()
+"""
 ENDED = re.compile("ended (its|their) cell|is dead|Trainer|split model")
 HANGS = [
     hang
