@@ -85,7 +85,7 @@ class _ChunkedHead(Wrapper):
 
 @dataclass(frozen=True)
 class _Making:
-    """How logits are made of hidden states.
+    """A way to make logits of hidden states.
 
     logits_of: (N, width) -> (N, outputs), with `parameters`. steps: what was done to the logits since. is_whole: called
     with the name of an operation that needs all logits.

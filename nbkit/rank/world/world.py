@@ -492,7 +492,7 @@ def _key(group: DelegatingGroup) -> str:
 
 @dataclass(frozen=True)
 class _Common:
-    """What the ranks found when they compared their groups.
+    """The result of a comparison of the groups that ranks hold.
 
     lost: groups that some of their members do not hold -> these members. name: the number that is the default group's
     name on the first rank that has one (user code may have destroyed it on some ranks, or made it again). count:

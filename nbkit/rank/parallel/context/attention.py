@@ -198,16 +198,19 @@ class _CausalRun(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
         query, key, value, output, sums = ctx.saved_tensors
-        queries, keys, values = None, torch.empty_like(key), torch.empty_like(value)
-        for at, causal in _calls(ctx.start):
-            given = grad, query, key[..., at, :], value[..., at, :], output, sums
-            of_queries, keys[..., at, :], values[..., at, :] = cpu_attention_backward(
-                *given, 0.0, causal, scale=ctx.scale
+        first, second = (
+            cpu_attention_backward(
+                grad, query, key[..., at, :], value[..., at, :], output, sums, 0.0, causal, scale=ctx.scale
             )
-            queries = of_queries if queries is None else queries.add_(of_queries)
-        return queries, keys, values, None, None
+            for at, causal in _calls(ctx.start)
+        )
+        queries, (of_keys, of_values) = first[0].add_(second[0]), ([first[i], second[i]] for i in (1, 2))
+        del first, second
+        keys = torch.cat(of_keys, -2)
+        of_keys.clear()  # so that not all of them are there twice
+        return queries, keys, torch.cat(of_values, -2), None, None
 
 
 def _calls(start: int) -> tuple[tuple[slice, bool], tuple[slice, bool]]:
