@@ -90,6 +90,10 @@ zoo: $(READY)
 	@test -d $(IMAGES)/timm || $(BIN)/python -m pip install -q --no-deps --target $(IMAGES) torchvision==0.28.0 timm==1.0.31
 	@$(BIN)/python -m verify zoo $(if $(Z),$(Z),--out verify/results.md)
 
+# Some of it:  make optimizers O="muon tp"
+optimizers: $(READY)
+	@$(BIN)/python -m verify optimizers $(O)
+
 # Some of it, from a seed on:  make fuzz-tp SEEDS="50 100"
 fuzz-tp: $(READY)
 	@$(BIN)/python -m verify fuzz $(SEEDS)

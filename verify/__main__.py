@@ -5,6 +5,7 @@ python -m verify parity gpt2 zbv     only cases whose names contain all these wo
 python -m verify planted             put known bugs into the ranks; the comparison must see each: about 2 minutes
 python -m verify zoo                 every architecture: about 10 minutes; --out verify/results.md stores the table
 python -m verify zoo gpt2 tp         only cases with all these words: a model, a strategy or an axis of it, chain
+python -m verify optimizers       12 optimizers and a pair of two, under 12 strategies; --out stores the table
 python -m verify fuzz 500            500 models drawn at random, split over two ranks; fuzz 50 100: seeds 100 to 149
 """
 
@@ -17,9 +18,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verify import fuzz
-from verify.cases import Case, bf16_cases, parity_extras, parity_matrix, zoo_cases
-from verify.compare import PARITY_HEAD, parity_row, zoo_table, zoo_totals
+from verify.cases import (
+    OPTIMIZER_STRATEGIES,
+    Case,
+    bf16_cases,
+    optimizer_cases,
+    parity_extras,
+    parity_matrix,
+    zoo_cases,
+)
+from verify.compare import PARITY_HEAD, counted, parity_row, zoo_table, zoo_totals
 from verify.models.images import MISSING
+from verify.optimizers import OPTIMIZERS
 from verify.planted import BUGS, unseen
 from verify.rank_sets import verdicts
 from verify.training import ARCHITECTURES
@@ -30,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("parity", "planted", "zoo", "fuzz"))
+    parser.add_argument("what", choices=("parity", "planted", "zoo", "optimizers", "fuzz"))
     parser.add_argument("words", nargs="*", metavar="word", help="take only the cases whose names contain all words")
     parser.add_argument("--steps", type=int, default=50, help="steps of AdamW in each case of the parity (default 50)")
     parser.add_argument("--out", type=Path, help="write the table there too")
@@ -41,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     if asked.what == "planted":
         lines, wrong = [], _planted()
         print("\n".join(wrong))
+    elif asked.what == "optimizers":
+        lines, wrong = _optimizers(asked.words)
     elif asked.what == "zoo":
         lines, wrong = _zoo(asked.words)
     else:
@@ -96,6 +108,21 @@ def _zoo(words: Sequence[str]) -> tuple[list[str], list[str]]:
     print("\n".join(["", *lines]))
     wrong = [str(case) for case, verdict in found.items() if verdict.is_wrong]
     return ["# What becomes of each model under each strategy", "", *lines], wrong
+
+
+def _optimizers(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (lines of the page, cases that differ from one process)."""
+    chosen = list(optimizer_cases(tuple(OPTIMIZERS), words))
+    _require(chosen, words)
+    found = {}
+    for case, verdict in verdicts(chosen):
+        found[case] = verdict
+        print(f"{len(found)}/{len(chosen)} {case}: {verdict.kind} {verdict.text}", flush=True)
+    ordered = {case: found[case] for case in chosen}
+    lines = [counted(ordered), "", *zoo_table(ordered, tuple(OPTIMIZER_STRATEGIES))]
+    print("\n".join(["", *lines]))
+    wrong = [str(case) for case, verdict in found.items() if verdict.is_wrong]
+    return ["# What becomes of each optimizer under each strategy", "", *lines], wrong
 
 
 def _require(cases: Sequence[Case], words: Sequence[str]) -> None:

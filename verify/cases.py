@@ -33,6 +33,12 @@ CHAIN = ("ddp", "zero3", "tp=2", "pp=2", "cp=2", "zero2")
 CHAINED = " > ".join(CHAIN)
 ZOO_STEPS, LONGEST = 3, len(CHAIN)
 
+OPTIMIZER_STRATEGIES = {
+    **dict.fromkeys(("ddp", "zero1", "zero2", "zero3", "tp=2", "pp=2", "cp=2", CHAINED), 2),
+    **dict.fromkeys(("dp=4 zero=3 shard=2", "dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2", "zero=3 dp=2 tp=2"), 4),
+}
+"""Each optimizer trains under these, and in the chain. By strategy, the number of ranks."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -42,6 +48,7 @@ class Case:
     between them, to switch to. dtype: of the weights. layers: of the model, if their number can be chosen; a stage
     takes one at least. extras: any of EXTRAS, and "bf16": forward and loss under autocast; "sgd": SGD with momentum,
     whose weights can be compared, in place of AdamW, and data in its own order; "evaluate": on all data at the end.
+    optimizer: a name in `verify.optimizers.OPTIMIZERS`, in the place of SGD.
     """
 
     model: str | Specimen
@@ -51,6 +58,7 @@ class Case:
     extras: frozenset[str] = frozenset()
     layers: int | None = None
     ranks: int = 4
+    optimizer: str = ""
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -66,7 +74,7 @@ class Case:
 
     def __str__(self) -> str:
         if "sgd" in self.extras:
-            return f"{self.model}, {self.strategy}"
+            return f"{self.optimizer or self.model}, {self.strategy}"
         words = [self.model, self.strategy, self.dtype, f"{self.steps} steps", *sorted(self.extras)]
         return ", ".join(word for word in words if word)
 
@@ -145,8 +153,24 @@ def zoo_cases(models: Sequence[str], words: Sequence[str] = ()) -> Iterator[Case
     """
     for model in models:
         for strategy in (*ZOO_STRATEGIES, CHAINED):
-            kinds = (
-                ("chain",) if strategy == CHAINED else (strategy, *(each.split("=")[0] for each in strategy.split()))
-            )
-            if all(word in (model, strategy, *kinds) for word in words):
+            if all(word in (model, strategy, *_words_of(strategy)) for word in words):
                 yield zoo_case(model, strategy)
+
+
+def optimizer_cases(optimizers: Sequence[str], words: Sequence[str] = ()) -> Iterator[Case]:
+    """Yield every optimizer under every strategy, six steps each. With words: only the cases that have all of them.
+
+    A word is an optimizer, a strategy or an axis of it, or "chain".
+    """
+    for name in optimizers:
+        for strategy, ranks in OPTIMIZER_STRATEGIES.items():
+            if all(word in (name, *_words_of(strategy)) for word in words):
+                extras = frozenset({"sgd"})
+                yield Case("gpt_no_key_bias", strategy, "float64", LONGEST, extras, 2, ranks, optimizer=name)
+
+
+def _words_of(strategy: str) -> tuple[str, ...]:
+    """Return the words that select the cases of a strategy."""
+    if strategy == CHAINED:
+        return ("chain",)
+    return strategy, *(each.split("=")[0] for each in strategy.split())

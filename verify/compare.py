@@ -279,22 +279,30 @@ PARITY_HEAD = ("model", "strategy", "weights", "with", "steps", "gradients", "la
 
 def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
     """Return one line with the number of verdicts of each kind, and of those that `check` did not say."""
-    counted = Counter(verdict.kind for verdict in verdicts.values())
-    share = 100 * counted["equal"] / max(len(verdicts), 1)
-    kinds = ", ".join(f"{counted[kind]} {kind}" for kind in KINDS)
     off = sum(bool(verdict.check) for verdict in verdicts.values())
-    return f"{len(verdicts)} cells: {kinds} ({share:.0f} % equal); nbkit.check said something else of {off}."
+    return f"{counted(verdicts)[:-1]}; nbkit.check said something else of {off}."
 
 
-def zoo_table(verdicts: Mapping[Case, Verdict]) -> list[str]:
-    """Return lines of Markdown: a row for each model, then the reasons of the cells that are not equal."""
-    columns = (*ZOO_STRATEGIES, CHAINED)
-    rows = [f"| model | {' | '.join(ZOO_STRATEGIES)} | chain |", "|---" * (len(columns) + 1) + "|"]
-    told = {(case.model, case.strategy): verdict for case, verdict in verdicts.items()}
-    for model in dict.fromkeys(case.model for case in verdicts):
-        words = [_word(told[model, strategy]) if (model, strategy) in told else "" for strategy in columns]
-        rows.append(f"| {model} | {' | '.join(words)} |")
-    rows += ["", f"The chain is `{CHAINED}`, a step in each. +check: `nbkit.check` said something else.", ""]
+def counted(verdicts: Mapping[Case, Verdict]) -> str:
+    """Return one line with the number of verdicts of each kind."""
+    number = Counter(verdict.kind for verdict in verdicts.values())
+    share = 100 * number["equal"] / max(len(verdicts), 1)
+    kinds = ", ".join(f"{number[kind]} {kind}" for kind in KINDS)
+    return f"{len(verdicts)} cells: {kinds} ({share:.0f} % equal)."
+
+
+def zoo_table(verdicts: Mapping[Case, Verdict], columns: Sequence[str] = (*ZOO_STRATEGIES, CHAINED)) -> list[str]:
+    """Return lines of Markdown: a row for each model or optimizer, then the reasons of the cells that are not equal."""
+    names = ["chain" if column == CHAINED else column for column in columns]
+    what = "optimizer" if any(case.optimizer for case in verdicts) else "model"
+    rows = [f"| {what} | {' | '.join(names)} |", "|---" * (len(columns) + 1) + "|"]
+    told = {(case.optimizer or case.model, case.strategy): verdict for case, verdict in verdicts.items()}
+    for name in dict.fromkeys(case.optimizer or case.model for case in verdicts):
+        words = [_word(told[name, strategy]) if (name, strategy) in told else "" for strategy in columns]
+        rows.append(f"| {name} | {' | '.join(words)} |")
+    rows += [""]
+    if CHAINED in columns:
+        rows += [f"The chain is `{CHAINED}`, a step in each. +check: `nbkit.check` said something else.", ""]
     for kind in ("wrong", "crash", "late", "refused"):
         some = {case: verdict for case, verdict in verdicts.items() if verdict.kind == kind}
         rows += [f"## {kind.capitalize()}", ""] if some else []
@@ -307,7 +315,7 @@ def zoo_table(verdicts: Mapping[Case, Verdict]) -> list[str]:
 
 
 def _named(case: Case) -> str:
-    return f"{case.model}, {'chain' if case.strategy == CHAINED else case.strategy}"
+    return f"{case.optimizer or case.model}, {'chain' if case.strategy == CHAINED else case.strategy}"
 
 
 def _word(verdict: Verdict) -> str:

@@ -31,17 +31,20 @@ from verify.models.specimens import (
     Specimen,
     cross_entropy,
     gpt_frozen,
+    gpt_no_key_bias,
     hf_llama,
     lora,
     next_tokens,
     object_cross_entropy,
 )
 from verify.models.transformers import TRANSFORMERS
+from verify.optimizers import OPTIMIZERS
 
 ARCHITECTURES: dict[str, Specimen] = {**BY_HAND, **IMAGES, **TRANSFORMERS}
 """The models of `make zoo`."""
 FINE_TUNED: dict[str, Specimen] = {
     "gpt_frozen": Specimen(gpt_frozen, next_tokens, cross_entropy),
+    "gpt_no_key_bias": Specimen(gpt_no_key_bias, next_tokens, cross_entropy),
     "llama_lora": Specimen(
         lambda: lora(hf_llama(2), ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]),
         next_tokens,
@@ -131,6 +134,8 @@ def _smooth(model: nn.Module) -> nn.Module:
 
 
 def _optimizer(case: Case) -> Any:
+    if case.optimizer:
+        return OPTIMIZERS[case.optimizer]
     if "sgd" in case.extras:
         return lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], ZOO_LR, momentum=0.9)
     return lambda model: torch.optim.AdamW(model.parameters(), lr=LR)
@@ -217,7 +222,7 @@ def _note_gradients(trainer: Trainer, found: Outcome) -> None:
         result = backward(batch)
         if not found.grads:
             held = job.sharded_model.held.items()
-            found.grads = {n: (_grad(p), job.sharded_model.data.layouts[n]) for n, p in held if p.requires_grad}
+            found.grads = {n: (_grad(p), job.sharded_model.layouts[n]) for n, p in held if p.requires_grad}
         return result
 
     job.backward = noted  # type: ignore[method-assign]
@@ -264,7 +269,8 @@ def _chosen(case: Case, num: int) -> Iterator[list[int]]:
 def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str = "cpu") -> Truth:
     """Train `case` in plain torch, in this process. rows: per forward. wrap: makes a context around each pass."""
     model, data = _build(case).to(device), _items(case)
-    optimizer, loss_of, casts = _optimizer(case)(model), _loss(case, model), _Casts()
+    made, loss_of, casts = _optimizer(case)(model), _loss(case, model), _Casts()
+    optimizers = made if isinstance(made, list) else [made]
     keyed = KeyedDropout(model, SEED) if "dropout" in case.extras else None
     losses: list[float] = []
     norms: list[float] = []
@@ -296,8 +302,9 @@ def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str
         norm = torch.nn.utils.get_total_norm([g.double() for g in own])
         if "clip" in case.extras:
             torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), CLIP, norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
         losses.append(float(loss))
         norms.append(float(norm))
         if "sgd" in case.extras or len(losses) == case.steps:

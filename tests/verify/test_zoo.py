@@ -13,8 +13,9 @@ import torch
 
 from nbkit.tensor_layout import Layout
 from verify.__main__ import main
-from verify.cases import CHAINED, LONGEST, ZOO_STRATEGIES, zoo_case, zoo_cases
+from verify.cases import CHAINED, LONGEST, ZOO_STRATEGIES, optimizer_cases, zoo_case, zoo_cases
 from verify.compare import judged, zoo_table, zoo_totals
+from verify.optimizers import OPTIMIZERS
 from verify.rank_sets import verdicts
 from verify.training import ARCHITECTURES, Outcome, Truth
 
@@ -53,6 +54,26 @@ def test_the_table_has_thirty_architectures_eight_strategies_and_a_chain() -> No
     assert [case.strategy for case in zoo_cases(["gpt2"])] == [*ZOO_STRATEGIES, CHAINED]
     assert [case.strategy for case in zoo_cases(["gpt2", "llama"], ["gpt2", "tp"])] == ["tp=2", "dp=2 tp=2"]
     assert [case.strategy for case in zoo_cases(["gpt2"], ["chain"])] == [CHAINED]
+
+
+def test_the_table_of_optimizers_has_twelve_a_pair_twelve_strategies_and_a_chain() -> None:
+    every = list(optimizer_cases(tuple(OPTIMIZERS)))
+    assert len(every) == len(OPTIMIZERS) * 13 == 13 * 13
+    assert [case.strategy for case in optimizer_cases(["soap"], ["soap", "chain"])] == [CHAINED]
+    assert [case.strategy for case in optimizer_cases(["lion"], ["tp", "pp"])] == ["tp=2 pp=2"]
+    assert every[0].truth != every[-1].truth and str(every[-1]).startswith("muon and adamw, ")
+    columns = tuple(dict.fromkeys(case.strategy for case in every))
+    table = zoo_table({every[0]: judged(every[0], "a traceback", KNOWN)}, columns)
+    assert table[0].startswith("| optimizer | ddp | zero1 |") and table[2].startswith("| adamw | **crash**")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [("muon and adamw", "chain"), ("soap", "chain"), ("prodigy", "zero1")])
+def test_a_sample_of_optimizers_is_as_one_process_or_refused(words: tuple[str, ...]) -> None:
+    for case, verdict in verdicts(list(optimizer_cases(tuple(OPTIMIZERS), words)), lanes=1):
+        assert verdict.kind == ("refused" if "prodigy" in words else "equal"), (case, verdict)
+        if verdict.kind == "refused":
+            assert "all parameters together: in each step one rank would get" in verdict.text
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,17 @@ def gpt(layers: int = 4, **changed: Any) -> nn.Module:
     return GPT(GPTConfig(**(sizes | changed)))
 
 
+def gpt_no_key_bias(layers: int = 4, **changed: Any) -> nn.Module:
+    """Return a GPT with frozen biases of keys: their gradient is 0, and what is computed is the rounding error.
+
+    An optimizer that takes the sign of a gradient makes a step of it.
+    """
+    model = gpt(layers, **changed)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.endswith(".k.bias"))
+    return model
+
+
 def gpt_tied(layers: int = 4, **changed: Any) -> nn.Module:
     model = gpt(layers, **changed)
     model.head.weight = model.tokens.weight

@@ -273,7 +273,9 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def pair(batch: Any, inputs: Sequence[str] | None) -> tuple[Any, Any]:
-    """Return (the input of the model, the second argument of the loss)."""
+    """Return (the input of the model, the second argument of the loss). inputs may be a function of the batch too."""
+    if callable(inputs):
+        return inputs(batch), batch
     if inputs is not None:
         if not isinstance(batch, Mapping) or (missing := [key for key in inputs if key not in batch]):
             held = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
@@ -298,7 +300,7 @@ def pair(batch: Any, inputs: Sequence[str] | None) -> tuple[Any, Any]:
 
 def check_inputs(inputs: Sequence[str] | None) -> None:
     """Raise TrainingError for num_items_in_batch, an input of `transformers` that belongs to no single row."""
-    if inputs is not None and "num_items_in_batch" in inputs:
+    if inputs is not None and not callable(inputs) and "num_items_in_batch" in inputs:
         raise TrainingError(
             "num_items_in_batch= belongs to a whole batch, and a rank's model gets a part of it.",
             numbers=f"inputs {', '.join(inputs)}",

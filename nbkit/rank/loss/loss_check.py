@@ -88,7 +88,7 @@ def advice(kind: str, seen: Measured, batch: Any, inputs: Sequence[str] | None) 
 def _labels_line(seen: Measured, batch: Any, inputs: Sequence[str]) -> str:
     """Return code for a HF model's mean over its labels, written as (sum, weight); "" for other losses."""
     logits = seen.tensors.get("logits")
-    if logits is None or logits.ndim != 3 or not isinstance(batch, Mapping):
+    if logits is None or logits.ndim != 3 or not isinstance(batch, Mapping) or callable(inputs):
         return ""
     mean = seen.without_auxiliary()[0] / seen.weight
     found: list[tuple[float, str, bool]] = []

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import gc
 import math
+import mmap
 import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -209,7 +210,9 @@ class Recording(WatchingMode):
         if _draws(func):
             given = list(leaves)
             if name in _FILLS:
-                given[0] = torch.empty_strided(leaves[0].shape, leaves[0].stride(), dtype=leaves[0].dtype)
+                view = self.view(leaves[0])
+                size = 1 + sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True) if n)
+                given[0] = replace(view, offset=0).on(_memory(size * view.dtype.itemsize))
             made = tree_map_only(Tensor, _on_meta, self._called(func, given, spec))
             return self._record(func, *before, spec, changed, changed[0] if changed else made)
         if name in _OVERWRITES:
@@ -350,7 +353,7 @@ class Recording(WatchingMode):
         for leaf in operation.leaves:
             if isinstance(leaf, _View):
                 if leaf.key == key:
-                    memory = torch.UntypedStorage(self._bytes[key]) if memory is None else memory
+                    memory = _memory(self._bytes[key]) if memory is None else memory
                     leaves.append(leaf.on(memory))
                     continue
                 known = leaf.key, (self._since(leaf.key, number) or [-1])[0]
@@ -467,6 +470,11 @@ def _without_weights(module: nn.Module, recording: Recording, device: torch.devi
     added = {name: p.detach() for name, p in module.named_parameters() if name not in views}
     assert names == added.keys() | views.keys()
     return WeightlessModel(module, recording, views, added)
+
+
+def _memory(num_bytes: int) -> torch.UntypedStorage:
+    """Return memory that goes back to the system when it is freed. The C library would keep it for later."""
+    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8).untyped_storage()
 
 
 def _key(tensor: Tensor) -> int:

@@ -64,6 +64,7 @@ from nbkit.rank.train.control.switch_plan import SwitchPlan, SwitchSchedule
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.recommend import AUTO, ordered, recommend
 from nbkit.rank.train.own_loop import user_gradients
+from nbkit.rank.train.own_loop.forward_step import ForwardStep, in_two
 from nbkit.rank.train.own_loop.own_forward import OwnForward
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.backup import Backups
@@ -121,6 +122,7 @@ def prepare(
     strategy: str = "ddp",
     precision: str | None = None,
     inputs: Sequence[str] | None = None,
+    forward_step: ForwardStep | None = None,
     seed: int = 0,
     name: str | None = None,
     log_dir: str | None = runs_dir.DEFAULT,
@@ -135,8 +137,9 @@ def prepare(
     model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is a
     module, an optimizer of its parameters; or a list or dict of several, as for the Trainer. loss: (output, target) ->
     mean or (sum, weight); None if the loop computes the loss itself, by `rows`, `model` and `backward(loss)`. inputs:
-    the names of the entries of a dict batch that the model takes; loss then gets (output, batch). precision: None,
-    "bf16" or "fp16".
+    the names of the entries of a dict batch that the model takes; loss then gets (output, batch). forward_step: in the
+    place of both, a function of (model, batch) that calls the model once and returns a mean, or (sum, weight); it runs
+    under every strategy. precision: None, "bf16" or "fp16".
     hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on, which pipelines and context
     parallelism need, and tensor parallelism for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
     "replace", where a rank that dies in a loop over `batches` is replaced by one that helps to save the job
@@ -144,8 +147,18 @@ def prepare(
     Raises TrainingError or StrategyError if it could not train as asked.
     """
     check_options(compute=compute, hints=hints, recovery=recovery)
-    config = TrainConfig(loss or loss_of_outputs, seed, inputs, precision, compute, hints)
-    argument_checks.check_own_loop(recovery, compute)
+    taken: Any = inputs
+    if forward_step is not None:
+        if loss is not None or inputs is not None:
+            raise TrainingError(
+                "forward_step= calls the model and computes the loss itself.",
+                numbers=" and ".join(name for name, each in (("loss=", loss), ("inputs=", inputs)) if each is not None)
+                + " is given too",
+                hint="nbkit.prepare(model, optimizer, forward_step=forward_step)",
+            )
+        taken, loss = in_two(forward_step)
+    config = TrainConfig(loss or loss_of_outputs, seed, taken, precision, compute, hints)
+    argument_checks.check_own_loop(recovery, compute, loss)
     check_sinks(sinks)
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
     job.own_loop = replace(OWN_LOOP, recovery=replace(recovery, on_oom="raise"))

@@ -14,6 +14,7 @@ import enum
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -315,7 +316,14 @@ class OptimizerSpec:
         size = sum(self._sizes[name][1] for name, need in needs.items() if need > Need.ROW) / 1e6
         what = {Need.GROUP: "all tensors of a group together", Need.ALL: "all parameters together"}
         needed = what.get(max(needs.values()), "whole tensors")
-        return f"; it needs {needed}: {size:.3g} MB of gradients on one rank in a step"
+        state = ""
+        with suppress(Exception):  # whatever it wants of real parameters
+            kept = size * sum(self._kept_by(self._firsts[0]).values()) / 4  # it was tried in float32
+            state = f", keep {kept:.3g} MB of state"
+        return (
+            f"; it needs {needed}: in each step one rank would get {size:.3g} MB of gradients{state}, and send "
+            f"{size:.3g} MB of weights, while the others wait"
+        )
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:
         """Raise SwitchError if what the optimizer remembers under `old` cannot all be taken along to `new`.

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import NbkitError, NotFinite, StrategyError
+from nbkit.rank.train.own_loop.forward_step import in_two
 from verify.models.specimens import ZOO, next_tokens
 
 DATA = batches(8, 8, 4, 3)
@@ -392,3 +393,61 @@ def test_a_transformer_with_split_positions_trains_as_one_process_and_pp_is_refu
             assert "no rank can run the forward by itself" in said and "job.backward(batch)" in said
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(state[key], value, rtol=1e-8, atol=1e-10, msg=f"{strategy} {key}")
+
+
+def by_forward_step(world: Any, strategies: list[str]) -> list[Any]:
+    """Return losses and weights of a loop whose forward and loss are one function, as a pipeline needs it."""
+    target = mlp(4, 3, 9).requires_grad_(False)
+
+    def forward_step(model: Any, batch: Any) -> Tensor:
+        x, y, noise = batch
+        return F.mse_loss(model(torch.cat([x, noise], 1)), 0.5 * y + 0.5 * target(x))
+
+    draw = torch.Generator().manual_seed(3)
+    data = [[x, y, torch.randn(len(x), 2, generator=draw, dtype=x.dtype)] for x, y in DATA[:4]]
+    found = []
+    for strategy in strategies:
+        hints, switches = nbkit.ModelHints(example=tuple(data[0])), {2: "dp=2"} if "pp" in strategy else None
+        options: Any = {"strategy": strategy, "log_dir": None, "hints": hints, "switches": switches}
+        job = nbkit.prepare(lambda: mlp(6, 3, 1), adam, forward_step=forward_step, **options)
+        for batch in job.batches(data):
+            job.backward(batch)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        found.append([[record["loss"] for record in job.history], job.full_state_dict()["0.weight"]])
+    return found
+
+
+def test_a_forward_step_trains_as_in_one_process_under_a_pipeline_too() -> None:
+    ((alone,),) = run_ranks(by_forward_step, 1, ["ddp"])
+    model, losses = mlp(6, 3, 1), list[float]()
+    optimizer, draw, target = adam(model), torch.Generator().manual_seed(3), mlp(4, 3, 9)
+    for x, y in DATA[:4]:
+        noise = torch.randn(len(x), 2, generator=draw, dtype=x.dtype)
+        loss = F.mse_loss(model(torch.cat([x, noise], 1)), 0.5 * y + 0.5 * target(x).detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert alone[0] == pytest.approx(losses, rel=1e-9)
+    for rank in run_ranks(by_forward_step, 2, ["pp=2", "zero2"]):
+        for found, weight in rank:
+            assert found == pytest.approx(losses, rel=1e-9)
+            torch.testing.assert_close(weight, model.state_dict()["0.weight"], rtol=1e-9, atol=1e-11)
+
+
+def test_a_forward_step_that_no_pipeline_can_run_is_refused() -> None:
+    batch = [torch.ones(2, 3), torch.ones(2, 1)]
+
+    def said(forward_step: Any, *, loss: bool) -> str:
+        arguments, loss_of = in_two(forward_step)
+        with pytest.raises(NbkitError) as refused:
+            loss_of(torch.ones(2, 1), batch) if loss else arguments(batch)
+        return str(refused.value)
+
+    assert "calls the model a second time" in said(lambda model, batch: model(batch[0]) + model(batch[1]), loss=True)
+    assert "without a call of the model" in said(lambda model, batch: batch[0].sum(), loss=False)
+    assert "draws random numbers" in said(lambda model, batch: model(torch.rand(2)), loss=False)
+    assert "some by name" in said(lambda model, batch: model(batch[0], mask=batch[1]), loss=False)
+    with pytest.raises(NbkitError, match="computes the loss itself"):
+        nbkit.prepare(lambda: mlp(4, 3, 1), adam, loss=F.mse_loss, forward_step=lambda model, batch: model(batch))

@@ -188,10 +188,14 @@ def test_what_an_optimizer_needs_at_once_is_found_by_running_it() -> None:
 
 def test_a_refusal_says_what_all_gradients_on_one_rank_would_take() -> None:
     model, tp = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 10)), Strategy.parse("tp=2", 2)
-    for kind, what in ((OPTIMIZERS["clipping"], "all parameters"), (by_group, "all tensors of a group")):
+    for kind, what, state in (
+        (OPTIMIZERS["clipping"], "all parameters", "4.04"),
+        (by_group, "all tensors of a group", "0"),
+    ):
         with pytest.raises(TrainingError, match="does not update each element") as refused:
             OptimizerSpec(kind, module=model).check(tp)
-        said = f"; it needs {what} together: 2.02 MB of gradients on one rank in a step"
+        said = f"; it needs {what} together: in each step one rank would get 2.02 MB of gradients, keep {state} MB of "
+        said += "state, and send 2.02 MB of weights, while the others wait"
         assert (refused.value.numbers or "").endswith(said)
 
 

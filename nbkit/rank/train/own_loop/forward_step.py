@@ -1,0 +1,93 @@
+"""A step's forward and loss as one function of the user, where no rank can run the model alone: `forward_step`.
+
+    def forward_step(model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+    job = nbkit.prepare(model, optimizer, forward_step=forward_step, strategy="pp=2")
+    for batch in job.batches(loader):
+        job.backward(batch)
+
+In a pipeline the first stage needs the arguments of the model, and the last stage has its output. So the function runs
+twice: up to the call of the model, for the arguments, and then with the output in the place of that call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nbkit.errors import TrainingError
+
+ForwardStep = Callable[[Any, Any], Any]
+"""(model, batch) -> a mean over the rows, or (sum, weight). batch: the rows of a micro-batch."""
+
+_EXAMPLE = "def forward_step(model, batch): x, y = batch; return F.cross_entropy(model(x), y)"
+
+
+class _Called(BaseException):
+    """Leaves the function at the call of the model. No `except Exception` of the user's code takes it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args_given, self.kwargs = args, kwargs
+
+
+def in_two(forward_step: ForwardStep) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    """Return (batch -> the input of the model, (output, batch) -> the loss).
+
+    Both raise TrainingError if `forward_step` does not call the model exactly once, or draws random numbers: each stage
+    would draw other ones.
+    """
+
+    def arguments(batch: Any) -> Any:
+        def model(*args: Any, **kwargs: Any) -> Any:
+            raise _Called(args, kwargs)
+
+        before = torch.get_rng_state()
+        try:
+            forward_step(model, batch)
+        except _Called as called:
+            _refuse_draws(before)
+            if called.args_given and called.kwargs:
+                raise TrainingError(
+                    "forward_step gives the model some arguments by position and some by name.",
+                    numbers=f"{len(called.args_given)} by position; by name: {', '.join(called.kwargs)}",
+                    hint="all of them by name: model(x=x, mask=mask)",
+                ) from None
+            return called.kwargs or (called.args_given[0] if len(called.args_given) == 1 else called.args_given)
+        raise TrainingError("forward_step returned without a call of the model.", numbers="0 calls", hint=_EXAMPLE)
+
+    def loss(output: Any, batch: Any) -> Any:
+        calls = 0
+
+        def model(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise TrainingError(
+                    "forward_step calls the model a second time, and a pipeline runs it once for each micro-batch.",
+                    numbers=f"{calls} calls",
+                    hint="one call with all rows: model(torch.cat([x, y])); or job.rows and job.backward(loss), "
+                    "without pp",
+                )
+            return output
+
+        before = torch.get_rng_state()
+        found = forward_step(model, batch)
+        _refuse_draws(before)
+        return found
+
+    return arguments, loss
+
+
+def _refuse_draws(before: torch.Tensor) -> None:
+    if torch.equal(before, torch.get_rng_state()):
+        return
+    raise TrainingError(
+        "forward_step draws random numbers, and each rank and micro-batch would draw the same ones.",
+        numbers="torch's generator has moved",
+        hint="draw for the whole batch in the loop: job.backward([x, torch.randn_like(x)])",
+    )
