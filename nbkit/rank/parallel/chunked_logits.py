@@ -44,7 +44,8 @@ def find_head(model: nn.Module, blocks: Collection[str], chunks: int) -> str:
             hint="compute=nbkit.Compute() without loss_chunks=; or nn.Linear for the head, with weight = that of the "
             "embedding if they are tied",
         )
-    return max(found, key=lambda name: sizes(found[name])[1])
+    largest: str = max(found, key=lambda name: sizes(found[name])[1])
+    return largest
 
 
 def chunk_logits(head: nn.Module, whole_head: nn.Module, chunks: int) -> None:
