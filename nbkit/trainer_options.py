@@ -85,20 +85,22 @@ class Loading(_Option):
 
 @_option
 class Compute(_Option):
-    """The computation of a step. The first three trade time for memory (docs/reference/memory.md).
+    """The computation of a step. The first four trade time for memory (docs/reference/memory.md).
 
     microbatch_size: rows per rank and forward pass; None (the default): all of them at once. recompute: compute
-    activations again in the backward pass (default: False). offload: "cpu" keeps the optimizer's state in host memory
-    (default: None). compile: compile each block, where that is sound (default: False); a text is a mode of
-    torch.compile. dropout: "keyed": the same under every strategy (the default on CPU ranks); "fused": attention
-    kernels draw their own (the default on GPUs, whose fused kernels take no mask). grad_norm_every: steps between two
-    gradient norms in the records of a Trainer that does not clip (default: 10).
+    activations again in the backward pass (default: False). loss_chunks: pieces in which the head of the model and the
+    cross entropy are computed, so that there are only ever logits of one piece (default: 1). offload: "cpu" keeps the
+    optimizer's state in host memory (default: None). compile: compile each block, where that is sound (default: False);
+    a text is a mode of torch.compile. dropout: "keyed": the same under every strategy (the default on CPU ranks);
+    "fused": attention kernels draw their own (the default on GPUs, whose fused kernels take no mask). grad_norm_every:
+    steps between two gradient norms in the records of a Trainer that does not clip (default: 10).
 
     Raises TrainingError for a value that does not exist.
     """
 
     microbatch_size: int | None = None
     recompute: bool = False
+    loss_chunks: int = 1
     offload: str | None = None
     compile: bool | str = False
     dropout: str | None = None
@@ -106,6 +108,7 @@ class Compute(_Option):
 
     def __post_init__(self) -> None:
         self._check_count("microbatch_size", typical=8)
+        self._check_count("loss_chunks", typical=8)
         self._check_count("grad_norm_every")
         if self.offload not in (None, "cpu"):
             what = f"There is no place {self.offload!r} for the optimizer's state."

@@ -72,7 +72,7 @@ def test_the_wheel_has_code_javascript_magics_lessons_and_licence_and_nothing_el
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         meta = {name.partition("/")[2]: archive.read(name).decode() for name in archive.namelist() if "-info/" in name}
 
-    expected = {f"nbkit/{name}" for name in files("nbkit", "*.py", "*.js", "*.css", "py.typed")}
+    expected = {f"nbkit/{name}" for name in files("nbkit", "*.py", "*.js", "*.css", "py.typed", "LICENSE")}
     expected |= {f"nbkit/magics/{name}" for name in files("magics", "*.py")}
     expected |= {f"nbkit/lessons/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert names == expected

@@ -35,7 +35,6 @@ this number of elements per row:
                           the inner layer, before and behind its activation        8 T D / (t c)
     statistics (fp32)     of norms and attention                                   4 T / (t c), T heads / (t c)
 
-With c > 1, all blocks share the masks of causal attention from two of 2 c chunks: (T / 2 c) (T + T / 2 c) elements.
 This is the count of Korthikanti et al. 2022 (section 4), without dropout masks and with an attention that keeps no
 scores.
 """
@@ -483,7 +482,6 @@ class GPTPieces:
         keys = 2 * hidden * (1 - 1 / cp) / tp
         statistics = _FP32 * of.block * (4 + of.heads) / (tp * cp)
         kept = 2 * hidden / cp + (14 + (cp > 1)) * part + keys + statistics
-        masks = element * of.block**2 * (2 * cp + 1) / (2 * cp) ** 2 if cp > 1 else 0
         # Under tp, the outer maps' inputs and outputs are whole for a moment.
         wide, square = 4 * part + (hidden / cp if tp > 1 else 0), self.parameter * of.width**2 / tp
         top = kept + (2 * hidden / cp if tp > 1 else part)
@@ -497,17 +495,16 @@ class GPTPieces:
             # The gradients of all keys and values are on their way to the ranks that own them.
             backward = (*backward, PeakLine(9 * square, 6 * part + 5 * hidden / tp))
         if self.recompute:
-            # Recomputing makes the masks again.
-            again = tuple(PeakLine(line.fixed + masks, line.row + part) for line in backward)
-            block, masks = ModelPiece((PeakLine(masks, top),), PeakLine(0, part), again, PeakLine(0, part)), 0
+            again = tuple(PeakLine(line.fixed, line.row + part) for line in backward)
+            block = ModelPiece((PeakLine(0, top),), PeakLine(0, part), again, PeakLine(0, part))
         else:
             block = ModelPiece((PeakLine(0, top),), PeakLine(0, kept), backward, PeakLine(0, part))
         logits = numbers / tp
         ends = hidden if cp > 1 else 0
         first = ModelPiece(
-            (PeakLine(block.forward[0].fixed + masks, block.forward[0].row + part + ends),),
-            PeakLine(masks, block.kept.row + part),
-            tuple(PeakLine(line.fixed + masks, line.row + part) for line in block.backward),
+            (PeakLine(block.forward[0].fixed, block.forward[0].row + part + ends),),
+            PeakLine(0, block.kept.row + part),
+            tuple(PeakLine(line.fixed, line.row + part) for line in block.backward),
             block.carried,
         )
         joined = hidden - part if cp > 1 else 0
@@ -586,11 +583,10 @@ class GPTPieces:
     def flops(self, tp: int = 1, cp: int = 1) -> float:
         """Return the flops of one row's forward: two for each multiplication, in maps and in attention.
 
-        Half of attention is masked. With cp > 1, each cp rank computes the head, and attention also computes the
-        masked part of each chunk's own square.
+        Half of attention is masked. With cp > 1, each cp rank computes the head.
         """
         of = self.config
-        attention = of.layers * of.block * of.width * (1 + 1 / (2 * cp) if cp > 1 else 1)
+        attention = of.layers * of.block * of.width
         return 2.0 * of.block * ((of.layers * 12 * of.width**2 + attention) / cp + of.vocab * of.width) / tp
 
     def costs(self) -> tuple[float, ...]:

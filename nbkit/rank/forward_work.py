@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from nbkit.rank.torch_private import tree_leaves
+from nbkit.rank.torch_private import cpu_attention, tree_leaves
 from nbkit.rank.watching_mode import WatchingMode
-
-_FLASH_ON_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 class ForwardWork(WatchingMode):
@@ -36,7 +34,7 @@ class ForwardWork(WatchingMode):
         if packet in flop_registry:
             with suppress(Exception):  # a formula that does not know these arguments counts nothing
                 self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif packet is _FLASH_ON_CPU:
+        elif packet is cpu_attention:
             self.flops += _attention(*args, **(kwargs or {}))
         elif func.namespace == "aten":
             given, made = _tensors((args, kwargs)), _tensors(out)

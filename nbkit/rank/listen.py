@@ -80,7 +80,8 @@ from nbkit.wire.processes import Process, node_name
 from nbkit.wire.user_code import is_users
 
 LONGEST = 1 << 20  # bytes of a request
-SILENT_SECONDS = 600.0  # a connection without a request for so long is closed
+FIRST_SECONDS = 10.0  # in which the first request has to come
+SILENT_SECONDS = 600.0  # a connection without a further request for so long is closed
 CONNECTIONS = 8  # at the same time; further ones wait
 DECIDE_SECONDS = 10.0  # for which a rank waits at the step of a planned cell
 _REFUSED_SECONDS = 1.0  # a refused connection keeps its place for so long, which bounds the log
@@ -194,8 +195,10 @@ class Listener:
             self._places.acquire()
             try:
                 sock, _ = self.sock.accept()
-            except OSError:
-                return
+            except OSError:  # too many open files, which may pass
+                self._places.release()
+                time.sleep(_REFUSED_SECONDS)
+                continue
             threading.Thread(target=self._converse, args=(sock,), name="nbkit-asked", daemon=True).start()
 
     def _converse(self, sock: socket.socket) -> None:
@@ -215,24 +218,25 @@ class Conversation:
 
     def __init__(self, listener: Listener, sock: socket.socket) -> None:
         self.listener, self.steps, self.sock = listener, listener.steps, sock
-        self.cell: JobCell | None = None
+        self.cell: PlannedCell | None = None
 
     def run(self) -> str:
         """Answer until the other end closes. Return why it was refused, "" if it was not."""
         nonce = secrets.token_hex(16)
-        self.sock.settimeout(SILENT_SECONDS)
+        self.sock.settimeout(FIRST_SECONDS)
         self.sock.sendall(nonce.encode() + b"\n")
         key = key_of(self.listener.secret, nonce)
         link: SignedLink[JobAnswer, ForJob] = SignedLink(self.sock, key, opened=False)
         link.longest = LONGEST
         try:
             while (requests := link.receive()) is not None:
+                self.sock.settimeout(SILENT_SECONDS if link.received else FIRST_SECONDS)
                 for request in requests:
                     link.send(self._answer(request))
         finally:
             if self.cell is not None:
                 self.steps.withdraw(self.cell)
-        return link.fault
+        return link.fault or ("" if link.received else "no signed request came")
 
     def _answer(self, request: ForJob) -> JobAnswer:
         entry = {key: value for key, value in encoded(request).items() if key != "_protocol"}
@@ -285,7 +289,7 @@ class Conversation:
         return cell.result or {"outcome": f"did not end within {decided.seconds:g} s", "output": ""}
 
 
-class JobCell:
+class PlannedCell:
     """A cell that is planned for the end of a step. result: what it gave, None before its end."""
 
     def __init__(self, planned: PlanJobCell) -> None:
@@ -307,12 +311,13 @@ class Steps:
         self._session: Session | None = None
         self._device = torch.device("cpu")
         self._optimizer: weakref.ref[Any] | None = None
+        self._failed = False
         self._inside: int | None = None  # id of the outermost optimizer whose step is being made
         self._outer = ""
         self._numbers: dict[str, Any] = {}
         self._times: deque[float] = deque(maxlen=20)
         self._lock = threading.Lock()
-        self._cell: JobCell | None = None
+        self._cell: PlannedCell | None = None
         self._names: dict[str, Any] = {}  # that live cells have defined
 
     def install(self) -> None:
@@ -341,7 +346,7 @@ class Steps:
                 if isinstance(value, int | float) and math.isfinite(value):
                     self._numbers["loss"] = float(value)
 
-    def plan(self, planned: PlanJobCell) -> JobCell:
+    def plan(self, planned: PlanJobCell) -> PlannedCell:
         """Plan a cell. Raises UsageError if its step is over, or if another cell is planned."""
         ast.parse(planned.source)
         with self._lock:
@@ -349,10 +354,10 @@ class Steps:
                 raise UsageError("Another live cell is planned.", numbers=f"after step {self._cell.step}")
             if planned.step <= self.count:
                 raise UsageError("The step is over.", numbers=f"asked for step {planned.step}, now at {self.count}")
-            self._cell = cell = JobCell(planned)
+            self._cell = cell = PlannedCell(planned)
         return cell
 
-    def withdraw(self, cell: JobCell) -> None:
+    def withdraw(self, cell: PlannedCell) -> None:
         """Forget a cell that has not begun."""
         with self._lock:
             if self._cell is cell:
@@ -370,6 +375,23 @@ class Steps:
             session.close()
 
     def _before(self, optimizer: Any, *_: Any) -> None:
+        self._safely(self._enter, optimizer)
+
+    def _after(self, optimizer: Any, *_: Any) -> None:
+        self._safely(self._leave, optimizer)
+
+    def _safely(self, act: Callable[[Any], None], optimizer: Any) -> None:
+        """Do nothing more after an error here, which must not end the training."""
+        if self._failed:
+            return
+        try:
+            act(optimizer)
+        except Exception as error:
+            self._failed = True
+            said = "".join(traceback.format_exception_only(type(error), error)).strip()
+            print(f"nbkit: rank {self._rank} records no more steps: {said}", file=sys.stderr, flush=True)
+
+    def _enter(self, optimizer: Any) -> None:
         if self._inside not in (None, id(optimizer)) or torch.compiler.is_compiling():
             return  # an optimizer inside of another one, or a step that is being compiled
         self._inside = id(optimizer)
@@ -377,7 +399,7 @@ class Steps:
             self._measure(optimizer)
         self._outer = clock.switch("optimizer")
 
-    def _after(self, optimizer: Any, *_: Any) -> None:
+    def _leave(self, optimizer: Any) -> None:
         if self._inside != id(optimizer):
             return
         self._inside = None
@@ -438,7 +460,7 @@ class Steps:
             )
         )
 
-    def _serve(self, cell: JobCell, optimizer: Any) -> None:
+    def _serve(self, cell: PlannedCell, optimizer: Any) -> None:
         """Run a planned cell, if its step has come. On the training thread."""
         if self.count < cell.step:
             return
@@ -455,15 +477,9 @@ class Steps:
             users: FrameType | None = frame
             while users is not None and not is_users(users.f_code.co_filename):
                 users = users.f_back
-            names = {**users.f_globals, **users.f_locals} if users is not None else {}
-            names |= {
-                "optimizer": optimizer,
-                "rank": self._rank,
-                "world_size": self._size,
-                "torch": torch,
-                "dist": dist,
-            }
-            names |= self._names
+            names = {"torch": torch, "dist": dist, **self._names}
+            names |= {**users.f_globals, **users.f_locals} if users is not None else {}
+            names |= {"optimizer": optimizer, "rank": self._rank, "world_size": self._size}
             given = dict(names)
             cell.end(*_ran(cell.source, names))
             self._names |= {name: value for name, value in names.items() if given.get(name, names) is not value}
@@ -474,11 +490,13 @@ def _ran(source: str, names: dict[str, Any]) -> tuple[str, str, str]:
     linecache.cache[_CELL] = (len(source), None, source.splitlines(keepends=True), _CELL)
     printed, value, outcome = io.StringIO(), None, "ran"
     body = ast.parse(source, _CELL)
-    last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
+    last = body.body[-1] if body.body else None
+    if isinstance(last, ast.Expr):
+        body.body.pop()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             exec(compile(body, _CELL, "exec"), names)
-            if last is not None:
+            if isinstance(last, ast.Expr):
                 value = eval(compile(ast.Expression(last.value), _CELL, "eval"), names)
             shown = "" if value is None else repr(value)
         except (Exception, SystemExit) as error:
@@ -542,7 +560,8 @@ def _mark_wait_in_cpp(begun: int) -> None:
     gradient is there. So from that moment to the end of the pass it waits, or copies the sums into the gradients.
     """
     end = collectives.ring.end
-    (last,) = collectives.ring.between(max(begun, end - 1), end)[0] or [None]
+    calls, _ = collectives.ring.between(max(begun, end - 1), end)
+    last = calls[0] if calls else None
     if clock.laps is None or last is None or last.peer is not None or last.waited is not None:
         return
     if last.on_device is not None:

@@ -204,9 +204,12 @@ unsafe_view: Any = _symbol(
     "it is copied", fallback=lambda received, shape: received.clone(),
 )  # fmt: skip
 _attributes("torch.ops:aten.", "_local_scalar_dense _to_copy", "recognise operations", "they are not recognised")
-_attributes(
-    "torch.ops:aten.", "_scaled_dot_product_flash_attention_for_cpu", "count attention's work on CPU",
-    "it counts as none", at_use=True,
+_ATTENTION = "attend on the CPU to keys before a run of causal queries", "cp gives the kernel a mask"
+cpu_attention: Any = _symbol(
+    "torch.ops:aten._scaled_dot_product_flash_attention_for_cpu", *_ATTENTION, fallback=False,
+)  # fmt: skip
+cpu_attention_backward: Any = _symbol(
+    "torch.ops:aten._scaled_dot_product_flash_attention_for_cpu_backward", *_ATTENTION, fallback=False,
 )  # fmt: skip
 _attributes(
     "torch.ops:aten.mm.default.", "_schema", "see which arguments an operation changes", "strategies are refused"

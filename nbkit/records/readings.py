@@ -28,7 +28,7 @@ class Bar:
     exposed: standing still while data was on its way. waiting: standing still because another rank of the group was not
     there yet. bubble: idle in the pipeline's schedule. other: everything else. peers: the ranks that do the same work,
     itself included; empty if not known. examining: seconds for which nbkit examined strategies beside the step; they
-    are not part of it.
+    are not part of it. faults: pages of memory that were read from disk.
     """
 
     rank: int
@@ -42,6 +42,7 @@ class Bar:
     other: float = 0.0
     peers: tuple[int, ...] = ()
     examining: float = 0.0
+    faults: float = 0.0
 
     @property
     def idle(self) -> float:
@@ -61,7 +62,8 @@ class Late:
     beside: the other ranks at the same slow link, if the cause is "exposed". took: seconds of that part on the rank.
     twins: the ranks that do the same work. twins_took: seconds of the part on them, 0 if there are none. others_took:
     on the ranks that do other work, or on all others if its twins are as late. All are as shown in the bars. examining:
-    by how much longer nbkit examined strategies on it than on the others.
+    by how much longer nbkit examined strategies on it than on the others. faults: how many more pages of memory were
+    read from disk on it.
     """
 
     rank: int
@@ -73,11 +75,17 @@ class Late:
     twins_took: float = field(default=0.0, compare=False)
     others_took: float = field(default=0.0, compare=False)
     examining: float = field(default=0.0, compare=False)
+    faults: float = field(default=0.0, compare=False)
 
     @property
     def by_nbkit(self) -> bool:
         """Return True if nbkit examined strategies on the rank for as long as it is late."""
         return self.examining >= self.longer and self.cause not in ("exposed", "data")
+
+    @property
+    def by_disk(self) -> bool:
+        """Return True if the rank is late because the system reads its memory from disk."""
+        return self.cause in ("compute", "optimizer", "other") and faults_take(self.faults) >= self.longer / 4
 
     @property
     def alone(self) -> bool:
@@ -91,6 +99,15 @@ class Late:
         Both are rounded to three digits, as they are shown, so that the shown numbers have this difference.
         """
         return _shown(self.took) - _shown(self.twins_took if self.alone else self.others_took)
+
+
+_FAULT_S = 1e-4
+"""Seconds that a page from disk costs at least, on a fast disk."""
+
+
+def faults_take(faults: float) -> float:
+    """Return the seconds that so many pages from disk cost at least."""
+    return faults * _FAULT_S
 
 
 def _shown(seconds: float) -> float:
@@ -131,6 +148,7 @@ def _beside_others(late: Late, of: Sequence[Bar]) -> Late:
         twins_took=usual(twins),
         others_took=usual(rest),
         examining=here.examining - (median(bar.examining for bar in others) if others else 0.0),
+        faults=here.faults - (median(bar.faults for bar in others) if others else 0.0),
     )
 
 
@@ -227,7 +245,12 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
         parts = dict(record.parts)
         exposed = parts.pop("exposed", 0.0)
         waiting = min(waiting, exposed)
-        times = {"exposed": exposed - waiting, "waiting": waiting, "examining": record.examining}
+        times = {
+            "exposed": exposed - waiting,
+            "waiting": waiting,
+            "examining": record.examining,
+            "faults": record.faults,
+        }
         made.append(Bar(rank, record.seconds, peers=peers[rank], **times, **parts))
     return made
 
@@ -276,7 +299,7 @@ def clock(of: Steps) -> float:
 
 def adding_up(bar: Bar, by_clock: float | None) -> Bar:
     """Return `bar` with parts that add up to its seconds, which are those of the clock if known."""
-    names = set(Bar.__dataclass_fields__) - {"rank", "seconds", "peers", "examining"}
+    names = set(Bar.__dataclass_fields__) - {"rank", "seconds", "peers", "examining", "faults"}
     parts = {name: getattr(bar, name) for name in names}
     whole, seconds = sum(parts.values()), bar.seconds if by_clock is None else by_clock
     if whole <= 0:

@@ -423,6 +423,7 @@ def mean_of(steps: Sequence[StepRecord]) -> StepRecord:
         cpu_seconds=mean(lambda step: step.cpu_seconds),
         own_seconds=mean(lambda step: step.own_seconds),
         examining=mean(lambda step: step.examining),
+        faults=mean(lambda step: step.faults),
         lost=sum(step.lost for step in steps),
         span=total,
     )

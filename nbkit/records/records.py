@@ -98,7 +98,8 @@ class StepRecord(Record):
     compute, exposed (waiting for communication), bubble, data, optimizer, other. They add up to `seconds`. Empty if not
     measured. numbers: loss, lr, tokens and the other values of the history. cpu_seconds: of all threads of this
     process. own_seconds: spent on measuring and writing. examining: for which the process examined strategies for a
-    panel beside the step. lost: calls that were overwritten before they were read.
+    panel beside the step. lost: calls that were overwritten before they were read. faults: pages of memory that the
+    process had to wait for because the system had to read them from disk.
     """
 
     kind: ClassVar[str] = "step"
@@ -113,6 +114,7 @@ class StepRecord(Record):
     lost: int = 0
     span: int = 1
     examining: float = 0.0
+    faults: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from nbkit.figures import seconds as spoken
-from nbkit.records.readings import MESSAGES, Bar, Late, TrafficRow, late_rank
+from nbkit.records.readings import MESSAGES, Bar, Late, TrafficRow, faults_take, late_rank
 from nbkit.records.records import Detail, TimedCall
 
 _TIMES_THE_REST = 3.0
@@ -141,9 +141,14 @@ def reading(
         ranks = (loss.rank, *loss.beside)
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if loss.beside else f"rank {loss.rank}"
         others = "The others wait" if len(of) > 2 else "The other rank waits"
+        if loss.by_disk:
+            return f"{others} for {who}. It takes {_more(loss, step)}. {_from_disk(loss.faults)}"
         return f"{others} for {who}. {_why(loss, step) if alike else _plain(loss, step)}"
     share = sum(getattr(bar, loss) for bar in of) / whole
     if loss == "compute":
+        faults = fmean(bar.faults for bar in of)
+        if faults_take(faults) >= _AT_LEAST * step:
+            return f"{share:.0%} of the step is compute, and waiting for memory. {_from_disk(faults)}"
         return f"{share:.0%} of the step is compute."
     what, advice = _SPOKEN[loss], _ADVICE[loss]
     moved = [row for row in rows if row.op not in MESSAGES and row.bytes]
@@ -152,6 +157,13 @@ def reading(
         what = f"exposed {longest.op.replace('_', '-')} on {longest.axis}"
         advice = _EXPOSED.get(longest.axis, advice)
     return f"{share:.0%} of the step is {what}: {advice}"
+
+
+def _from_disk(faults: float) -> str:
+    return (
+        f"In each step the system reads {faults:,.0f} pages of its memory back from disk: the machine is short of "
+        "memory, so end other programs, or use a smaller micro-batch"
+    )
 
 
 def _plain(late: Late, step: float) -> str:

@@ -15,6 +15,8 @@ import nbkit
 from nbkit import techniques
 from nbkit.errors import StrategyError, UsageError
 from nbkit.rank.telemetry import collectives
+from nbkit.rank.train.replace.hand_over import handed_by
+from nbkit.rank.train.replace.pickle_by_value import dumps, loads
 from nbkit.strategy import Strategy
 from nbkit.techniques import judge_schedule
 from tests.plugins import solutions
@@ -28,7 +30,7 @@ def judged(world: Any) -> dict[str, tuple[bool, str, str]]:
 
 
 def test_thirty_wrong_classes_are_found_and_their_causes_are_named() -> None:
-    (found,) = run_ranks(judged, 1)
+    (found,) = run_ranks(judged, 1, timeout=180.0)
 
     assert {own.__name__: found[own.__name__] for own in solutions.RIGHT if not found[own.__name__][0]} == {}
     assert {own.__name__ for own in solutions.WRONG if found[own.__name__][0]} == set()
@@ -68,10 +70,11 @@ def trained(world: Any) -> dict[str, Any]:
         counted[strategy] = Counter((call.op, call.bytes) for call in calls)
     losses = [record["loss"] for record in trainer.history]
     used = [record["strategy"] for record in trainer.history][::2]
+    joined = [key.name for key in loads(dumps(handed_by(trainer, trainer.job.strategy))).keys]
     techniques.use(solutions.SumForMean)
     with pytest.raises(StrategyError) as refused:
         trainer.switch("mine")
-    return {"losses": losses, "used": used, "refused": str(refused.value), "counted": counted}
+    return {"losses": losses, "used": used, "refused": str(refused.value), "counted": counted, "joined": joined}
 
 
 def mlp() -> nn.Module:
@@ -96,10 +99,11 @@ def alone() -> list[float]:
 def test_own_classes_train_as_one_process_does_and_are_switched_to_and_from() -> None:
     expected = alone()
 
-    for found in run_ranks(trained, 2):
+    for found in run_ranks(trained, 2, timeout=180.0):
         assert found["losses"] == pytest.approx(expected, rel=1e-4)
         assert found["used"] == ["dp=2 mine=ddp", "dp=2 zero=1 mine=zero1", "dp=2 zero=3", "tp=2 mine=tp", "dp=2"]
         assert "a sum where the mean is wanted" in found["refused"] and "is off by" in found["refused"]
+        assert found["joined"] == ["mine"]  # a new rank gets the classes
         weights = 16 * 8 * 4  # bytes of each of two matrices
         assert found["counted"]["mine"]["all_reduce", weights] == 2 * 2
         assert [op for op, _ in found["counted"]["zero1 mine=zero1"].elements()].count("reduce_scatter") == 2

@@ -63,10 +63,10 @@ dist.destroy_process_group()
 """
 
 
-def as_rank(rank: int, n: int, port: int, arguments: list[str]) -> int:
+def as_rank(rank: int, n: int, port: int, home: str, arguments: list[str]) -> int:
     """Be a rank that a launcher has started with `nbkit run ...`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NBKIT_HOME": home}
     return main(["run", *arguments])
 
 
@@ -76,7 +76,9 @@ def listening(n: int, *arguments: str) -> Iterator[Future[list[int]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run_ranks, as_rank, n, n, port, list(arguments), join=False, timeout=400)
+        future = pool.submit(
+            run_ranks, as_rank, n, n, port, os.environ["NBKIT_HOME"], list(arguments), join=False, timeout=400
+        )
         try:
             yield future
         finally:
@@ -144,8 +146,8 @@ def test_a_plain_program_is_seen_runs_live_cells_and_refuses_strangers(tmp_path:
             assert sum(parts) == pytest.approx(seconds, rel=0.05)
         row = dict(zip(("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other"), parts, strict=True))
         assert min(row["compute"], row["exposed"], row["data"], row["optimizer"]) > 0 == row["bubble"]
-        (row,) = picture["table"]
-        assert (row["op"], row["axis"], row["bytes"]) == ("all_reduce", "world", 2 * 4 * (32 * 32 + 32))
+        (row,) = (row for row in picture["table"] if row["op"] == "all_reduce")  # DDP broadcasts in its second step
+        assert (row["axis"], row["bytes"]) == ("world", 2 * 4 * (32 * 32 + 32))
         assert picture["memory"][0]["at_rest"] == 4 * 4 * (32 * 32 + 32)  # weights, gradients, two moments
         assert all(state["loss"] > 0 and state["lr"] == 0.01 for state in job.state().values())
         assert all(text in repr(job) for text in (job.name, "of the step", "MiB"))
@@ -309,8 +311,13 @@ def test_a_program_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[s
 
 # --- Long -------------------------------------------------------------------------------------------------------------
 
-HEAD = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
-ENDED = re.compile("ended (its|their) cell|is dead|Trainer|split model")
+HEAD = """import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+time.sleep(1)  # until the others have formed it too: rank 0 serves their store
+rank = dist.get_rank()
+"""
+# In a script a rank that has left out a collective still may come to it. In a cell it has ended, so this is known.
+ENDED = re.compile("ended (its|their) cell|is dead|Trainer|split model|left out")
 HANGS = [
     hang
     for hang in planted_hangs.HANGS

@@ -213,6 +213,26 @@ def test_a_rank_that_examines_strategies_is_late_because_of_nbkit() -> None:
         assert "nbkit" not in reading(others)
 
 
+def test_a_rank_whose_memory_comes_back_from_disk_is_late_because_of_memory() -> None:
+    found = [Bar(0, 1.0, compute=0.9, waiting=0.1), *(Bar(rank, 1.0, compute=0.6, waiting=0.4) for rank in range(1, 4))]
+    found[0] = replace(found[0], faults=2000.0)
+    assert reading(found) == (
+        "The others wait for rank 0. It takes 300 ms more, 30% of the step. In each step the system reads 2,000 pages "
+        "of its memory back from disk: the machine is short of memory, so end other programs, or use a smaller "
+        "micro-batch"
+    )
+    # Few pages explain nothing, nor do those of a loader that reads a mapped file, nor those that every rank reads.
+    loader = [replace(found[0], data=0.3, compute=0.6), *found[1:]]
+    every = [replace(bar, faults=2000.0) for bar in found]
+    for others in ([replace(found[0], faults=200.0), *found[1:]], loader, every):
+        assert "disk" not in reading(others) and "rank 0" in reading(others)
+    alike = [Bar(rank, 1.0, compute=1.0, faults=1500.0) for rank in range(2)]
+    assert reading(alike).startswith(
+        "100% of the step is compute, and waiting for memory. In each step the system reads"
+    )
+    assert reading([replace(bar, faults=500.0) for bar in alike]) == "100% of the step is compute."
+
+
 def test_the_late_one_of_64_ranks_is_named() -> None:
     found = [Bar(rank, 1.0, compute=0.6, waiting=0.4) for rank in range(64)]
     found[17] = Bar(17, 1.0, compute=0.6, data=0.4)

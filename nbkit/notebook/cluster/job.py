@@ -185,16 +185,17 @@ class AttachedJob:
         asked = [rank for r, rank in self.ranks.items() if r not in deaths and rank.is_here]
         seconds = ANSWER_SECONDS + LATE_SECONDS
         answers = {}
-        for rank, found in self._of_each(asked, lambda link: link.ask(GetActivity(stacks), seconds=seconds)).items():
-            if not isinstance(found, Exception):
-                answers[rank] = activity_in(found)
+        found = self._of_each(asked, lambda link: link.ask(GetActivity(stacks), seconds=seconds))
+        for number, values in found.items():
+            if not isinstance(values, Exception):
+                answers[number] = activity_in(values)
         looks = {}
         for rank in asked:
             if rank.rank not in answers:
                 # Its program may use SIGUSR1 itself, so it is not asked for its stack: there is no log.
-                found_outside = process_state.look(rank.process, self.folder / "no log")
-                if found_outside is not None:
-                    looks[rank.rank] = found_outside
+                look = process_state.look(rank.process, self.folder / "no log")
+                if look is not None:
+                    looks[rank.rank] = look
         states = states_of(range(self.size), answers, looks, deaths, stacks=stacks)
         return Why(states, verdict(states), time.monotonic() - began)
 
@@ -284,7 +285,7 @@ class AttachedJob:
         with ThreadPoolExecutor(max(len(ranks), 1)) as pool:
             return dict(zip((rank.rank for rank in ranks), pool.map(on, ranks), strict=True))
 
-    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
+    def _table(self) -> tuple[str, Sequence[tuple[str, ...]]]:
         picture, state = self.picture(), self.state()
         parts = {row[0]: row for row in picture.get("ranks", ())}
         rows = []
@@ -335,7 +336,7 @@ def _planned(links: Sequence[JobLink], source: str) -> int:
         planned = _of_links(links, lambda link, plan=plan: link.ask(plan, seconds=ANSWER_SECONDS))  # type: ignore[misc]
         refused = [found for found in planned.values() if isinstance(found, Exception)]
         if not refused:
-            return step
+            return int(step)
         for link in links:
             if not isinstance(planned[link.rank.rank], Exception):
                 link.ask(DecideJobCell(False), seconds=ANSWER_SECONDS)

@@ -99,6 +99,26 @@ def recommended(rows: Sequence[Mapping[str, Any]], limit: float | None, now: str
     return replace(chosen, rivals=tuple(name for name in tied if name != chosen.strategy))
 
 
+NEAR = 1.03
+"""A measured step that is longer by this factor at most is as good as the best one."""
+
+
+def undecided(rows: Iterable[Mapping[str, Any]], now: str) -> list[str]:
+    """Return the strategies of a comparison that longer measuring can tell apart; [] if there is nothing to tell.
+
+    These are the fastest one, and those whose interval reaches into its interval though their median is more than
+    `NEAR` times as long. now: the strategy in force, which is the one that is recommended if nothing is told apart.
+    """
+    known = [row for row in rows if not row["error"] and row["high_s"] is not None]
+    best = min(known, key=lambda row: row["step_s"], default=None)
+    if best is None:
+        return []
+    close = [
+        row["strategy"] for row in known if row["low_s"] <= best["high_s"] and row["step_s"] > NEAR * best["step_s"]
+    ]
+    return [one for one in (best["strategy"], *close) if one != now] if close else []
+
+
 def _seconds(row: Mapping[str, Any]) -> float | None:
     found: float | None = row["step_s"] if row["step_s"] is not None else row["predicted_step_s"]
     return found

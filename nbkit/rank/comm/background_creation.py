@@ -109,6 +109,10 @@ class BreakableStore(Store):
         self.wait([key])
         return self.inner.get(key)
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of `keys`, which are all there, in one request."""
+        return self.inner.multi_get(keys)
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         pause = 0.0005
         while not self.inner.check(keys):

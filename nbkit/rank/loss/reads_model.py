@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nbkit.errors import StrategyError
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.proof.observe import MemoryUses, memory_of, tensors_in
+from nbkit.rank.parallel.tensor.sharded_tensor import ShardedTensor
 from nbkit.strategy import Strategy
 
 
@@ -35,7 +36,10 @@ class _Watched:
     def __call__(self, output: Any, target: Any) -> Any:
         if self._seen:
             return self._loss(output, target)
-        given = {memory_of(tensor) for tensor in tensors_in(output)}
+        given = set()
+        for tensor in tensors_in(output):
+            parts = (tensor.part, *tensor.borrowed) if isinstance(tensor, ShardedTensor) else (tensor,)
+            given |= {memory_of(part) for part in parts}
         homes = {memory_of(p): name for name, p in self._model.named_parameters() if memory_of(p) not in given}
         with MemoryUses(homes, self._refuse):
             result = self._loss(output, target)

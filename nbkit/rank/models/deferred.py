@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import gc
 import math
+import mmap
 import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ class _Operation:
                 words.append(f"{number} {leaf.dtype} {leaf.size} {leaf.stride} {leaf.offset}")
             elif isinstance(leaf, Tensor | _Given):
                 raw = (leaf.tensor if isinstance(leaf, _Given) else leaf).detach().contiguous().reshape(-1)
-                words.append(f"{raw.dtype} {zlib.crc32(raw.view(torch.uint8).numpy())}")
+                words.append(f"{raw.dtype} {zlib.crc32(raw.view(torch.uint8).numpy().tobytes())}")
             elif isinstance(leaf, torch.Generator):
                 words.append(f"{zlib.crc32(leaf.get_state().numpy().tobytes())}")
             else:
@@ -205,11 +206,15 @@ class Recording(WatchingMode):
         changed = _changed(func, leaves, spec)
         if any(not each.is_meta for each in changed) or not all(_is_tensor(one.type) for one in func._schema.returns):
             return self._called(func, leaves, spec)
-        before = self._before(leaves) if _draws(func) else ([self._noted(leaf) for leaf in leaves], None)
+        before: tuple[list[Any], Tensor | None] = [self._noted(leaf) for leaf in leaves], None
+        if _draws(func):
+            before = self._before(leaves)
         if _draws(func):
             given = list(leaves)
             if name in _FILLS:
-                given[0] = torch.empty_strided(leaves[0].shape, leaves[0].stride(), dtype=leaves[0].dtype)
+                view = self.view(leaves[0])
+                size = 1 + sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True) if n)
+                given[0] = replace(view, offset=0).on(_memory(size * view.dtype.itemsize))
             made = tree_map_only(Tensor, _on_meta, self._called(func, given, spec))
             return self._record(func, *before, spec, changed, changed[0] if changed else made)
         if name in _OVERWRITES:
@@ -346,11 +351,11 @@ class Recording(WatchingMode):
     ) -> torch.UntypedStorage:
         """Run an operation again, and return what the memory `key` holds after it. memory: what it held before."""
         operation = self._operations[number]
-        leaves = []
+        leaves: list[Any] = []
         for leaf in operation.leaves:
             if isinstance(leaf, _View):
                 if leaf.key == key:
-                    memory = torch.UntypedStorage(self._bytes[key]) if memory is None else memory
+                    memory = _memory(self._bytes[key]) if memory is None else memory
                     leaves.append(leaf.on(memory))
                     continue
                 known = leaf.key, (self._since(leaf.key, number) or [-1])[0]
@@ -393,9 +398,9 @@ def build_parts(
     The second is None if the module has all its weights: it has no large ones, or `model` cannot be recorded on some
     rank. The latter is a warning. Raises as `nbkit.rank.rng.seeding.build` does.
     """
-    made = _record(model, seed=seed, device=device)
-    module, why = made if isinstance(made[0], nn.Module) else (None, made[1])
-    weightless = made[0] if isinstance(made[0], WeightlessModel) else None
+    made, why = _record(model, seed=seed, device=device)
+    module = made if isinstance(made, nn.Module) else None
+    weightless = made if isinstance(made, WeightlessModel) else None
     own = (why, weightless.source.digest() if weightless is not None else 0)  # type: ignore[attr-defined]
     everyone = all_gather_objects(own, world_size=world_size, device=device)
     if weightless is not None and len(set(everyone)) == 1:
@@ -460,13 +465,18 @@ def _without_weights(module: nn.Module, recording: Recording, device: torch.devi
                 raise NotRecorded("it keeps a tensor that it computes from a weight")
             put_in_place(where, marked(recording.read(recording.view(tensor)), tensor))
     names = {name for name, _ in module.named_parameters()}
-    buffer = where = tensor = None
+    buffer = where = tensor = None  # type: ignore[assignment]
     if recording.held_elsewhere():
         raise NotRecorded("something outside of its modules holds one of its tensors")
     recording.keep(views.values())
     added = {name: p.detach() for name, p in module.named_parameters() if name not in views}
     assert names == added.keys() | views.keys()
     return WeightlessModel(module, recording, views, added)
+
+
+def _memory(num_bytes: int) -> torch.UntypedStorage:
+    """Return memory that goes back to the system when it is freed. The C library would keep it for later."""
+    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8).untyped_storage()
 
 
 def _key(tensor: Tensor) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class _Watched(dist.Work):
         super().__init__()
         self._inner, self._heard = inner, heard
 
-    def wait(self, *timeout: Any) -> bool:
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._heard.is_waited_for = True
         return self._inner.wait()
 
@@ -405,8 +406,9 @@ def _parts_off(made: Any, ranks: int) -> _Off | None:
         numbers = f"part({size}, {rank}, {ranks}) is {given[rank]}, expected {right[rank]}"
         if None in parts:
             return _Off(numbers, "part() returns (start, stop).")
-        held = [sum(start <= i < stop for start, stop in parts if True) for i in range(size)]  # type: ignore[misc]
-        if sorted(parts) == sorted(right):  # type: ignore[type-var]
+        ends = [part for part in parts if part is not None]
+        held = [sum(start <= i < stop for start, stop in ends) for i in range(size)]
+        if sorted(ends) == right:
             return _Off(numbers, "the parts are in another order than the ranks: rank 0 has the first part.")
         if len(set(parts)) == 1:
             return _Off(numbers, "all ranks have the same part: start = rank * (size // ranks).")

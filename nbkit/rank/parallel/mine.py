@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -194,7 +194,7 @@ def own_linears(own: type, ranks: int, index: int) -> Any:
     return made
 
 
-def _refuse(method: str, ranks: int, numbers: str) -> None:
+def _refuse(method: str, ranks: int, numbers: str) -> NoReturn:
     raise StrategyError(
         f"{method} of your class does not give one of {ranks} equal parts.",
         numbers=numbers,

@@ -5,7 +5,7 @@
 3. experts: layers learn to send tokens to the ranks that hold their experts, which all others let go;
 4. context: attention learns to gather keys and values, around layers that are already cut;
 5. recomputation: wraps blocks whose collectives are in place, so that the second forward makes them too; or
-   compilation, of blocks that have no collectives;
+   compilation, of blocks that have no collectives; the head gives its logits in pieces;
 6. data: sums and shards whatever is left on this rank, as one flat set of local parameters.
 
 It follows torchtitan's `parallelize`. Here one function serves every model and every strategy.
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from nbkit.planner.stages import spelled
+from nbkit.rank.parallel.chunked_logits import chunk_logits, find_head
 from nbkit.rank.parallel.context.context_parallel import context_parallel
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
@@ -172,16 +173,23 @@ def cut(
     if options.recompute:
         recompute(module, blocks)
     gathered = gathers.units if gathers is not None else ()
+    head = ""
+    if options.loss_chunks > 1:
+        head = find_head(facts.shapes.skeleton, every, options.loss_chunks)
+        if _holds(module, head):
+            chunk_logits(module.get_submodule(head), facts.shapes.skeleton.get_submodule(head), options.loss_chunks)
+            notes.append(f"logits of {head} in {options.loss_chunks} pieces")
     compile_blocks(module, compilable(blocks, options, strategy, gathered), options.compile)
 
     if gathers is not None:
-        blocks = [name for name in gathers.units if _holds(module, name)]
+        # The loss computes with the head after its forward, so the head stays gathered, with the root.
+        blocks = [name for name in gathers.units if _holds(module, name) and (not head or name != head)]
         notes += gathers.notes
     if plan.casts is not None:
         notes.append(plan.casts.spelled(facts.shapes.skeleton))
     inside = [path for layer in facts.routed.layers for path in (layer.experts or (layer.name,))] if spread else []
     units = [module.get_submodule(name) for name in blocks if not within(name, inside)]
-    split = not (options.recompute or (chain is not None and chain.recomputes))
+    split = not (options.recompute or options.loss_chunks > 1 or (chain is not None and chain.recomputes))
     return ShardedSkeleton(
         plan, connections, module, layouts, units, staged, schedule, split, partial_sums, tuple(notes), spread
     )

@@ -233,7 +233,13 @@ class ParallelPlan:
         """
         strategy, facts = self.strategy, self.facts
         parts: list[Any] = [str(strategy), strategy.slowest, self.node_of, facts.shapes.digest]
-        parts += [self.options.recompute, self.options.compile, self.options.cut, self.options.adaptive]
+        parts += [
+            self.options.recompute,
+            self.options.loss_chunks,
+            self.options.compile,
+            self.options.cut,
+            self.options.adaptive,
+        ]
         if "chain" in needed_facts(strategy):
             parts.append(facts.digest("chain"))
         parts += [self.stages, self.tensor, sorted(self.owners.items()), sorted(self.places.items())]
@@ -528,6 +534,8 @@ def _steps(plan: ParallelPlan) -> Iterator[str]:
         yield f"experts: those of {count} layer{'s' * (count != 1)} are spread over {strategy.ep} ranks"
     if plan.options.recompute:
         yield "recomputation: blocks run again in the backward pass"
+    if plan.options.loss_chunks > 1:
+        yield f"loss: head and cross entropy in {plan.options.loss_chunks} pieces"
     if plan.options.compile and not not_compiled(plan.options, strategy):
         yield "compilation: of blocks"
     if strategy.dp > 1:

@@ -502,7 +502,7 @@ def _proof(
     """Prove a step with `each` rows per rank. A model of more than `exact` parameters uses one row, in float32."""
     strategy, facts, skeleton = plan.strategy, plan.facts, plan.facts.shapes.skeleton
     small = tiny(strategy)
-    if small.mesh.size == 1 and microbatch_size is None:
+    if small.mesh.size == 1 and microbatch_size is None and plan.options.loss_chunks == 1:
         return StepProof()
     size = sum(getattr(*places[0]).numel() for places in homes(skeleton).values())
     if beforehand := _unmakeable(small, facts, example, size):

@@ -13,6 +13,7 @@ works one step behind, when the calls of a step have ended.
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 import weakref
@@ -51,6 +52,15 @@ from nbkit.wire.processes import node_name
 
 PARTS = ("compute", "exposed", "bubble", "data", "optimizer", OTHER)
 _COMPUTE = ("forward", "backward")
+
+
+# Of the training thread alone, where the system knows: a loader may read a mapped file beside it.
+_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+
+
+def _faults() -> int:
+    """Return how many pages of memory this thread has waited for so far because they were read from disk."""
+    return resource.getrusage(_WHOSE).ru_majflt
 
 
 def part_of(state: str) -> str:
@@ -137,7 +147,7 @@ class StepMark:
     """The end of a step (None: the beginning of steps) as the training thread saw it.
 
     calls: how many had been issued. cpu, own, examined: ns of this process, of noting, and of examining strategies, so
-    far. in_detail: every moment of it is kept.
+    far. in_detail: every moment of it is kept. faults: pages of memory that were read from disk, so far.
     """
 
     step: StepPhases | None
@@ -146,6 +156,7 @@ class StepMark:
     own: int
     in_detail: bool = False
     examined: int = 0
+    faults: int = 0
 
 
 @dataclass
@@ -256,6 +267,7 @@ class RecordThread:
             own_seconds=(mark.own - before.own + spent - self._spent) / 1e9,
             lost=lost,
             examining=(mark.examined - before.examined) / 1e9,
+            faults=mark.faults - before.faults,
         )
         self._spent = spent
         self.recent.append(record)
@@ -388,7 +400,9 @@ class Session:
         """Record the steps that this thread makes from here on. For a loop of your own, without events."""
         if self._made not in clock.listeners:
             clock.listeners.append(self._made)
-        self._writing.put(StepMark(None, ring.end, time.process_time_ns(), own_ns(), examined=examined_ns()))
+        self._writing.put(
+            StepMark(None, ring.end, time.process_time_ns(), own_ns(), examined=examined_ns(), faults=_faults())
+        )
         clock.begin(on_device=self._on_device)
         self._look()
         self._health.run(True)
@@ -434,7 +448,7 @@ class Session:
 
     def _made(self, step: StepPhases) -> None:
         self._health.step = step.number
-        mark = StepMark(step, ring.end, time.process_time_ns(), own_ns(), self._in_detail, examined_ns())
+        mark = StepMark(step, ring.end, time.process_time_ns(), own_ns(), self._in_detail, examined_ns(), _faults())
         self._writing.put(mark)
         self._made_steps, self._next = self._made_steps + 1, step.number + 1
         self._look()

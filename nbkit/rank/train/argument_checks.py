@@ -178,8 +178,11 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
         )
 
 
-def check_own_loop(recovery: Recovery, compute: Compute) -> None:
-    """Raise TrainingError for settings that a loop of the user's own does not support."""
+def check_own_loop(recovery: Recovery, compute: Compute, loss: Any) -> None:
+    """Raise TrainingError for settings that a loop of the user's own does not support.
+
+    loss: None if the loop computes it.
+    """
     if recovery.on_failure not in ("replace", "stop"):
         raise TrainingError(
             f"There is no on_failure {recovery.on_failure!r} in a loop of your own.",
@@ -192,6 +195,12 @@ def check_own_loop(recovery: Recovery, compute: Compute) -> None:
             "hang_timeout=, on_oom= and balance= are for the loop of a Trainer.",
             numbers=f"recovery={recovery!r}",
             hint=f"recovery={supported!r}, or nbkit.Trainer",
+        )
+    if compute.loss_chunks != 1 and loss is None:
+        raise TrainingError(
+            "loss_chunks= needs a loss that nbkit calls.",
+            numbers=f"compute={compute!r}",
+            hint="prepare(model, optimizer, loss=loss_fn, ...), or nbkit.Trainer",
         )
     if compute.grad_norm_every != Compute.grad_norm_every:
         raise TrainingError(

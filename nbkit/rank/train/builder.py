@@ -127,6 +127,7 @@ class Builder:
         self.options = JobOptions(
             tp_plan=config.hints.tp_plan,
             recompute=config.compute.recompute,
+            loss_chunks=config.compute.loss_chunks,
             cut=config.compute.microbatch_size is not None,
             compile=config.compute.compile,
             adaptive=self.template.is_adaptive(),

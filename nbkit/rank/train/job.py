@@ -158,7 +158,7 @@ def prepare(
             )
         taken, loss = in_two(forward_step)
     config = TrainConfig(loss or loss_of_outputs, seed, taken, precision, compute, hints)
-    argument_checks.check_own_loop(recovery, compute)
+    argument_checks.check_own_loop(recovery, compute, loss)
     check_sinks(sinks)
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
     job.own_loop = replace(OWN_LOOP, recovery=replace(recovery, on_oom="raise"))

@@ -127,8 +127,9 @@ class Recorder:
         if self._session is None or not training or (step != self._due and step % _MEMORY_EVERY):
             return
         with phase(OTHER):
-            own = {"peak": counts.peak, "named": counts.named}
-            self._session.memory(memory_of(model, optimizer, step=step, held=held, device=self._device, **own))
+            of = model, optimizer
+            told = memory_of(*of, step=step, held=held, device=self._device, peak=counts.peak, named=counts.named)
+            self._session.memory(told)
             if self._forecasts and self._foreseen != (foreseen := self._seen(strategy, cost_model)):
                 self._foreseen = foreseen
                 # An error in a formula must not end the training. The other ranks compute none, and would wait.

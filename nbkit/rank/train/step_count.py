@@ -136,7 +136,7 @@ class NamedBytes(LiveBytes):
             if number is None:
                 continue
             parts = self._owners.setdefault(number, {})
-            parts.setdefault((tensor.storage_offset(), tensor.nbytes), (_Label(kind, module), tensor.nbytes))
+            parts.setdefault((int(tensor.storage_offset()), tensor.nbytes), (_Label(kind, module), tensor.nbytes))
 
     def at_peak(self) -> dict[_Label, int]:
         """Return the bytes that were alive after the operation with the largest `now`."""
@@ -195,10 +195,10 @@ class StepCount:
             yield "parameters", starred(name.rpartition(".")[0]), p
             if p.grad is not None:
                 yield "gradients", starred(name.rpartition(".")[0]), p.grad
-        for p, values in list(self._optimizer.state.items()):
+        for of, values in list(self._optimizer.state.items()):
             for value in values.values():
                 if isinstance(value, Tensor):
-                    yield "optimizer", homes.get(id(p), ""), value
+                    yield "optimizer", homes.get(id(of), ""), value
         for name, buffer in self._model.module.named_buffers():
             yield "buffers", starred(name.rpartition(".")[0]), buffer
         # Under zero 3 the module's own parameters are whole for a moment.

@@ -80,8 +80,8 @@ class Trainer:
     Settings that most trainings leave alone are fields of option values, each with a docstring of its own:
     loading: how samples become batches, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: what is
     saved without being told, `nbkit.Checkpoints(every= path= keep= snapshot_every=)`. compute: how a step is computed,
-    `nbkit.Compute(microbatch_size= recompute= offload= compile= dropout= grad_norm_every=)`. recovery: what happens
-    when ranks die, hang, slow down or run out of memory,
+    `nbkit.Compute(microbatch_size= recompute= loss_chunks= offload= compile= dropout= grad_norm_every=)`. recovery:
+    what happens when ranks die, hang, slow down or run out of memory,
     `nbkit.Recovery(on_failure= hang_timeout= on_oom= balance= backup_every=)`. hints: facts of the model that nbkit
     does not find out, `nbkit.ModelHints(stages= tp_plan= example=)`. switches: strategies by finished steps, as a dict
     or a JSON file of one, for an unattended training; step 0 gives the first strategy.

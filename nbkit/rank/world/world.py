@@ -26,6 +26,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -383,7 +384,7 @@ class World:
         )
 
     def _form_groups(self, groups: list[DelegatingGroup]) -> None:
-        held, name, count = self._compare(groups)
+        common = self._compare(groups)
         # Release only now that all ranks are here. Before, a slower rank may still be in its last call on an old group.
         release(live(), lambda group: Broken(f"Process group {group.label} was destroyed, or is being re-formed."))
         group_tables.pg_coalesce_state.clear()
@@ -391,19 +392,18 @@ class World:
             clear_broken_steps()
         default = dist.group.WORLD
         if isinstance(default, DelegatingGroup):
-            reform_group(default, self._next_store(), meets_as=name)
+            reform_group(default, self._next_store(), meets_as=common.name)
         else:
             if default is not None:
                 dist.destroy_process_group()  # torch's own group: this torch version does not allow a replacement
-            group_tables.group_count = int(name)
+            group_tables.group_count = int(common.name)
             self._init(self.place.torch_backend)
         # torch names a new group by a running number, which must be equal on all ranks, also on a replaced rank.
-        group_tables.group_count = max(count, group_tables.group_count)
+        group_tables.group_count = max(common.count, group_tables.group_count)
         for group in groups:
             if group is default:
                 continue
-            lost = [rank for rank in group.members if _key(group) not in held[rank]]
-            if lost:
+            if lost := common.lost.get(_key(group)):
                 group.inner = Broken(
                     f"Process group {group.label} is broken: not all of its members are there any more.",
                     numbers=f"members {list(group.members)}, without it: {lost}",
@@ -414,12 +414,8 @@ class World:
             reform_group(group, PrefixStore(f"{self.key}/{members}", self._require_store()))
         self._check()
 
-    def _compare(self, groups: list[DelegatingGroup]) -> tuple[list[set[str]], str, int]:
-        """Exchange with all ranks which groups each one holds.
-
-        Returns the groups by rank; the number that is the default group's name on the first rank that has one (user
-        code may have destroyed it on some ranks, or made it again); and torch's highest number for a next group.
-        """
+    def _compare(self, groups: list[DelegatingGroup]) -> _Common:
+        """Exchange with all ranks which groups each one holds."""
         store = BreakableStore(PrefixStore(f"{self.key}/groups", self._require_store()))
         default = dist.group.WORLD
         mine = {
@@ -427,11 +423,8 @@ class World:
             "default": group_tables.pg_names.get(default, "") if default is not None else "",
             "count": group_tables.group_count,
         }
-        store.set(str(self.place.rank), json.dumps(mine))
-        told = [json.loads(store.get(str(rank))) for rank in range(self.place.world_size)]
-        count = max(one["count"] for one in told)
-        name = next((one["default"] for one in told if one["default"]), str(count))
-        return [set(one["groups"]) for one in told], name, count
+        _tell(store, self.place.rank, self.place.world_size, mine)
+        return _hear(store)
 
     def _init(self, backend: str, **options: Any) -> None:
         before = sockets.inodes()
@@ -494,4 +487,42 @@ def current() -> World | None:
 
 
 def _key(group: DelegatingGroup) -> str:
-    return f"{group.group_name} {group.members}"
+    return json.dumps([group.group_name, list(group.members)])
+
+
+@dataclass(frozen=True)
+class _Common:
+    """The result of a comparison of the groups that ranks hold.
+
+    lost: groups that some of their members do not hold -> these members. name: the number that is the default group's
+    name on the first rank that has one (user code may have destroyed it on some ranks, or made it again). count:
+    torch's highest number for a next group.
+    """
+
+    lost: dict[str, list[int]]
+    name: str
+    count: int
+
+
+def _tell(store: Any, rank: int, world_size: int, mine: dict[str, Any]) -> None:
+    """Tell the others what this rank holds. The last rank to do so compares, so that each rank asks a few times only.
+
+    Comparing on every rank would ask the store as often as the square of their number.
+    """
+    store.set(f"of {rank}", json.dumps(mine))
+    if store.add("told", 1) < world_size:
+        return
+    told = [json.loads(text) for text in store.multi_get([f"of {each}" for each in range(world_size)])]
+    held = [set(one["groups"]) for one in told]
+    lost = {}
+    for key in sorted(set().union(*held)):
+        if lacking := [member for member in json.loads(key)[1] if key not in held[member]]:
+            lost[key] = lacking
+    count = max(one["count"] for one in told)
+    name = next((one["default"] for one in told if one["default"]), str(count))
+    store.set("common", json.dumps([lost, name, count]))
+
+
+def _hear(store: Any) -> _Common:
+    """Wait for what the last rank has found."""
+    return _Common(*json.loads(store.get("common")))

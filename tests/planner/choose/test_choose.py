@@ -6,13 +6,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 
 from nbkit.errors import UsageError
 from nbkit.notebook.planning import explain, plan, planned
 from nbkit.planner.choose.load import Hardware, Known, Rates, calibrated, lines_of, load_of, seconds
-from nbkit.planner.choose.search import _candidates
+from nbkit.planner.choose.search import _candidates, undecided
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Weight
 from nbkit.planner.peak import GPTPieces
@@ -233,3 +234,15 @@ def test_the_magic_takes_a_variable_of_the_notebook() -> None:
         planned({"config": 3}, model="other", **asked)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="this is a int"):
         planned({"config": 3}, model="config", **asked)  # type: ignore[arg-type]
+
+
+def test_a_comparison_is_measured_again_for_those_that_may_still_be_the_best() -> None:
+    def row(name: str, low: float, middle: float, high: float) -> dict[str, Any]:
+        return {"strategy": name, "step_s": middle, "low_s": low, "high_s": high, "error": ""}
+
+    rows = [row("ddp", 0.9, 1.0, 1.2), row("zero1", 0.8, 0.9, 0.95), row("zero3", 1.5, 1.6, 1.7)]
+    assert undecided(rows, "ddp") == ["zero1"]  # each comparison has the strategy in force too
+    assert undecided(rows, "zero3") == ["zero1", "ddp"]
+    assert undecided([row("ddp", 0.96, 1.0, 1.2), *rows[1:]], "ddp") == []  # it is measurably slower
+    assert undecided([row("ddp", 0.9, 0.92, 1.2), *rows[1:]], "ddp") == []  # as good as the best
+    assert undecided([{**row("tp", 0, 0, 0), "error": "no"}, {**rows[0], "low_s": None, "high_s": None}], "ddp") == []

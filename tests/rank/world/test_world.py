@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from nbkit.errors import ClusterError, UsageError
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.delegating_group import registered
 from nbkit.rank.world import failure_alarm, sockets
+from nbkit.rank.world import world as world_module
 from nbkit.rank.world.rank_place import keep_local
 from nbkit.rank.world.world import RankPlace, World, current, open_listener
 
@@ -468,3 +470,25 @@ def each_waits_for_the_other(world: World) -> float:
 
 def test_a_group_whose_worker_waits_for_ever_does_not_hold_up_the_next_generation() -> None:
     assert run_ranks(each_waits_for_the_other, 2, generations=2, timeout=40) == [2.0, 2.0]
+
+
+class Counted(dist.HashStore):
+    """A store that counts its requests."""
+
+    requests = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("set", "get", "add", "multi_get", "check", "wait"):
+            Counted.requests += 1
+        return super().__getattribute__(name)
+
+
+def test_a_thousand_ranks_compare_their_groups_with_a_few_requests_each() -> None:
+    ranks, store = 1024, Counted()
+    pairs = {rank: json.dumps(["pair", [rank - rank % 2, rank - rank % 2 + 1]]) for rank in range(ranks)}
+    for rank in reversed(range(ranks)):
+        groups = [] if rank == 7 else [pairs[rank]]
+        world_module._tell(store, rank, ranks, {"groups": groups, "default": "3" if rank else "", "count": rank})
+    heard = [world_module._hear(store) for _ in range(ranks)]
+    assert heard[0] == heard[-1] == world_module._Common({pairs[6]: [7]}, "3", ranks - 1)
+    assert Counted.requests <= 4 * ranks

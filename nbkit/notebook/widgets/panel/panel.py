@@ -47,6 +47,7 @@ from nbkit.notebook.widgets.widget_output import (
     note_words,
     with_widget,
 )
+from nbkit.planner.choose.search import undecided
 
 LOOK_SECONDS = 0.4
 _WORDS = {
@@ -153,7 +154,7 @@ class PanelController:
         acts: dict[str, Callable[..., ControlResult]] = {
             "switch": training.switch,
             "try": training.try_out,
-            "compare": lambda strategies, steps, number: training.compare(*strategies, steps=steps),
+            "compare": lambda strategies, steps, number: _compared(training, strategies, steps),
             "undo": training.undo,
             "pause": training.pause,
             "resume": training.resume,
@@ -181,6 +182,20 @@ class PanelController:
                 for listener in list(self._listeners):
                     listener(state)
             return state
+
+
+def _compared(training: Any, strategies: list[str], steps: int) -> ControlResult:
+    """Compare strategies, and then those again, with more steps, that could not be told apart."""
+    result: ControlResult = training.compare(*strategies, steps=steps)
+    close = undecided(result.result["strategies"], result.strategy) if result.ok else []
+    if not close:
+        return result
+    again: ControlResult = training.compare(*close, steps=SURE_STEPS)
+    if not again.ok:
+        return result
+    newer = {row["strategy"]: row for row in again.result["strategies"]}
+    rows = [newer.get(row["strategy"], row) for row in result.result["strategies"]]
+    return replace(again, result={**again.result, "strategies": rows})
 
 
 def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> ControlResult:
@@ -211,6 +226,7 @@ def _failed(do: str, args: dict[str, Any], error: Exception) -> ControlResult:
 
 STATIC = Path(__file__).parents[1] / "static"
 TRY_STEPS = 10
+SURE_STEPS = 20  # of strategies that fewer steps have not told apart
 PATIENCE_SECONDS = 3.0  # for a panel that is complete from the start; it does not need to be
 BEAT_SECONDS = 2.0  # panel.js takes three that do not come for a kernel that is gone
 

@@ -8,7 +8,7 @@
 import { drawBars, drawMemory, memoryLegend, memoryNote } from "./charts.js";
 import { Curves, LOSS, STEP, STRATEGY } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
-import { COLOURS, MEMORY, MEMORY_WORDS, PASSES, Picture, SPOKEN, bytes, dark, familiesOf, number, percent, seconds, shade } from "./paint.js";
+import { COLOURS, MEMORY, MEMORY_WORDS, PARTS, PASSES, Picture, SPOKEN, bytes, dark, familiesOf, number, percent, seconds, shade } from "./paint.js";
 import { axisNote, drawAxes, drawRanks } from "./rows.js";
 import { healthRows } from "./health.js";
 
@@ -32,7 +32,7 @@ const LAYOUT = `
   <div class="curves"></div><div class="legend families"></div>
   <details class="marks" hidden><summary></summary><ul></ul></details></section>
 <section><h3><span class="at">The step</span>, one bar per rank <small>measured</small>
-  <span class="buttons"><button class="trace" title="the next 3 steps of all ranks as one file for Perfetto">trace next 3 steps</button></span></h3><p class="traced"></p><div class="legend">${swatches(COLOURS, SPOKEN)}</div><div class="ranks"></div></section>
+  <span class="buttons"><button class="trace" title="the next 3 steps of all ranks as one file for Perfetto">trace next 3 steps</button></span></h3><p class="traced"></p><div class="legend parts"></div><div class="ranks"></div></section>
 <section><h3><span class="what"></span> <small class="whatnote"></small>
   <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
   <div class="legend whatlegend"></div><div class="pair"><div class="grid"></div><div class="axes"></div></div><div class="moments"></div></section>
@@ -169,6 +169,8 @@ export function view(el, story, ask) {
   }
 
   function drawStep(step) {
+    const there = PARTS.filter((_, i) => step.ranks.some((row) => row[2 + i] > 0)); // no legend for what is not drawn
+    $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), SPOKEN);
     $("at").textContent = step.of;
     const turn = step.ranks.length > 16 ? () => { chosen.all = !chosen.all; draw(); } : null;
     if (chosen.all && turn) drawBars(pictures.ranks, step.ranks, step.late);
@@ -183,7 +185,8 @@ export function view(el, story, ask) {
     if (shown === "pipeline") {
       $("what").textContent = "The pipeline, planned above measured";
       $("whatnote").textContent = `step ${step.moments.step}, a typical step${step.moments.replicas > 1 ? `; the first of ${step.moments.replicas} pipelines` : ""}`;
-      $("whatlegend").innerHTML = swatches(PASSES, { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
+      const passes = Object.entries(PASSES).filter(([pass]) => pass !== "W" || step.moments.measured.some((row) => row.some(([kind]) => kind === "W")));
+      $("whatlegend").innerHTML = swatches(Object.fromEntries(passes), { F: "forward", B: "backward", W: "weight gradients" }) + "<span>the number is the micro-batch</span>";
       drawMoments(pictures.moments, step.moments);
     } else {
       $("what").textContent = "Who sends to whom";

@@ -4,8 +4,10 @@ Keys of the block's own positions are gathered with autograd. Causal masks and g
 queries. Other keys (the output of an encoder) are whole on every rank, and are not gathered.
 
 A run of consecutive causal queries uses the keys up to its last position: q queries up to position p cost q x p pairs.
-A rank with a chunk from the head of the positions and one from the tail (`head_and_tail`) attends once for each chunk,
-so that all ranks compute equally many pairs. Under dropout, whose scores are in memory, one call handles all queries.
+No kernel gets a mask for it: on a GPU it is torch's `causal_lower_right`, and on the CPU two calls, of the keys before
+the run and of its own, whose outputs are joined (`_CausalRun`). A rank with a chunk from the head of the positions and
+one from the tail (`head_and_tail`) attends once for each chunk, so that all ranks compute equally many pairs. Under
+dropout, whose scores are in memory, one call handles all queries.
 
 A module in a block that mixes positions in another way, such as attention written by hand, is run on all positions by
 every rank (`on_all`). Its inputs are gathered, and each rank keeps its positions of the output. So keys, scores and
@@ -27,12 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from nbkit.rank.parallel.context.peers import Peers
 from nbkit.rank.parallel.tensor.collectives import taken
 from nbkit.rank.rng.draw_plan import gathered
-from nbkit.rank.torch_private import tree_leaves, tree_map_only
+from nbkit.rank.torch_private import cpu_attention, cpu_attention_backward, tree_leaves, tree_map_only
 from nbkit.tensor_layout import Runs, count
 
 
@@ -144,8 +147,75 @@ class ContextAttentionMode(TorchFunctionMode):
         key, value = key[..., :stop, :], value[..., :stop, :]
         if runs == ((0, stop),):
             return F.scaled_dot_product_attention(query, key, value, None, dropout_p, True, **named)
+        if (
+            len(runs) == 1
+            and not dropout_p
+            and (found := _without_mask(query, key, value, runs[0][0], **named)) is not None
+        ):
+            return found
         mask = self.peers.masks.of(runs, query)
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, **named)
+
+
+def _without_mask(
+    query: Tensor, key: Tensor, value: Tensor, start: int, *, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor | None:
+    """Attend causally from queries at `start` and after it to all keys; None if no kernel does it without a mask."""
+    if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
+        return None
+    if query.device.type != "cpu":
+        bias = causal_lower_right(query.shape[-2], key.shape[-2])
+        attended: Tensor = F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=enable_gqa)
+        return attended
+    if not (cpu_attention and cpu_attention_backward):
+        return None
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
+    joined: Tensor = _CausalRun.apply(query, key, value, start, scale)  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _CausalRun(torch.autograd.Function):
+    """Attention of queries at `start` and after it. Two calls of the CPU kernel: keys before `start`, and the others.
+
+    Each call gives the logarithm of the sum of its exponents. With that of both calls together, its backward gives the
+    gradients of its own keys (Liu et al. 2023, ring attention).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None) -> Tensor:
+        parts = [
+            cpu_attention(query, key[..., at, :], value[..., at, :], 0.0, causal, scale=scale)
+            for at, causal in _calls(start)
+        ]
+        sums = torch.logaddexp(parts[0][1], parts[1][1])
+        shares = [(part[1] - sums).exp().unsqueeze(-1).to(query.dtype) for part in parts]
+        output: Tensor = parts[0][0] * shares[0] + parts[1][0] * shares[1]
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.start, ctx.scale = start, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
+        query, key, value, output, sums = ctx.saved_tensors
+        first, second = (
+            cpu_attention_backward(
+                grad, query, key[..., at, :], value[..., at, :], output, sums, 0.0, causal, scale=ctx.scale
+            )
+            for at, causal in _calls(ctx.start)
+        )
+        queries, (of_keys, of_values) = first[0].add_(second[0]), ([first[i], second[i]] for i in (1, 2))
+        del first, second
+        keys = torch.cat(of_keys, -2)
+        of_keys.clear()  # so that not all of them are there twice
+        return queries, keys, torch.cat(of_values, -2), None, None
+
+
+def _calls(start: int) -> tuple[tuple[slice, bool], tuple[slice, bool]]:
+    """Return (keys, is_causal) of the two calls."""
+    return (slice(None, start), False), (slice(start, None), True)
 
 
 MASKS = ("mask", "bias", "padding")

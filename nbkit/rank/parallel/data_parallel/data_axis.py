@@ -78,7 +78,7 @@ def data_axis(
     if zero == 0 or axes.size("shard") == 1:
         return _replicated(module, layouts, axes, exchange, settings, adaptive, own)
     if zero < 3:
-        make = ShardedOptimizer if own is None else partial(OwnShards, own=own)
+        make: Callable[..., DataAxis] = ShardedOptimizer if own is None else partial(OwnShards, own=own)
         return make(module, layouts, Links.of(axes), zero=zero, bucket=exchange.bucket, owners=owners)
     links = Links.of(axes)
     return ShardedParameters(

@@ -129,7 +129,12 @@ def recompute(module: nn.Module, blocks: Iterable[str]) -> None:
     """Make the named blocks keep no activations between forward and backward. In place."""
     for name in blocks:
         block = module.get_submodule(name)
-        block.forward = _Forgetful(block.forward)  # type: ignore[method-assign]
+        block.forward = forgetting(block.forward)  # type: ignore[method-assign]
+
+
+def forgetting(compute: Callable[..., Any]) -> Wrapper:
+    """Return a function that computes the same, keeps its arguments alone, and computes again in the backward pass."""
+    return _Forgetful(compute)
 
 
 class _Forgetful(Wrapper):

@@ -225,8 +225,15 @@ class GatheredOutputs(Around):
     _total: int
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = self.plain(for_parts(x, self._team.group), *args, **kwargs)
-        return gather_from(y, self._team.group, -1, self._total)
+        return self.of_ready(self.ready(x), *args, **kwargs)
+
+    def ready(self, x: Tensor) -> Tensor:
+        """Return all positions of `x`, ready for the map."""
+        return for_parts(x, self._team.group)
+
+    def of_ready(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the outputs of what `ready` gave, or of a part of it."""
+        return gather_from(self.plain(x, *args, **kwargs), self._team.group, -1, self._total)
 
 
 class SplitRow(Around):
@@ -251,8 +258,15 @@ class Head(Around):
     _total: int
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = self.plain(for_parts(x, self._team.group), *args, **kwargs)
-        return VocabShard(y, self._team.group, self._total)
+        return self.of_ready(self.ready(x), *args, **kwargs)
+
+    def ready(self, x: Tensor) -> Tensor:
+        """Return all positions of `x`, ready for the map."""
+        return for_parts(x, self._team.group)
+
+    def of_ready(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the outputs of what `ready` gave, or of a part of it."""
+        return VocabShard(self.plain(x, *args, **kwargs), self._team.group, self._total)
 
 
 class Vocabulary(Around):

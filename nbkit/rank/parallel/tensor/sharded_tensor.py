@@ -39,7 +39,8 @@ class ShardedTensor(Tensor):
     """A tensor split over `group` along the dim `along`.
 
     part: this rank's part, an ordinary tensor with its graph. total: length of the whole along that dim.
-    The object itself has no graph. Passing it to a torch.autograd.Function raises TrainingError.
+    borrowed: parameters that it will compute with. The object itself has no graph. Passing it to a
+    torch.autograd.Function raises TrainingError.
     """
 
     _part: Tensor
@@ -47,6 +48,7 @@ class ShardedTensor(Tensor):
     group: dist.ProcessGroup
     total: int
     along: int
+    borrowed: tuple[Tensor, ...] = ()
 
     called: ClassVar[str] = "tensor"
     way_out: ClassVar[str] = ""
@@ -54,12 +56,14 @@ class ShardedTensor(Tensor):
     """Texts for errors: the name that users know, how to avoid the error, and how to gather the tensor."""
 
     @staticmethod
-    def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int) -> Self:
+    def __new__(
+        cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int, dtype: torch.dtype | None = None
+    ) -> Self:
         along %= part.ndim
         shape = [total if dim == along else length for dim, length in enumerate(part.shape)]
         with_graph = part.requires_grad and torch.is_grad_enabled()
         itself: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=part.dtype, device=part.device, requires_grad=with_graph
+            cls, shape, dtype=dtype or part.dtype, device=part.device, requires_grad=with_graph
         )
         itself._part, itself.group, itself.total, itself.along = part, group, total, along
         itself._copies = []
@@ -567,10 +571,14 @@ _ONE_TENSOR = (
     "tanh",
 )
 
+ELEMENTWISE = frozenset(named(*_ONE_TENSOR))
+SCALING = frozenset(named("mul", "div", "__mul__", "__truediv__", "__rmul__"))
+"""Steps of a loss that treat each logit by itself. Those of SCALING take a number too."""
+
 _VOCAB_HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    **dict.fromkeys(named(*_ONE_TENSOR), _elementwise),
-    **dict.fromkeys(named("mul", "div", "__mul__", "__truediv__", "__rmul__"), _scaled),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(SCALING, _scaled),
     **dict.fromkeys(named("view", "reshape"), _reshape),
     **dict.fromkeys(named("flatten"), _flatten),
     Tensor.__getitem__: _vocab_index,

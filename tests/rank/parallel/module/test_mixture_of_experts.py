@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import nbkit
 from nbkit.errors import NbkitError
+from nbkit.planner.exchange import overlap
 from nbkit.rank.parallel.experts import data_axis, dispatch
 from nbkit.rank.parallel.experts.find import find_routed
 from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
@@ -26,6 +28,7 @@ from nbkit.rank.parallel.plan import ParallelPlan, make_plan
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.whole_step import StepProof, prove_step
 from nbkit.rank.telemetry import collectives
+from nbkit.rank.train.estimate.state_bytes import StateBytes
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 from verify.models.specimens import exact
@@ -506,6 +509,36 @@ def test_a_step_with_spread_experts_shows_each_planted_bug(bugs: Sequence[str]) 
         name, plant = PLANTED[bug]
         with plant():
             assert stepped(facts[name], "dp=4 ep=2").refusal is not None, bug
+
+
+MOVES = ("ddp", "ep=4", "zero3 ep=2", "zero1 ep=2", "zero2", "ep=2")
+
+
+@pytest.mark.parametrize("name", ["top two", pytest.param("mixtral", marks=pytest.mark.long)])
+def test_the_bytes_of_spread_experts_are_those_of_their_layouts(name: str) -> None:
+    facts, plans = facts_of(MODELS[name]), list[ParallelPlan]()
+    census = StateBytes(
+        facts, {each: {"weight": 8, "state": 4} for each in facts.shapes.whole}, set(facts.shapes.whole)
+    )
+    for text in MOVES:
+        plans.append(make_plan(Strategy.parse(text, 4), facts))
+        weights, held = plans[-1].layouts.weights, plans[-1].layouts.held
+        for rank, rest in enumerate(census.at_rest(plans[-1].strategy)):
+            assert rest.parameters == 8 * sum(layout.numel for layout in weights[rank].values()), (text, rank)
+            assert rest.optimizer == 4 * sum(layout.numel for layout in held[rank].values()), (text, rank)
+    for old, new in pairwise(plans):
+        missing = [
+            sum(
+                size * (layout.numel - (overlap(before[each], layout) if each in before else 0))
+                for size, before, after in (
+                    (8, old.layouts.weights[rank], new.layouts.weights[rank]),
+                    (4, old.layouts.held[rank], new.layouts.held[rank]),
+                )
+                for each, layout in after.items()
+            )
+            for rank in range(4)
+        ]
+        assert list(census.flow(old.strategy, new.strategy).received) == missing, (str(old.strategy), str(new.strategy))
 
 
 PRODUCTS = ("ep=4", "zero3 ep=2", "dp=2 tp=2 ep=2", "dp=2 pp=2 ep=2", "dp=2 cp=2 ep=2")
