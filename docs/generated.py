@@ -39,6 +39,7 @@ UNITS = {
     "keep": "checkpoints, a time, or both",
     "workers": "processes of each rank",
     "microbatch_size": "rows of a rank",
+    "loss_chunks": "pieces of the positions",
     "hang_timeout": "seconds",
     "timeout": "seconds, or a time",
     "end_after": "seconds, or a time",
