@@ -55,7 +55,7 @@ CALLED += [
 ]
 ARGUMENTS = {*keys(), "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
 OPTION_OF = {field.name: kind.__name__ for kind in OPTIONS.values() for field in fields(kind)}
-ALSO_OF_OTHERS = {"shuffle", "drop_last", "example"}  # DataLoader and nbkit.plan have them too
+ALSO_OF_OTHERS = {"shuffle", "drop_last", "example", "every"}  # DataLoader, nbkit.plan and WeightAverage have them too
 OF_OTHERS = {
     *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),
     *("attn_implementation", "use_dora", "lora_bias", "num_heads", "head_dim", "requires_grad", "device", "min"),

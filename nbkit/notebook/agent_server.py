@@ -57,7 +57,7 @@ def tool(tier: str, **about: str) -> Callable[[_F], _F]:
     """Mark a method as a tool. about: what each of its parameters means. The docstring describes the tool itself."""
 
     def mark(function: _F) -> _F:
-        function._tool = tier, about  # type: ignore[attr-defined]
+        function.about_tool = tier, about  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -107,7 +107,7 @@ class Tool:
     @classmethod
     def of(cls, method: Any) -> Tool:
         """Return the tool that a method marked by `tool` is."""
-        tier, about = method._tool
+        tier, about = method.about_tool
         hints, parameters = get_type_hints(method), {}
         for name, each in inspect.signature(method).parameters.items():
             kind = hints[name]
@@ -154,7 +154,7 @@ class Tool:
 
 def tools_of(offered: object) -> dict[str, Tool]:
     """Return the tools among the methods of an object, by name, in the order of their tiers."""
-    methods = [getattr(offered, name) for name in vars(type(offered)) if hasattr(getattr(offered, name), "_tool")]
+    methods = [getattr(offered, name) for name in vars(type(offered)) if hasattr(getattr(offered, name), "about_tool")]
     made = sorted(map(Tool.of, methods), key=lambda each: list(TIERS).index(each.tier))
     return {each.name: each for each in made}
 

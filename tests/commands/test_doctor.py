@@ -258,7 +258,7 @@ def test_json_has_null_for_what_is_no_number_and_text_for_what_json_does_not_kno
 
 def test_every_command_and_magic_that_shows_a_table_takes_json() -> None:
     tables = "%cluster attach|%cluster status|%cluster list|%cluster resize|%cluster restart|%compare|%nbkit plan"
-    tables += "|%nbkit why|%strategy|nbkit doctor|nbkit list|nbkit selftest|nbkit watch|nbkit why"
+    tables += "|%nbkit why|%strategy|nbkit doctor|nbkit jobs|nbkit list|nbkit selftest|nbkit watch|nbkit why"
     lines = (Path(__file__).parents[1] / "surface.txt").read_text().splitlines()
 
     assert sorted(line.partition(" [")[0] for line in lines if "[--json]" in line and "--json" in line) == sorted(

@@ -175,8 +175,8 @@ def test_names_that_are_taken_or_cannot_be_typed_are_refused(name: Any, said: st
 )
 def test_a_torch_half_that_would_not_be_called_is_refused(base: type[Key], more: dict[str, Any]) -> None:
     with pytest.raises(StrategyError, match="would not be called under zero1"):
-        techniques.register(type("Mine", (base,), {"name": "mine", "engine": "a:b", "parse": str, **more}))
-    assert "mine" not in techniques.names()
+        techniques.register(type("Own", (base,), {"name": "own", "engine": "a:b", "parse": str, **more}))
+    assert "own" not in techniques.names()
 
 
 def test_a_package_brings_it_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ class AttachedJob:
             raise ClusterNotFound(
                 f"No program called {name!r} listens." if name else "No program listens.",
                 numbers=f"running: {', '.join(running) or 'none'}",
-                hint="nbkit jobs" if running else "torchrun --nproc-per-node 2 -m nbkit run train.py",
+                hint="nbkit jobs" if running else "nbkit run -n 2 train.py",
             )
         folder = job_folder.folder_of(fits[0])
         job_folder.check_private(folder)

@@ -41,7 +41,7 @@ def find_head(model: nn.Module, blocks: Collection[str], chunks: int) -> str:
         raise StrategyError(
             "The model has no head whose logits could be computed in pieces.",
             numbers=f"loss_chunks={chunks}, and no linear module outside of its blocks",
-            hint="compute=nbkit.Compute() without loss_chunks=; or nn.Linear for the head, with weight = that of the "
+            hint="compute=nbkit.Compute(loss_chunks=1); or nn.Linear for the head, with weight = that of the "
             "embedding if they are tied",
         )
     largest: str = max(found, key=lambda name: sizes(found[name])[1])
@@ -161,7 +161,7 @@ class ChunkedLogits(VocabShard):
         raise TrainingError(
             "The logits are computed in pieces, and this would change all of them in place.",
             numbers=f"operation {name}, under loss_chunks=",
-            hint="logits = f(logits) instead; or compute=nbkit.Compute() without loss_chunks=",
+            hint="logits = f(logits) instead; or compute=nbkit.Compute(loss_chunks=1)",
         )
 
     @classmethod
@@ -169,7 +169,7 @@ class ChunkedLogits(VocabShard):
         raise TrainingError(
             "The logits are computed in pieces, and a torch.autograd.Function took them: their gradient would be lost.",
             numbers=f"{name}, under loss_chunks=",
-            hint="logits = logits + 0 before it; or compute=nbkit.Compute() without loss_chunks=",
+            hint="logits = logits + 0 before it; or compute=nbkit.Compute(loss_chunks=1)",
         )
 
 

@@ -101,4 +101,4 @@ def test_a_rank_that_fails_or_dies_is_named_once(cluster: Any, how: str, error: 
     assert [(event["rank"], event["error"], event["what"]) for event in found] == [(1, error, what)]
     assert found[0]["step"] in (15, 16)
     said = plain(lines_of(reader.snapshot()))
-    assert f"✕ after step {found[0]['step']}: rank 1" in said and what in said
+    assert f"✕ failure after step {found[0]['step']}: rank 1" in said and what in said

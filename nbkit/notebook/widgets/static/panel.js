@@ -711,7 +711,7 @@ function render({ model, el }) {
         && !taken.some(([l, t, w, h]) => left < l + w && l < left + wide && base - 9 < t + h && t < base + 2));
       if (!free) continue;
       taken.push([free[0], free[1] - 9, wide, 11]);
-      into.append(shape("text", { x: free[0], y: free[1], class: row.recommended || row.current ? "label strong" : "label" }, text));
+      into.append(shape("text", { x: free[0], y: free[1], class: row.recommended || row.current ? "dot-label strong" : "dot-label" }, text));
     }
   }
 

@@ -55,7 +55,7 @@ def in_two(forward_step: ForwardStep) -> tuple[Callable[[Any], Any], Callable[[A
                 raise TrainingError(
                     "forward_step gives the model some arguments by position and some by name.",
                     numbers=f"{len(called.args_given)} by position; by name: {', '.join(called.kwargs)}",
-                    hint="all of them by name: model(x=x, mask=mask)",
+                    hint="give the model all of them by name",
                 ) from None
             return called.kwargs or (called.args_given[0] if len(called.args_given) == 1 else called.args_given)
         raise TrainingError("forward_step returned without a call of the model.", numbers="0 calls", hint=_EXAMPLE)
