@@ -271,7 +271,8 @@ def test_what_is_not_hidden_is_a_wait_within_forward() -> None:
     for rank, (steps, far) in enumerate(run_ranks(shown, 2)):
         assert far < 1e-12
         waits = [one for one in steps if any(a == "forward" and b.startswith("wait") for a, b in pairwise(one))]
-        assert rank or len(waits) >= STEPS - 2, steps
+        # The first step finds whole weights, and the second one, whose memory is counted, looks at them before.
+        assert rank or len(waits) >= STEPS - 3, steps
 
 
 class Torn(torch.optim.AdamW):
