@@ -209,7 +209,7 @@ signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
     blocked = f"{handler}signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
     loop = "while True: time.sleep(0.05)"
     for source in (f"{handler}{loop}", "import time; time.sleep(600)", f"{blocked}{loop}", f"{handler}{loop}"):
-        error = run_pressed(two, source, lambda: (time.sleep(1), press(two)))
+        error = run_pressed(two, source, lambda: (when(lambda: is_in_cell(two)), time.sleep(1), press(two)))
         assert isinstance(error, CellStopped) and "variables live on" in str(error), error
     found = two.run("(len(pressed), signal.getsignal(signal.SIGINT).__qualname__)").values
     assert all(1 <= count <= 4 and name == "Runner._on_sigint" for count, name in found.values()), found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,11 @@ def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys
         assert RunReader(copy).snapshot()["points"] == RunReader(here).snapshot()["points"]
 
         cluster.run("trainer.fit(3)")
-        brought()
+        for _ in range(100):  # a thread writes the records
+            brought()
+            if len(RunReader(copy).snapshot()["points"]) == 15:
+                break
+            time.sleep(0.1)
         assert len(RunReader(copy).snapshot()["points"]) == 15
         for file in (here / "telemetry").glob("rank?.jsonl"):
             assert file.read_bytes() == (copy / "telemetry" / file.name).read_bytes()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from nbkit.wire.cells import ranks_text
 
-FOLD_SECONDS = 0.03
+FOLD_SECONDS = 0.1
 REST_SECONDS = 0.04  # text without a newline is shown when nothing has followed it for this long
 GROWING_SECONDS = 0.5  # and at the latest after these, while more of it comes
 UP = "\x1b[A"  # how a bar moves the cursor back to the bar above it
