@@ -8,6 +8,7 @@ import pytest
 from planted_causes import CAUSES, ask
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_named_and_nobody_where_nobody_is_late(tmp_path: Path) -> None:
     causes = [cause for cause in CAUSES[2] if cause.name in ("slow rank", "nobody, ddp")]
     found = ask(2, causes, tmp_path)

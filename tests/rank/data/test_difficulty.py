@@ -164,6 +164,7 @@ def by_seconds(world: Any, given: bool) -> Any:
     return [record["loss"] for record in trainer.history], batches, uneven, data.why
 
 
+@pytest.mark.long
 def test_rows_are_divided_by_seconds_that_were_measured_and_batches_do_not_depend_on_them() -> None:
     (alone,) = run_ranks(by_seconds, 1, True)
     by_size = [

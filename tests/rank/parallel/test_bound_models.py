@@ -107,6 +107,7 @@ def test_the_classes_of_a_model_stay_what_they_are() -> None:
     assert run_ranks(calls_counted, 2) == [[4, 4]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("instance", [False, True])
 def test_weak_references_and_keys_go_along(instance: bool) -> None:
     compare(["weakly"], ["pp > zero1 > tp"], instance)

@@ -281,6 +281,7 @@ def test_under_tp_the_attention_is_split_and_experts_and_positions_stay_whole() 
     assert how["model.layers.*.mlp.experts"] == ("whole", "a mixture of experts stays whole on each rank")
 
 
+@pytest.mark.long
 def test_experts_that_are_multiplied_in_groups_are_stages() -> None:
     """Output shapes are found on weights without memory, which torch's product of groups does not take."""
     checked = nbkit.check(lambda: mixtral(experts_implementation="grouped_mm").float(), "pp", stacked(), 2)

@@ -163,6 +163,7 @@ def _break(patch: pytest.MonkeyPatch, stage: str) -> None:
         patch.setattr(DataAxis, "refresh", broken)
 
 
+@pytest.mark.long
 def test_undo_try_and_a_switch_that_fails_at_each_stage_leave_the_curve_as_it_was() -> None:
     expected, _ = expected_of_one()
     found = run_ranks(undone_tried_and_failed, 4, timeout=150)
