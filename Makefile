@@ -46,13 +46,13 @@ help:
 demo: $(READY)
 	@$(BIN)/nbkit demo
 
-# All of them: four files at a time, because what starts clusters and browsers waits much; on two cores two more workers
-# fill the waits. A part: one after the other, so that its output is in order.
+# All of them: three files at a time, because what starts clusters and browsers waits much; on two cores one more worker
+# fills the waits. A part: one after the other, so that its output is in order.
 # Hundreds of processes import nbkit: with its bytecode at hand each starts half a second sooner.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
 	@$(if $(T),,$(BIN)/python -m tests.support.rewritten)
-	@$(BIN)/python -m pytest --durations=10 --durations-min=5 $(if $(T),$(T),-n 4 --dist loadfile)
+	@$(BIN)/python -m pytest --durations=10 --durations-min=5 $(if $(T),$(T),-n 3 --dist loadfile)
 
 # What is marked long; on several hosts: make machines. In the browser each test goes on where the one before has ended,
 # so there those of make test come along.

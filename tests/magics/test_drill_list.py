@@ -51,4 +51,5 @@ def test_an_answer_without_the_words_and_a_cluster_that_is_not_as_before_are_not
         wrong = drills.perform(kernel, drill).wrong
         assert "is not shown" in wrong and "the next cell" in wrong
     finally:
-        kernel.run("%%distributed\ndist.all_reduce = dist.distributed_c10d.all_reduce")
+        if kernel.run("%%distributed\ndist.all_reduce = dist.distributed_c10d.all_reduce").status != "ok":
+            kernel.run("%cluster restart")  # on a busy machine one rank failed first, and the world cannot form again
