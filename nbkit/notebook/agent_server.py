@@ -37,7 +37,7 @@ TIERS = {
 }
 """Each tier includes those before it."""
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-"""Revisions of the protocol that are spoken, the newest first. For tools they are the same."""
+"""Revisions of the protocol that the server speaks, the newest first. They do not differ for tools."""
 LONGEST_LINE = 1 << 20
 """Bytes of a request."""
 LONGEST_ANSWER = 60_000
@@ -50,7 +50,7 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 cancelled: ContextVar[threading.Event] = ContextVar("cancelled", default=threading.Event())  # noqa: B039
-"""Set when the program does not wait any longer for the call that runs in this context."""
+"""Set when the program no longer waits for the call that runs in this context."""
 
 
 def tool(tier: str, **about: str) -> Callable[[_F], _F]:
@@ -96,7 +96,7 @@ def _is_a(value: Any, kind: type) -> bool:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that programs can call. tier: that it belongs to. call: takes its arguments, and returns a dict."""
+    """A tool that programs can call. tier: the one that it belongs to. call: takes the arguments and returns a dict."""
 
     name: str
     tier: str
@@ -222,10 +222,10 @@ class AgentServer:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError) as error:
-            self._refuse(None, _PARSE, f"This line is no JSON: {error}")
+            self._refuse(None, _PARSE, f"This line is not JSON: {error}")
             return
         if not isinstance(message, dict) or message.get("jsonrpc") != "2.0":
-            self._refuse(None, _INVALID, "A message is a JSON object with jsonrpc = 2.0, one on each line.")
+            self._refuse(None, _INVALID, "Each line must be one JSON object with jsonrpc = 2.0.")
             return
         method, params, id = message.get("method"), message.get("params") or {}, message.get("id")
         if method is None and ("result" in message or "error" in message):

@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 class KeptScreen(NoScreen):
-    """The text that a notebook would show for a cell: equal lines of several ranks stand there once."""
+    """The text that a notebook would show for a cell: equal lines of several ranks appear once."""
 
     def __init__(self) -> None:
         self._pieces: deque[str] = deque()
@@ -301,8 +301,8 @@ class AgentTools:
         precision: str = "bf16",
         rows: int = 5,
     ) -> Any:
-        """Choose a strategy for a GPT on hardware that is described in a line. It needs no cluster: all is
-        arithmetic."""
+        """Choose a strategy for a GPT on hardware that one line describes. It needs no cluster: it only
+        calculates."""
         config = GPTConfig(vocab=vocab, block=block, layers=layers, heads=heads, width=width)
         made = plan(config, batch=batch, on=on, precision=None if precision == "fp32" else precision)
         told = {
@@ -338,7 +338,7 @@ class AgentTools:
 
     @tool("steer", cluster=_CLUSTER)
     def undo(self, cluster: str = "") -> Any:
-        """Go back to the strategy before the last switch, with the weights of now."""
+        """Go back to the strategy before the last switch. The weights stay as they are."""
         own = self._own(cluster)
         return _patiently(own.training.undo)
 
@@ -399,7 +399,7 @@ class AgentTools:
     def start_cluster(
         self, ranks: int | None = None, name: str = "", cpu: bool = False, gpus: str = "", ttl: float | None = None
     ) -> Any:
-        """Start a cluster on this machine. It lives on when this program ends, for the time of its ttl."""
+        """Start a cluster on this machine. It lives on when this program ends, until its ttl is over."""
         name = name or registry.made_up_name()
         showing.set(KeptScreen())
         own = Cluster.start(ranks, name=name, cpu=cpu, gpus=gpus or None, ttl=ttl)

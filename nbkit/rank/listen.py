@@ -80,11 +80,11 @@ from nbkit.wire.processes import Process, node_name
 from nbkit.wire.user_code import is_users
 
 LONGEST = 1 << 20  # bytes of a request
-FIRST_SECONDS = 10.0  # in which the first request has to come
-SILENT_SECONDS = 600.0  # a connection without a further request for so long is closed
+FIRST_SECONDS = 10.0  # a connection is closed if its first request takes longer
+SILENT_SECONDS = 600.0  # a connection is closed if no request comes for this long
 CONNECTIONS = 8  # at the same time; further ones wait
-DECIDE_SECONDS = 10.0  # for which a rank waits at the step of a planned cell
-_REFUSED_SECONDS = 1.0  # a refused connection keeps its place for so long, which bounds the log
+DECIDE_SECONDS = 10.0  # a rank waits this long at the step of a planned cell
+_REFUSED_SECONDS = 1.0  # a refused connection keeps its place for this long, so that the log cannot be flooded
 _OUTPUT = 1 << 18  # characters of a cell that are sent
 _MEMORY_EVERY = 100  # steps
 _CELL = "<live cell>"

@@ -194,7 +194,7 @@ MISUSE: dict[str, tuple[Any, str]] = {
         "The arguments of a tool are an object",
     ),
     "an unknown method": (asking("resources/read", uri="file:///etc/passwd"), "There is no method 'resources/read'"),
-    "a line that is no JSON": (b"rm -rf /", "This line is no JSON"),
+    "a line that is not JSON": (b"rm -rf /", "This line is not JSON"),
     "a batch": (b'[{"jsonrpc": "2.0", "id": 1, "method": "ping"}]', "A message is a JSON object"),
     "a message of another protocol": ({"id": 1, "method": "ping"}, "A message is a JSON object"),
     "a line without end": (b"x" * (LONGEST_LINE + 9), "at most 1,048,576 bytes"),

@@ -36,7 +36,7 @@ from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.messages import Death, DecideJobCell, ForJob, GetActivity, GetJobState, JobAnswer, PlanJobCell
 
 _NONCE = 33  # bytes of the first line
-_AHEAD_SECONDS = 1.0  # the step of a live cell is at least so far ahead, so that all ranks learn of it before
+_AHEAD_SECONDS = 1.0  # the step of a live cell is at least this far ahead, so that all ranks learn of it before
 _TRIES = 3
 _COLUMNS = ("rank", "step", "takes", "compute", "comm.", "waits", "data", "optim.", "other", "memory", "loss")
 
@@ -135,7 +135,7 @@ class AttachedJob:
 
     @classmethod
     def attach(cls, name: str | None = None) -> AttachedJob:
-        """Return the job called `name`, or with a name that begins so; without a name the only one that runs.
+        """Return the job whose name is `name`, or begins with it; without a name, the only job that runs.
 
         Raises ClusterNotFound if none runs, UsageError if several do, ClusterError if its files are not private.
         """

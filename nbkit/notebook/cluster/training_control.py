@@ -361,9 +361,10 @@ class TrainingClient:
             trained = any(state["trained"] for state in states.values())
             begins = _TRAINS.search(busy.request.source) and not trained
             now = time.time()
+            too_long = now - seen > END_SECONDS if trained else now - busy.sent > GRACE_SECONDS
             if trains:
                 seen = now
-            elif not begins and (now - seen > END_SECONDS if trained else now - busy.sent > GRACE_SECONDS):
+            elif too_long and not begins:
                 return False
             time.sleep(TICK_SECONDS)
         return False

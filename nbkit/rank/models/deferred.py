@@ -5,16 +5,16 @@ memory. The mode records every operation on such a tensor. Where the operation d
 into memory that it frees at once, so that the generator goes on as usual, and it records the state of the generator
 before the draw.
 
-Later `Recording.read` makes one tensor: it runs the operations again that the content of the tensor comes from, each
-draw from its recorded state. These are the operations of the plain build, on the same values. So the weights are those
-of the plain build, bit for bit, under every strategy, whatever the initialisation does. Beside what a rank holds there
-is memory for one weight, and for what its own operations need.
+Later `Recording.read` makes one tensor. It runs again the operations that made the content of this tensor, and each
+draw starts from its recorded state. These are the operations of the plain build, on the same values. So the weights are
+those of the plain build, bit for bit, under every strategy, whatever the initialisation does.
 
 Some callables cannot be recorded: they raise an error on meta tensors, hand a weight to code outside of torch, or keep
-a tensor that nobody finds. Then the model is built whole on every rank, and a warning says why.
+a tensor that the search over modules does not find. Then the model is built whole on every rank, and a warning says
+why.
 
-Recording operations and running them later comes from `deferred_init` of torchdistX (Meta, 2022). It runs all draws in
-one go, in order; the recorded states are what makes any one weight available by itself.
+Recording operations and running them later comes from `deferred_init` of torchdistX (Meta, 2022). That project
+makes all draws in order, in one go. The recorded states allow each weight to be made by itself.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from nbkit.rank.watching_mode import WatchingMode
 from nbkit.tensor_layout import Layout
 
 _LARGE = 1 << 18
-"""Bytes from which on a tensor is recorded. Smaller ones are made as usual; numbers are often read from them."""
+"""Tensors of at least so many bytes are recorded. Smaller ones are made as usual: code often reads their numbers."""
 
 _WORTH_SAYING = 1 << 28
-"""Bytes of a model from which on a warning says that it is built whole."""
+"""If a model of at least so many bytes is built whole, a warning says so."""
 
 _FILLS = {"uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
 _OVERWRITES = _FILLS | {"fill_", "zero_", "copy_"}
@@ -74,7 +74,7 @@ _hides: ContextVar[bool] = ContextVar("hides", default=False)
 def _said_to_be_on_cpu() -> Iterator[None]:
     """Make tensors on the meta device say that they are on the CPU, in this thread.
 
-    Code that initialises weights asks, and leaves out what it does to a meta tensor: torch.nn.init.trunc_normal_.
+    Code that initialises weights may ask, and then does nothing to a meta tensor. torch.nn.init.trunc_normal_ is such.
     """
     kind: Any = torch.Tensor
     kind.is_meta = property(lambda tensor: _IS_META.__get__(tensor) and not _hides.get())
@@ -111,7 +111,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Given:
-    """A tensor with memory that an operation read. It is large, so it is not copied: its version tells of a change."""
+    """A large tensor with memory that an operation read. It is not copied. Its version shows if it changed."""
 
     tensor: Tensor
     version: int

@@ -110,7 +110,7 @@ class _Making:
 class ChunkedLogits(VocabShard):
     """Logits that are not computed yet. part: the hidden states, with their features at the dim `along` of the classes.
 
-    It looks like the logits. dtype: theirs.
+    It behaves like the logits. dtype: of the logits.
     """
 
     called = "logits"

@@ -286,17 +286,9 @@ def refusals(
 
     guessed: there is no batch to run, and the blocks of the model are guessed by its structure.
     """
-    needs = [
-        _need_stages,
-        _need_facts,
-        _need_blocks_that_run,
-        _need_copies,
-        _need_whole_gradients,
-        need_rows,
-        _need_outside,
-    ]
-    needs += [_need_one_gradient, _need_experts]
-    for need in [*needs, *([] if guessed else [need_chain]), _need_gathers, _need_positionwise]:
+    needs = [_need_stages, _need_facts, _need_blocks_that_run, _need_copies, _need_whole_gradients, need_rows]
+    needs += [_need_outside, _need_one_gradient, _need_experts, *([] if guessed else [need_chain])]
+    for need in [*needs, _need_gathers, _need_positionwise]:
         try:
             need(strategy, facts, options)
         except StrategyError as error:

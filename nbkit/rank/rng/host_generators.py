@@ -25,14 +25,14 @@ class Drawn:
     @classmethod
     def so_far(cls) -> Drawn:
         """Return the current states."""
-        numpy = sys.modules.get("numpy")
-        return cls(random.getstate(), numpy.random.get_state() if numpy is not None else None)
+        numpy = numpy_random()
+        return cls(random.getstate(), numpy.get_state() if numpy is not None else None)
 
     def restore(self) -> None:
         """Restore the generators, so that the draws since then are repeated."""
         random.setstate(self.python)
         if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+            sys.modules["numpy.random"].set_state(self.numpy)
 
 
 class OtherGenerators:
@@ -48,8 +48,8 @@ class OtherGenerators:
 
     def _now(self) -> dict[str, Any]:
         found: dict[str, Any] = {"Python's random": random.getstate()}
-        if (numpy := sys.modules.get("numpy")) is not None:
-            kind, key, *rest = numpy.random.get_state()
+        if (numpy := numpy_random()) is not None:
+            kind, key, *rest = numpy.get_state()
             found["numpy.random"] = (kind, key.tobytes(), *rest)
         return found
 
