@@ -14,12 +14,15 @@ twice: up to the call of the model, for the arguments, and then with the output 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nbkit.errors import TrainingError
+from nbkit.rank.device import accelerator
+from nbkit.rank.torch_private import tree_leaves
 
 ForwardStep = Callable[[Any, Any], Any]
 """(model, batch) -> a mean over the rows, or (sum, weight). batch: the rows of a micro-batch."""
@@ -46,11 +49,11 @@ def in_two(forward_step: ForwardStep) -> tuple[Callable[[Any], Any], Callable[[A
         def model(*args: Any, **kwargs: Any) -> Any:
             raise _Called(args, kwargs)
 
-        before = torch.get_rng_state()
+        before = _generators(batch)
         try:
             forward_step(model, batch)
         except _Called as called:
-            _refuse_draws(before)
+            _refuse_draws(before, batch)
             if called.args_given and called.kwargs:
                 raise TrainingError(
                     "forward_step gives the model some arguments by position and some by name.",
@@ -75,16 +78,22 @@ def in_two(forward_step: ForwardStep) -> tuple[Callable[[Any], Any], Callable[[A
                 )
             return output
 
-        before = torch.get_rng_state()
+        before = _generators(batch)
         found = forward_step(model, batch)
-        _refuse_draws(before)
+        _refuse_draws(before, batch)
         return found
 
     return arguments, loss
 
 
-def _refuse_draws(before: torch.Tensor) -> None:
-    if torch.equal(before, torch.get_rng_state()):
+def _generators(batch: Any) -> list[Tensor]:
+    """Return the states of torch's generators, of the CPU and of the device that holds the batch."""
+    held = (leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return accelerator().generator_states(next(held, torch.device("cpu")))
+
+
+def _refuse_draws(before: Sequence[Tensor], batch: Any) -> None:
+    if all(torch.equal(old, new) for old, new in zip(before, _generators(batch), strict=True)):
         return
     raise TrainingError(
         "forward_step draws random numbers, and each rank and micro-batch would draw the same ones.",
