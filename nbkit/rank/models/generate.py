@@ -182,22 +182,28 @@ def generate(
         new = [row.new_empty(0) for row in rows]
     else:
         with sharded_model.evaluating():
-            cached = tokens > 1 and not _why_no_cache(sharded_model, rows[0], inputs, device)
+            cached = tokens > 1 and not _why_no_cache(sharded_model, rows[0], inputs, device, tokens)
             new = _Generation(sharded_model, rows, tokens, inputs, sampling, device, cached=cached).run()
     texts = iter([torch.cat([row.to(device), more]) for row, more in zip(rows, new, strict=True)])
     answers = [_like(one, [next(texts) for _ in _rows(one)]) for one in prompts]
     return answers if several else answers[0]
 
 
-def _why_no_cache(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, device: torch.device) -> str:
-    """Return why the model keeps nothing while it generates several tokens, and warn of it; "" if it does. Collective.
+_COSTLY = 100
+"""Tokens of a text from which on a warning says that each token computes the whole text."""
+
+
+def _why_no_cache(
+    model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, device: torch.device, tokens: int
+) -> str:
+    """Return why the model keeps nothing while it generates `tokens`; "" if it keeps them. Collective.
 
     A model declares that it can be given a cache. A run before the first text of a sharded model shows whether its
-    results are correct. row: the prompt of that text.
+    results are correct. row: the prompt of that text. A warning tells of it where the text is long.
     """
     if model.no_cache is None:
         model.no_cache = why_no_cache(model.module) or _tried(model, row, inputs, device)
-    if model.no_cache and not model.axes.rank:
+    if model.no_cache and tokens >= _COSTLY and not model.axes.rank:
         # Python's warning filter shows a warning from one line only once.
         warnings.warn(
             f"{type(model.module).__name__} keeps no keys and values while it generates, so each token computes "
