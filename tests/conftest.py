@@ -64,6 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: _end(config))
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # As in a command that a shell runs in the background. Tests of the stop button send this signal.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         import ranks
 

@@ -195,8 +195,8 @@ MISUSE: dict[str, tuple[Any, str]] = {
     ),
     "an unknown method": (asking("resources/read", uri="file:///etc/passwd"), "There is no method 'resources/read'"),
     "a line that is not JSON": (b"rm -rf /", "This line is not JSON"),
-    "a batch": (b'[{"jsonrpc": "2.0", "id": 1, "method": "ping"}]', "A message is a JSON object"),
-    "a message of another protocol": ({"id": 1, "method": "ping"}, "A message is a JSON object"),
+    "a batch": (b'[{"jsonrpc": "2.0", "id": 1, "method": "ping"}]', "Each line must be one JSON object"),
+    "a message of another protocol": ({"id": 1, "method": "ping"}, "Each line must be one JSON object"),
     "a line without end": (b"x" * (LONGEST_LINE + 9), "at most 1,048,576 bytes"),
 }
 

@@ -199,7 +199,6 @@ def test_where_the_processes_are_on_another_host_their_parent_interrupts(
     assert {record.status for record in handle._execution.records.values()} == {"interrupted"}
 
 
-@pytest.mark.long
 def test_a_handler_of_a_cells_own_is_called_first_and_keeps_no_stop_from_its_end(two: Cluster) -> None:
     # Like a program's handler that saves at Ctrl-C. It is gone in the next cell.
     handler = """

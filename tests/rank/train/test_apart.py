@@ -77,6 +77,7 @@ def test_what_is_summed_over_an_axis_is_in_the_same_order_everywhere(said: list[
             assert (torch.tensor(curve) - torch.tensor(expected)).abs().max() <= 1e-10, strategy
 
 
+@pytest.mark.long
 def test_scripts_forked_ranks_and_one_process_lose_the_same(said: list[Any]) -> None:
     """The Trainer of a notebook cell and of an exported script must be the same training."""
     forked = run_ranks(train_adamw, 2)

@@ -83,6 +83,7 @@ def elsewhere(world: Any, saved: Path) -> tuple[list[float], list[str], dict[str
     return [r["loss"] for r in loaded.history], [r["strategy"] for r in loaded.history], whole
 
 
+@pytest.mark.long
 def test_any_strategy_and_any_number_of_ranks_goes_on_from_any_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
