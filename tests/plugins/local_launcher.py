@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import nbkit
 
+QUEUE_SECONDS = 4
+
 
 class LocalLauncher(nbkit.Launcher):
     """A launcher on this machine. `-- fail` makes its command fail, `-- raise` its start, and `-- flaky` later calls.
 
-    With `-- queue` it waits for three seconds, as a batch system does.
+    With `-- queue` they start some seconds later, as in a batch system.
     """
 
     began = 0.0
@@ -21,12 +23,14 @@ class LocalLauncher(nbkit.Launcher):
             raise RuntimeError("no machine is free")
         if "fail" in self.options:
             command = ["sh", "-c", "echo the queue is closed; exit 3"]
+        if "queue" in self.options:
+            command = ["sh", "-c", f'sleep {QUEUE_SECONDS}; exec "$@"', "sh", *command]
         self.began = time.monotonic()
         for host in range(self.nodes):
             self.run(command, {**environment, "NBKIT_HOST_INDEX": str(host)})
 
     def poll(self) -> nbkit.LauncherStatus | str | None:
-        left = 3.0 - (time.monotonic() - self.began)
+        left = QUEUE_SECONDS - (time.monotonic() - self.began)
         if "queue" in self.options and left > 0:
             return nbkit.LauncherStatus("pending", f"{left:.0f} s in the queue")
         if "flaky" in self.options and left < -1:

@@ -44,8 +44,11 @@ Host locked
   IdentitiesOnly yes
   StrictHostKeyChecking accept-new
 """
+# Hosts run the Python of the project. It may be in /tmp itself, so it is mounted again below the new /tmp.
 _INSIDE = """\
-mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && hostname {name} && mkdir -p /run/sshd
+kept=$(mktemp -d /run/nbkit-XXXXXX) && mount --bind {root} $kept
+mount -t tmpfs tmpfs /tmp && mkdir -p {root} && mount --move $kept {root}; rmdir $kept
+mount -t tmpfs tmpfs /dev/shm && hostname {name} && mkdir -p /run/sshd
 exec /usr/sbin/sshd -D -f {folder}/{name}.conf -E {folder}/{name}.log
 """
 
@@ -121,7 +124,7 @@ class SshHosts:
         _run(*inside, "ip", "link", "set", "lo", "up")
         sshd = _SSHD.format(address=f"{self.net}.{number}", folder=self.folder, root=root)
         (self.folder / f"{name}.conf").write_text(sshd)
-        script = _INSIDE.format(name=name, folder=self.folder)
+        script = _INSIDE.format(name=name, folder=self.folder, root=root)
         space_of_processes = ("unshare", "-u", "-m", "-p", "-f", "--mount-proc", "--kill-child")
         self._daemons.append(subprocess.Popen([*inside, *space_of_processes, "sh", "-c", script]))
 
