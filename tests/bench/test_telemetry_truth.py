@@ -19,7 +19,7 @@ DELAY, STEPS = 0.3, 4
 
 def late_in(folder: Path, strategy: str, wanted: list[Delay]) -> tuple[Recorded, list[range]]:
     """Train with each of these delays in turn. Return the records, and the steps that had each delay."""
-    with Ranks("telemetry.telemetry_truth_ranks", 4, folder=folder, **SIZE) as ranks:
+    with Ranks("telemetry.telemetry_truth", 4, folder=folder, **SIZE) as ranks:
         run = ranks.ask("prepare", strategy=strategy, compute=COMPUTE)[0]
         ranks.ask("train", steps=2)
         spans = []
@@ -46,5 +46,5 @@ def test_a_delay_on_one_rank_or_link_is_found_within_three_steps(tmp_path: Path)
         assert len(steps) == 3
         rank, source = delay.ranks[-1], delay.ranks[0]
         seen = [recorded.seconds(step, rank, source)[delay.part] for step in steps]
-        assert median(seen) == pytest.approx(1.3 * DELAY, rel=0.4), delay
+        assert median(seen) >= 0.9 * DELAY, delay  # how exactly: python -m bench telemetry_truth
         assert expected(delay, chosen)(recorded.told(steps, delay)), (delay, recorded.told(steps, delay))

@@ -65,7 +65,6 @@ def as_a_user(nbkit_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return Cluster.start(2, cpu=True, name="gone")
 
 
-@pytest.mark.long
 def test_files_of_the_folder_hide_no_module_of_pythons_and_warnings_end_no_start(as_a_user: Cluster) -> None:
     source = f"import os, {', '.join(HIDING)}, of_mine\n(of_mine.answer, os.environ['PYTHONWARNINGS'])"
     assert as_a_user.run(source).values[1] == (42, "default,ignore::ImportWarning")
