@@ -154,14 +154,14 @@ def _typed(name: str, parser: argparse.ArgumentParser, level: str, said: str = "
     verbs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     options = [a for a in parser._actions if a not in verbs and not isinstance(a, argparse._HelpAction)]
     yield f"{level} {name}\n"
-    yield sentence((parser.description or said).replace("%%", "%")) + "\n"
+    yield sentence(parser.description or said.replace("%%", "%")) + "\n"
     if not verbs:
         usage = " ".join(parser.format_usage().removeprefix("usage: ").split()).replace(" [-h]", "")
         yield _shown(usage)
     if options:
         yield table(("argument", "values", "meaning"), (_option(parser, action) for action in options))
     if parser.epilog:
-        yield sentence(parser.epilog.replace("%%", "%")) + "\n"
+        yield sentence(parser.epilog) + "\n"
     for action in verbs:
         helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
         for verb, below in action.choices.items():
