@@ -99,11 +99,15 @@ CONSTANTS = {"FORMAT": str(FORMAT), "runs_dir.DEFAULT": '"runs"', "default_colla
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table. Columns that are empty in all rows are left out."""
+    """Return a Markdown table. Columns that are empty in all rows are left out.
+
+    If the last column is the meaning, site.css puts it below the others on a phone.
+    """
     rows = [list(row) for row in rows]
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     lines = [[heads[i] for i in kept], ["---" for _ in kept], *([row[i] for i in kept] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    look = "{.arguments}\n" if heads[-1] == "meaning" else ""
+    return look + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def code(text: str) -> str:
