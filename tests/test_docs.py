@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ import shots
 from clusters import end_clusters
 from forked_parents import forked_parents_of_programs
 from jupyter_client.manager import start_new_kernel
+
+from magics.arguments import PARSERS, parse
+from nbkit.commands import prepare_parser, subcommands
+from nbkit.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -101,6 +106,29 @@ def test_a_page_in_chinese_has_the_same_cells(page: Path) -> None:
     )
 
     assert chinese == english
+
+
+def test_every_line_of_nbkit_on_a_page_is_one_that_it_takes() -> None:
+    """Also in blocks that no test runs. Words behind two spaces explain the line."""
+    commands = prepare_parser(subcommands())
+    seen, refused = set(), []
+    for page in [README, *CHINESE, *PAGES]:
+        blocks = re.findall(r"^```\w+\n(.*?)^```$|^    ([^\n]*)$", page.read_text(), re.MULTILINE | re.DOTALL)
+        for line in "\n".join(fenced or indented for fenced, indented in blocks).splitlines():
+            name, _, words = re.split(r"(?<=\S)  +", line)[0].partition(" ")
+            if (name != "nbkit" and name not in PARSERS) or "..." in words:
+                continue
+            seen.add(name)
+            try:
+                if name == "nbkit":
+                    commands.parse_args(shlex.split(words, comments=True))
+                else:
+                    parse(PARSERS[name](), words.partition(" -- ")[0])  # what follows is for a launcher
+            except (UsageError, SystemExit) as error:
+                refused.append(f"{page.name}: {line}: {error}")
+
+    assert {"nbkit", *PARSERS} <= seen
+    assert refused == []
 
 
 def test_a_failing_cell_is_seen(kernel: Any) -> None:
