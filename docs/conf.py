@@ -22,7 +22,7 @@ from sphinx.errors import ExtensionError  # noqa: E402
 import nbkit  # noqa: E402
 
 project = "nbkit"
-author = "The nbkit developers"
+author = project_copyright = "The nbkit developers"
 release = version = nbkit.__version__
 html_title = "nbkit"
 html_theme = "furo"
@@ -35,7 +35,7 @@ html_theme_options = {"navigation_with_keys": True}
 
 # The anchors are those that GitHub makes, so that a link leads to the same place in both.
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["attrs_block", "colon_fence"]
 smartquotes = False  # they would make one dash of the two in --name
 # Cells hold magics, which Python's highlighter does not know; it then shows the cell without colours.
 suppress_warnings = ["misc.highlighting_failure"]

@@ -99,11 +99,15 @@ CONSTANTS = {"FORMAT": str(FORMAT), "runs_dir.DEFAULT": '"runs"', "default_colla
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table. Columns that are empty in all rows are left out."""
+    """Return a Markdown table. Columns that are empty in all rows are left out.
+
+    If the last column is the meaning, site.css puts it below the others on a phone.
+    """
     rows = [list(row) for row in rows]
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     lines = [[heads[i] for i in kept], ["---" for _ in kept], *([row[i] for i in kept] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    look = "{.arguments}\n" if heads[-1] == "meaning" else ""
+    return look + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def code(text: str) -> str:
@@ -154,14 +158,14 @@ def _typed(name: str, parser: argparse.ArgumentParser, level: str, said: str = "
     verbs = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     options = [a for a in parser._actions if a not in verbs and not isinstance(a, argparse._HelpAction)]
     yield f"{level} {name}\n"
-    yield sentence((parser.description or said).replace("%%", "%")) + "\n"
+    yield sentence(parser.description or said.replace("%%", "%")) + "\n"
     if not verbs:
         usage = " ".join(parser.format_usage().removeprefix("usage: ").split()).replace(" [-h]", "")
         yield _shown(usage)
     if options:
         yield table(("argument", "values", "meaning"), (_option(parser, action) for action in options))
     if parser.epilog:
-        yield sentence(parser.epilog.replace("%%", "%")) + "\n"
+        yield sentence(parser.epilog) + "\n"
     for action in verbs:
         helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
         for verb, below in action.choices.items():

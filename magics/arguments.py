@@ -97,7 +97,7 @@ def _cell_options(parser: MagicParser) -> None:
         "--timeout",
         type=_duration,
         metavar="TIME",
-        help="stop the cell after so long: 30s, 10min; see docs/reference/cells.md",
+        help="stop the cell after this time: 30s, 10min; see docs/reference/cells.md",
     )
     parser.add_argument(
         "--detach",
@@ -105,7 +105,7 @@ def _cell_options(parser: MagicParser) -> None:
         nargs="?",
         const=DETACHED,
         metavar="NAME",
-        help=f"give the prompt back at once; the output stays here; NAME: of the handle ({DETACHED})",
+        help=f"give the prompt back at once; output stays here; NAME: the variable of the running cell ({DETACHED})",
     )
     parser.add_argument(
         "--at-step", action="store_true", help="run at the next step boundary of the running training (a live cell)"
@@ -114,9 +114,9 @@ def _cell_options(parser: MagicParser) -> None:
     parser.add_argument(
         "--as", dest="name", type=_variable, metavar="NAME", help="put the Results into this notebook variable"
     )
-    parser.add_argument("--queue", action="store_true", help="wait for a cell that runs, instead of refusing")
-    parser.add_argument("--tabs", action="store_true", help="what each rank prints in a tab of its own")
-    parser.add_argument("--job", metavar="NAME", help="on all ranks of a program that listens, after the same step")
+    parser.add_argument("--queue", action="store_true", help="wait for the running cell, instead of an error")
+    parser.add_argument("--tabs", action="store_true", help="show the output of each rank in its own tab")
+    parser.add_argument("--job", metavar="NAME", help="run it in a program that listens, between two of its steps")
 
 
 def distributed_parser() -> MagicParser:
@@ -127,7 +127,7 @@ def distributed_parser() -> MagicParser:
 
 
 def rank_parser() -> MagicParser:
-    parser = MagicParser(prog="%%rank", description="Run the cell on some ranks: %%%%rank 0 or %%%%rank 0,2-3.")
+    parser = MagicParser(prog="%%rank", description="Run the cell on some ranks: %%rank 0 or %%rank 0,2-3.")
     parser.add_argument("ranks", metavar="0,2-3", help="the ranks")
     _cell_options(parser)
     return parser
@@ -138,87 +138,105 @@ def cluster_parser() -> MagicParser:
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
     start = verbs.add_parser(
         "start",
-        help="start a cluster on this machine, or on --hosts, or --slurm, or --mpi, or by a --launcher",
-        epilog="What follows -- goes to sbatch, to mpirun, or to a --launcher, as it is.",
+        help="start a cluster on this machine, or elsewhere: --hosts, --slurm, --mpi, --launcher",
+        epilog="Words after -- go unchanged to sbatch, mpirun or the --launcher.",
     )
     start.add_argument(
         "-n", type=int, metavar="N", help="ranks; default: one per idle GPU, one where others use GPUs, else two"
     )
-    start.add_argument("--name", metavar="NAME", help="what to call it; default: a name is made up")
+    start.add_argument("--name", metavar="NAME", help="its name; default: a random one")
     start.add_argument("--gpus", metavar="2,3", help="these GPUs, one rank each")
-    start.add_argument("--cpu", action="store_true", help="CPU ranks, whatever GPUs there are")
+    start.add_argument("--cpu", action="store_true", help="make CPU ranks, also if there are GPUs")
     start.add_argument(
-        "--spares", type=int, default=0, metavar="N", help="N devices more on each host, for ranks whose own fails"
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N devices in reserve on each host, for a rank whose own fails",
     )
     start.add_argument(
-        "--ttl", type=_duration, metavar="TIME", help="let go after so long without notebook and cell: 30min, 12h (2h)"
+        "--ttl",
+        type=_duration,
+        metavar="TIME",
+        help="end it after this time without notebook and cell: 30min, 12h (2h)",
     )
     start.add_argument(
-        "--hosts", default="", metavar="node1:4,node2:4", help="over SSH; or a file, a host on each line"
+        "--hosts",
+        default="",
+        metavar="node1:4,node2:4",
+        help="start ranks over SSH; or a file, with a host on each line",
     )
     start.add_argument(
-        "--on", default="", metavar="NAME", help="as the [clusters] of nbkit.toml describe it; what is typed here wins"
+        "--on", default="", metavar="NAME", help="a line in [clusters] of nbkit.toml; options typed here win"
     )
-    start.add_argument("--slurm", action="store_true", help="in a Slurm job: -n ranks; see docs/reference/clusters.md")
-    start.add_argument("--mpi", action="store_true", help="mpirun starts them: on --hosts, on a batch job's, or here")
+    start.add_argument(
+        "--slurm", action="store_true", help="start ranks in a Slurm job; see docs/reference/clusters.md"
+    )
+    start.add_argument(
+        "--mpi", action="store_true", help="start ranks with mpirun: on --hosts, on those of a batch job, or here"
+    )
     start.add_argument(
         "--launcher",
         default="",
         metavar="NAME",
-        help="lsf, pbs, sge, or one that another package brings; see docs/reference/clusters.md",
+        help="lsf, pbs, sge, or the name of your own; see docs/reference/clusters.md",
     )
     start.add_argument(
-        "--nodes", type=int, metavar="N", help="for --slurm, --launcher: how many; default: as few as hold them"
+        "--nodes", type=int, metavar="N", help="for --slurm, --launcher: number of hosts; default: as few as possible"
     )
     start.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: Slurm's own")
-    start.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: after so long the job is ended")
+    start.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: time limit of the job")
     start.add_argument(
         "--detach",
         action="store_true",
-        help="for --slurm, --launcher: do not wait; %%cluster list says how far it is, %%cluster attach takes it up",
+        help="for --slurm, --launcher: do not wait. %%cluster list shows its state, %%cluster attach connects to it",
     )
     start.add_argument(
         "--save-before",
         type=_duration,
         metavar="TIME",
-        help="for --slurm: a training is saved, and ends, so long before the job does (2min, at most a quarter)",
+        help="for --slurm: save and end a training this long before the time limit (2min, at most a quarter of it)",
     )
     start.add_argument(
         "--requeue",
         action="store_true",
-        help="for --slurm: where Slurm takes the hosts away, others are asked for, cells run again, a training goes on",
+        help="for --slurm: if Slurm ends the job, ask for another one, run the cells again, and continue the training",
     )
-    start.add_argument("--python", default="", metavar="PATH", help="on the other hosts; default: the notebook's own")
+    start.add_argument(
+        "--python", default="", metavar="PATH", help="Python on the other hosts; default: that of the notebook"
+    )
     start.add_argument(
         "--container",
         default="",
         metavar="WORDS",
-        help="container of the ranks of other hosts: 'apptainer exec --nv torch.sif'; see docs/reference/clusters.md",
+        help="run ranks on other hosts in a container: 'apptainer exec --nv torch.sif'; see docs/reference/clusters.md",
     )
-    attach = verbs.add_parser("attach", help="take up a cluster that runs")
+    attach = verbs.add_parser("attach", help="connect this notebook to a running cluster")
     attach.add_argument("name", metavar="NAME")
-    attach.add_argument("--take", action="store_true", help="even from another notebook that uses it")
+    attach.add_argument("--take", action="store_true", help="also if another notebook uses it")
     attach.add_argument("--job", action="store_true", help="NAME is a program that listens: see docs/how-to/attach.md")
     add_json_option(attach)
-    add_json_option(verbs.add_parser("status", help="a table of the ranks"))
+    add_json_option(verbs.add_parser("status", help="show a table of the ranks"))
     stop = verbs.add_parser("stop", help="end the cluster")
-    stop.add_argument("name", nargs="?", metavar="NAME", help="another one than this notebook's")
-    add_json_option(verbs.add_parser("restart", help="end all ranks and start again: same pins, same ids"))
-    resize = verbs.add_parser("resize", help="go on with another number of ranks, also while a Trainer makes steps")
+    stop.add_argument("name", nargs="?", metavar="NAME", help="default: the cluster of this notebook")
+    add_json_option(verbs.add_parser("restart", help="end all ranks and start new ones on the same devices"))
+    resize = verbs.add_parser("resize", help="change the number of ranks, also while a Trainer trains")
     resize.add_argument("n", type=int, metavar="N", help="ranks; tp, pp and cp stay, and dp takes the rest")
-    resize.add_argument("--strategy", nargs="+", default=[], metavar="WORD", help="another one: zero3, tp=2 pp=2")
+    resize.add_argument(
+        "--strategy", nargs="+", default=[], metavar="WORD", help="also change the strategy: zero3, tp=2 pp=2"
+    )
     add_json_option(resize)
-    sync = verbs.add_parser("sync", help="bring the project's files to hosts without a shared file system")
+    sync = verbs.add_parser("sync", help="copy your files to hosts without a shared file system")
     sync.add_argument("path", nargs="?", default=".", metavar="PATH", help="a folder of the notebook's directory (.)")
-    add_json_option(verbs.add_parser("list", help="all clusters of this user"))
-    verbs.add_parser("clean", help="end what half-dead clusters have left")
+    add_json_option(verbs.add_parser("list", help="show all your clusters"))
+    verbs.add_parser("clean", help="remove what broken clusters have left")
     return parser
 
 
 def strategy_parser() -> MagicParser:
     parser = MagicParser(
         prog="%strategy",
-        description="Show the panel, or switch: %%strategy zero3, %%strategy pp=2 schedule=1f1b microbatches=8.",
+        description="Show the panel, or switch: %strategy zero3, %strategy pp=2 schedule=1f1b microbatches=8.",
     )
     parser.add_argument("strategy", nargs="*", help="a preset, or key=value; without: the panel")
     parser.add_argument("--undo", action="store_true", help="go back to the strategy before the last switch")
@@ -230,71 +248,71 @@ def strategy_parser() -> MagicParser:
 def compare_parser() -> MagicParser:
     parser = MagicParser(
         prog="%compare",
-        description="Measure strategies in turns, from one state on the same batches, beside the one in force; then "
-        "go on as if nothing had been: %%compare tp zero3 'dp=2 tp=2'.",
+        description="Measure strategies and the current one in turns, from the same state and on the same batches. "
+        "Then the training goes on as if nothing had happened: %compare tp zero3 'dp=2 tp=2'.",
     )
     parser.add_argument("strategies", nargs="+", metavar="strategy", help="a preset, or key=value, several in quotes")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each (20)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each strategy (20)")
     add_json_option(parser)
     return parser
 
 
 def train_parser() -> MagicParser:
-    parser = MagicParser(prog="%train", description="Hold, save, await or end the training that runs.")
+    parser = MagicParser(prog="%train", description="Pause, steer, save or stop the running training.")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
-    verbs.add_parser("pause", help="hold it at its next step boundary")
+    verbs.add_parser("pause", help="pause it after its current step")
     verbs.add_parser("resume", help="go on after pause")
-    rate = verbs.add_parser("lr", help="set the learning rate at its next step boundary; a schedule keeps its shape")
+    rate = verbs.add_parser("lr", help="set the learning rate after its current step; a schedule keeps its shape")
     rate.add_argument("value", type=float, metavar="RATE", help="of the first group; others keep their ratio to it")
-    fit = verbs.add_parser("fit", help="after a step ran out of memory: go on with what fits")
-    fit.add_argument("number", nargs="?", type=int, default=0, help="of a row that was offered (the first that fits)")
-    save = verbs.add_parser("save", help="write a checkpoint at its next step boundary")
+    fit = verbs.add_parser("fit", help="after a step ran out of memory: continue with a setting that fits")
+    fit.add_argument(
+        "number", nargs="?", type=int, default=0, help="number of a row of the table (the first that fits)"
+    )
+    save = verbs.add_parser("save", help="write a checkpoint after its current step")
     save.add_argument("path", nargs="?", default="", help="where to (checkpoint, in the run's directory)")
-    verbs.add_parser("wait", help="wait for the detached cell, so that Run All does")
-    verbs.add_parser("stop", help="end it at its next step boundary")
+    verbs.add_parser("wait", help="wait for the detached cell; so Run All waits too")
+    verbs.add_parser("stop", help="end it after its current step")
     return parser
 
 
 def push_parser() -> MagicParser:
-    parser = MagicParser(prog="%push", description="Assign notebook variables on the ranks.")
+    parser = MagicParser(prog="%push", description="Copy variables of the notebook to the ranks.")
     parser.add_argument("names", nargs="+", metavar="name")
     parser.add_argument("--ranks", metavar="0,2-3", help="only on these ranks")
     parser.add_argument("--force", action="store_true", help="also above 1 GB")
-    parser.add_argument("--queue", action="store_true", help="wait for a cell that runs, instead of refusing")
+    parser.add_argument("--queue", action="store_true", help="wait for the running cell, instead of an error")
     return parser
 
 
 def pull_parser() -> MagicParser:
-    parser = MagicParser(
-        prog="%pull", description="Fetch variables of a rank into the notebook, under their own names."
-    )
+    parser = MagicParser(prog="%pull", description="Copy variables of a rank into the notebook, under the same names.")
     parser.add_argument("names", nargs="+", metavar="name")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="of this rank (0)")
-    parser.add_argument("--all", action="store_true", help="of all ranks, as a list")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="from this rank (0)")
+    parser.add_argument("--all", action="store_true", help="from all ranks, as a list")
     parser.add_argument("--force", action="store_true", help="also above 1 GB")
-    parser.add_argument("--queue", action="store_true", help="wait for a cell that runs, instead of refusing")
+    parser.add_argument("--queue", action="store_true", help="wait for the running cell, instead of an error")
     return parser
 
 
 def board_parser() -> MagicParser:
-    parser = MagicParser(prog="%board", description="Start TensorBoard beside the notebook and show it here.")
-    parser.add_argument("logdir", nargs="?", help="folder with the runs (runs, or that of nbkit.toml)")
-    parser.add_argument("--height", type=int, default=700, metavar="PIXELS", help="of the frame (700)")
-    parser.add_argument("--stop", action="store_true", help="end it")
+    parser = MagicParser(prog="%board", description="Start TensorBoard, and show it in the notebook.")
+    parser.add_argument("logdir", nargs="?", help="folder of the runs (runs, or the one in nbkit.toml)")
+    parser.add_argument("--height", type=int, default=700, metavar="PIXELS", help="height of the frame (700)")
+    parser.add_argument("--stop", action="store_true", help="end TensorBoard")
     return parser
 
 
 def dashboard_parser() -> MagicParser:
-    parser = MagicParser(prog="%dashboard", description="Show what the training does, live: loss, steps, traffic.")
-    parser.add_argument("run", nargs="?", help="a recorded run's directory (the cluster's newest training)")
-    parser.add_argument("--beside", metavar="RUN", help="directory of a run whose curve is laid over the first one")
+    parser = MagicParser(prog="%dashboard", description="Show the training live: loss, steps, traffic, memory.")
+    parser.add_argument("run", nargs="?", help="folder of a recorded run (the newest training of the cluster)")
+    parser.add_argument("--beside", metavar="RUN", help="folder of another run, whose curve is drawn too")
     return parser
 
 
 def nbkit_parser() -> MagicParser:
-    parser = MagicParser(prog="%nbkit", description="What nbkit can do with a training beside showing it.")
+    parser = MagicParser(prog="%nbkit", description="Plan, export, report, trace or examine a training.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan = commands.add_parser("plan", help="which strategy to choose for a model, on hardware described in a line")
+    plan = commands.add_parser("plan", help="rank the strategies for a model on some hardware")
     plan.add_argument(
         "model",
         nargs="?",
@@ -309,25 +327,25 @@ def nbkit_parser() -> MagicParser:
     plan.add_argument("--example", metavar="NAME", help="variable: a batch to run the module on, or what makes one")
     plan.add_argument("--loss", metavar="NAME", help="variable: the module's loss, as the Trainer's")
     plan.add_argument("--optimizer", metavar="NAME", help="variable: what builds its optimizer (AdamW)")
-    plan.add_argument(
-        "--why", nargs=2, metavar=("A", "B"), help="what these two rows differ in, and what would change it"
-    )
+    plan.add_argument("--why", nargs=2, metavar=("A", "B"), help="explain the difference between two rows")
     script = commands.add_parser("export", help="write the cells that the ranks have run as a script for torchrun")
     script.add_argument("path", nargs="?", default="train.py", help="where to (train.py)")
     add_slurm_options(script, "write an sbatch file beside it", nodes=True)
-    report = commands.add_parser("report", help="write one self-contained page with every chart")
+    report = commands.add_parser("report", help="write one page with every chart")
     report.add_argument("path", nargs="?", default="run.html", help="where to (run.html)")
-    report.add_argument("--run", metavar="DIR", help="a recorded run's directory (the cluster's newest training)")
-    trace = commands.add_parser("trace", help="the next steps of all ranks as one file for Perfetto")
+    report.add_argument("--run", metavar="DIR", help="folder of a recorded run (the newest training of the cluster)")
+    trace = commands.add_parser("trace", help="write the next steps of all ranks to one file for Perfetto")
     trace.add_argument("steps", nargs="?", type=int, default=3, help="how many (3)")
     trace.add_argument("path", nargs="?", help="where to (trace-RUN-FIRST-LAST.json.gz)")
-    why = commands.add_parser("why", help="who is stuck where: what every rank does, and one sentence")
-    why.add_argument("--stacks", action="store_true", help="with the stack of every thread")
-    why.add_argument("--job", metavar="NAME", help="of a program that listens")
+    why = commands.add_parser("why", help="say which rank is stuck where, and what every rank does")
+    why.add_argument("--stacks", action="store_true", help="also show the stack of every thread")
+    why.add_argument("--job", metavar="NAME", help="a program that listens")
     add_json_option(plan)
     add_json_option(why)
-    debug = commands.add_parser("debug", help="pdb on a rank: at its breakpoint(), or where the last cell failed")
-    debug.add_argument("rank", nargs="?", type=int, metavar="RANK", help="default: the one that asks or failed first")
+    debug = commands.add_parser("debug", help="open pdb on a rank: at its breakpoint(), or where the last cell failed")
+    debug.add_argument(
+        "rank", nargs="?", type=int, metavar="RANK", help="default: the rank that waits at a breakpoint or failed first"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""nbkit: a Jupyter notebook as the cockpit of a distributed PyTorch job.
+"""nbkit: run a distributed PyTorch training from a Jupyter notebook.
 
 The root is lazy (PEP 562). Importing any submodule runs this file, but the notebook process must not import
 torch, and a rank must not import Jupyter. So nothing is imported here until its name is used.

@@ -353,7 +353,7 @@ def _check_world(degrees: dict[str, int], world_size: int, *, absorber: str | No
     else:
         fitting = " ".join(f"{axis}={n}" for axis, n in {"dp": left, **others}.items())
         hint = f"{fitting}   or leave dp out: it takes what is left of the world"
-    raise StrategyError("The strategy's degrees do not multiply to the world.", numbers=numbers, hint=hint)
+    raise StrategyError("The strategy's degrees do not multiply to the number of ranks.", numbers=numbers, hint=hint)
 
 
 def _hybrid_shard(dp: int, shard: int, neighbours: int | None) -> int:

@@ -88,12 +88,12 @@ class Compute(_Option):
     """The computation of a step. The first four trade time for memory (docs/reference/memory.md).
 
     microbatch_size: rows per rank and forward pass; None (the default): all of them at once. recompute: compute
-    activations again in the backward pass (default: False). loss_chunks: pieces in which the head of the model and the
-    cross entropy are computed, so that there are only ever logits of one piece (default: 1). offload: "cpu" keeps the
-    optimizer's state in host memory (default: None). compile: compile each block, where that is sound (default: False);
-    a text is a mode of torch.compile. dropout: "keyed": the same under every strategy (the default on CPU ranks);
-    "fused": attention kernels draw their own (the default on GPUs, whose fused kernels take no mask). grad_norm_every:
-    steps between two gradient norms in the records of a Trainer that does not clip (default: 10).
+    activations again in the backward pass (default: False). loss_chunks: number of pieces in which head and cross
+    entropy are computed, so that only the logits of one piece are in memory (default: 1). offload: "cpu" keeps the
+    optimizer's state in host memory (default: None). compile: compile each block, where that is sound (default:
+    False); a text is a mode of torch.compile. dropout: "keyed": the same under every strategy (the default on CPU
+    ranks); "fused": attention kernels draw their own (the default on GPUs, whose fused kernels take no mask).
+    grad_norm_every: steps between two gradient norms in the records of a Trainer that does not clip (default: 10).
 
     Raises TrainingError for a value that does not exist.
     """

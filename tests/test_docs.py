@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,33 @@ from clusters import end_clusters
 from forked_parents import forked_parents_of_programs
 from jupyter_client.manager import start_new_kernel
 
+from magics.arguments import PARSERS, parse
+from nbkit.commands import prepare_parser, subcommands
+from nbkit.errors import UsageError
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "build" not in page.relative_to(ROOT).parts)
 LAPTOP = ROOT / "docs" / "start" / "laptop.md"
 CONCEPTS = sorted((ROOT / "docs" / "concepts").glob("*.md"))
 CHINESE = [*ROOT.glob("*.zh-CN.md"), *sorted((ROOT / "docs").rglob("*.zh-CN.md"))]
+TO_READ = [page for page in PAGES if page not in CHINESE and page.parent.name not in ("reference", "evidence")]
+"""Pages that people read from top to bottom. In those of Reference and Evidence they look something up."""
 SECONDS_PER_CELL = 120
 
 
 def cells(page: Path) -> list[str]:
     """Return the fenced blocks marked python; each is one cell. Blocks that are not to be run are marked otherwise."""
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def sentences(page: Path) -> list[str]:
+    """Return the sentences of a page, without headings, tables, pictures and blocks of code. A list item is one too."""
+    text = re.sub(r"^```.*?^```$", "\n", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(?:    |#|\||!\[|<).*$", "\n", text, flags=re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n|\n(?=- |\d+\. )", re.sub(r"\]\([^)]*\)", "]", text))
+    pieces = [piece for each in paragraphs for piece in re.split(r"(?<=[.?!])\*{0,2}\s+", each)]
+    return [" ".join(piece.split()) for piece in pieces if len(piece.split()) > 1]
 
 
 @pytest.fixture
@@ -91,6 +108,29 @@ def test_a_page_in_chinese_has_the_same_cells(page: Path) -> None:
     assert chinese == english
 
 
+def test_every_line_of_nbkit_on_a_page_is_one_that_it_takes() -> None:
+    """Also in blocks that no test runs. Words behind two spaces explain the line."""
+    commands = prepare_parser(subcommands())
+    seen, refused = set(), []
+    for page in [README, *CHINESE, *PAGES]:
+        blocks = re.findall(r"^```\w+\n(.*?)^```$|^    ([^\n]*)$", page.read_text(), re.MULTILINE | re.DOTALL)
+        for line in "\n".join(fenced or indented for fenced, indented in blocks).splitlines():
+            name, _, words = re.split(r"(?<=\S)  +", line)[0].partition(" ")
+            if (name != "nbkit" and name not in PARSERS) or "..." in words:
+                continue
+            seen.add(name)
+            try:
+                if name == "nbkit":
+                    commands.parse_args(shlex.split(words, comments=True))
+                else:
+                    parse(PARSERS[name](), words.partition(" -- ")[0])  # what follows is for a launcher
+            except (UsageError, SystemExit) as error:
+                refused.append(f"{page.name}: {line}: {error}")
+
+    assert {"nbkit", *PARSERS} <= seen
+    assert refused == []
+
+
 def test_a_failing_cell_is_seen(kernel: Any) -> None:
     assert run(kernel, "1 + 1") == ""
     assert "ZeroDivisionError" in run(kernel, "print('before')\n1 / 0")
@@ -143,6 +183,32 @@ def test_pages_of_concepts_and_of_start_are_short() -> None:
 
     assert {page.name: words for page in CONCEPTS if (words := len(page.read_text().split())) > 550} == {}
     assert start <= 1600
+
+
+def test_the_pages_to_read_have_at_most_20_000_words() -> None:
+    words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in TO_READ}
+
+    assert len(words) > 40
+    assert sum(words.values()) <= 20_000, sorted(words.items(), key=lambda item: -item[1])[:8]
+
+
+def test_sentences_are_short() -> None:
+    lengths = {page: [len(sentence.split()) for sentence in sentences(page)] for page in [README, *TO_READ]}
+    counts = [length for page in lengths.values() for length in page]
+
+    assert len(counts) > 1000
+    assert statistics.median(counts) <= 12
+    assert {
+        str(page.relative_to(ROOT)): most for page, each in lengths.items() if each and (most := max(each)) > 30
+    } == {}
+
+
+def test_every_page_says_first_what_the_reader_can_do_after_it() -> None:
+    first = {page: said[0] for page in TO_READ if (said := sentences(page)) and page.name != "changes.md"}
+    opening = re.compile(r"After (?:this|a|one of these|these) (?:page|pages|lesson)\b|With nbkit you\b")
+
+    assert len(first) > 40
+    assert {str(page.relative_to(ROOT)): said for page, said in first.items() if not opening.match(said)} == {}
 
 
 def test_every_file_that_the_pages_on_the_inside_name_is_there() -> None:

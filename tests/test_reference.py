@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 import nbkit
 from magics.arguments import PARSERS
-from nbkit.commands import subcommands
+from nbkit.commands import prepare_parser, subcommands
 from nbkit.records import events, records
 from nbkit.trainer_options import OPTIONS
 from tests.test_surface import OF_A_JOB
@@ -37,6 +38,25 @@ def reference() -> str:
     """Return the pages of the reference, with their tables, but without the texts of errors, which name everything."""
     pages = sorted(page for page in (DOCS / "reference").glob("*.md") if page.name != "error-texts.md")
     return "\n".join(generated.filled(page.read_text()) for page in pages)
+
+
+def test_help_shows_each_magic_as_it_is_typed() -> None:
+    """A `%` is written `%%` in the help of an argument, which argparse formats, but not in a description."""
+    verbs = [
+        below
+        for make in PARSERS.values()
+        for action in make()._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for below in action.choices.values()
+    ]
+    subparsers = prepare_parser(subcommands())._subparsers
+    assert subparsers is not None
+    commands = [below for action in subparsers._group_actions for below in dict(action.choices or ()).values()]
+    texts = [parser.format_help() for parser in (*(make() for make in PARSERS.values()), *verbs, *commands)]
+    typed = {magic for text in texts for magic in re.findall(r"%+[a-z]+", text)}
+
+    assert {"%%rank", "%compare", "%strategy", "%nbkit"} <= typed
+    assert typed <= {*PARSERS, "%load"}
 
 
 def test_each_table_is_on_a_page() -> None:

@@ -54,7 +54,7 @@ ON_FOUR = {
 
 # text on 4 ranks -> words of the message, of the hint
 REFUSED = {
-    "dp=3": (["do not multiply to the world", "dp 3 = 3 ranks, the world has 4"], "dp=4"),
+    "dp=3": (["do not multiply to the number of ranks", "dp 3 = 3 ranks, the world has 4"], "dp=4"),
     "tp=3": (["tp 3 = 3 ranks", "4 / 3 = 1.33 left for dp"], "1, 2, 4"),
     "pp=8": (["pp 8 = 8 ranks, the world has 4"], "1, 2, 4"),
     "dp=4 tp=2": (["dp 4 x tp 2 = 8 ranks, the world has 4"], "dp=2 tp=2"),

@@ -60,7 +60,7 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
 
 
 def prepare_parser(modules: Sequence[ModuleType]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nbkit", description="A Jupyter notebook as the cockpit of PyTorch training.")
+    parser = argparse.ArgumentParser(prog="nbkit", description="Run PyTorch training on many ranks from a notebook.")
     parser.add_argument("--version", action="version", version=f"nbkit {nbkit.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in modules:

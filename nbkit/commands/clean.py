@@ -1,4 +1,4 @@
-"""End what half-dead clusters of this machine have left behind, and forget jobs that have ended.
+"""Remove what broken clusters of this machine have left, and forget jobs that have ended.
 
 Running clusters and jobs are not touched.
 """

@@ -1,4 +1,4 @@
-"""Run a notebook from start to end: a GPT learns real text while its strategy is switched, in about two minutes."""
+"""Train a GPT on real text in a notebook, and switch its strategy while it trains. About two minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show what this machine offers, what nbkit would use of it, and what is missing."""
+"""Show the devices of this machine, what nbkit would use, and what is missing."""
 
 from __future__ import annotations
 

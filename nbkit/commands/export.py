@@ -1,4 +1,4 @@
-"""Write a saved notebook's cells for the ranks as one script for torchrun, which needs no Jupyter."""
+"""Write the cells of a saved notebook as one script for torchrun, which needs no Jupyter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from nbkit.notebook.export.sbatch_file import add_slurm_options
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("notebook", metavar="NOTEBOOK", help="its cells are taken in the order in which they stand")
+    parser.add_argument("notebook", metavar="NOTEBOOK", help="its cells are taken in the order of the file")
     parser.add_argument("path", nargs="?", default="train.py", metavar="FILE", help="where to (train.py)")
     add_slurm_options(parser, "write an sbatch file beside it", nodes=True)
-    parser.epilog = "Of a notebook that runs, in the order in which its cells ran: %%nbkit export train.py, in a cell."
+    parser.epilog = "In a running notebook, %nbkit export train.py takes the cells in the order in which they ran."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""List your programs that listen, which nbkit can look at without having started them."""
+"""List your programs that listen, so that nbkit can look into them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List your clusters: ranks, devices, whether a notebook is attached."""
+"""List your clusters, with their ranks, devices and notebooks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Serve clusters and trainings to a program on this machine, over the Model Context Protocol (stdio, no port).
+"""Let an agent on this machine use clusters and trainings, over the Model Context Protocol (stdio, no port).
 
-The program starts this command itself: its configuration has the line. docs/agents.md has an example.
+The agent starts this command itself. See docs/agents.md for the line in its configuration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a torch.distributed program unchanged, and let it listen: `nbkit why --job NAME` then says what it does."""
+"""Run any torch.distributed program so that nbkit can look into it, for example with `nbkit why --job NAME`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Try on this machine what nbkit does: strategies, switches, errors, speed; one file with what was found."""
+"""Test nbkit on this machine: strategies, switches, errors, speed. Write a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop a cluster: its ranks and all they hold are gone, its devices free."""
+"""Stop a cluster: end its ranks with their variables, and free its devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a notebook without a browser, with parameters of its own; what it shows is kept in a new notebook."""
+"""Run a notebook without a browser, and store it with its outputs as a new notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch a training from a terminal: loss, where each rank's step goes, traffic, memory."""
+"""Watch a training from a terminal: loss, the parts of a step on each rank, traffic, memory."""
 
 from __future__ import annotations
 

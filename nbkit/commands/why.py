@@ -1,4 +1,4 @@
-"""Say who is stuck where, while a cell holds the notebook: what every rank of a cluster does, and one sentence."""
+"""Say which rank is stuck where, and what every rank does. It works while a cell blocks the notebook."""
 
 from __future__ import annotations
 

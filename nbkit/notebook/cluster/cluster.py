@@ -272,7 +272,7 @@ class Cluster:
 
     @classmethod
     def submit(cls, on: StartRequest, *, name: str | None = None, ttl: str | float | None = None) -> ClusterList:
-        """Request the hosts of a cluster and return at once, with the list that shows it; `attach` takes it up.
+        """Request the hosts of a cluster and return at once, with the list of clusters. `attach` connects to it.
 
         It starts when there are hosts, whether this notebook is alive or not; `ttl` counts from then. Arguments and
         errors are those of `start`.
@@ -286,7 +286,7 @@ class Cluster:
 
     @classmethod
     def attach(cls, name: str, *, take: bool = False) -> Cluster:
-        """Take up a running cluster, with the output of its running cell that this notebook has missed.
+        """Connect to a running cluster. Show the output of its running cell that this notebook has missed.
 
         A submitted cluster is waited for, as by `start`; an interrupt leaves it in the queue. take: attach even if
         another notebook is using it. Raises ClusterNotFound, naming the running clusters, and ClusterError if another
@@ -317,13 +317,13 @@ class Cluster:
         return cluster
 
     def resize(self, n: int, *, strategy: str = "") -> ControlResult:
-        """Go on with `n` ranks.
+        """Change the number of ranks to `n`.
 
         While a Trainer makes steps, this happens between two of them, with the same global batch. strategy: by default
         the current one; its tp, pp and cp stay, and dp takes the remaining ranks. New ranks receive what is equal on
         all ranks, and the Trainer; removed ranks lose what they have. Raises UsageError for more ranks than there are
-        devices, or for several hosts, and StrategyError or TrainingError if the training cannot go on so. The error
-        says what would fit, and nothing has changed.
+        devices, or for several hosts, and StrategyError or TrainingError if the training cannot go on with `n` ranks.
+        The error says what would fit, and nothing has changed.
         """
         self.connection.check_open()
         if self.pinning is None:
@@ -468,7 +468,7 @@ class Cluster:
         return execution
 
     def wait(self, timeout: str | float | None = None) -> Results | None:
-        """Wait for the running cell, as Run All must before it goes on. Raises what the cell raised.
+        """Wait for the end of the running cell. Raises what the cell raised.
 
         The stop button ends only the waiting; so does `timeout` (seconds, or "30s"), with a TimeoutError.
         """
@@ -526,7 +526,7 @@ class Cluster:
         return Status(entry, rows, self.connection.generation.number, self.notes)
 
     def why(self, *, stacks: bool = False) -> Why:
-        """Return who is stuck where: what every rank does, and a one-sentence summary. Takes at most 5 s.
+        """Return what every rank does, and one sentence that says which rank is stuck where. Takes at most 5 s.
 
         stacks: include the stack of every thread.
         """
@@ -536,9 +536,9 @@ class Cluster:
     def debug(self, rank: int | None = None) -> None:
         """Open a prompt on a rank, with the commands of pdb.
 
-        They are read with `input()` until the person leaves the prompt. The prompt is of a cell that stands at a
-        `breakpoint()`, else in the frames of the cell that failed last. rank: by default the first rank that asks or
-        failed. Raises UsageError if no rank is at either, or nobody can type here.
+        They are read with `input()` until the person leaves the prompt. It is that of a cell that waits at a
+        `breakpoint()`, or else shows the frames of the cell that failed last. rank: by default the first rank that
+        waits or failed. Raises UsageError if no rank is at either, or nobody can type here.
         """
         self.connection.check_open()
         debug(self.connection, rank)

@@ -29,15 +29,15 @@ def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: boo
     """Add the sbatch options that have names of their own. slurm: the help of --slurm."""
     parser.add_argument("--slurm", action="store_true", help=slurm)
     if nodes:
-        parser.add_argument("--nodes", type=int, default=1, metavar="N", help="for --slurm: how many (1)")
-    parser.add_argument("--partition", default="", metavar="NAME", help="for --slurm: default: the cluster's own")
-    parser.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: after so long the job is ended")
-    parser.add_argument("--gpus", type=int, metavar="N", help="for --slurm: on each node")
+        parser.add_argument("--nodes", type=int, default=1, metavar="N", help="for --slurm: number of nodes (1)")
+    parser.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: the cluster's own")
+    parser.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: time limit of the job")
+    parser.add_argument("--gpus", type=int, metavar="N", help="for --slurm: GPUs on each node")
     parser.add_argument("--cpus", type=int, metavar="N", help="for --slurm: cores on each node")
     parser.add_argument(
         "--requeue",
         action="store_true",
-        help="for --slurm: before its time limit, or for another job, the training is saved and the job queued again",
+        help="for --slurm: if the job must end early, save the training and queue the job again",
     )
 
 

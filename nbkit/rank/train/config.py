@@ -82,7 +82,7 @@ class TrainConfig:
         object.__setattr__(self, "seed", int(self.seed))
         if self.precision not in (None, *PRECISIONS):
             raise TrainingError(
-                f"There is no precision {self.precision!r}.", numbers="None, 'bf16', 'fp16'", hint="precision=None"
+                f"There is no precision {self.precision!r}.", numbers="None, 'bf16', 'fp16'", hint="precision='bf16'"
             )
         check_inputs(self.inputs)
 

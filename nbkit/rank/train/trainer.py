@@ -75,11 +75,11 @@ class Trainer:
     callbacks: functions of (trainer, record), called after each step; a GPU is waited for, so that the model is that of
     the record. `nbkit.WeightAverage` is one. name: the name of the run. log_dir: the parent of the run's directory,
     which %dashboard and TensorBoard read; None: keep no records. sinks: objects with a method write(event), which gets
-    each step and event on rank 0. progress: print the moving line.
+    each step and event on rank 0. progress: print a line that shows the progress.
 
     Settings that most trainings leave alone are fields of option values, each with a docstring of its own:
     loading: how samples become batches, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: what is
-    saved without being told, `nbkit.Checkpoints(every= path= keep= snapshot_every=)`. compute: how a step is computed,
+    saved by itself, `nbkit.Checkpoints(every= path= keep= snapshot_every=)`. compute: how a step is computed,
     `nbkit.Compute(microbatch_size= recompute= loss_chunks= offload= compile= dropout= grad_norm_every=)`. recovery:
     what happens when ranks die, hang, slow down or run out of memory,
     `nbkit.Recovery(on_failure= hang_timeout= on_oom= balance= backup_every=)`. hints: facts of the model that nbkit

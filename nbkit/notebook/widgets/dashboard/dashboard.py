@@ -225,7 +225,7 @@ class Dashboard:
     is laid over the shown one. On the page, each can be exchanged for another run of the same folder.
 
     It goes on by itself, also while a cell runs and when another training begins, until the cluster is stopped or
-    `close()` ends it. `str()` of it and its SVG picture are for where no widgets are. Raises ClusterError without a
+    `close()` ends it. Without widgets, it shows itself as text and as an SVG picture. Raises ClusterError without a
     cluster, UsageError without the run.
     """
 

@@ -435,7 +435,7 @@ Group = Callable[[Any], Hashable] | Sequence[Hashable]
 
 
 class Balanced(Dataset[Any]):
-    """`data` for a Trainer that divides every batch so that all ranks have the same cost, and the same of each group.
+    """Data for a Trainer, divided so that in each batch all ranks have the same cost, and the same of each group.
 
     data: map-style. cost: the cost of a sample, as a function of the sample or a list with a number for each; or the
     name of a cost that is learned during training. "seconds" (the default) learns from the size of a sample, which is
