@@ -29,6 +29,7 @@ from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined, style
 from nbkit.notebook.widgets.run_report import write_report
+from nbkit.notebook.widgets.svg import image
 from nbkit.notebook.widgets.widget_output import display_until_stopped, hear_always, here, lost_words, with_widget
 from nbkit.quoting import user_path
 from nbkit.records.record_file import newest_run
@@ -290,12 +291,12 @@ class Dashboard:
         self.widget.send(content, buffers)
 
     def still(self) -> dict[str, Any]:
-        """Return what it shows, as text and as an SVG picture: a MIME bundle that needs no kernel."""
+        """Return what it shows, as text and as a picture: a MIME bundle that needs no kernel."""
         found = self.snapshot()
         if not found:
             return {"text/plain": "nothing is recorded yet: trainer.fit(...) in a %%distributed cell"}
         text, picture = plain(lines_of(found)), svg_of(found)
-        return {"text/plain": text} | ({"image/svg+xml": picture} if picture else {})
+        return {"text/plain": text} | ({"text/html": image(picture, text.partition("\n")[0])} if picture else {})
 
     def __repr__(self) -> str:
         return str(self.still()["text/plain"])
