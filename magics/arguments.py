@@ -288,7 +288,16 @@ def dashboard_parser() -> MagicParser:
     parser = MagicParser(prog="%dashboard", description="Show what the training does, live: loss, steps, traffic.")
     parser.add_argument("run", nargs="?", help="a recorded run's directory (the cluster's newest training)")
     parser.add_argument("--beside", metavar="RUN", help="directory of a run whose curve is laid over the first one")
+    parser.add_argument("--pin", action="store_true", help="stay with this run when another training begins")
+    parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="show these steps, and stay with this run")
     return parser
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not (first.isdigit() and last.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} are no steps. Give the first and the last, for example 100-200")
+    return int(first), int(last)
 
 
 def nbkit_parser() -> MagicParser:

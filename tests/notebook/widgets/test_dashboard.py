@@ -304,6 +304,43 @@ def test_another_run_is_chosen_and_laid_over_the_shown_one(tmp_path: Path) -> No
     assert last("state")["state"]["run"] == "second"
 
 
+def test_a_dashboard_stays_with_the_run_and_the_steps_that_are_pinned(tmp_path: Path) -> None:
+    first = fake_run(tmp_path / "first", 2, "ddp")
+    for number in range(30):
+        if number == 20:
+            first.switch("zero3")
+        first.step()
+    first.close()
+    where = [tmp_path / "first"]
+    sent: list[dict[str, Any]] = []
+    board = Dashboard(tmp_path / "first", steps=(5, 12))
+    board.close()
+    board._refresh = refresh = RefreshThread(lambda: where[0], lambda content, buffers: sent.append(content))
+    refresh.pin((5, 12))
+    refresh.turn(0.0)
+    second = fake_run(tmp_path / "second", 2, "tp")
+    for _ in range(4):
+        second.step()
+    second.close()
+    where[0] = tmp_path / "second"  # another training begins
+    refresh.turn(2.0)
+
+    runs = [one for one in sent if one["kind"] == "runs"][-1]
+    assert (runs["pinned"], runs["steps"]) == ("first", [5, 12])
+    snapshot = board.snapshot()
+    assert [point[0] for point in snapshot["points"]] == list(range(5, 13))
+    assert snapshot["events"] == [] and (snapshot["state"]["run"], snapshot["state"]["left"]) == ("first", "")
+    assert [one for one in sent if one["kind"] == "step"][-1]["step"]["asked"] == 12
+    assert "first · steps 5 to 12" in drawn_in(board.still()) and "zero3" not in drawn_in(board.still())
+    assert "step 12" in str(board)
+
+    refresh.unpin()
+    refresh.turn(4.0)
+    assert board.snapshot()["state"]["run"] == "second" and len(board.snapshot()["points"]) == 4
+    with pytest.raises(UsageError, match="no such steps"):
+        Dashboard(tmp_path / "first", steps=(9, 3))
+
+
 def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) -> None:
     run.event("checkpoint", path="</script><b>")
     page = write_report(run.folder, tmp_path / "run.html").read_text()

@@ -287,6 +287,14 @@ def test_the_picture_says_the_same_and_holds_what_fits() -> None:
         assert all(float(one.get("x", 0)) <= wide and float(one.get("y", 0)) <= high for one in picture.iter())
 
 
+def test_strategies_that_are_called_alike_are_told_apart() -> None:
+    rows = job_view(state_of(Looked(answer_of(table_of(ranks=8, nodes=2)))))["rows"]
+    labels = [row["label"] for row in rows]
+
+    assert len(set(labels)) == len(labels)
+    assert {"ddp", "zero3", "hsdp shard=4", "hsdp shard=2", "ddp+tp tp=2", "ddp+tp tp=4"} <= set(labels)
+
+
 def test_a_pause_is_won_back_after_whole_steps() -> None:
     def payback(pause: float) -> str:
         rows = table_of()

@@ -34,10 +34,13 @@ def svg_of(snapshot: dict[str, Any]) -> str:
         f"loss {figure(last[4])}" if figure(last[4]) else "",
         f"{figure(state['rate'])} {state['unit']}/s" if state.get("rate") else "",
     ]
+    before = int(points[0][0] - points[0][1])
+    told = [f"{state['world']} ranks", state["stands"], state["run"]]
+    told += [f"steps {before + 1:,} to {int(last[0]):,}"] * (before > 0)
     drawn = [
         text_at(16, 26, strategy, size=15, bold=True),
         text_at(_WIDTH - 16, 26, " · ".join(word for word in figures if word), bold=True, anchor="end"),
-        text_at(16, 46, f"{state['world']} ranks · {state['stands']} · {state['run']}", colour=FAINT),
+        text_at(16, 46, " · ".join(told), colour=FAINT),
     ]
     y = 70.0
     for line in textwrap.wrap(step.get("reading", ""), _CHARACTERS):

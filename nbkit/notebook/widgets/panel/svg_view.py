@@ -64,7 +64,7 @@ def _plot(job: Mapping[str, Any], top: float) -> list[str]:
     top, bottom = top + 20, top + _HIGH
     if not rows:
         return [*drawn, text_at(_MARGIN, top + 10, "No step time is known yet.", colour=FAINT)]
-    most_bytes, most_seconds = (1.1 * max(row["values"][key] for row in rows) for key in ("peak", "step"))
+    most_bytes, most_seconds = (1.1 * max(float(row["values"][key]) for row in rows) for key in ("peak", "step"))
 
     def across(value: float) -> float:
         return _LEFT + (_RIGHT - _LEFT) * value / most_bytes
