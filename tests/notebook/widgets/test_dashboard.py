@@ -27,7 +27,7 @@ from nbkit.notebook.widgets.dashboard.dashboard import Dashboard, RefreshThread
 from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined
-from nbkit.notebook.widgets.run_report import write_report
+from nbkit.notebook.widgets.run_report import about, write_report
 from nbkit.notebook.widgets.training_card import card_text
 from nbkit.records.event_words import GREAT, mark_of
 from nbkit.records.events import Event, RunStarted, RunStopped, StepDone
@@ -342,7 +342,15 @@ def test_a_dashboard_stays_with_the_run_and_the_steps_that_are_pinned(tmp_path: 
 
 
 def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) -> None:
+    assert about(RunReader(run.folder).snapshot()) == []  # of a release that did not record it
     run.event("checkpoint", path="</script><b>")
+    run.event("run_started", strategy="dp=4", arithmetic="global 8", total=9, about={"model": "Net", "seed": "3"})
+    run.switch("zero3")
+    told = dict(about(RunReader(run.folder).snapshot()))
+    assert (told["model"], told["batch"]) == ("Net", "global 8")
+    again = told["to repeat it"].splitlines()
+    assert again[0] == 'Trainer(..., strategy="dp=4", seed=3)'
+    assert again[-2:] == ["trainer.fit(9)   after step 20", "after step 20: %strategy dp=4 zero=3"]
     page = write_report(run.folder, tmp_path / "run.html").read_text()
     assert (
         not re.search(r"(?:src|href)=|@import|https?://(?!www\.w3\.org/2000/svg)", page) and "</script><b>" not in page

@@ -177,8 +177,8 @@ class RefreshThread:
             self._pinned, self._pins_next = folder, False
         self._list()
         beside = self._beside.run_dir.name if self._beside is not None else ""
-        told = {"runs": self._runs, "pinned": self._pinned.name if self._pinned else "", "beside": beside}
-        told |= {"steps": list(self.steps) if self.steps else None}
+        told: dict[str, Any] = {"runs": self._runs, "beside": beside, "steps": list(self.steps) if self.steps else None}
+        told["pinned"] = self._pinned.name if self._pinned else ""
         if told != self._told:
             self._told = told
             self._send({"kind": "runs", **told}, [])

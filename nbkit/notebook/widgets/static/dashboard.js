@@ -39,6 +39,7 @@ const LAYOUT = `
   <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
   <div class="legend whatlegend"></div><div class="pair"><div class="grid"></div><div class="axes"></div></div><div class="moments"></div></section>
 <section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend memorylegend"></div><div class="memory"></div><div class="modules"></div><div class="health"></div></section>
+<section class="wide about" hidden><h3>What ran</h3><table></table></section>
 <p class="foot"></p>`;
 
 export class Story {
@@ -154,7 +155,7 @@ export function view(el, story, ask) {
     $("families").innerHTML = swatches(familiesOf(story.strategies), {});
     curves.draw({ points, events: story.events, strategies: story.strategies, unit, along: chosen.along, beside: story.beside, name: state?.run || "", steps: story.runs?.steps ?? null });
     drawChoice(last);
-    for (const section of root.querySelectorAll("section:not(:first-of-type)")) section.hidden = !step?.ranks?.length;
+    for (const section of root.querySelectorAll("section:not(:first-of-type, .about)")) section.hidden = !step?.ranks?.length;
     if (step?.ranks?.length) drawStep(step);
     $("trace").hidden = !story.live || state?.stands !== "running";
     $("trace").disabled = story.traced.busy;
@@ -303,5 +304,12 @@ export function show(el, data) {
   const story = new Story();
   Object.assign(story, { state: data.state, points: data.points.map((point) => point.map((value) => value ?? NaN)), events: data.events, strategies: data.strategies, step: data.step });
   view(el, story, null);
+  const about = el.querySelector(".about");
+  about.hidden = !data.about?.length;
+  for (const [name, words] of data.about ?? []) {
+    const line = about.querySelector("table").insertRow();
+    line.insertCell().textContent = name;
+    line.insertCell().textContent = words;
+  }
   return story;
 }
