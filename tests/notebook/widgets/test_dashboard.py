@@ -391,7 +391,9 @@ def test_the_picture_has_the_curve_the_switches_and_a_bar_for_each_part_of_each_
     longest = max(float(one.get("x", 0)) + float(one.get("width", 0)) for one in bars)
 
     assert len(line.get("points", "").split()) == 20
-    assert {"⇄ dp=4 zero=3", "rank 0", "rank 3", "compute", "exposed communication"} <= set(words)
+    assert {"⇄ dp=4 zero=3", "rank 0", "rank 3"} <= set(words)
+    shares = {found[1]: int(found[2]) for word in words if (found := re.fullmatch(r"([a-z ]+) (\d+)%", word))}
+    assert {"compute", "exposed communication", "other"} <= set(shares) and 98 <= sum(shares.values()) <= 102
     assert any(word.endswith("<b>&") for word in words)
     assert len(bars) == sum(part > 0 for row in snapshot["step"]["ranks"] for part in row[2:])
     assert longest <= float(picture.get("width", 0)) - 100  # the seconds stand beside

@@ -105,9 +105,11 @@ def _ranks(step: dict[str, Any], top: float) -> tuple[list[str], float]:
     late, rows = step.get("late"), ranks_shown(step)
     drawn = [text_at(16, top, bars_title(step), bold=True)]
     x = float(16)
-    present = [part for i, part in enumerate(PARTS) if any(row[2 + i] for row in rows)]
-    for part in present:
-        name = PART_NAMES.get(part, part)
+    whole = sum(row[1] for row in step["ranks"]) or 1.0  # as the sentence above: all ranks together
+    for i, part in enumerate(PARTS):
+        if not any(row[2 + i] for row in rows):
+            continue
+        name = f"{PART_NAMES.get(part, part)} {sum(row[2 + i] for row in step['ranks']) / whole:.0%}"
         drawn += [box_at(x, top + 11, 11, 11, COLOURS[part]), text_at(x + 16, top + 21, name)]
         x += 34 + 6.4 * len(name)
     scale = (_WIDTH - _LEFT - 110) / (max(row[1] for row in rows) or 1.0)

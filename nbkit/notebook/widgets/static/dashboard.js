@@ -177,7 +177,9 @@ export function view(el, story, ask) {
 
   function drawStep(step) {
     const there = PARTS.filter((_, i) => step.ranks.some((row) => row[2 + i] > 0)); // no legend for what is not drawn
-    $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), SPOKEN);
+    const whole = step.ranks.reduce((sum, row) => sum + row[1], 0); // the shares of all ranks together, as in the sentence above
+    const share = (part) => step.ranks.reduce((sum, row) => sum + row[2 + PARTS.indexOf(part)], 0) / whole;
+    $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), Object.fromEntries(there.map((part) => [part, `${SPOKEN[part]} ${Math.round(100 * share(part))} %`])));
     $("at").textContent = step.of;
     const turn = step.ranks.length > 16 ? () => { chosen.all = !chosen.all; draw(); } : null;
     if (chosen.all && turn) drawBars(pictures.ranks, step.ranks, step.late);
