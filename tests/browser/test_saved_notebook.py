@@ -73,11 +73,12 @@ def test_jupyterlab_shows_the_pictures_and_no_error(
     for number in (0, 1):
         assert "Error displaying widget" not in page.cell(number).locator(".jp-Cell-outputArea").inner_text()
     # While a widget lives in the same cell, its picture is hidden.
-    page.page.evaluate(
-        "() => { const live = document.createElement('div'); live.className = 'nbkit-live';"
-        "document.querySelector('.nbkit-still').closest('.jp-OutputArea').append(live); }"
+    still = page.cell(0).locator(".nbkit-still")
+    still.evaluate(
+        "still => { const live = document.createElement('div'); live.className = 'nbkit-live';"
+        "still.closest('.jp-OutputArea').append(live); }"
     )
-    hidden = page.cell(0).locator(".nbkit-still").is_hidden()
+    hidden = still.is_hidden()
     assert hidden if trusted else not hidden  # what is not trusted has no styles, and no widgets either
     assert page.cell(1).locator(".nbkit-still").is_visible()
 
