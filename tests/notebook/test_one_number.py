@@ -82,7 +82,7 @@ def trained(world: Any, folder: str, name: str, strategy: str) -> dict[str, Any]
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     name, strategy = request.param
     folder = tmp_path_factory.mktemp(name)
-    found: dict[str, Any] = run_ranks(trained, RUNS[name][0], str(folder), name, strategy, timeout=400)[0]
+    found: dict[str, Any] = run_ranks(trained, RUNS[name][0], str(folder), name, strategy, timeout=900)[0]
     reader = RunReader(Path(found["run"]))
     (summary,) = RunCatalog(folder).summaries()
     return found | {"picture": reader.picture(), "snapshot": reader.snapshot(), "summary": summary}
