@@ -306,7 +306,16 @@ def dashboard_parser() -> MagicParser:
     parser = MagicParser(prog="%dashboard", description="Show the training live: loss, steps, traffic, memory.")
     parser.add_argument("run", nargs="?", help="folder of a recorded run (the newest training of the cluster)")
     parser.add_argument("--beside", metavar="RUN", help="folder of another run, whose curve is drawn too")
+    parser.add_argument("--pin", action="store_true", help="stay with this run when another training begins")
+    parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="show these steps, and stay with this run")
     return parser
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not (first.isdigit() and last.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps. Type the first and the last, for example 100-200")
+    return int(first), int(last)
 
 
 def nbkit_parser() -> MagicParser:

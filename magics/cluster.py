@@ -58,9 +58,13 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
     def _stop(self, options: Any) -> Any:
         if options.name and not is_current(options.name):
-            registry.end(registry.running(options.name))
+            entry = registry.running(options.name)
+            registry.end(entry)
         else:
-            current().stop()
+            cluster = current()
+            entry = cluster.entry
+            cluster.stop()
+        print(f"{entry.name} has ended: {entry.n} rank{'s' * (entry.n > 1)}")
 
     def _restart(self, options: Any) -> Any:
         return current().restart().status()

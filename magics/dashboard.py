@@ -21,7 +21,7 @@ class DashboardMagics(Magics):  # type: ignore[misc, untyped-decorator]
             options = parse(dashboard_parser(), line)
         except HelpShown:
             return None
-        return Dashboard(options.run, beside=options.beside)
+        return Dashboard(options.run, beside=options.beside, pin=options.pin, steps=options.steps)
 
 
 DashboardMagics.dashboard.__doc__ = dashboard_parser().format_help()

@@ -27,6 +27,7 @@ from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.registry import Process
 from nbkit.notebook.export.source import masked, place_of
 from nbkit.notebook.user_files import uninterrupted
+from nbkit.notebook.widgets.widget_output import EMPTY
 
 Cell = dict[str, Any]
 _READY_SECONDS = 120
@@ -124,7 +125,8 @@ class Headless:
         on_cell: called with each cell before it runs. Raises CellError for the first one that fails; later cells do not
         run.
         """
-        for number, cell in enumerate((c for c in notebook["cells"] if c["cell_type"] == "code"), 1):
+        code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        for number, cell in enumerate(code, 1):
             on_cell(cell)
             reply = self._execute(cell)
             cell["execution_count"] = reply.get("execution_count")
@@ -134,6 +136,8 @@ class Headless:
                 raise CellError(
                     f"Code cell {number} of the notebook failed: {first}", rank=0, numbers="\n".join(shown[-20:])
                 )
+        for cell in code:  # of widgets that were closed; their pictures are outputs of their own
+            cell["outputs"] = [output for output in cell["outputs"] if output.get("data") != EMPTY]
 
     def _execute(self, cell: Cell) -> dict[str, Any]:
         """Run one cell until its reply is here and the kernel is idle again. All its output has then arrived."""

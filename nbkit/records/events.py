@@ -32,12 +32,15 @@ class StepDone(Event):
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """A run began. `arithmetic` is the line of the global batch; `total` the steps to make, 0 when not known."""
+    """A run began. arithmetic: the line of the global batch. total: the steps to make, 0 when not known. about: model,
+    optimizer, devices, versions and the like, in words.
+    """
 
     kind: ClassVar[str] = "run_started"
     strategy: str = ""
     arithmetic: str = ""
     total: int = 0
+    about: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

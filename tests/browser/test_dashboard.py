@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nbkit.notebook.run.reader import RunReader
+from nbkit.notebook.widgets.javascript import joined, style
 from nbkit.notebook.widgets.run_report import write_report
 from nbkit.notebook.widgets.training_card import card_html
 from nbkit.records.record_file import OVERVIEW_LINES
@@ -289,6 +290,43 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
   write.call(this, text, x, y);
 };
 """
+
+
+PIN = """
+window.sent = [];
+const heard = {};
+window.model = {
+  get: (name) => (name === "key" ? "one" : true),
+  send: (message) => sent.push(message),
+  on: (event, act) => { heard[event] = act; },
+};
+window.tell = (message) => heard["msg:custom"](message, []);
+dashboard.widget.initialize({ model });
+dashboard.widget.render({ model, el: document.getElementById("here") });
+const points = Array.from({ length: 60 }, (_, i) => [i + 1, 1, i * 0.1, i * 100, 4 - i / 20, 1000, 0]);
+tell({ kind: "state", state: { run: "first", world: 2, stands: "running", goal: 60, unit: "tokens" } });
+tell({ kind: "curve", epoch: 0, keep: 0, events_keep: 0, events: [], strategies: ["dp=2"], points });
+tell({ kind: "runs", runs: ["first"], pinned: "", beside: "", steps: null });
+"""
+
+
+def test_a_press_pins_the_run_and_the_steps_in_sight(browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    script = joined().replace("export const", "const").replace("export default", "void")
+    page.set_content(f"<style>{style()}</style><div id='here'></div><script type='module'>{script}{PIN}</script>")
+    page.wait_for_selector(f"{SHOWN}[data-points='60']")
+    page.focus(SHOWN)
+    page.keyboard.press("+")
+    page.click("button.pin")
+    assert page.evaluate("sent.at(-1)") == {"ask": "pin", "steps": [15, 45]}
+
+    page.keyboard.press("0")
+    page.evaluate("tell({ kind: 'runs', runs: ['first'], pinned: 'first', beside: '', steps: [10, 20] })")
+    page.wait_for_selector(f"{SHOWN}[data-zoom='9 20']")
+    assert page.inner_text("button.pin") == "pinned: steps 10 to 20"
+    page.click("button.pin")
+    assert page.evaluate("sent.at(-1)") == {"ask": "unpin"}
+    page.close()
 
 
 @pytest.mark.parametrize("width", [760, pytest.param(1300, marks=pytest.mark.long)])

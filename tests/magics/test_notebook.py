@@ -273,7 +273,7 @@ def test_a_second_cluster_says_what_becomes_of_the_first(started: Kernel) -> Non
     back = started.run("%cluster stop\n%cluster attach book")
 
     assert "book goes on: %cluster attach book" in text
-    assert back.status == "ok", back.text
+    assert back.status == "ok" and "second has ended: 1 rank\n" in back.text, back.text
 
 
 def test_list_shows_the_cluster_with_its_time_to_live(started: Kernel) -> None:

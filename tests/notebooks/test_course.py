@@ -101,8 +101,8 @@ def test_the_answers_in_the_text_are_what_is_measured(
     if dashboard := tagged(notebook, "dashboard"):
         # A page that reads the notebook later has no kernel, and could not show the widget.
         (output,) = dashboard[0]["outputs"]
-        assert set(output["data"]) == {"text/plain", "image/svg+xml"}
-        assert "rank 2" in output["data"]["image/svg+xml"] and "rank 2" in shown_by(dashboard[0])
+        assert set(output["data"]) == {"text/plain", "text/html"}
+        assert "<img src='data:image/svg+xml;base64," in output["data"]["text/html"] and "rank 2" in shown_by(dashboard[0])
 
 
 def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -138,13 +138,21 @@ class ControlResult:
 
     def _repr_html_(self) -> str:
         if self.ok and self.do == "compare":
-            cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.compared]
+            sides = ["left", *["right"] * 4]
+            cells = [
+                "".join(
+                    f"<td style='text-align:{side}'>{html.escape(cell)}</td>"
+                    for cell, side in zip(row, sides, strict=False)
+                )
+                for row in self.compared
+            ]
             table = "".join(f"<tr>{row}</tr>" for row in cells)
             return f"<b>{html.escape(self.line)}</b><table>{table}</table><small>{html.escape(self.turns)}</small>"
         if not self.figures:
             return f"<span>{html.escape(self.line)}</span>"
         rows = "".join(
-            f"<tr><td>{html.escape(what)}</td><td>{html.escape(predicted)}</td><td>{html.escape(found)}</td></tr>"
+            f"<tr><td style='text-align:left'>{html.escape(what)}</td>"
+            f"<td>{html.escape(predicted)}</td><td>{html.escape(found)}</td></tr>"
             for what, predicted, found in self.figures
         )
         head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"

@@ -112,24 +112,28 @@ class RunReader:
                 "unit": self.curve.unit,
             }
 
-    def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
+    def snapshot(self, *, anew: bool = True, steps: tuple[int, int] | None = None) -> dict[str, Any]:
         """Return everything there is to draw, as plain values: {"state", "strategies", "points", "events", "step"}.
 
         state: see `state`. events: as sinks get them. points: a row for each step: step, span, time, tokens,
         loss, rate, strategy (an index into strategies). step: the newest measured step, part by part and rank by rank.
 
-        anew: with a new picture of a step, which takes longest.
+        anew: with a new picture of a step, which takes longest. steps: the first and the last step to return; the
+        picture is of the last one.
         """
         with self.lock:
             self.look()
+            first, last = steps or (0, math.inf)
             if anew:
-                self.picture()
+                self.picture(steps[1] if steps and self.curve.points and self.curve.points[-1][0] >= last else None)
+            points = [list(point) for point in self.curve.points if first <= point[0] <= last]
+            told = {"goal": 0, "left": "", "rate": _rate(points) if points else None} if steps else {}
             return {
-                "state": self.state(),
+                "state": self.state() | told,
                 "epoch": self.curve.epoch,
                 "strategies": list(self.curve.strategies),
-                "points": [list(point) for point in self.curve.points],
-                "events": list(self.curve.events),
+                "points": points,
+                "events": [event for event in self.curve.events if first - 1 <= event["step"] <= last],
                 "step": self.step,
             }
 

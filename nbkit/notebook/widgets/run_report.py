@@ -51,11 +51,31 @@ def write_report(run_dir: Path, path: Path) -> Path:
 def page_of(snapshot: dict[str, Any]) -> str:
     """Return the page for a RunReader.snapshot."""
     # No folder of this machine goes out of it, and no text ends the script.
-    public = snapshot | {"state": {**snapshot["state"], "folder": ""}}
+    public = snapshot | {"state": {**snapshot["state"], "folder": ""}, "about": about(snapshot)}
     data = json.dumps(_finite(public), separators=(",", ":"), default=str).replace("<", "\\u003c")
     script = joined().replace("export const", "const").replace("export default", "void")
     title = html.escape(f"nbkit: {snapshot['state']['run']}")
     return _PAGE.format(title=title, style=style(), data=data, script=script)
+
+
+def about(snapshot: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what ran, on what, and how to make it again, as names and words; [] if the records do not say."""
+    started = [event for event in snapshot["events"] if event["kind"] == "run_started"]
+    facts = started[-1].get("about") if started else None
+    if not facts:
+        return []
+    batch = started[-1]["arithmetic"]
+    first = f'Trainer(..., strategy="{started[0]["strategy"]}", seed={facts["seed"]})'
+    done = [event for event in snapshot["events"] if event["kind"] in ("run_started", "switch")]
+    again = [first]
+    for event in done:
+        if event["kind"] == "switch":
+            again.append(f"after step {event['step']:,}: %strategy {event['new']}")
+        else:
+            again.append(
+                f"trainer.fit({event['total'] or '...'})" + f"   after step {event['step']:,}" * (event["step"] > 0)
+            )
+    return [*facts.items(), *([("batch", batch)] if batch else []), ("to repeat it", "\n".join(again))]
 
 
 def _finite(value: Any) -> Any:

@@ -1,19 +1,23 @@
-"""The card of a cell that trains: HTML in the cell's own output, which stays in the saved notebook. It is not a widget.
+"""The card of a cell that trains: HTML in the cell's own output, which stays in the saved notebook.
 
-It appears when a training of the cell has been recording for a moment, is updated in place about once a second, and
-ends as a summary. Before that, and in a cell that does not train, a clock runs in its place after 3 seconds. After 10
-seconds the clock says which ranks are still at work, and in what. A cell that ends sooner shows neither.
+While the cell trains, a widget shows the same in its place: a page that is loaded anew gets no update of what was
+displayed before, but it finds its widgets again.
+
+The card appears when a training of the cell has been recording for a moment. It is updated in place about once a
+second, and ends as a summary. Before that, and in a cell that does not train, a clock runs in its place after 3
+seconds. After 10 seconds the clock says which ranks are still at work, and in what. A cell that ends sooner shows
+neither.
 """
 
 from __future__ import annotations
 
-import base64
 import html
 import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ from nbkit.notebook.cluster.output.display import NOBODY, ShownMessage
 from nbkit.notebook.cluster.why import RankState, at_work, collect
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.text_view import steps_of
+from nbkit.notebook.widgets.svg import image
+from nbkit.notebook.widgets.widget_output import EMPTY, beside_widget, view_of
 from nbkit.records.event_words import failure
 
 AFTER_SECONDS = 1.5  # most cells are over by then
@@ -33,7 +39,18 @@ _EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most
 _CLOCK_SECONDS, _DOING_SECONDS, _ASK_SECONDS = 3.0, 10.0, 5.0
 _WIDTH, _HEIGHT, _POINTS = 260, 44, 130
 _STILL_SECONDS = 60
-# A page that was loaded anew gets no update of what was displayed before; it has to notice that by itself.
+_SCRIPT = """export default {
+  render({ model, el }) {
+    const root = document.createElement("div");
+    root.className = "nbkit-live";
+    const show = () => { root.innerHTML = model.get("page"); };
+    model.on("change:page", show);
+    show();
+    el.append(root);
+    return () => model.off("change:page", show);
+  },
+};"""
+# Without a widget, a page that was loaded anew has to notice by itself that it gets nothing any more.
 _STILL = (
     "<style>@keyframes nbkit-still { to { visibility: visible; max-height: 4em; } }</style>"
     "<div style='visibility:hidden;max-height:0;overflow:hidden;color:var(--jp-ui-font-color2,gray);"
@@ -81,6 +98,7 @@ class LiveCard:
         self._picture_due = 0.0  # a picture of all ranks costs far more than the curve, and says the same for long
         self.states: Callable[[], Mapping[int, RankState]] = dict  # asks the ranks what they do
         self._doing, self._doing_due = "", 0.0
+        self._live: Any = None  # the widget, from the first card on
         execution.observers.append(self._finish)
 
     def start(self) -> None:
@@ -171,12 +189,43 @@ class LiveCard:
             for name, text in self._execution.lines.make_way():
                 self._execution.outbox.stream(name, text)
         transient = {"display_id": f"nbkit-card-{self._execution.request.id}"}
+        page = bundle["text/html"]
+        bundle = beside_widget(bundle)
         self._execution.outbox.put("update" if self._shown else "display", bundle, {}, transient)
         content = {"data": bundle, "metadata": {}, "transient": transient}
         self._execution.shown.add(
             ShownMessage(NOBODY, "update_display_data" if self._shown else "display_data", content)
         )
         self._shown = True
+        if self._last:
+            self._put_live(page, last=last)
+
+    def _put_live(self, page: str, *, last: bool) -> None:
+        """Show it in the widget too. At the end the widget goes; a page that was loaded anew keeps it, as it ends."""
+        transient = {"display_id": f"nbkit-live-{self._execution.request.id}"}
+        if self._live is None and not last and (kind := _live_card()) is not None:
+            self._live = kind()
+            self._execution.outbox.put("display", view_of(self._live), {}, transient)
+        if self._live is not None:
+            self._live.page = page
+            if last:
+                self._execution.outbox.put("update", EMPTY, {}, transient)
+
+
+@cache
+def _live_card() -> Any:
+    """Return the class of the widget; None without anywidget."""
+    try:
+        import anywidget
+        import traitlets
+    except ImportError:
+        return None
+
+    class Card(anywidget.AnyWidget):  # type: ignore[misc, name-defined, no-any-unimported]
+        _esm = _SCRIPT
+        page = traitlets.Unicode().tag(sync=True)
+
+    return Card
 
 
 def clock_bundle(words: str) -> dict[str, str]:
@@ -260,10 +309,8 @@ def _curve(values: Sequence[float]) -> str:
     low, high = min(means), max(means)
     across, down = _WIDTH / max(len(means) - 1, 1), (_HEIGHT - 4) / ((high - low) or 1.0)
     line = " ".join(f"{i * across:.1f},{2 + (high - value) * down:.1f}" for i, value in enumerate(means))
-    svg = (
+    picture = (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDTH}' height='{_HEIGHT}'>"
         f"<polyline points='{line}' fill='none' stroke='#68717d' stroke-width='1.8'/></svg>"
     )
-    # As an image: JupyterLab takes drawings out of the HTML of a notebook that it does not trust, and leaves images.
-    data = base64.b64encode(svg.encode()).decode()
-    return f"<img src='data:image/svg+xml;base64,{data}' width='{_WIDTH}' height='{_HEIGHT}' alt='loss'>"
+    return image(picture, "loss", f"width:{_WIDTH}px;height:{_HEIGHT}px")

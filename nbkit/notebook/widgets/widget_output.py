@@ -1,6 +1,8 @@
-"""The output of a cell that shows a widget: the widget while its cluster is there, then a picture of it.
+"""The output of a cell that shows a widget: the widget, and below it a picture that only pages without the widget show.
 
-A saved notebook has no kernel: a page there says "Error displaying widget", whatever else the output holds.
+A saved notebook has no kernel. A page says "Error displaying widget" of a widget then, whatever else the same output
+holds. So the picture is an output of its own. It is replaced while the widget lives, so that a notebook that is saved
+at any moment has it.
 
 This module also tells whether a kernel hears its pages during a cell, or on a page opened then, and what to say if it
 does not. What was tried is in docs/reference/measurements.md, "Where the panel answers". What is known of VS Code is
@@ -13,9 +15,12 @@ from __future__ import annotations
 import html
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
+from nbkit.errors import NbkitError
 from nbkit.notebook.cluster.registry import notebook_shell
 
 DETACH = "%%distributed --detach"
@@ -51,12 +56,13 @@ def note_words(version: str, *, vscode: bool) -> str:
 
 
 def lost_words(version: str, *, vscode: bool) -> str:
-    """Said below a widget that a page opened while a cell runs does not get before the cell is over; else ""."""
+    """Said below the picture of a widget that a page, opened while a cell runs, does not get before the cell is over;
+    else ""."""
     if vscode or not version or _parts(version) >= _HEARS_NEW_PAGES:
         return ""
     return (
-        f"Nothing above? With ipykernel {version} a page that is opened while a cell runs gets this when the cell is "
-        f"over. Train with {DETACH} and it is there at once, or update ipykernel "
+        f"This is a picture. With ipykernel {version} a page that is opened while a cell runs gets the live one when "
+        f"the cell is over. Train with {DETACH} and it is there at once, or update ipykernel "
         "(pip install -U ipykernel) and restart the kernel."
     )
 
@@ -83,23 +89,56 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 class Shown(Protocol):
-    """An object that has a widget. still: returns the MIME bundle of its picture, which needs no kernel."""
+    """An object that has a widget, or None. still: returns the MIME bundle of its picture, which needs no kernel."""
+
+    widget: Any
 
     def still(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
     def _repr_mimebundle_(self) -> dict[str, Any]: ...
 
 
+STILL_SECONDS = 20.0
+_LIVE = ":is(.nbkit-panel, .nbkit-dashboard, .nbkit-live)"
+_AREAS = ".jp-OutputArea, .output_wrapper"  # of a cell, in JupyterLab and Notebook 7, and in nbclassic
+_STYLE = (
+    f"<style>:is({_AREAS}):has({_LIVE}) .nbkit-still, body:not(:has({_AREAS})):has({_LIVE}) .nbkit-still "
+    "{ display: none }"
+    # A widget without a kernel: a line of text that says so.
+    ":is(.jp-OutputArea):has(.nbkit-still) .jupyter-widgets:not(:has(*)) { display: none }</style>"
+)
+EMPTY = {"text/plain": ""}
+
+
 def with_widget(still: dict[str, Any], widget: Any, **options: Any) -> dict[str, Any]:
     """Return a MIME bundle: the picture for pages and notebooks without widgets, and the widget where it is not
     None."""
+    return view_of(widget, **options) | still
+
+
+def view_of(widget: Any, **options: Any) -> dict[str, Any]:
+    """Return the MIME bundle of a widget alone; {} of None."""
     shown = (widget._repr_mimebundle_(**options) or {}) if widget is not None else {}
     # Some versions of ipywidgets give (bundle, metadata).
-    return dict(shown[0] if isinstance(shown, tuple) else shown) | still
+    bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
+    return {kind: data for kind, data in bundle.items() if kind != "text/plain"}
+
+
+def beside_widget(still: dict[str, Any], words: str = "") -> dict[str, Any]:
+    """Return the picture as an output of its own, which a page hides while it shows a live widget of the same cell.
+
+    words: below the picture, "" for nothing.
+    """
+    plain = still["text/plain"]
+    page = still.get("text/html") or f"<pre>{html.escape(plain)}</pre>"
+    said = html.escape(words).replace(DETACH, f"<code style='white-space: nowrap'>{DETACH}</code>")
+    below = f"<p>{said}</p>" if words else ""
+    text = f"{plain}\n\n{words}" if words else plain
+    return {"text/plain": text, "text/html": f"{_STYLE}<div class='nbkit-still'>{page}{below}</div>"}
 
 
 def display_until_stopped(shown: Shown, before_stop: list[Callable[[], object]] | None, words: str) -> None:
-    """Display an object that has a widget; when its cluster is stopped, close it and leave its picture.
+    """Display an object that has a widget, and a picture of it; when its cluster is stopped, leave the last picture.
 
     before_stop: of the cluster, None without one. words: said to a page that has not got the widget, "" for nothing.
     Raises NotImplementedError outside of a kernel: IPython then displays the object as it displays any.
@@ -108,16 +147,37 @@ def display_until_stopped(shown: Shown, before_stop: list[Callable[[], object]] 
         raise NotImplementedError
     from IPython.display import display
 
-    output = display(shown._repr_mimebundle_(), raw=True, display_id=True)
+    view = display(view_of(shown.widget), raw=True, display_id=True) if shown.widget is not None else None
+    before = shown.still()
+    picture = display(beside_widget(before, words), raw=True, display_id=True)
+    over = threading.Event()
+    lock = threading.Lock()
+
+    def show_newest(*, last: bool = False) -> None:
+        nonlocal before
+        with lock:
+            if over.is_set():
+                return
+            still = shown.still()
+            if last or still != before:
+                picture.update(beside_widget(still, "" if last else words), raw=True)
+            before = still
+            if last:
+                over.set()
 
     def leave_picture() -> None:
-        output.update(shown.still(), raw=True)
+        show_newest(last=True)
+        if view is not None:
+            view.update(EMPTY, raw=True)
         shown.close()
 
+    def keep_up() -> None:
+        while not over.wait(STILL_SECONDS):
+            if shown.widget is not None and shown.widget.comm is None:
+                return
+            with suppress(NbkitError, OSError):  # of files that are being written
+                show_newest()
+
+    threading.Thread(target=keep_up, name="nbkit-still", daemon=True).start()
     if before_stop is not None:
         before_stop.append(leave_picture)
-    if words:
-        there = ".jp-OutputArea:has(.nbkit-panel, .nbkit-dashboard) .nbkit-lost"
-        text = html.escape(words).replace(DETACH, f"<code style='white-space: nowrap'>{DETACH}</code>")
-        page = f"<style>{there} {{ display: none }}</style><p class='nbkit-lost'>{text}</p>"
-        display({"text/plain": words, "text/html": page}, raw=True)

@@ -21,8 +21,8 @@ from typing import Any, Literal, TypeVar
 
 from nbkit import techniques
 from nbkit.errors import StrategyError, UsageError
+from nbkit.figures import between, size
 from nbkit.figures import seconds as span
-from nbkit.figures import size
 from nbkit.planner.choose.load import (
     Candidate,
     Hardware,
@@ -480,7 +480,21 @@ def chosen(plan: Plan) -> PlanRow:
     )
 
 
-_HEADS = ("strategy", "step", "between", "limit", "peak", "states", "activations", "working", "sent in a step", "rate")
+_HEADS = (
+    "strategy",
+    "step",
+    "interval",
+    "limited by",
+    "peak",
+    "states",
+    "activations",
+    "working memory",
+    "sent in a step",
+    "most on",
+    "rate",
+    "device s / M",
+)
+_WORDS = {"strategy", "limited by", "most on"}  # other columns hold figures
 _SHOWN, _REFUSED = 12, 4
 
 
@@ -499,15 +513,25 @@ def text(plan: Plan) -> str:
 
 def page(plan: Plan) -> str:
     """Return the plan as HTML, in the notebook's own colours."""
-    head = "".join(f"<th style='text-align:left'>{html.escape(cell)}</th>" for cell in _HEADS)
+    sides = ["left" if head in _WORDS else "right" for head in _HEADS]
+    head = "".join(
+        f"<th style='text-align:{side}'>{html.escape(cell)}</th>" for cell, side in zip(_HEADS, sides, strict=True)
+    )
     body = ""
     for number, row in enumerate(plan.rows[:_SHOWN]):
         weight = "font-weight:bold" if not number else ""
-        cells = "".join(f"<td style='text-align:left;{weight}'>{html.escape(c)}</td>" for c in _cells(row, plan))
+        styles = [
+            f"text-align:{side};white-space:{'normal' if place == 0 else 'nowrap'}" for place, side in enumerate(sides)
+        ]
+        cells = "".join(
+            f"<td style='{style};{weight}'>{html.escape(cell)}</td>"
+            for cell, style in zip(_cells(row, plan), styles, strict=True)
+        )
         body += f"<tr>{cells}</tr>"
     notes = "".join(f"<div>{html.escape(line.strip())}</div>" for line in [*_levers(plan), *_refusals(plan)])
     title = html.escape(_title(plan))
-    return f"<div>{title}</div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div>{title}</div><div style='overflow-x:auto'>{table}</div>{notes}"
 
 
 def why(plan: Plan, first: str, second: str) -> str:
@@ -576,16 +600,18 @@ def _refusals(plan: Plan) -> list[str]:
 def _cells(row: PlanRow, plan: Plan) -> Sequence[str]:
     states = row.peak.parameters + row.peak.gradients + row.peak.optimizer
     axis = max(row.sent, key=lambda one: row.sent[one], default="")
-    between = f", {size(row.between)} between nodes" if row.between else ""
+    nodes = f", {size(row.between)} between nodes" if row.between else ""
     return (
         row.settings,
         span(row.seconds),
-        f"{span(row.low)} - {span(row.high)}",
+        between(row.low, row.high),
         row.limit,
         size(row.peak.total),
         size(states),
         size(row.peak.activations),
         size(row.peak.working),
-        f"{size(sum(row.sent.values()))}, most on {axis}{between}" if row.sent else "nothing",
-        f"{row.rate:,.0f} {plan.unit}/s, {row.device_seconds_per_million:.3g} device s / M",
+        size(sum(row.sent.values())) if row.sent else "nothing",
+        f"{axis}{nodes}",
+        f"{row.rate:,.0f} {plan.unit}/s",
+        f"{row.device_seconds_per_million:.3g}",
     )

@@ -68,6 +68,7 @@ from nbkit.rank.train.own_loop.forward_step import ForwardStep, in_two
 from nbkit.rank.train.own_loop.own_forward import OwnForward
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.backup import Backups
+from nbkit.rank.train.run_facts import run_facts
 from nbkit.rank.train.run_recorder import Recorder, new_run_dir
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.model_handle import ModelHandle, show_again, shown_by
@@ -733,7 +734,8 @@ class Job:
             step_boundary.enter(owner or self)
             meeting.begin_run(step_boundary.run, lambda: self.ledger.making)
             self.is_running = True
-            self.ledger.emit(RunStarted(self.step, strategy=str(self.strategy), arithmetic=arithmetic, total=total))
+            now, about = str(self.strategy), run_facts(self)
+            self.ledger.emit(RunStarted(self.step, strategy=now, arithmetic=arithmetic, total=total, about=about))
             self.ledger.begin(total)
             self.follow_plan()
             with data_rng.own_draws():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import math
@@ -26,7 +27,7 @@ from nbkit.notebook.widgets.dashboard.dashboard import Dashboard, RefreshThread
 from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined
-from nbkit.notebook.widgets.run_report import write_report
+from nbkit.notebook.widgets.run_report import about, write_report
 from nbkit.notebook.widgets.training_card import card_text
 from nbkit.records.event_words import GREAT, mark_of
 from nbkit.records.events import Event, RunStarted, RunStopped, StepDone
@@ -45,6 +46,12 @@ def fake_run(folder: Path, world: int, strategy: str, **how: Any) -> Any:
         sys.modules["fake_run"] = module
         spec.loader.exec_module(module)
     return module.FakeRun(folder, world, strategy, **how)
+
+
+def drawn_in(bundle: dict[str, Any]) -> str:
+    """Return the SVG of the image in a bundle."""
+    (data,) = re.findall(r"<img src='data:image/svg\+xml;base64,([^']*)'", bundle["text/html"])
+    return base64.b64decode(data).decode()
 
 
 def step(number: int, **numbers: Any) -> StepRecord:
@@ -297,8 +304,53 @@ def test_another_run_is_chosen_and_laid_over_the_shown_one(tmp_path: Path) -> No
     assert last("state")["state"]["run"] == "second"
 
 
+def test_a_dashboard_stays_with_the_run_and_the_steps_that_are_pinned(tmp_path: Path) -> None:
+    first = fake_run(tmp_path / "first", 2, "ddp")
+    for number in range(30):
+        if number == 20:
+            first.switch("zero3")
+        first.step()
+    first.close()
+    where = [tmp_path / "first"]
+    sent: list[dict[str, Any]] = []
+    board = Dashboard(tmp_path / "first", steps=(5, 12))
+    board.close()
+    board._refresh = refresh = RefreshThread(lambda: where[0], lambda content, buffers: sent.append(content))
+    refresh.pin((5, 12))
+    refresh.turn(0.0)
+    second = fake_run(tmp_path / "second", 2, "tp")
+    for _ in range(4):
+        second.step()
+    second.close()
+    where[0] = tmp_path / "second"  # another training begins
+    refresh.turn(2.0)
+
+    runs = [one for one in sent if one["kind"] == "runs"][-1]
+    assert (runs["pinned"], runs["steps"]) == ("first", [5, 12])
+    snapshot = board.snapshot()
+    assert [point[0] for point in snapshot["points"]] == list(range(5, 13))
+    assert snapshot["events"] == [] and (snapshot["state"]["run"], snapshot["state"]["left"]) == ("first", "")
+    assert [one for one in sent if one["kind"] == "step"][-1]["step"]["asked"] == 12
+    assert "first · steps 5 to 12" in drawn_in(board.still()) and "zero3" not in drawn_in(board.still())
+    assert "step 12" in str(board)
+
+    refresh.unpin()
+    refresh.turn(4.0)
+    assert board.snapshot()["state"]["run"] == "second" and len(board.snapshot()["points"]) == 4
+    with pytest.raises(UsageError, match="no such steps"):
+        Dashboard(tmp_path / "first", steps=(9, 3))
+
+
 def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) -> None:
+    assert about(RunReader(run.folder).snapshot()) == []  # of a release that did not record it
     run.event("checkpoint", path="</script><b>")
+    run.event("run_started", strategy="dp=4", arithmetic="global 8", total=9, about={"model": "Net", "seed": "3"})
+    run.switch("zero3")
+    told = dict(about(RunReader(run.folder).snapshot()))
+    assert (told["model"], told["batch"]) == ("Net", "global 8")
+    again = told["to repeat it"].splitlines()
+    assert again[0] == 'Trainer(..., strategy="dp=4", seed=3)'
+    assert again[-2:] == ["trainer.fit(9)   after step 20", "after step 20: %strategy dp=4 zero=3"]
     page = write_report(run.folder, tmp_path / "run.html").read_text()
     assert (
         not re.search(r"(?:src|href)=|@import|https?://(?!www\.w3\.org/2000/svg)", page) and "</script><b>" not in page
@@ -321,7 +373,7 @@ def test_a_dashboard_of_a_recorded_run_shows_itself_as_text(run: Any) -> None:
     board = Dashboard(run.folder)
     try:
         bundle = board._repr_mimebundle_()
-        assert "step 20" in bundle["text/plain"] and "step 20" in bundle["image/svg+xml"]
+        assert "step 20" in bundle["text/plain"] and "step 20" in drawn_in(bundle)
     finally:
         board.close()
     with pytest.raises(UsageError, match="no such run"):
@@ -339,7 +391,9 @@ def test_the_picture_has_the_curve_the_switches_and_a_bar_for_each_part_of_each_
     longest = max(float(one.get("x", 0)) + float(one.get("width", 0)) for one in bars)
 
     assert len(line.get("points", "").split()) == 20
-    assert {"⇄ dp=4 zero=3", "rank 0", "rank 3", "compute", "exposed communication"} <= set(words)
+    assert {"⇄ dp=4 zero=3", "rank 0", "rank 3"} <= set(words)
+    shares = {found[1]: int(found[2]) for word in words if (found := re.fullmatch(r"([a-z ]+) (\d+)%", word))}
+    assert {"compute", "exposed communication", "other"} <= set(shares) and 98 <= sum(shares.values()) <= 102
     assert any(word.endswith("<b>&") for word in words)
     assert len(bars) == sum(part > 0 for row in snapshot["step"]["ranks"] for part in row[2:])
     assert longest <= float(picture.get("width", 0)) - 100  # the seconds stand beside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,52 +58,58 @@ def test_outside_of_a_kernel_nothing_is_said() -> None:
     assert note_words(**here()) == lost_words(**here()) == ""
 
 
-def test_the_words_come_below_the_widget(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Shown:
-        def still(self) -> dict[str, str]:
-            return {"text/plain": "the panel as text"}
+class Panel:
+    """Stands for a panel, whose picture changes."""
 
-        def close(self) -> None: ...
+    def __init__(self, widget: Any) -> None:
+        self.widget, self.words = widget, "the panel as text"
 
-        _repr_mimebundle_ = still
+    def still(self) -> dict[str, Any]:
+        return {"text/plain": self.words, "text/html": f"<img alt='{self.words}'>"}
 
+    def close(self) -> None:
+        self.widget.close()
+
+    def _repr_mimebundle_(self) -> dict[str, Any]:
+        return self.still()
+
+
+def test_the_words_come_below_the_picture(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError):  # IPython then displays it as any object
-        widget_output.display_until_stopped(Shown(), None, "Nothing above?")
+        widget_output.display_until_stopped(Panel(None), None, "This is a picture.")
     monkeypatch.setattr(widget_output, "notebook_shell", lambda: SimpleNamespace(kernel=object()))
-    widget_output.display_until_stopped(Shown(), None, "Nothing above?")
+    widget_output.display_until_stopped(Panel(None), None, "This is a picture.")
 
     shown = capsys.readouterr().out
-    assert shown.index("the panel as text") < shown.index("Nothing above?")
+    assert shown.index("the panel as text") < shown.index("This is a picture.")
 
 
-def test_when_the_cluster_stops_the_table_is_left_and_no_widget(
+def test_a_widget_has_its_newest_picture_beside_it_and_leaves_the_last_when_the_cluster_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Shown:
-        widget = ipywidgets.HTML()
-
-        def still(self) -> dict[str, Any]:
-            return {"text/plain": "the panel as text", "text/html": "<pre>the panel as text</pre>"}
-
-        def close(self) -> None:
-            self.widget.close()
-
-        def _repr_mimebundle_(self) -> dict[str, Any]:
-            return widget_output.with_widget(self.still(), self.widget)
-
     monkeypatch.setattr(widget_output, "notebook_shell", lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setattr(widget_output, "STILL_SECONDS", 0.05)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     before_stop: list[Callable[[], object]] = []
+    panel = Panel(ipywidgets.HTML())
     InteractiveShell.instance()
     try:
         with capture_output() as caught:
-            widget_output.display_until_stopped(Shown(), before_stop, "")
+            widget_output.display_until_stopped(panel, before_stop, "words for old kernels")
+            panel.words = "step 2"
+            while len(caught.outputs) < 3:
+                time.sleep(0.01)
+            panel.words = "the end"
             (leave,) = before_stop
             leave()
     finally:
         InteractiveShell.clear_instance()
 
-    first, last = caught.outputs
-    assert "application/vnd.jupyter.widget-view+json" in first.data
-    assert last.update and last.transient == first.transient and last.data == Shown().still()
-    assert Shown.widget.comm is None
+    view, first, second, *_, last, gone = caught.outputs
+    # Pages that do not trust a notebook, or have no kernel, show none of the outputs that hold a widget.
+    assert set(view.data) == {"application/vnd.jupyter.widget-view+json"}
+    assert set(first.data) == {"text/plain", "text/html"} and "words for old kernels" in first.data["text/html"]
+    assert second.update and second.transient == first.transient and "alt='step 2'" in second.data["text/html"]
+    assert last.update and last.transient == first.transient and last.data["text/plain"] == "the end"
+    assert gone.update and gone.transient == view.transient and gone.data == {"text/plain": ""}
+    assert panel.widget.comm is None

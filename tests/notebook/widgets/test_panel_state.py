@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from tables import answer_of, table_of
@@ -13,6 +14,7 @@ from nbkit.errors import NbkitError, NotFinite, StrategyError
 from nbkit.notebook.cluster.training_control import ControlResult
 from nbkit.notebook.widgets.panel import panel
 from nbkit.notebook.widgets.panel.panel import _WORDS
+from nbkit.notebook.widgets.panel.svg_view import svg_of
 from nbkit.notebook.widgets.panel.view import (
     Asked,
     Finished,
@@ -29,6 +31,8 @@ from nbkit.notebook.widgets.panel.view import (
     reduce,
     text_of,
 )
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def state_of(*news: Any) -> State:
@@ -259,6 +263,36 @@ def test_the_panel_as_text_says_the_same() -> None:
     assert "state identical" in text
     assert "being worked out" in text_of(state_of(Looked({**answer_of(table_of()), "table": {}})))
     assert "no Trainer" in text_of(state_of(Looked({"training": False, "held": False, "job": False})))
+
+
+def test_the_picture_says_the_same_and_holds_what_fits() -> None:
+    table = table_of()
+    state = state_of(Looked(answer_of(table)), Finished(verdict_of(what="</svg>")))
+    job = job_view(state)
+    picture = ElementTree.fromstring(svg_of(pulse_view(state)["headline"], job, state.results[0].line))
+    words = ["".join(text.itertext()) for text in picture.iter(f"{SVG}text")]
+
+    now, best = (next(row for row in job["rows"] if row[key]) for key in ("current", "recommended"))
+    assert {f"{now['label']} · now", f"{best['label']} · recommended", now["step"], now["peak"]} <= set(words)
+    assert f"Recommended: {best['label']}, {job['because']}." in words
+    known = [row for row in job["rows"] if row["ok"] and row["values"]["step"] and row["values"]["peak"]]
+    assert len([one for one in picture.iter(f"{SVG}circle") if one.get("r") == "5"]) == len(known) > 2
+    assert "7 cannot be used here" in words
+    assert any(line.startswith("last: ") for line in words)
+    # Of many ranks and strategies too.
+    for ranks, nodes in ((64, 8), (2, 1)):
+        many = job_view(state_of(Looked(answer_of(table_of(ranks=ranks, nodes=nodes)))))
+        picture = ElementTree.fromstring(svg_of("training", many, ""))
+        wide, high = float(picture.get("width", 0)), float(picture.get("height", 0))
+        assert all(float(one.get("x", 0)) <= wide and float(one.get("y", 0)) <= high for one in picture.iter())
+
+
+def test_strategies_that_are_called_alike_are_told_apart() -> None:
+    rows = job_view(state_of(Looked(answer_of(table_of(ranks=8, nodes=2)))))["rows"]
+    labels = [row["label"] for row in rows]
+
+    assert len(set(labels)) == len(labels)
+    assert {"ddp", "zero3", "hsdp shard=4", "hsdp shard=2", "ddp+tp tp=2", "ddp+tp tp=4"} <= set(labels)
 
 
 def test_a_pause_is_won_back_after_whole_steps() -> None:

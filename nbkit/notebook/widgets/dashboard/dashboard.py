@@ -29,6 +29,7 @@ from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined, style
 from nbkit.notebook.widgets.run_report import write_report
+from nbkit.notebook.widgets.svg import image
 from nbkit.notebook.widgets.widget_output import display_until_stopped, hear_always, here, lost_words, with_widget
 from nbkit.quoting import user_path
 from nbkit.records.record_file import newest_run
@@ -55,6 +56,8 @@ class RefreshThread:
         self._beside: RunReader | None = None
         self._beside_sent = (-1, 0)
         self._pinned: Path | None = None  # the run that a person has chosen
+        self.steps: tuple[int, int] | None = None  # and which of its steps
+        self._pins_next = False
         self._listed: tuple[Path, int] | None = None
         self._runs: list[str] = []
         self._told: dict[str, Any] = {}
@@ -89,10 +92,22 @@ class RefreshThread:
         """Show another run of the same folder from now on, "" for the newest; or lay one over it, "" for none."""
         with self._lock:
             if run is not None:
-                self._pinned = self._sibling(run)
+                self._pinned, self._pins_next, self.steps = self._sibling(run), False, None
             if beside is not None:
                 folder = beside if isinstance(beside, Path) else self._sibling(beside)
                 self._beside, self._beside_sent = None if folder is None else RunReader(folder), (-1, 0)
+            self._due = [0.0, 0.0, 0.0]
+
+    def pin(self, steps: tuple[int, int] | None = None) -> None:
+        """Stay with the run that is shown, or with the next one if there is none yet, and with these steps of it."""
+        with self._lock:
+            self._pins_next, self.steps = True, steps
+            self._due = [0.0, 0.0, 0.0]
+
+    def unpin(self) -> None:
+        """Follow the newest run again, all steps of it."""
+        with self._lock:
+            self._pinned, self._pins_next, self.steps = None, False, None
             self._due = [0.0, 0.0, 0.0]
 
     def _sibling(self, name: str) -> Path | None:
@@ -139,6 +154,13 @@ class RefreshThread:
             wait = min(self._due[:2] if self.reader else self._due[2:]) - time.monotonic()
             self._ended.wait(max(wait, 0.01))
 
+    def current(self) -> RunReader | None:
+        """Return the reader of the run that is shown; None if there is none yet."""
+        with self._lock:
+            if self.reader is None or self._pins_next:
+                self.find()
+            return self.reader
+
     def find(self) -> None:
         """Find the run that is there now."""
         folder = self._pinned or self._where()
@@ -151,9 +173,12 @@ class RefreshThread:
             self._sent, self._state, self._step = (-1, 0, 0), {}, None
             self._send({"kind": "step", "step": None}, [])
             self._due[:2] = [0.0, 0.0]
+        if self._pins_next:
+            self._pinned, self._pins_next = folder, False
         self._list()
         beside = self._beside.run_dir.name if self._beside is not None else ""
-        told = {"runs": self._runs, "pinned": self._pinned.name if self._pinned else "", "beside": beside}
+        told: dict[str, Any] = {"runs": self._runs, "beside": beside, "steps": list(self.steps) if self.steps else None}
+        told["pinned"] = self._pinned.name if self._pinned else ""
         if told != self._told:
             self._told = told
             self._send({"kind": "runs", **told}, [])
@@ -201,7 +226,9 @@ class RefreshThread:
     def _tell_picture(self) -> None:
         assert self.reader is not None
         before = self.reader.step.get("asked")
-        found = self.reader.picture(self._step)
+        points = self.reader.curve.points
+        last = self.steps[1] if self.steps and points and points[-1][0] >= self.steps[1] else None
+        found = self.reader.picture(self._step if self._step is not None else last)
         self._tell_state(self.reader.state())
         if found and (found.get("asked") != before or self._step is not None):
             self._send({"kind": "step", "step": found}, [])
@@ -222,14 +249,25 @@ class Dashboard:
     """Follows the newest training of a cluster (default: the notebook's), or the run in a directory.
 
     Without a cluster, the default is the newest run in the folder of runs. beside: the directory of a run whose curve
-    is laid over the shown one. On the page, each can be exchanged for another run of the same folder.
+    is laid over the shown one. On the page, each can be exchanged for another run of the same folder. pin: stay with
+    the run that is there now, or with the next one, when another training begins. steps: the first and the last step
+    to show, which pins too; on the page, the button "pin" does it.
 
     It goes on by itself, also while a cell runs and when another training begins, until the cluster is stopped or
     `close()` ends it. Without widgets, it shows itself as text and as an SVG picture. Raises ClusterError without a
     cluster, UsageError without the run.
     """
 
-    def __init__(self, of: Cluster | str | Path | None = None, *, beside: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        of: Cluster | str | Path | None = None,
+        *,
+        beside: str | Path | None = None,
+        pin: bool = False,
+        steps: tuple[int, int] | None = None,
+    ) -> None:
+        if steps is not None and not 1 <= steps[0] <= steps[1]:
+            raise UsageError("There are no such steps.", numbers=f"{steps[0]} to {steps[1]}", hint="--steps 100-200")
         source = of if of is not None else _newest()
         self._cluster = source if isinstance(source, Cluster) else None
         self._directory = NewestRun(source.connection) if isinstance(source, Cluster) else _always(source)
@@ -239,6 +277,8 @@ class Dashboard:
         self.widget = _widget(self._refresh, self._trace if self._cluster is not None else None)
         if beside is not None:
             self._refresh.choose(beside=_always(beside)())
+        if pin or steps is not None:
+            self._refresh.pin(steps)
         if self.widget is not None:
             self._refresh.start()
 
@@ -261,9 +301,8 @@ class Dashboard:
 
     def snapshot(self) -> dict[str, Any]:
         """Return everything that is shown, as plain values; {} if nothing has been recorded yet."""
-        if self._refresh.reader is None:
-            self._refresh.find()
-        return self._refresh.reader.snapshot() if self._refresh.reader is not None else {}
+        reader = self._refresh.current()
+        return reader.snapshot(steps=self._refresh.steps) if reader is not None else {}
 
     def _trace(self, steps: int) -> None:
         """Handle the button: trace in a thread, one trace at a time, and send the result to the page."""
@@ -290,12 +329,12 @@ class Dashboard:
         self.widget.send(content, buffers)
 
     def still(self) -> dict[str, Any]:
-        """Return what it shows, as text and as an SVG picture: a MIME bundle that needs no kernel."""
+        """Return what it shows, as text and as a picture: a MIME bundle that needs no kernel."""
         found = self.snapshot()
         if not found:
             return {"text/plain": "nothing is recorded yet: trainer.fit(...) in a %%distributed cell"}
         text, picture = plain(lines_of(found)), svg_of(found)
-        return {"text/plain": text} | ({"image/svg+xml": picture} if picture else {})
+        return {"text/plain": text} | ({"text/html": image(picture, text.partition("\n")[0])} if picture else {})
 
     def __repr__(self) -> str:
         return str(self.still()["text/plain"])
@@ -351,6 +390,11 @@ def _widget(refresh: RefreshThread, trace: Callable[[int], None] | None) -> Any:
             refresh.show(message.get("step"))
         elif message.get("ask") in ("run", "beside"):
             refresh.choose(**{message["ask"]: str(message.get("run", ""))})
+        elif message.get("ask") == "pin":
+            steps = message.get("steps")
+            refresh.pin((int(steps[0]), int(steps[1])) if steps else None)
+        elif message.get("ask") == "unpin":
+            refresh.unpin()
         elif message.get("ask") == "trace" and trace is not None:
             trace(3)
 

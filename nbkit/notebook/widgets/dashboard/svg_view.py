@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any
 
 from nbkit.figures import figure, seconds
 from nbkit.notebook.run.follower import PARTS
 from nbkit.notebook.widgets.dashboard.text_view import PART_NAMES, bars_title, ranks_shown, steps_of
 from nbkit.notebook.widgets.javascript import colours
+from nbkit.notebook.widgets.svg import ALARM, FAINT, INK, RULE, box_at, line_at, picture_of, round_values, text_at
 from nbkit.records.event_words import GREAT
 
 COLOURS = colours("COLOURS")
-_INK, _FAINT, _RULE, _ALARM = "#23272e", "#68717d", "#dfe3e8", "#c3393f"
 _WIDTH, _LEFT, _RIGHT = 900, 70, 20
 _CURVE_HEIGHT, _BAR = 170, 22
 _POINTS = 600  # of the curve: more cannot be told apart
@@ -23,10 +22,7 @@ _CHARACTERS = 125  # in a line of 13 px
 
 
 def svg_of(snapshot: dict[str, Any]) -> str:
-    """Head, loss and bars per rank of what RunReader.snapshot gives; "" before the first finished step.
-
-    It has a light ground of its own, because a page that shows it as an image does not tell it its theme.
-    """
+    """Head, loss and bars per rank of what RunReader.snapshot gives; "" before the first finished step."""
     points = snapshot["points"]
     if not points:
         return ""
@@ -38,25 +34,24 @@ def svg_of(snapshot: dict[str, Any]) -> str:
         f"loss {figure(last[4])}" if figure(last[4]) else "",
         f"{figure(state['rate'])} {state['unit']}/s" if state.get("rate") else "",
     ]
+    before = int(points[0][0] - points[0][1])
+    told = [f"{state['world']} ranks", state["stands"], state["run"]]
+    told += [f"steps {before + 1:,} to {int(last[0]):,}"] * (before > 0)
     drawn = [
-        _text(16, 26, strategy, size=15, bold=True),
-        _text(_WIDTH - 16, 26, " · ".join(word for word in figures if word), bold=True, anchor="end"),
-        _text(16, 46, f"{state['world']} ranks · {state['stands']} · {state['run']}", colour=_FAINT),
+        text_at(16, 26, strategy, size=15, bold=True),
+        text_at(_WIDTH - 16, 26, " · ".join(word for word in figures if word), bold=True, anchor="end"),
+        text_at(16, 46, " · ".join(told), colour=FAINT),
     ]
     y = 70.0
     for line in textwrap.wrap(step.get("reading", ""), _CHARACTERS):
-        drawn.append(_text(16, y, line, size=13))
+        drawn.append(text_at(16, y, line, size=13))
         y += 19
     drawn += _curve(points, snapshot["events"], y + 14)
     y += 14 + _CURVE_HEIGHT + 50
     if step.get("ranks"):
         bars, y = _ranks(step, y)
         drawn += bars
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDTH}' height='{y:.0f}' viewBox='0 0 {_WIDTH} {y:.0f}' "
-        f"role='img' aria-label='dashboard of {escape(state['run'], quote=True)}' font-family='sans-serif'>"
-        f"<rect width='100%' height='100%' rx='6' fill='#ffffff' stroke='{_RULE}'/>{''.join(drawn)}</svg>"
-    )
+    return picture_of(drawn, _WIDTH, y, f"dashboard of {state['run']}")
 
 
 def _curve(points: Sequence[Sequence[float]], events: Sequence[dict[str, Any]], top: float) -> list[str]:
@@ -65,7 +60,7 @@ def _curve(points: Sequence[Sequence[float]], events: Sequence[dict[str, Any]], 
     known = [(point[0], point[4]) for point in thinned if math.isfinite(point[4])]
     first, last = points[0][0] - points[0][1], points[-1][0]
     bottom = top + _CURVE_HEIGHT
-    drawn = [_text(16, top, "loss", bold=True)]
+    drawn = [text_at(16, top, "loss", bold=True)]
     if known:
         low, high = min(loss for _, loss in known), max(loss for _, loss in known)
         low, high = (low - 0.5, high + 0.5) if high - low < 1e-12 else (low, high)
@@ -76,15 +71,15 @@ def _curve(points: Sequence[Sequence[float]], events: Sequence[dict[str, Any]], 
         def down(loss: float) -> float:
             return bottom - (_CURVE_HEIGHT - 24) * (loss - low) / (high - low)
 
-        for value in _round_values(low, high):
-            drawn += [_line(_LEFT, down(value), _WIDTH - _RIGHT, down(value), _RULE)]
-            drawn += [_text(_LEFT - 8, down(value) + 4, figure(value) or "0", colour=_FAINT, anchor="end")]
-        for value in _round_values(first, last):
-            drawn += [_text(across(value), bottom + 20, f"{value:,.0f}", colour=_FAINT, anchor="middle")]
-        drawn += [_text(16, bottom + 20, "step", bold=True)]
+        for value in round_values(low, high):
+            drawn += [line_at(_LEFT, down(value), _WIDTH - _RIGHT, down(value), RULE)]
+            drawn += [text_at(_LEFT - 8, down(value) + 4, figure(value) or "0", colour=FAINT, anchor="end")]
+        for value in round_values(first, last):
+            drawn += [text_at(across(value), bottom + 20, f"{value:,.0f}", colour=FAINT, anchor="middle")]
+        drawn += [text_at(16, bottom + 20, "step", bold=True)]
         drawn += _changes(events, across, top + 10, bottom)
         line = " ".join(f"{across(step):.1f},{down(loss):.1f}" for step, loss in known)
-        drawn += [f"<polyline points='{line}' fill='none' stroke='{_INK}' stroke-width='2'/>"]
+        drawn += [f"<polyline points='{line}' fill='none' stroke='{INK}' stroke-width='2'/>"]
     return drawn
 
 
@@ -92,15 +87,15 @@ def _changes(events: Iterable[dict[str, Any]], across: Any, top: float, bottom: 
     drawn, free = [], 0.0
     for event in (event for event in events if event["kind"] in GREAT):
         name = f"{event['sign']} {event['name']}"
-        colour = _ALARM if event["kind"] == "failure" else _INK
+        colour = ALARM if event["kind"] == "failure" else INK
         x = across(event["step"])
-        drawn.append(_line(x, top, x, bottom, colour, dashes="3 3"))
+        drawn.append(line_at(x, top, x, bottom, colour, dashes="3 3"))
         wide = 7.0 * len(name)
         left = x + wide > _WIDTH
         start = x - wide if left else x
         if start >= free:
             side, anchor = (-3, "end") if left else (3, "start")
-            drawn.append(_text(x + side, top, name, colour=colour, bold=True, anchor=anchor))
+            drawn.append(text_at(x + side, top, name, colour=colour, bold=True, anchor=anchor))
             free = start + wide
     return drawn
 
@@ -108,51 +103,25 @@ def _changes(events: Iterable[dict[str, Any]], across: Any, top: float, bottom: 
 def _ranks(step: dict[str, Any], top: float) -> tuple[list[str], float]:
     """Return the bars, and where they end."""
     late, rows = step.get("late"), ranks_shown(step)
-    drawn = [_text(16, top, bars_title(step), bold=True)]
+    drawn = [text_at(16, top, bars_title(step), bold=True)]
     x = float(16)
-    present = [part for i, part in enumerate(PARTS) if any(row[2 + i] for row in rows)]
-    for part in present:
-        name = PART_NAMES.get(part, part)
-        drawn += [_box(x, top + 11, 11, 11, COLOURS[part]), _text(x + 16, top + 21, name)]
+    whole = sum(row[1] for row in step["ranks"]) or 1.0  # as the sentence above: all ranks together
+    for i, part in enumerate(PARTS):
+        if not any(row[2 + i] for row in rows):
+            continue
+        name = f"{PART_NAMES.get(part, part)} {sum(row[2 + i] for row in step['ranks']) / whole:.0%}"
+        drawn += [box_at(x, top + 11, 11, 11, COLOURS[part]), text_at(x + 16, top + 21, name)]
         x += 34 + 6.4 * len(name)
     scale = (_WIDTH - _LEFT - 110) / (max(row[1] for row in rows) or 1.0)
     y = top + 34
     for row in rows:
         slow = late is not None and late["rank"] == row[0]
-        colour = _ALARM if slow else _FAINT
-        drawn.append(_text(_LEFT - 8, y + 14, f"rank {row[0]}", colour=colour, anchor="end", bold=slow))
+        colour = ALARM if slow else FAINT
+        drawn.append(text_at(_LEFT - 8, y + 14, f"rank {row[0]}", colour=colour, anchor="end", bold=slow))
         at = float(_LEFT)
         for part, value in zip(PARTS, row[2:], strict=True):
-            drawn.append(_box(at, y + 2, value * scale, _BAR - 6, COLOURS[part]) if value > 0 else "")
+            drawn.append(box_at(at, y + 2, value * scale, _BAR - 6, COLOURS[part]) if value > 0 else "")
             at += value * scale
-        drawn.append(_text(at + 6, y + 14, seconds(row[1]) + (" ◀ late" if slow else ""), colour=colour))
+        drawn.append(text_at(at + 6, y + 14, seconds(row[1]) + (" ◀ late" if slow else ""), colour=colour))
         y += _BAR
     return drawn, y + 12
-
-
-def _round_values(low: float, high: float, count: int = 4) -> list[float]:
-    """Return about `count` round values between two values."""
-    raw = (high - low) / count
-    ten = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
-    apart = next(ten * times for times in (1, 2, 2.5, 5, 10) if ten * times >= raw * 0.999)
-    start = math.ceil(low / apart - 1e-9)
-    return [apart * i for i in range(start, math.floor(high / apart + 1e-9) + 1)]
-
-
-def _text(
-    x: float, y: float, words: str, *, size: int = 12, colour: str = _INK, anchor: str = "start", bold: bool = False
-) -> str:
-    weight = " font-weight='600'" if bold else ""
-    return (
-        f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{colour}' text-anchor='{anchor}'{weight}>"
-        f"{escape(words)}</text>"
-    )
-
-
-def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
-    return f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(width, 0):.1f}' height='{height:.1f}' fill='{colour}'/>"
-
-
-def _line(x0: float, y0: float, x1: float, y1: float, colour: str, dashes: str = "") -> str:
-    dash = f" stroke-dasharray='{dashes}'" if dashes else ""
-    return f"<line x1='{x0:.1f}' y1='{y0:.1f}' x2='{x1:.1f}' y2='{y1:.1f}' stroke='{colour}'{dash}/>"

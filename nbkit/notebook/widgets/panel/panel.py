@@ -23,6 +23,7 @@ from nbkit.notebook.cluster.cells.stop import begin_stop
 from nbkit.notebook.cluster.cluster import Cluster, current
 from nbkit.notebook.cluster.training_control import ControlResult, stopped
 from nbkit.notebook.widgets import javascript
+from nbkit.notebook.widgets.panel.svg_view import svg_of
 from nbkit.notebook.widgets.panel.view import (
     Asked,
     Finished,
@@ -39,6 +40,7 @@ from nbkit.notebook.widgets.panel.view import (
     reduce,
     text_of,
 )
+from nbkit.notebook.widgets.svg import image
 from nbkit.notebook.widgets.widget_output import (
     display_until_stopped,
     hear_always,
@@ -251,11 +253,15 @@ class StrategyPanel:
             self.widget.close()
 
     def still(self) -> dict[str, Any]:
-        """Return what it shows, as text: a MIME bundle that needs no kernel."""
-        text = repr(self)
-        # Pages made of a notebook set a plain <pre> in the font of their text, and break its lines.
-        style = "font-family:monospace;white-space:pre;overflow-x:auto"
-        return {"text/plain": text, "text/html": f"<pre style='{style}'>{html.escape(text)}</pre>"}
+        """Return what it shows, as text and as a picture: a MIME bundle that needs no kernel."""
+        state = self.controller.state
+        text, job, pulse = text_of(state), job_view(state), pulse_view(state)
+        if not job:
+            # Pages made of a notebook set a plain <pre> in the font of their text, and break its lines.
+            style = "font-family:monospace;white-space:pre;overflow-x:auto"
+            return {"text/plain": text, "text/html": f"<pre style='{style}'>{html.escape(text)}</pre>"}
+        picture = svg_of(pulse["headline"], job, state.results[0].line if state.results else "")
+        return {"text/plain": text, "text/html": image(picture, f"strategies of cluster {state.cluster}")}
 
     def __repr__(self) -> str:
         return text_of(self.controller.state)

@@ -137,8 +137,10 @@ _PHASES = {
 }
 _NEAR = 4.0
 _NAMED = 4  # strategies; more are counted
+_PREDICTED = "predicted"
 _REASONS = {
     "fastest": "the fastest of those whose step time is known",
+    _PREDICTED: "the fastest of those whose step time is known, by its predicted step",
     "in force": "not measurably slower than {names}, and it runs now",
     "least memory": "not measurably slower than {names}, and it needs the least memory",
 }
@@ -317,18 +319,36 @@ def _headline(state: State) -> str:
 
 def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rows, with the newest pace in the row of the strategy in force: a table is made only now and then."""
+    options = _told_apart(table["options"])
     if not pace or pace["strategy"] != table["strategy"]:
-        return list(table["options"])
+        return options
     measured = {"step_s": pace["seconds"], "step_low_s": pace["low"], "step_high_s": pace["high"]}
     measured |= {"step_steps": pace["steps"], "step_ago": 0}
-    return [{**row, **measured} if row["strategy"] == table["strategy"] else row for row in table["options"]]
+    return [{**row, **measured} if row["strategy"] == table["strategy"] else row for row in options]
+
+
+def _told_apart(options: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows, with what differs in the names of those that are called alike: "hsdp shard=4"."""
+    words: dict[str, list[set[str]]] = {}
+    for row in options:
+        words.setdefault(row["label"], []).append(set(row["strategy"].split()))
+    shared = {label: set.intersection(*each) for label, each in words.items() if len(each) > 1}
+    return [{**row, "label": _longer(row, shared[row["label"]])} if row["label"] in shared else row for row in options]
+
+
+def _longer(row: Mapping[str, Any], shared: set[str]) -> str:
+    """Return the label with what is not shared; what dp has left follows from the rest."""
+    own = [word for word in row["strategy"].split() if word not in shared]
+    return " ".join([row["label"], *([word for word in own if not word.startswith("dp=")] or own)])
 
 
 def _because(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
     """Return why it is recommended, and from which rivals the measurements cannot tell it."""
     names = [row["label"] for row in options if row["strategy"] in choice.rivals]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return _REASONS.get(choice.why, "").format(names=", ".join(names[:_NAMED]) + more)
+    best = next((row for row in options if row["strategy"] == choice.strategy), None)
+    guess = best is not None and choice.why == "fastest" and best["step_s"] is None
+    return _REASONS[_PREDICTED if guess else choice.why].format(names=", ".join(names[:_NAMED]) + more) if best else ""
 
 
 _UNEXAMINED = "not examined yet"

@@ -74,6 +74,7 @@ export class Curves {
     if (along !== this.along) this.zoom = null;
     this.along = along;
     this.measure();
+    this.pinned();
     this.marks = marksOf(events, points, along, this.scale);
     this.host.dataset.switches = this.marks.filter((mark) => mark.kind === "switch").length;
     this.host.dataset.marks = this.marks.map((mark) => mark.kind).join(" ");
@@ -340,6 +341,26 @@ export class Curves {
       plot.setScale("x", { min, max });
     }
     this.legend();
+  }
+
+  // The first and the last step in sight; null: all of them.
+  sight() {
+    if (!this.zoom) return null;
+    const [low, high] = this.zoom;
+    const seen = this.seen.points.filter((point) => this.x(point) >= low && this.x(point) <= high);
+    return seen.length ? [seen[0][STEP] - seen[0][SPAN] + 1, seen[seen.length - 1][STEP]] : null;
+  }
+
+  // Look at the steps that were pinned, when they are.
+  pinned() {
+    const { steps, points, along } = this.seen;
+    const told = JSON.stringify([steps ?? null, along]);
+    if (told === this.told) return;
+    this.told = told;
+    if (!steps) return;
+    const inside = points.filter((point) => point[STEP] >= steps[0] && point[STEP] <= steps[1]);
+    if (!inside.length) this.told = ""; // they are still to come
+    else this.look([along === "step" ? steps[0] - inside[0][SPAN] : this.x(inside[0]), along === "step" ? steps[1] : this.x(inside[inside.length - 1])]);
   }
 
   // Zoom around the middle of what is in sight, or the point that is told.

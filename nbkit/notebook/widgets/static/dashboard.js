@@ -2,8 +2,9 @@
 //
 // Told: {kind: "state", state}, {kind: "curve", epoch, keep, strategies, events_keep, events} with the new points as
 // doubles, {kind: "beside", run, epoch, keep, strategies} with those of another run, {kind: "step", step},
-// {kind: "runs", runs, pinned, beside}, {kind: "note", text}, {kind: "traced", busy, text}.
-// Asked: {ask: "all"}, {ask: "step", step}, {ask: "trace"}, {ask: "run", run}, {ask: "beside", run}; run: "" is the newest, or none.
+// {kind: "runs", runs, pinned, beside, steps}, {kind: "note", text}, {kind: "traced", busy, text}.
+// Asked: {ask: "all"}, {ask: "step", step}, {ask: "trace"}, {ask: "run", run}, {ask: "beside", run}, {ask: "pin", steps},
+// {ask: "unpin"}; run: "" is the newest, or none.
 
 import { drawBars, drawMemory, memoryLegend, memoryNote } from "./charts.js";
 import { Curves, LOSS, STEP, STRATEGY } from "./curves.js";
@@ -28,6 +29,7 @@ const LAYOUT = `
   <div class="tools"><span class="lines"></span>
     <label title="as in TensorBoard: the weight of the values before; 0 shows the values themselves">smoothing <input type="range" min="0" max="0.99" step="0.01" value="0"><output></output></label>
     <span class="buttons"><button data-do="log" title="logarithmic axis of the loss (L)">log</button><button data-do="in" title="zoom in (+)">+</button><button data-do="out" title="zoom out (−)">−</button><button data-do="all" title="all steps (0)">all</button><button data-do="full" title="full screen (F)">full screen</button></span>
+    <span class="buttons"><button class="pin" title="stay with this run, and with the steps in sight, also in the saved notebook">pin</button></span>
     <span class="buttons"><button data-do="png" title="save the picture">PNG</button><button data-do="svg" title="save the picture, for print">SVG</button><button data-do="csv" title="save the values in sight">CSV</button></span></div>
   <div class="curves"></div><div class="legend families"></div>
   <details class="marks" hidden><summary></summary><ul></ul></details></section>
@@ -37,6 +39,7 @@ const LAYOUT = `
   <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
   <div class="legend whatlegend"></div><div class="pair"><div class="grid"></div><div class="axes"></div></div><div class="moments"></div></section>
 <section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend memorylegend"></div><div class="memory"></div><div class="modules"></div><div class="health"></div></section>
+<section class="wide about" hidden><h3>What ran</h3><table></table></section>
 <p class="foot"></p>`;
 
 export class Story {
@@ -110,6 +113,7 @@ export function view(el, story, ask) {
     if (along) chosen.along = along;
     if (pick) chosen.pick = pick;
     if (event.target.className === "trace" && ask) trace();
+    if (event.target.className === "pin" && ask) ask(story.runs?.pinned ? { ask: "unpin" } : { ask: "pin", steps: curves.sight() });
     if (along || pick) draw();
   });
   for (const [name, what] of [["runs", "run"], ["besides", "beside"]]) $(name).addEventListener("change", (event) => ask({ ask: what, run: event.target.value }));
@@ -149,9 +153,9 @@ export function view(el, story, ask) {
     $("reading").textContent = step?.reading || (last ? "" : "No finished step yet: this moves as soon as a Trainer, or a loop over nbkit.prepare, trains.");
     press("along", "along", chosen.along);
     $("families").innerHTML = swatches(familiesOf(story.strategies), {});
-    curves.draw({ points, events: story.events, strategies: story.strategies, unit, along: chosen.along, beside: story.beside, name: state?.run || "" });
-    drawChoice();
-    for (const section of root.querySelectorAll("section:not(:first-of-type)")) section.hidden = !step?.ranks?.length;
+    curves.draw({ points, events: story.events, strategies: story.strategies, unit, along: chosen.along, beside: story.beside, name: state?.run || "", steps: story.runs?.steps ?? null });
+    drawChoice(last);
+    for (const section of root.querySelectorAll("section:not(:first-of-type, .about)")) section.hidden = !step?.ranks?.length;
     if (step?.ranks?.length) drawStep(step);
     $("trace").hidden = !story.live || state?.stands !== "running";
     $("trace").disabled = story.traced.busy;
@@ -159,8 +163,11 @@ export function view(el, story, ask) {
     $("foot").textContent = story.note || (step?.ranks?.length ? foot(step) : "");
   }
 
-  function drawChoice() {
+  function drawChoice(last) {
     const { runs } = story;
+    $("pin").hidden = !ask || !last;
+    $("pin").setAttribute("aria-pressed", String(Boolean(runs?.pinned)));
+    $("pin").textContent = runs?.steps ? `pinned: steps ${number(runs.steps[0])} to ${number(runs.steps[1])}` : runs?.pinned ? "pinned" : "pin";
     for (const label of root.querySelectorAll(".pickrun")) label.hidden = !ask || (runs?.runs.length || 0) < 2;
     if (!runs || !ask) return;
     fill($("runs"), [["", "the newest"], ...runs.runs.map((name) => [name, name])], runs.pinned);
@@ -170,7 +177,9 @@ export function view(el, story, ask) {
 
   function drawStep(step) {
     const there = PARTS.filter((_, i) => step.ranks.some((row) => row[2 + i] > 0)); // no legend for what is not drawn
-    $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), SPOKEN);
+    const whole = step.ranks.reduce((sum, row) => sum + row[1], 0); // the shares of all ranks together, as in the sentence above
+    const share = (part) => step.ranks.reduce((sum, row) => sum + row[2 + PARTS.indexOf(part)], 0) / whole;
+    $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), Object.fromEntries(there.map((part) => [part, `${SPOKEN[part]} ${Math.round(100 * share(part))} %`])));
     $("at").textContent = step.of;
     const turn = step.ranks.length > 16 ? () => { chosen.all = !chosen.all; draw(); } : null;
     if (chosen.all && turn) drawBars(pictures.ranks, step.ranks, step.late);
@@ -297,5 +306,12 @@ export function show(el, data) {
   const story = new Story();
   Object.assign(story, { state: data.state, points: data.points.map((point) => point.map((value) => value ?? NaN)), events: data.events, strategies: data.strategies, step: data.step });
   view(el, story, null);
+  const about = el.querySelector(".about");
+  about.hidden = !data.about?.length;
+  for (const [name, words] of data.about ?? []) {
+    const line = about.querySelector("table").insertRow();
+    line.insertCell().textContent = name;
+    line.insertCell().textContent = words;
+  }
   return story;
 }

@@ -105,8 +105,9 @@ function render({ model, el }) {
   const rows = make("div", "rows");
   const picture = make("div", "picture");
   const hint = make("div", "hint", READ_PICTURE);
+  const keys = make("div", "keys");
   const table = make("div", "box");
-  table.append(words, chips, rows);
+  table.append(words, chips, rows, line, keys, said);
   const views = make("div", "views");
   views.append(
     titled("memory and time of each strategy: lower left is better", picture, hint),
@@ -114,7 +115,6 @@ function render({ model, el }) {
   );
   body.append(table, views);
 
-  const keys = make("div", "keys");
   const aside = make("span", "aside");
   const buttons = {};
   for (const [list, into] of [[KEYS, keys], [APART, aside]]) {
@@ -128,7 +128,7 @@ function render({ model, el }) {
   const told = make("div", "told");
   const note = make("div", "note");
   for (const region of [told, note]) region.setAttribute("role", "status");
-  root.append(head, body, line, keys, said, told, note);
+  root.append(head, body, told, note);
   el.append(root);
 
   let draft = null; // the strategy that the user looks at; null: the one in force
@@ -251,7 +251,7 @@ function render({ model, el }) {
 
   function drawJob() {
     const known = Boolean(job().strategy);
-    line.style.display = body.style.display = keys.style.display = known ? "" : "none";
+    body.style.display = known ? "" : "none";
     name.textContent = job().cluster ? `cluster ${job().cluster}` : "";
     if (!known) return;
     if (draft === null || draft === job().strategy || verdict?.strategy === job().strategy) {
@@ -465,7 +465,7 @@ function render({ model, el }) {
         drawChoice();
       });
       return chip;
-    }), make("span", "count", only.size ? shown : "a click shows only these"));
+    }), make("span", "count", only.size ? shown : "a click shows only these; dark bars: at rest, pale: while it switches"));
     if (focused) chips.querySelector(`[data-family="${focused}"]`)?.focus();
   }
 
@@ -664,6 +664,7 @@ function render({ model, el }) {
       axes.append(shape("text", { x: x(limit) + 3, y: BOX.bottom - 5, class: "mark" }, "no room"));
     }
     if (band) axes.append(shape("text", { x: BOX.right, y: BOX.top - 4, class: "mark end" }, `step time not known: ${all.length - known.length}`));
+    if (!known.length) axes.append(shape("text", { x: (BOX.left + BOX.right) / 2, y: (BOX.top + BOX.bottom) / 2, class: "mark middle" }, "no step time is known yet"));
 
     for (const row of all) {
       const { peak, step } = row.values;
@@ -706,7 +707,7 @@ function render({ model, el }) {
     for (const { row, x, y } of named) {
       const text = row.label + (row.current ? ", now" : "");
       const wide = 6.7 * text.length + 2;
-      const places = [[x + 10, y - 6], [x - 10 - wide, y - 6], [x + 12, y + 4], [x - 12 - wide, y + 4], [x - wide / 2, y + 20]];
+      const places = [[x + 11, y - 8], [x - 11 - wide, y - 8], [x + 14, y + 4], [x - 14 - wide, y + 4], [x - wide / 2, y + 22]];
       const free = places.find(([left, base]) => left > BOX.left && left + wide < WIDE && base - 10 > BOX.top && base < BOX.bottom
         && !taken.some(([l, t, w, h]) => left < l + w && l < left + wide && base - 9 < t + h && t < base + 2));
       if (!free) continue;

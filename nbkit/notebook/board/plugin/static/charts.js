@@ -49,7 +49,9 @@ export function drawTimeline(picture, points, events, { window: only, chosen, ot
       picture.box(x0, y - h, Math.max(x1 - x0, 1), h, COLOURS[PARTS[i]]);
       y -= h;
     }
+    if (point[2] > top) picture.words("▲", (x0 + x1) / 2, y0 + 5, { align: "center", colour: ink() }); // it goes on above
     const text = () => [
+      point[2] > top ? "▲ longer than the picture is high" : "",
       point[1] > 1 ? `steps ${point[0] - point[1] + 1} to ${point[0]}, mean` : `step ${point[0]}`,
       point[point.length - 1],
       `${seconds(point[2])} a step, mean over ranks`,

@@ -7,12 +7,13 @@ const part = (value, unit, top = null) => (value === null ? "" : `${Math.round(v
 // health: as nbkit.notebook.board.plugin.host_health makes it. Returns elements.
 export function healthRows(health) {
   const gpus = health.ranks.some((row) => row.gpu);
-  const head = ["", "CPU, of a core", "memory of the process", ...(gpus ? ["GPU busy", "clock", "temperature", "power", "slowed by"] : [])];
+  const slowed = health.ranks.some((row) => row.slowed); // first, because it matters most and a narrow pane shows it
+  const head = ["", ...(slowed ? ["slowed by"] : []), "CPU, of a core", "memory of the process", ...(gpus ? ["GPU busy", "clock", "temperature", "power"] : [])];
   const table = document.createElement("table");
   table.append(line(head, "th"));
   for (const row of health.ranks) {
-    const own = [`rank ${row.rank}`, percent(row.cpu), bytes(row.rss)];
-    const gpu = [row.busy === null ? "" : percent(row.busy), part(row.mhz, "MHz", row.top_mhz), part(row.celsius, "°C"), part(row.watts, "W", row.limit_watts), row.slowed];
+    const own = [`rank ${row.rank}`, ...(slowed ? [row.slowed] : []), percent(row.cpu), bytes(row.rss)];
+    const gpu = [row.busy === null ? "" : percent(row.busy), part(row.mhz, "MHz", row.top_mhz), part(row.celsius, "°C"), part(row.watts, "W", row.limit_watts)];
     const made = line([...own, ...(gpus ? gpu : [])], "td");
     made.classList.toggle("slowed", Boolean(row.slowed));
     table.append(made);

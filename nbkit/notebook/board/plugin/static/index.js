@@ -3,7 +3,7 @@
 import { drawBars, drawMemory, drawTimeline, memoryLegend, memoryNote } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { healthRows } from "./health.js";
-import { COLOURS, PASSES, Picture, SPOKEN, familiesOf, lateWords, percent, seconds, shade } from "./paint.js";
+import { COLOURS, PARTS, PASSES, Picture, SPOKEN, familiesOf, lateWords, percent, seconds, shade } from "./paint.js";
 import { drawLateness, drawRuns, drawTable, fill } from "./tables.js";
 
 const EVERY_MS = 1000;
@@ -43,7 +43,7 @@ const LAYOUT = `
   <section class="wide"><h2 id="momentshead"></h2><div class="legend" id="momentslegend"></div><div id="moments"></div></section>
   <section><h2>Memory per rank <small id="memorynote"></small></h2><div class="legend" id="memorylegend"></div><div id="memory"></div><div id="health" hidden></div></section>
   <section><h2>Who is late <small id="latenote"></small></h2><table id="lateness"></table></section>
-  <section class="wide"><h2>Runs <small>medians of 20 steps up to the one that is named, and its loss, read every few seconds; sent by all ranks · click one to open it</small></h2><div class="scroll"><table id="runs"></table></div></section>
+  <section class="wide"><h2>Runs <small>medians of 20 steps up to the one that is named, and its loss, read every few seconds; sent by the busiest rank · click one to open it</small></h2><div class="scroll"><table id="runs"></table></div></section>
 </main>
 <footer id="footer"></footer>`;
 
@@ -56,7 +56,6 @@ export async function render() {
   document.head.append(style);
   await new Promise((done) => { style.onload = done; style.onerror = done; });
   document.body.innerHTML = LAYOUT;
-  $("parts").innerHTML = swatches(COLOURS, SPOKEN);
   for (const [id, label] of Object.entries({ timeline: "step breakdown over time", bars: "step breakdown per rank", traffic: "traffic from rank to rank", moments: "moments of a step", memory: "memory per rank" })) {
     pictures[id] = new Picture($(id), label);
   }
@@ -179,6 +178,8 @@ function draw() {
     ? "No run with records yet. They appear here by themselves as soon as a Trainer or nbkit.prepare trains into this log directory."
     : `${state.run} has no finished step yet.`;
   if (nothing) return;
+  const there = PARTS.filter((_, i) => state.points.some((point) => point[3 + i] > 0)); // no legend for what is not drawn
+  $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), SPOKEN);
   $("families").innerHTML = `strategy: ${swatches(familiesOf(state.points.map((point) => point[point.length - 1])), {})}`;
   drawTimeline(pictures.timeline, state.points, state.events, { window: state.only, chosen: state.step?.asked ?? 0, other: state.other, unit: state.runs.find((run) => run.name === state.run)?.unit ?? "tokens", pick });
   drawRuns(state.runs, state.run, choose);
@@ -240,7 +241,7 @@ function drawInside(step) {
     $("momentshead").append(" ", select);
   }
   $("momentslegend").innerHTML = moments?.kind === "pipeline"
-    ? swatches(PASSES, { F: "forward", B: "backward", W: "weight gradients" }) + " · the number is the micro-batch"
+    ? swatches(Object.fromEntries(Object.entries(PASSES).filter(([pass]) => pass !== "W" || moments.measured.some((row) => row.some(([kind]) => kind === "W")))), { F: "forward", B: "backward", W: "weight gradients" }) + " · the number is the micro-batch"
     : swatches({ f: PASSES.F, b: PASSES.B, w: COLOURS.exposed, u: COLOURS.bubble, d: COLOURS.data, o: COLOURS.optimizer, x: COLOURS.other },
       { f: "forward", b: "backward", w: "standing in a collective", u: "pipeline bubble", d: "data", o: "optimizer", x: "other" });
   drawMoments(pictures.moments, moments || { kind: "laps", ranks: [] });

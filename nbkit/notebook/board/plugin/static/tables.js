@@ -11,9 +11,12 @@ export function fill(select, names, chosen) {
   if (chosen !== null && document.activeElement !== select) select.value = chosen;
 }
 
+const WORDS = new Set(["operation", "axis", "run", "strategy", "rank", "what takes it longer", "where it goes"]); // other columns hold numbers
+
 function rows(table, head, body) {
-  const cells = (values, tag) => values.map((value) => {
+  const cells = (values, tag) => values.map((value, i) => {
     const cell = document.createElement(tag);
+    if (!WORDS.has(head[i])) cell.className = "number";
     if (value instanceof Node) cell.append(value); else cell.textContent = value;
     return cell;
   });
@@ -40,7 +43,7 @@ export function drawTable(step) {
     step.formula ? "" : "No formula is known for this run.",
     waits.length ? `Messages issued together are waited for together: ${seconds(waits[0].seconds)} each time.` : "",
     step.sent ? `The busiest rank sends ${bytes(step.sent)}.` : "",
-    "Sent: by all ranks; collectives as in rings, as in the picture of who sends to whom. – was not timed or is not known. Times contain the waiting for peers that came late.",
+    "Sent: by all ranks; collectives as in rings, as in the picture of who sends to whom. algbw: bytes of a call by its time; busbw: what each link carries of them, as nccl-tests count. – was not timed or is not known. Times contain the waiting for peers that came late.",
   ].filter(Boolean).join(" ");
 }
 
@@ -51,22 +54,33 @@ export function drawLateness({ of, rows: those }) {
   if (!those.length) $("lateness").textContent = of ? "Nobody: no rank makes the others wait 5 % of a step." : "Not known: no step of this strategy has been compared yet.";
 }
 
-// choose: called with the name of the run that is clicked.
+let bars = []; // of the rows of the table of runs
+
+// choose: called with the name of the run that is clicked. While the runs are the same, only figures change: a row that
+// is made anew under the pointer loses its click.
 export function drawRuns(runs, chosen, choose) {
+  const shown = runs.slice(0, 20);
   const top = Math.max(...runs.map((run) => run.seconds || 0), 1e-9);
+  const figures = (run) => [run.strategy, run.ranks, run.step, number(run.loss), run.rate === null ? "–" : `${number(run.rate)} ${run.unit}/s`, seconds(run.seconds), bytes(run.sent)];
   const table = $("runs");
-  if (table.contains(document.activeElement)) return;
-  const bars = [];
-  rows(table, ["run", "strategy", "ranks", "up to step", "loss", "rate", "time of a step", "sent a step", "where it goes"], runs.slice(0, 20).map((run) => {
-    const link = document.createElement("button");
-    link.className = "link";
-    link.textContent = run.name;
-    link.onclick = () => choose(run.name);
-    const host = document.createElement("div");
-    host.className = "bar";
-    bars.push([host, run]);
-    return [link, run.strategy, run.ranks, run.step, number(run.loss), run.rate === null ? "–" : `${number(run.rate)} ${run.unit}/s`, seconds(run.seconds), bytes(run.sent), host];
-  }));
-  for (const [host, run] of bars) if (run.parts.length === PARTS.length) drawRun(new Picture(host, "step breakdown"), run, top);
+  const names = JSON.stringify(shown.map((run) => run.name));
+  if (table.dataset.names !== names) {
+    table.dataset.names = names;
+    const hosts = shown.map(() => document.createElement("div"));
+    rows(table, ["run", "strategy", "ranks", "up to step", "loss", "rate", "time of a step", "sent a step", "where it goes"], shown.map((run, i) => {
+      const link = document.createElement("button");
+      link.className = "link";
+      link.textContent = run.name;
+      link.onclick = () => choose(run.name);
+      hosts[i].className = "bar";
+      return [link, ...figures(run), hosts[i]];
+    }));
+    bars = hosts.map((host) => new Picture(host, "step breakdown"));
+  }
+  shown.forEach((run, i) => {
+    const { cells } = table.rows[i + 1];
+    figures(run).forEach((value, k) => { cells[k + 1].textContent = value; });
+    if (run.parts.length === PARTS.length) drawRun(bars[i], run, top);
+  });
   for (const line of table.rows) line.classList.toggle("chosen", line.cells[0]?.textContent === chosen);
 }

@@ -1,0 +1,30 @@
+"""What a run is told by when its notebook is gone: model, optimizer, seed, devices and versions, in words."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import nbkit
+from nbkit.figures import figure
+from nbkit.rank.device import accelerator
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
+
+
+def run_facts(job: Job) -> dict[str, str]:
+    """Return {name: words}. Nothing in it names a person, a host or a folder."""
+    optimizer = job.optimizer.inner
+    rate = figure(float(optimizer.param_groups[0].get("lr", float("nan"))))
+    return {
+        "model": type(job.model).__name__,
+        "optimizer": type(optimizer).__name__ + (f", lr {rate}" if rate else ""),
+        "precision": job.config.precision or "as the model",
+        "seed": str(job.seed),
+        "ranks": f"{job.world_size} on {accelerator().name(job.device)}, {dist.get_backend()}",
+        "versions": f"nbkit {nbkit.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+    }
