@@ -34,7 +34,7 @@ class Autosave:
         self._job, self._loop = job, loop
         limits = loop.checkpoints.limits
         self._keep = None if limits is None else Keep(*limits)
-        self._seconds = loop.checkpoints.seconds
+        self._seconds, self._every = loop.checkpoints.seconds, loop.checkpoints.steps
         self._told, self._unsaved_s = False, 0.0
         self.last = LastCheckpoint()
         self.pending: Future[Checkpointed] | None = None
@@ -73,8 +73,9 @@ class Autosave:
     def after_step(self) -> None:
         """Save if a checkpoint is due. Collective."""
         self.collect()
-        step, every = self._job.step, self._loop.checkpoints.steps
-        if (self._seconds is not None and self._unsaved_s >= self._seconds) or (every and step % every == 0):
+        step = self._job.step
+        by_time = self._seconds is not None and self._unsaved_s >= self._seconds
+        if by_time or (self._every and step % self._every == 0):
             try:
                 self.save(self.folder if self._keep is None else place(self.folder, step), beside=True)
             except NbkitError as error:  # on every rank alike
