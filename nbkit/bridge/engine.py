@@ -69,7 +69,7 @@ from nbkit.wire.messages import (
     deliver,
     handles,
 )
-from nbkit.wire.own_modules import look_in
+from nbkit.wire.user_code import look_in
 
 PARENT_SECONDS = 1.0
 SEND_SECONDS = 0.5  # for the record of the last cell to leave this process

@@ -33,7 +33,7 @@ from nbkit.notebook.cluster.machine.machine import Machine, read_machine
 from nbkit.notebook.cluster.machine.remarks import remarks
 from nbkit.private_symbols import problems
 from nbkit.quoting import shell_words
-from nbkit.wire.own_modules import hiding
+from nbkit.wire.user_code import hiding
 
 _DISTRIBUTION = "nbkit-train"
 _REQUIRED = ("ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
