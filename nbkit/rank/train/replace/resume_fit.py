@@ -32,7 +32,6 @@ from nbkit.rank.comm.agree import largest
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.replace import stages
 from nbkit.rank.world.activity import activity
 from nbkit.records.events import Replaced
 
@@ -284,7 +283,6 @@ def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trai
     if job.rank == min(set(range(job.world_size)) - set(world.newcomers)):
         host.tell(event.said)
     step_boundary.meet(job.device)  # nobody leaves the training before it is told that it goes on
-    stages.mark("at a boundary")
     job.ledger.begin_again()
     return trainer
 
