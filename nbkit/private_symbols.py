@@ -1,8 +1,8 @@
 """Private symbols of other libraries: what nbkit uses them for, and what is different where one is missing.
 
-Libraries change their private symbols without notice. Each one that nbkit uses is listed, in rank/torch_private.py,
-ipyparallel_private.py or ipython_private.py. A symbol that is missing, or that takes other arguments, degrades one
-feature; it never prevents a start. `nbkit doctor` prints the sentences.
+Libraries change their private symbols without notice. Each one that nbkit uses is listed, in rank/torch_private.py or
+jupyter_private.py. A symbol that is missing, or that takes other arguments, degrades one feature; it never prevents a
+start. `nbkit doctor` prints the sentences.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ def test_what_is_no_number_is_not_shown(value: float) -> None:
     assert figure(value) == ""
 
 
-@pytest.mark.parametrize(
-    "path", ["nbkit/rank/telemetry/progress_line.py", "nbkit/notebook/widgets/dashboard/text_view.py"]
-)
+@pytest.mark.parametrize("path", ["nbkit/rank/telemetry/sinks.py", "nbkit/notebook/widgets/dashboard/text_view.py"])
 def test_the_line_of_a_training_and_the_views_of_it_write_numbers_alike(path: str) -> None:
     module = ast.parse((ROOT / path).read_text())
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from nbkit import ipyparallel_private, ipython_private, private_symbols
+from nbkit import jupyter_private, private_symbols
 from nbkit.rank import torch_private
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = sorted(path for folder in ("nbkit", "magics") for path in (ROOT / folder).rglob("*.py"))
-SYMBOLS = [*torch_private.SYMBOLS, *ipyparallel_private.SYMBOLS, *ipython_private.SYMBOLS]
+SYMBOLS = [*torch_private.SYMBOLS, *jupyter_private.SYMBOLS]
 # Symbols of the standard library, and of packages that are no dependency.
 OTHERS = {
     "_SubParsersAction", "_actions", "_current_frames", "_exit", "_fields", "_get_running_loop", "_getframe",

@@ -23,7 +23,7 @@ from bench.stats import quantile, ratio
 from bench.steps.steps import Paced
 from bench.table import Row, compared
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.telemetry.progress_line import ProgressLine
+from nbkit.rank.telemetry.sinks import ProgressLine
 from nbkit.rank.train.run_recorder import Recorder
 from nbkit.records.records import LISTEN_EVERY
 

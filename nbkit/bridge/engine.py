@@ -42,7 +42,7 @@ from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry import sinks
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.replace import resume_fit, stages
+from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.rank_place import RankPlace
 from nbkit.wire import cluster_end
@@ -69,7 +69,7 @@ from nbkit.wire.messages import (
     deliver,
     handles,
 )
-from nbkit.wire.own_modules import look_in
+from nbkit.wire.user_code import look_in
 
 PARENT_SECONDS = 1.0
 SEND_SECONDS = 0.5  # for the record of the last cell to leave this process
@@ -178,7 +178,6 @@ class RankEngine(IPEngine):  # type: ignore[misc]
 
     async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
         await super().complete_registration(*args, **kwargs)
-        stages.mark("registered")
         # Nothing is awaited above, so no message has been handled yet.
         capture = OutputCapture(self.rank, Path(self.spec.folder) / "output")
         capture.install(self.kernel.session)
@@ -277,7 +276,6 @@ def main(
     replaces: the other ranks already have a world, and this rank joins it later. Either the rank of this number has
         died in a training, or the number of ranks grows.
     """
-    stages.begin("forked")
     pin = spec.pin(rank)
     log = Path(spec.folder) / "logs" / f"rank{rank}.log"
     _redirect_to_log(log)

@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-from nbkit.wire.own_modules import OWN_MODULES
+from nbkit.wire.user_code import OWN_MODULES
 
 _MODULES = "nbkit.rank.train.checkpoint"
 

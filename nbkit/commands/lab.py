@@ -11,7 +11,7 @@ from pathlib import Path
 from nbkit.errors import NbkitError
 from nbkit.notebook.lessons import write_lessons
 from nbkit.quoting import shell_words
-from nbkit.wire.own_modules import OWN_MODULES
+from nbkit.wire.user_code import OWN_MODULES
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:

@@ -23,8 +23,7 @@ from typing import Literal
 from nbkit.durations import text_of
 from nbkit.errors import NbkitError
 from nbkit.figures import size
-from nbkit.ipyparallel_private import SYMBOLS as IPYPARALLEL
-from nbkit.ipython_private import SYMBOLS as IPYTHON
+from nbkit.jupyter_private import SYMBOLS
 from nbkit.name_clash import REMEDY, other_nbkit
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.launch.pins import pins_within
@@ -34,7 +33,7 @@ from nbkit.notebook.cluster.machine.machine import Machine, read_machine
 from nbkit.notebook.cluster.machine.remarks import remarks
 from nbkit.private_symbols import problems
 from nbkit.quoting import shell_words
-from nbkit.wire.own_modules import hiding
+from nbkit.wire.user_code import hiding
 
 _DISTRIBUTION = "nbkit-train"
 _REQUIRED = ("ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
@@ -196,7 +195,7 @@ def _private_symbols(torch: str) -> Iterator[DoctorFinding]:
         hint = f"{_python()} -c 'import torch'"
         yield DoctorFinding("PyTorch", "import", f"torch {torch} cannot be imported: {last}", "missing", hint)
         return
-    lacking = [*json.loads(done.stdout.splitlines()[-1]), *problems([*IPYPARALLEL, *IPYTHON])]
+    lacking = [*json.loads(done.stdout.splitlines()[-1]), *problems(SYMBOLS)]
     for sentence in lacking:
         yield DoctorFinding("PyTorch", "degraded", sentence, "note")
     if not lacking:

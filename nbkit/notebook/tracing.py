@@ -2,22 +2,29 @@
 
 The ranks agree on the steps at a boundary, as they do for a switch, and record them in detail; nothing is added to the
 steps themselves. The files of the run are read until all ranks have written the last of them.
+
+The file is in Chrome's JSON format, which Perfetto and chrome://tracing open. Each rank is a process of the trace. Its
+threads are the steps, the states of the training thread, the operations of the pipeline, and the communication of each
+axis, on as many lines as overlap. Arrows lead from sends to their receives. Times are microseconds on rank 0's clock.
+The format: Duque and Sigelman, "Trace Event Format", Google 2016.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nbkit.errors import TrainingError
 from nbkit.notebook.user_files import write_file
 from nbkit.quoting import user_path
-from nbkit.records.chrome_trace import chrome_trace, compressed
 from nbkit.records.record_file import START, cursor_near_end, groups_of, rank_files, read_head, read_since
-from nbkit.records.records import Detail, EventRecord, Header, Record, StepRecord
+from nbkit.records.records import Detail, EventRecord, Group, Header, Record, StepRecord, TimedCall
 
 _POLL_SECONDS = 0.1
 
@@ -132,3 +139,167 @@ class KeptRecords:
         elif isinstance(record, EventRecord) and record.step >= self.first - 1:
             if record.event.get("kind") == "run_stopped":
                 self._ended.add(rank)
+
+
+_STEPS, _STATES, _PIPELINE, _LINES = 1, 2, 3, 10
+_OPS = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
+_DEVICE_CLOCK = "states: the device's; calls begin as the host issued them"
+_ANYONE = -1
+
+Event = dict[str, Any]
+
+
+def chrome_trace(
+    details: Mapping[int, Sequence[Detail]],
+    headers: Mapping[int, Header],
+    groups: Iterable[Group] = (),
+    steps: Iterable[tuple[int, StepRecord]] = (),
+) -> dict[str, Any]:
+    """Return the trace of the `details` of each rank. steps: (rank, record), for the numbers of the steps."""
+    known = {group.label: group for group in groups}
+    records = {(rank, record.step): record for rank, record in steps}
+    first = _first_issued(details, headers)
+    begin = min(
+        (headers[rank].aligned(ns) for rank, those in details.items() for one in those for ns in _moments(one)),
+        default=0,
+    )
+    events: list[Event] = []
+    sent: dict[tuple[Any, ...], Event] = {}
+    taken: dict[tuple[Any, ...], Event] = {}
+    for rank, those in sorted(details.items()):
+        track = _Track(rank, headers[rank], begin)
+        for detail in those:
+            track.add_step(detail, records.get((rank, detail.step)))
+        for call in sorted((call for one in those for call in one.calls), key=lambda call: call.issued):
+            event = track.add_call(call, known.get(call.group), first)
+            if call.op == "send":
+                sent[call.group, rank, call.peer, call.place] = event
+            elif call.op == "recv" and call.peer != _ANYONE:
+                taken[call.group, call.peer, rank, call.place] = event
+        events += track.named() + track.events
+    return {
+        "traceEvents": events + _arrows(sent, taken),
+        "displayTimeUnit": "ms",
+        "otherData": {"made by": "nbkit", "clock": _clock(headers)},
+    }
+
+
+def _clock(headers: Mapping[int, Header]) -> str:
+    on_host = not headers or headers[min(headers)].clock == "host"
+    return "the host's" if on_host else _DEVICE_CLOCK
+
+
+def compressed(trace: dict[str, Any]) -> bytes:
+    """Return the contents of a trace file, compressed. Both viewers open it as it is."""
+    return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), mtime=0)
+
+
+class _Track:
+    """The events of one rank."""
+
+    def __init__(self, rank: int, header: Header, begin: int) -> None:
+        self.rank, self._header, self._begin = rank, header, begin
+        self.events: list[Event] = []
+        self._threads: dict[int, str] = {}
+        self._lines: dict[tuple[str, int], int] = {}  # (axis, how many of its lines lie above) -> thread
+        self._free: dict[int, int] = {}  # thread -> when its last event ends
+
+    def named(self) -> list[Event]:
+        """Return the events that name and sort the lines in the viewer."""
+        host = f" on {self._header.host}" if self._header.host else ""
+        named = [self._name("process_name", name=f"rank {self.rank}{host}")]
+        named.append(self._name("process_sort_index", sort_index=self.rank))
+        for thread, name in sorted(self._threads.items()):
+            named.append(self._name("thread_name", thread, name=name))
+            named.append(self._name("thread_sort_index", thread, sort_index=thread))
+        return named
+
+    def add_step(self, detail: Detail, record: StepRecord | None) -> None:
+        """Add the step itself, its states and the operations of its pipeline."""
+        if detail.laps:
+            args: dict[str, Any] = {}
+            if record is not None:
+                args = {key: value for key, value in record.numbers.items() if isinstance(value, int | float | str)}
+                every = round(sum(row.calls for row in record.traffic))
+                if every > len(detail.calls):
+                    args["calls that are not shown"] = every - len(detail.calls)
+            self._span(_STEPS, "steps", f"step {detail.step}", detail.laps[0][1], detail.laps[-1][2], args)
+        for state, start, stop in detail.laps:
+            self._span(_STATES, "what the training thread does", state, start, stop, {"step": detail.step})
+        for op in detail.pipeline:
+            name, where = f"{_OPS.get(op.op, op.op)} {op.micro}", {"stage": op.stage, "micro-batch": op.micro}
+            self._span(_PIPELINE, "pipeline", name, op.start_ns, op.stop_ns, where)
+
+    def add_call(self, call: TimedCall, group: Group | None, first: Mapping[tuple[str, str, int], int]) -> Event:
+        """Add a collective or message, from its issue to its end. A call without a time has no length, and says so."""
+        axis = group.axis if group is not None else call.group
+        stop = call.done if call.done is not None else call.issued
+        args: dict[str, Any] = {"bytes": call.bytes, "group": call.group, "number": call.place}
+        if group is not None:
+            args["ranks"] = list(group.members)
+        if call.peer is not None:
+            args["peer"] = call.peer if call.peer != _ANYONE else "anyone"
+        if call.done is None:
+            args["duration"] = "not known"
+        args["stood still, us"] = call.blocked / 1e3
+        if (earliest := first.get((call.op, call.group, call.place))) is not None:
+            args["issued after the first rank, us"] = (self._header.aligned(call.issued) - earliest) / 1e3
+        whom = "" if call.peer is None or call.peer == _ANYONE else f" {'to' if call.op == 'send' else 'from'} "
+        name = f"{call.op.replace('_', ' ')}{whom}{call.peer if whom else ''}"
+        line = self._line(axis, call.issued, stop)
+        return self._span(line, self._threads[line], name, call.issued, stop, args)
+
+    def _line(self, axis: str, start: int, stop: int) -> int:
+        """Return the first free line of the axis. Events of one thread must not overlap."""
+        above = 0
+        while True:
+            thread = self._lines.setdefault((axis, above), _LINES + len(self._lines))
+            self._threads.setdefault(thread, f"{axis} communication" + f" ({above + 1})" * (above > 0))
+            if self._free.get(thread, 0) <= start:
+                self._free[thread] = max(stop, start)
+                return thread
+            above += 1
+
+    def _span(self, thread: int, line: str, name: str, start: int, stop: int, args: dict[str, Any]) -> Event:
+        self._threads.setdefault(thread, line)
+        at = (self._header.aligned(start) - self._begin) / 1e3
+        event = {
+            "name": name, "cat": line, "ph": "X", "ts": at, "dur": max(stop - start, 0) / 1e3,
+            "pid": self.rank, "tid": thread, "args": args,
+        }  # fmt: skip
+        self.events.append(event)
+        return event
+
+    def _name(self, kind: str, thread: int = 0, **args: Any) -> Event:
+        return {"name": kind, "ph": "M", "pid": self.rank, "tid": thread, "args": args}
+
+
+def _moments(detail: Detail) -> Iterator[int]:
+    yield from (lap[1] for lap in detail.laps)
+    yield from (op.start_ns for op in detail.pipeline)
+    yield from (call.issued for call in detail.calls)  # on CUDA the host runs ahead of the device
+
+
+def _first_issued(
+    details: Mapping[int, Sequence[Detail]], headers: Mapping[int, Header]
+) -> dict[tuple[str, str, int], int]:
+    """Return when the first rank issued each collective. The delay of the others shows who is late."""
+    first: dict[tuple[str, str, int], int] = {}
+    for rank, those in details.items():
+        for call in (call for one in those for call in one.calls if call.peer is None):
+            key, at = (call.op, call.group, call.place), headers[rank].aligned(call.issued)
+            first[key] = min(first.get(key, at), at)
+    return first
+
+
+def _arrows(sent: Mapping[tuple[Any, ...], Event], taken: Mapping[tuple[Any, ...], Event]) -> list[Event]:
+    """Return an arrow from send to arrival for each message. A viewer ties each end to the event at that time."""
+    arrows: list[Event] = []
+    for number, key in enumerate(sorted(sent.keys() & taken.keys(), key=str)):
+        send, recv = sent[key], taken[key]
+        common = {"name": "message", "cat": "message", "id": number}
+        arrows.append({**common, "ph": "s", "ts": send["ts"], "pid": send["pid"], "tid": send["tid"]})
+        # The arrow ends in the last nanosecond: at the end itself the event is over.
+        end = max(recv["ts"], round(recv["ts"] + recv["dur"] - 0.001, 3))
+        arrows.append({**common, "ph": "f", "bp": "e", "ts": end, "pid": recv["pid"], "tid": recv["tid"]})
+    return arrows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
 
-from nbkit.node_levels import WITHIN, levels_of
+from nbkit.mesh import WITHIN, levels_of
 from nbkit.planner.stages import ranks_of_stages
 from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy

@@ -5,7 +5,7 @@ The panel, the plan and a switch all use this sum. It starts from what is there 
 (`PeakLines`), and what the data axis has under way:
 
     zero 0      gradients that arrive beside the buffers of their bucket; they move there when the bucket is complete
-    two levels  copies of up to three buckets, which are summed within the node and between nodes (nbkit.node_levels);
+    two levels  copies of up to three buckets, which are summed within the node and between nodes (nbkit/mesh.py);
                 over gloo, also what is received for the newest of them
     zero 1, 2   copies of up to two buckets that are being reduced, and over gloo what is received for them; after the
                 update, what is gathered for two buckets
@@ -45,6 +45,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Facts
@@ -601,3 +602,37 @@ class GPTPieces:
 
 def _after(lines: tuple[PeakLine, ...], more: float) -> tuple[PeakLine, ...]:
     return tuple(PeakLine(line.fixed + more, line.row) for line in lines)
+
+
+# The peak of a switch. Normally, a rank holds the old model, the new model and the buffers of the exchange at the same
+# time. In place, it moves one tensor after the other and releases each old one. It then holds at most the larger of the
+# two models plus SPARE_BYTES.
+
+SPARE_BYTES = 64 << 20
+"""Bytes beside the larger model: the buffers of a round, and the old and new tensors that move in it."""
+
+
+class During(NamedTuple):
+    """Memory of a switch. num_bytes: per rank, at the peak. in_place: True if all ranks switch in place."""
+
+    num_bytes: tuple[int, ...]
+    in_place: bool
+
+
+def during(old: Sequence[int], new: Sequence[int], *, buffers: int, left: Sequence[int | None]) -> During:
+    """Return what each rank holds at the peak of a switch.
+
+    old, new: bytes of a rank's model (weights, optimizer state, and the gradients that it keeps between steps).
+    buffers: of the exchange, see Exchange.buffer_bytes. left: bytes that a rank can still allocate while it holds the
+    old model; None if unknown. If one rank has no room for both models, all ranks switch in place.
+    """
+    both_fit = all(fits(after, buffers=buffers, left=free) for after, free in zip(new, left, strict=True))
+    pairs = zip(old, new, strict=True)
+    if both_fit:
+        return During(tuple(before + after + buffers for before, after in pairs), in_place=False)
+    return During(tuple(max(before, after) + SPARE_BYTES for before, after in pairs), in_place=True)
+
+
+def fits(new: int, *, buffers: int, left: int | None) -> bool:
+    """Return True if a rank that can still allocate `left` bytes has room for a second model of `new` bytes."""
+    return left is None or new + buffers <= left

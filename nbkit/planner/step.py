@@ -39,8 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from nbkit.mesh import AXES
-from nbkit.node_levels import BETWEEN
+from nbkit.mesh import AXES, BETWEEN
 from nbkit.planner.link_speed import OperationSpeed, WorldLinks
 from nbkit.planner.stages import makespan, ranks_of_stages, stage_ranges
 from nbkit.planner.traffic import TrafficTerm

@@ -12,7 +12,7 @@ Over n ranks, each must send 2(n-1)/n S in an all-reduce and (n-1)/n S in the ot
           compress: all-to-all and all-gather of their bytes, rounded                     Seide et al. 2014
           sync_every: all-reduce of the parameters, a step's share of one                 Stich 2019
           hsdp: the same within a group, and an all-reduce of the shards across             Zhao et al. 2023, 3.2.2
-          an all-reduce over nodes: reduce-scatter and all-gather within, all-reduce between    nbkit.node_levels
+          an all-reduce over nodes: reduce-scatter and all-gather within, all-reduce between    nbkit.mesh
     tp    a block: 4 all-reduces of its hidden states, two forward and two backward;        Shoeybi et al. 2019, 3
           with sequence parallelism, 4 all-gathers and 4 reduce-scatters in their place     Korthikanti et al. 2022, 4.2
           embedding and head: an all-reduce each; with it, an all-gather and a reduce-scatter
@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from nbkit.errors import StrategyError
-from nbkit.node_levels import BETWEEN, WITHIN, levels_of
+from nbkit.mesh import BETWEEN, WITHIN, levels_of
 from nbkit.planner.job_facts import Cuts, Facts, Weight, cuts_for, held, holders
 from nbkit.planner.stages import ranks_of_stages
 from nbkit.records.readings import sent_bytes

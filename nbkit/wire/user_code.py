@@ -1,8 +1,15 @@
-"""Tell the user's own source files (cells, scripts, modules) from those of Python, packages and nbkit."""
+"""Tell the user's own source files (cells, scripts, modules) from those of Python, packages and nbkit.
+
+It also keeps modules in the user's folder, such as one called queue or random, from hiding modules of Python's own.
+`python -m` looks in the working directory first, so one such module could break a process at its start. A notebook
+looks there after the standard library, and so do ranks.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -21,3 +28,30 @@ def is_users(file: str) -> bool:
         or path.is_relative_to(_OWN)
         or path.is_relative_to(_STDLIB)
     )
+
+
+OWN_MODULES = ("-P", "-m")
+"""Options of Python with which nbkit starts its own modules."""
+
+
+def look_in(folder: str) -> None:
+    """Import from `folder` too, after the standard library and before installed packages. "": the working directory."""
+    if folder and folder in sys.path:
+        return
+    sys.path[:] = [path for path in sys.path if path != folder]  # "" was in front of all
+    packages = (number for number, path in enumerate(sys.path) if path.endswith(("site-packages", "dist-packages")))
+    sys.path.insert(next(packages, len(sys.path)), folder)
+
+
+def hiding(folder: str | Path) -> list[str]:
+    """Return the files and packages in `folder` that have the name of a module of the standard library."""
+    try:
+        there = sorted(os.scandir(folder), key=lambda each: each.name)
+    except OSError:
+        return []
+    return [
+        each.name
+        for each in there
+        if each.name.removesuffix(".py") in sys.stdlib_module_names
+        and (each.name.endswith(".py") or os.path.exists(Path(each.path, "__init__.py")))
+    ]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from forked_parents import forked_parents
 from ranks import run_ranks
+from waiting import until
 
 from nbkit import Cluster
 from nbkit.errors import NbkitError
@@ -98,10 +99,7 @@ def test_a_training_ends_at_a_boundary_with_a_checkpoint(way: str, nbkit_home: P
             handle.wait(timeout=60)
         assert "died" not in str(caught.value)
         ending = entry.ranks if whom != "rank" else entry.ranks[1:]
-        deadline = time.monotonic() + 20
-        while any(rank.is_alive() for rank in ending) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(rank.is_alive() for rank in ending)
+        until(lambda: not any(rank.is_alive() for rank in ending), 20)
         ((step, loaded, alone),) = run_ranks(gone_on, 1, str(folder))
         assert f"after step {step}," in str(caught.value) and step >= 3
         assert loaded == pytest.approx(alone, abs=1e-10)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_cell import NETWORK
+from training_cell import NETWORK, cluster_of
 
 from nbkit import Cluster
 from nbkit.errors import CellError, RankDied
@@ -33,12 +33,7 @@ CURVE = "[record['loss'] for record in trainer.history]"
 
 @pytest.fixture(scope="module")
 def two(nbkit_home: Path) -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
-        cluster = Cluster.start(2, cpu=True, name="elsewhere", ttl=600)
-    cluster.run(SETUP)
-    yield cluster
-    cluster.stop()
+    yield from cluster_of(2, "elsewhere", SETUP)
 
 
 @pytest.fixture(scope="module")

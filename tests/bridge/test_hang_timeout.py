@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_cell import NETWORK
+from training_cell import NETWORK, cluster_of
 
 from nbkit import Cluster
 from nbkit.errors import CellError
@@ -46,12 +46,7 @@ CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
 
 @pytest.fixture(scope="module")
 def three(nbkit_home: Path) -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
-        cluster = Cluster.start(3, cpu=True, name="hung", ttl=600)
-    cluster.run(SETUP)
-    yield cluster
-    cluster.stop()
+    yield from cluster_of(3, "hung", SETUP)
 
 
 @pytest.fixture(scope="module")

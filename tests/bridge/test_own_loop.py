@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_cell import NETWORK
+from training_cell import NETWORK, cluster_of
 
 import nbkit
 from nbkit import Cluster
@@ -51,12 +51,7 @@ EPOCHS = f"for epoch in range(1):\n    for batch in job.batches(loader):\n      
 
 @pytest.fixture(scope="module")
 def four(nbkit_home: Path) -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
-        cluster = Cluster.start(4, cpu=True, name="loops", ttl=600)
-    cluster.run(SETUP)
-    yield cluster
-    cluster.stop()
+    yield from cluster_of(4, "loops", SETUP)
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,17 @@ All cases share a cluster of four. Each kills in mid-training and compares with 
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_cell import NETWORK
+from training_cell import NETWORK, cluster_of, kill_at
 
 from nbkit import Cluster
 from nbkit.errors import CellError, RankDied
 from nbkit.notebook.cluster.cells.results import Results
-from nbkit.wire.messages import GetStatus
 
 STEPS = 18
 CELL = "before = 1\nhistory = trainer.fit(steps)\n[record['loss'] for record in history]"
@@ -42,12 +38,7 @@ defaults = dict(loss=mse)
 
 @pytest.fixture(scope="module")
 def four(nbkit_home: Path) -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
-        cluster = Cluster.start(4, cpu=True, name="replaced", ttl=600)
-    cluster.run(SETUP)
-    yield cluster
-    cluster.stop()
+    yield from cluster_of(4, "replaced", SETUP)
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +46,6 @@ def undisturbed(four: Cluster) -> list[float]:
     losses: list[float] = four.run(f"trainer = make()\n{CELL}").values[0]
     assert len(losses) == STEPS
     return losses
-
-
-def kill_at(cluster: Cluster, ranks: list[int], step: int) -> threading.Thread:
-    """Kill the ranks when the training has made so many steps, as another rank tells."""
-    pids = [cluster.entry.ranks[rank].pid for rank in ranks]
-    other = next(rank for rank in range(4) if rank not in ranks)
-
-    def act() -> None:
-        while True:
-            told = cluster.connection.client.ask([other], GetStatus()).get(other, {})
-            if told.get("training") and told["progress"].get("step", 0) >= step:
-                break
-            time.sleep(0.02)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    return thread
 
 
 def run_killing(cluster: Cluster, ranks: list[int], cell: str = CELL) -> Results:
@@ -125,8 +97,8 @@ def test_the_training_goes_on_as_if_nothing_had_been(
 
 def test_fit_is_entered_however_it_is_written(four: Cluster, undisturbed: list[float]) -> None:
     four.run("trainer = make()")
-    until = "print(len(trainer.fit(\n    until=trainer.step + steps\n))); "
-    results = run_killing(four, [3], until + "[record['loss'] for record in trainer.history]")
+    whole = "print(len(trainer.fit(\n    until=trainer.step + steps\n))); "
+    results = run_killing(four, [3], whole + "[record['loss'] for record in trainer.history]")
     assert results.values[3] == pytest.approx(undisturbed, abs=1e-10)
     assert f"{STEPS}\n" in results.output[3]
 

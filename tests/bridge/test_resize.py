@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_cell import NETWORK
+from training_cell import NETWORK, cluster_of, until_step
 
 from nbkit import Cluster
 from nbkit.errors import NbkitError, StrategyError, TrainingError, UsageError
 from nbkit.notebook.run.follower import Run
-from nbkit.wire.messages import GetStatus
 
 STEPS = 30
 SETUP = f"""{NETWORK}
@@ -41,20 +40,7 @@ BYTES = 3 * 8  # bytes of an element and its two moments
 
 @pytest.fixture(scope="module")
 def cluster(nbkit_home: Path) -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
-        cluster = Cluster.start(2, cpu=True, name="resized", ttl=600)
-    cluster.run(SETUP)
-    yield cluster
-    cluster.stop()
-
-
-def until(cluster: Cluster, step: int) -> None:
-    while True:
-        told = cluster.connection.client.ask([0], GetStatus()).get(0, {})
-        if told.get("training") and told["progress"].get("step", 0) >= step:
-            return
-        time.sleep(0.02)
+    yield from cluster_of(2, "resized", SETUP)
 
 
 def check_whole(cluster: Cluster, n: int) -> None:
@@ -78,7 +64,7 @@ def resized_while_it_trains(cluster: Cluster, sizes: list[int], **options: Any) 
     handle = cluster.run(CELL, detach=True)
     told = []
     for number, n in enumerate(sizes):
-        until(cluster, 4 + 8 * number)
+        until_step(cluster, 4 + 8 * number)
         told.append(cluster.resize(n))
     return told, handle.wait(timeout=120)
 
@@ -118,7 +104,7 @@ def events_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_sizes_that_cannot_be_are_refused_with_those_that_fit(cluster: Cluster) -> None:
     cluster.run("trainer = make(); slow = 0.05")
     handle = cluster.run(CELL, detach=True)
-    until(cluster, 3)
+    until_step(cluster, 3)
     with pytest.raises(TrainingError, match="batch_size 8 / dp 3") as refused:
         cluster.resize(3)
     assert "%cluster resize 4" in refused.value.hint
@@ -160,7 +146,7 @@ def test_a_rank_that_dies_while_the_cluster_grows_leaves_the_training_as_it_was(
     alone = cluster.run(f"slow = 0.0; trainer = make()\n{CELL}").values[0]
     cluster.run("trainer = make(); slow = 0.05")
     handle = cluster.run(CELL, detach=True)
-    until(cluster, 4)
+    until_step(cluster, 4)
     killing = kill_when_one_is_forked(cluster, rank)
     with pytest.raises(NbkitError) as failed:
         cluster.resize(4)

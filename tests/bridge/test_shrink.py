@@ -5,20 +5,15 @@ All tests share a cluster of four. Each compares with a training that was left a
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_cell import NETWORK
+from training_cell import NETWORK, cluster_of, kill_at
 
 from nbkit import Cluster
 from nbkit.errors import CellError
 from nbkit.notebook.cluster.cells.results import Results
-from nbkit.wire.messages import GetStatus
 
 STEPS = 14
 SETUP = f"""{NETWORK}
@@ -30,12 +25,7 @@ CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
 
 @pytest.fixture(scope="module")
 def four(nbkit_home: Path) -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
-        cluster = Cluster.start(4, cpu=True, name="shrunk", ttl=600)
-    cluster.run(SETUP)
-    yield cluster
-    cluster.stop()
+    yield from cluster_of(4, "shrunk", SETUP)
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +37,7 @@ def alone(four: Cluster) -> list[float]:
 
 def run_killing(cluster: Cluster, ranks: list[int], step: int = 5) -> Results:
     """Run CELL, and kill the ranks when the training has made so many steps, as another rank tells."""
-    pids = [cluster.entry.ranks[rank].pid for rank in ranks]
-    other = next(rank for rank in range(4) if rank not in ranks)
-
-    def act() -> None:
-        while True:
-            told = cluster.connection.client.ask([other], GetStatus()).get(other, {})
-            if told.get("training") and told["progress"].get("step", 0) >= step:
-                break
-            time.sleep(0.02)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
+    thread = kill_at(cluster, ranks, step)
     results: Results = cluster.run(CELL, timeout=120)
     thread.join()
     return results

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import batch_systems
 import pytest
 from clusters import assert_gone
+from waiting import until
 
 from magics.cluster import options_of
 from nbkit import Cluster
@@ -35,13 +35,6 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
     monkeypatch.setattr(batch, "_POLL_SECONDS", 0.0)
     return install
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert true()
 
 
 def driver(system: str, folder: Path, *options: str) -> LauncherDriver:

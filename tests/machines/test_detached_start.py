@@ -6,10 +6,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from slurm_nodes import SlurmNodes
+from waiting import until
 
 from magics.cluster import ClusterMagics
 from nbkit import Cluster
@@ -20,13 +21,6 @@ from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest
 ASKED = SlurmRequest(2, nodes=2, cpu=True)
 PATIENCE = 120.0
 PENDING = r"job \d+ is pending \((Resources|Priority)\), expected to start (at|on)"
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert true()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 from slurm_nodes import SlurmNodes
+from waiting import until
 
 from nbkit import Cluster
 from nbkit.errors import ClusterNotFound, NbkitError
@@ -60,13 +60,6 @@ def training(name: str, folder: Path, pause: float = 0.05, **options: Any) -> tu
     handle = cluster.run(f"trainer = made({str(folder)!r}, {pause})\ntrainer.fit(100_000)", detach=True)
     until(lambda: cluster.connection.client.ask([0], GetStatus()).get(0, {}).get("progress", {}).get("step", 0) > 2)
     return cluster, handle
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert true()
 
 
 def saved_step(said: str, folder: Path) -> int:

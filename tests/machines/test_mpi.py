@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ from clusters import assert_gone
 from forked_parents import forked_parents
 from slurm_nodes import SlurmNodes
 from ssh_hosts import SshHosts
+from waiting import until
 
 from nbkit import Cluster
 from nbkit.errors import ClusterError, RankDied, UsageError
@@ -61,10 +61,7 @@ def test_one_death_ends_that_rank_alone_and_nothing_of_mpi_is_left_to_the_ranks(
         assert cluster.run("rank", "0").values == {0: 0}
     finally:
         cluster.stop()
-    deadline = time.monotonic() + 10
-    while agents() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert agents() == []
+    until(lambda: not agents(), 10)
 
 
 @pytest.mark.long

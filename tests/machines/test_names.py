@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 from slurm_nodes import SlurmNodes
+from waiting import until
 
 from nbkit.commands import main
 
@@ -27,9 +27,7 @@ def test_slurm_runs_a_notebook_whose_name_holds_anything(
     job = said.split()[1].strip(",")
     kept, log = Path(f"{NAME}-{job}.ipynb"), Path(f"it_s_touch_made_SBATCH_--exclusive_j_-größe-{job}.log")
     asked = slurm.command("scontrol", "show", "job", job)
-    deadline = time.monotonic() + 100
-    while f"JobId={job}" in slurm.command("squeue", "-h", "-o", "JobId=%i", "-j", job) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    until(lambda: f"JobId={job}" not in slurm.command("squeue", "-h", "-o", "JobId=%i", "-j", job), 100)
     assert json.loads(kept.read_text())["cells"][0]["outputs"][0]["text"] == f"{NAME}\n"
     assert f"{log}" in said and log.exists() and not Path("made").exists()
     assert "OverSubscribe=" in asked and "OverSubscribe=NO" not in asked  # --exclusive would set it to NO

@@ -6,18 +6,16 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from clusters import assert_gone
 from ssh_hosts import SshHosts
-from training_cell import NETWORK
+from training_cell import NETWORK, until_step
 
 from nbkit import Cluster
 from nbkit.errors import RankDied
 from nbkit.notebook.cluster.hosts.launchers.ssh import SshRequest
-from nbkit.wire.messages import GetStatus
 
 CELL = "history = trainer.fit(30)\n[record['loss'] for record in history]"
 WHERE = "import os, socket\ndist.barrier()\n[rank, socket.gethostname(), os.getpid()]"
@@ -32,23 +30,13 @@ def undisturbed(on_ssh: Cluster) -> list[float]:
     return losses
 
 
-def reach(cluster: Cluster, step: int, rank: int) -> None:
-    """Return when `rank` has made so many steps."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        told = cluster.connection.client.ask([rank], GetStatus()).get(rank, {})
-        if told.get("training") and told["progress"].get("step", 0) >= step:
-            return
-        time.sleep(0.05)
-
-
 def run_killing(cluster: Cluster, hosts: SshHosts, ranks: list[int]) -> tuple[dict[int, list[float]], str]:
     """Kill these ranks, on their hosts, during a `fit`. Return its losses, and what was printed."""
     before = cluster.run(WHERE).values
     other = next(rank for rank in range(4) if rank not in ranks)
 
     def act() -> None:
-        reach(cluster, 8, other)
+        until_step(cluster, 8, rank=other)
         for rank in ranks:
             _, host, pid = before[rank]
             subprocess.run([hosts.bin / "ssh", host, f"kill -{signal.SIGKILL:d} {pid}"], check=True)
@@ -90,7 +78,7 @@ def test_a_host_that_is_gone_ends_the_training_and_the_checkpoint_before_goes_on
         saves = f"nbkit.Checkpoints(path={saved!r}, every=5)"
         cluster.run(f"trainer = make(strategy='zero3', checkpoints={saves})", timeout=120)
         handle = cluster.run(CELL, detach=True)
-        reach(cluster, 8, 0)
+        until_step(cluster, 8)
         ssh.link(2, "down")
         try:
             with pytest.raises(RankDied, match=r"Rank 2 died: its host node2 does not answer") as caught:

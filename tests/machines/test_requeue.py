@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import run_ranks
 from slurm_nodes import SlurmNodes, scontrol_that_knows_hosts
+from waiting import until
 
 import nbkit
 from nbkit.errors import UsageError
@@ -37,7 +36,6 @@ trainer = nbkit.Trainer(
 )
 """
 LAST = 40
-PATIENCE = 200.0
 # Longer in all than the time until Slurm's signal; what is left afterwards takes no time.
 PAUSE_UNTIL_SAVED = "5 if not os.path.isdir(FOLDER) else 0"
 
@@ -69,13 +67,6 @@ def alone(world: Any, folder: str) -> list[float]:
     names: dict[str, Any] = {"torch": torch, "nbkit": nbkit}
     exec(TRAINER.replace("PAUSE", "0").replace("FOLDER", repr(folder)), names)
     return [record["loss"] for record in names["trainer"].fit(LAST)]
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert true()
 
 
 def assert_goes_on(slurm: SlurmNodes, job: str, folder: Path, log: Path, *, by_hand: bool = True) -> None:

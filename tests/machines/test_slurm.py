@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from slurm_nodes import SlurmNodes
+from waiting import until
 
 from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
@@ -49,10 +50,7 @@ def test_stop_leaves_no_job(slurm: SlurmNodes) -> None:
     assert cluster.run("dist.get_world_size()").values == {0: 1}
     assert slurm.command("squeue", "-h", "-o", "%j %P %D %C").split("\n")[0] == "nbkit-short small 1 1"
     cluster.stop()
-    deadline = time.monotonic() + 10
-    while slurm.jobs() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert slurm.jobs() == []
+    until(lambda: not slurm.jobs(), 10)
     assert registry.find("short") is None
 
 

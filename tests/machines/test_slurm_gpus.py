@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 from slurm_nodes import SlurmNodes
+from waiting import until
 
 from magics.cluster import options_of
 from nbkit import Cluster
@@ -22,9 +22,7 @@ def test_a_job_asks_for_a_gpu_for_each_rank_and_gets_them(slurm: SlurmNodes, tmp
     words = [word for word in job._words() if not word.startswith("--output")]
     wrapped = "--wrap=srun sh -c 'echo $SLURMD_NODENAME:$CUDA_VISIBLE_DEVICES'"
     number = slurm.command("sbatch", "--parsable", *words, f"--output={said}", wrapped).strip()
-    deadline = time.monotonic() + 30
-    while any(line.startswith(f"{number} ") for line in slurm.jobs()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until(lambda: not any(line.startswith(f"{number} ") for line in slurm.jobs()), 30)
     assert sorted(said.read_text().split()) == ["g1:0,1", "g2:0,1"]
 
 
@@ -49,7 +47,4 @@ def test_nodes_whose_gpus_nobody_can_use_say_which_and_leave_no_job(slurm: Slurm
     with pytest.raises(ClusterError, match="Slurm has given 1 GPU of a host, and no NVIDIA GPU") as caught:
         Cluster.start(name="fakes", on=SlurmRequest(2, nodes=2, partition="gpu"))
     assert "--cpu" in caught.value.hint and "CUDA_VISIBLE_DEVICES='0'" in caught.value.numbers
-    deadline = time.monotonic() + 10
-    while slurm.jobs() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert slurm.jobs() == []
+    until(lambda: not slurm.jobs(), 10)

@@ -8,7 +8,7 @@ import pytest
 from transformer_weights import transformer
 
 from nbkit.errors import StrategyError
-from nbkit.node_levels import WITHIN
+from nbkit.mesh import WITHIN
 from nbkit.planner.exchange import orders, placed
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.link_speed import OperationSpeed, WorldLinks, between_nodes

@@ -1,6 +1,6 @@
 """The memory of a switch: the sum of both sides if it fits on every rank, else the larger side."""
 
-from nbkit.planner.switch_cost import SPARE_BYTES, during
+from nbkit.planner.peak import SPARE_BYTES, during
 
 MB = 1 << 20
 

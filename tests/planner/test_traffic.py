@@ -9,7 +9,7 @@ import pytest
 from transformer_weights import FACTS, transformer
 
 from nbkit.errors import StrategyError
-from nbkit.node_levels import BETWEEN, WITHIN
+from nbkit.mesh import BETWEEN, WITHIN
 from nbkit.planner.job_facts import Facts, Weight
 from nbkit.planner.traffic import TrafficTerm, per_step, wire_bytes
 from nbkit.strategy import Strategy

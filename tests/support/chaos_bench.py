@@ -76,10 +76,6 @@ def make(strategy, folder=None, **options):
     return nbkit.Trainer(loss=loss, optimizer=lambda m: Fails(m.parameters(), lr=0.01), data=rows, strategy=strategy,
                          log_dir=None, progress=False, **{**given, **saves, **options})
 
-def marks():
-    from nbkit.rank.train.replace import stages
-    return [(mark.stage, mark.wall, mark.cpu) for mark in stages.marks]
-
 def losses():
     return [record["loss"] for record in trainer.history]
 """

@@ -56,14 +56,14 @@ def _fitted(bench: Bench, strategy: str, rank: int | None) -> tuple[list[float],
     cluster = bench.cluster
     cluster.run(f"stamps = []\ntrainer = make({strategy!r}, {LARGE}, callbacks=[])", timeout=RUN_SECONDS)
     known = set(cluster.connection.replaced)
-    handle = cluster.run(f"trainer.fit({LARGE_STEPS})\nlosses(), stamps, marks()", detach=True)
+    handle = cluster.run(f"trainer.fit({LARGE_STEPS})\nlosses(), stamps", detach=True)
     moment = time.time()
     if rank is not None:
         bench.reach(KILLED_AFTER)
         moment = time.time()
         os.kill(cluster.entry.ranks[rank].pid, signal.SIGKILL)
     values = handle.wait(timeout=RUN_SECONDS).values
-    losses, stamps, _ = values[0]
+    losses, stamps = values[0]
     if rank is None:
         return losses, ()
     if not all(_equal(losses, found) for found, *_ in values.values()):
@@ -77,30 +77,7 @@ def _fitted(bench: Bench, strategy: str, rank: int | None) -> tuple[list[float],
     before = next(stamp for stamp in reversed(stamps) if stamp[1] < first[1])
     pace = statistics.median(b[1] - a[1] for a, b in pairwise(stamps) if b[0] == a[0] + 1 and b is not first)
     fresh = values[rank][1][0][2]
-    _show_stages({each: told[2] for each, told in values.items()}, rank, moment, first[1])
     return losses, (first[1] - moment, boundary, pace, first[2] - before[2], fresh, float(told[1]))
-
-
-def _show_stages(marks: dict[int, list[tuple[str, float, float]]], new: int, moment: float, first: float) -> None:
-    """Print the seconds from the kill to the end of each stage, on the last survivor and on the new rank.
-
-    The numbers in brackets are the CPU-seconds that one rank used in the stage.
-    """
-    old = [each for rank, each in marks.items() if rank != new]
-    together = [[_row(each, number) for each in old] for number in range(min(map(len, old)))]
-    slowest = [(rows[0][0], max(wall for _, wall, _ in rows), max(cpu for *_, cpu in rows)) for rows in together]
-    print(f"  survivors: {_line(slowest, moment)}")
-    print(f"  new rank:  {_line([_row(marks[new], number) for number in range(len(marks[new]))], moment)}")
-    print(f"  first step made after {first - moment:.2f} s", flush=True)
-
-
-def _row(marks: list[tuple[str, float, float]], number: int) -> tuple[str, float, float]:
-    stage, wall, cpu = marks[number]
-    return stage, wall, cpu - (marks[number - 1][2] if number else cpu)
-
-
-def _line(rows: list[tuple[str, float, float]], moment: float) -> str:
-    return ", ".join(f"{stage} {wall - moment:.2f} ({cpu:.2f})" for stage, wall, cpu in rows)
 
 
 def _equal(one: list[float], other: list[float]) -> bool:

@@ -4,6 +4,19 @@ The network has float64 weights and dropout: two trainings are equal if their lo
 of its own; `defaults` are the other options of its trainings, `slow` are seconds that a step also waits.
 """
 
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+from waiting import until
+
+from nbkit import Cluster
+from nbkit.wire.messages import GetStatus
+
 NETWORK = """
 import time
 import torch
@@ -36,3 +49,38 @@ def make(**options):
     settings |= dict(callbacks=[pace], progress=False, log_dir=None)
     return nbkit.Trainer(**{**settings, **defaults, **options})
 """
+
+
+def cluster_of(ranks: int, name: str, setup: str) -> Iterator[Cluster]:
+    """Yield a cluster of CPU ranks that have run `setup`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
+        cluster = Cluster.start(ranks, cpu=True, name=name, ttl=600)
+    cluster.run(setup)
+    yield cluster
+    cluster.stop()
+
+
+def until_step(cluster: Cluster, step: int, *, rank: int = 0) -> None:
+    """Wait until the training has made so many steps, as `rank` tells."""
+
+    def made() -> bool:
+        told = cluster.connection.client.ask([rank], GetStatus()).get(rank, {})
+        return bool(told.get("training")) and told["progress"].get("step", 0) >= step
+
+    until(made)
+
+
+def kill_at(cluster: Cluster, ranks: Sequence[int], step: int) -> threading.Thread:
+    """Kill the ranks, from a thread, when the training has made so many steps, as another rank tells."""
+    pids = [cluster.entry.ranks[rank].pid for rank in ranks]
+    other = next(rank for rank in range(len(cluster.entry.ranks)) if rank not in ranks)
+
+    def act() -> None:
+        until_step(cluster, step, rank=other)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import until
 
 from nbkit.wire.processes import Process, followers
 
@@ -76,7 +76,4 @@ def test_what_an_ended_leader_has_left_is_found_if_it_was_started_for_the_folder
     finally:
         for process in left:
             process.end(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while followers(leader.pid, tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert followers(leader.pid, tmp_path) == []
+    until(lambda: not followers(leader.pid, tmp_path), 10)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from nbkit.wire.own_modules import OWN_MODULES
+from nbkit.wire.user_code import OWN_MODULES
 
 
 def has_ended(pid: int) -> bool:

@@ -86,8 +86,8 @@ from nbkit.wire.messages import (
     handlers_of,
     handles,
 )
-from nbkit.wire.own_modules import look_in
 from nbkit.wire.processes import STOP_SIGNAL, Process, followers, node_name
+from nbkit.wire.user_code import look_in
 
 
 def controller_of(folder: Path) -> Process | None:

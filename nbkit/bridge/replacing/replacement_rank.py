@@ -14,7 +14,6 @@ from nbkit.bridge.replacing.handover import data_of, parts_of, receive
 from nbkit.bridge.replacing.statement import NOWHERE, Entering
 from nbkit.bridge.replacing.surviving_rank import FORM_SECONDS
 from nbkit.bridge.runner import Runner
-from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import loads
 from nbkit.rank.train.replace.resume_fit import NewWorld, save_and_leave, together
 from nbkit.rank.train.resize.resize import joined
@@ -42,7 +41,6 @@ class ReplacementRank:
         """
         place, newcomers, statement = calls.place, form.newcomers, form.statement
         assert place is not None
-        stages.mark("everyone waits")
         World.join(
             place,
             listen=calls.take_listener() if place.rank == 0 else None,
@@ -51,7 +49,6 @@ class ReplacementRank:
             generation=form.generation,
             timeout_s=FORM_SECONDS,
         )
-        stages.mark("world formed")
         handed = receive(newcomers)
         torch.set_default_dtype(handed.dtype)
         names = self.runner.shell.user_ns

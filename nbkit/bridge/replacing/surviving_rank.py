@@ -21,7 +21,6 @@ from nbkit.bridge.replacing.statement import NOWHERE, statement_of
 from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError, NbkitError, Stopped
 from nbkit.rank.train.own_loop.own_loop import OwnLoop
-from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.replace.resume_fit import FitRange, NewWorld
 from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary, WantedWorld
@@ -146,14 +145,11 @@ class SurvivingRank:
     def await_world(self, error: BaseException, trainer: Any, span: FitRange) -> NewWorld:
         if not self.is_broken(error):
             raise error
-        stages.begin("noticed")
         while True:
             form = self._await_form(error, trainer.step)
             assert isinstance(form, FormWorld)
-            stages.mark("everyone waits")
             try:
                 self._join(form)
-                stages.mark("world formed")
                 hand_over(self.runner, trainer, span, form.newcomers)
             except (ClusterError, RuntimeError) as another:
                 if not self.is_broken(another):

@@ -30,7 +30,7 @@ from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.registry import notebook_shell
 from nbkit.quoting import shell_words, user_path
 from nbkit.records import tags
-from nbkit.wire.own_modules import OWN_MODULES
+from nbkit.wire.user_code import OWN_MODULES
 
 
 def browser_url(port: int, environment: Mapping[str, str], base_url: str = "") -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from nbkit.errors import ClusterError, UsageError
 from nbkit.quoting import file_word, path_part, sbatch_option, shell_words
 from nbkit.wire.cluster_end import END_SIGNALS
-from nbkit.wire.own_modules import OWN_MODULES
+from nbkit.wire.user_code import OWN_MODULES
 
 SIGNAL, SAVE_BEFORE = "USR2", 120
 """By which Slurm says, so many seconds before the time limit, that it is near. USR1 has a meaning for ranks already."""

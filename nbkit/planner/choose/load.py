@@ -29,7 +29,7 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 from nbkit.errors import UsageError
-from nbkit.node_levels import BETWEEN
+from nbkit.mesh import BETWEEN
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.link_speed import OperationSpeed
 from nbkit.planner.peak import ModelPiece, PeakLine, Weights

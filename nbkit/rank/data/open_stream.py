@@ -13,8 +13,7 @@ from nbkit.rank.data.balanced.balanced import Balanced
 from nbkit.rank.data.balanced.balanced_stream import BalancedStream
 from nbkit.rank.data.batch import Shard, bounds
 from nbkit.rank.data.split.data_shards import data_shards
-from nbkit.rank.data.split.shard_reader import Course, ShardReader
-from nbkit.rank.data.split.split_stream import SplitStream
+from nbkit.rank.data.split.split_stream import Course, ShardReader, SplitStream
 from nbkit.rank.data.stream import Collate, IterableStream, MapStream, Stream, fetched, is_map_style
 
 

@@ -10,8 +10,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from nbkit.mesh import AXES, Mesh
-from nbkit.node_levels import BETWEEN, WITHIN, levels_of
+from nbkit.mesh import AXES, BETWEEN, WITHIN, Mesh, levels_of
 from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.comm.delegating_group import Broken, DelegatingGroup

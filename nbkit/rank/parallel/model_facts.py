@@ -1,14 +1,15 @@
 """The facts of a model that decide how it can be spread over ranks. They are found once and are equal on every rank.
 
 fact_finder.py finds them by running the model. They are values that can be sent: only the shapes of the model refer to
-modules, and every rank has its own. job_options.py has what the user chooses beside the strategy, and plan.py makes a
-plan of all three.
+modules, and every rank has its own. `JobOptions` has what the user chooses beside the strategy. plan.py makes a plan of
+all three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,6 @@ from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
-from nbkit.rank.parallel.value_digest import digest_of
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.rank.rng.draw_plan import DrawPlan
@@ -292,3 +292,44 @@ def needed_facts(strategy: Strategy) -> frozenset[str]:
     if strategy.ep > 1:
         found.add("routed")
     return frozenset(found)
+
+
+def digest_of(value: Any) -> str:
+    """Return the digest of `value`, which is built of dataclasses, collections, errors and values with a plain repr."""
+    return blake2b(_spelled(value).encode(), digest_size=8).hexdigest()
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__}({_spelled([getattr(value, one.name) for one in fields(value) if one.compare])})"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(sorted(f'{_spelled(key)}:{_spelled(each)}' for key, each in value.items()))}}}"
+    if isinstance(value, Set):
+        return f"{{{','.join(sorted(map(_spelled, value)))}}}"  # a set has another order in every interpreter
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_spelled, value))}]"
+    return f"{type(value).__name__}({value})" if isinstance(value, Exception) else repr(value)
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """The choices of a user that decide, with the strategy, what a rank computes.
+
+    tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass. cut: a rank
+    cuts its rows into several forwards, whatever the strategy. loss_chunks: pieces of the logits. compile: compile
+    blocks where that is safe. adaptive: the optimizer's steps do not grow with the gradients, as with Adam.
+    own_forward: the user calls the model. whole: parameters that the optimizer can only update whole, as Muon does with
+    matrices. whole_in_tp: these, and parameters that it can update in rows but not in columns.
+    """
+
+    tp_plan: Mapping[str, str] | None = None
+    recompute: bool = False
+    cut: bool = False
+    loss_chunks: int = 1
+    compile: bool | str = False
+    adaptive: bool = False
+    own_forward: bool = False
+    whole: frozenset[str] = frozenset()
+    whole_in_tp: frozenset[str] = frozenset()

@@ -37,7 +37,8 @@ class ShardedModel:
     partial: parameters whose gradients are partial sums over the named axes. notes: information for the user about how
     the model was split. owned: the tensors that the optimizer updates whole, each on its owner; None if there are none.
     no_cache: why the model keeps no keys and values while it generates; "" if it keeps them, None if this was not
-    tried. inside: nbkit, not the user, is calling the module. built: the plain attributes of the module's parts as they
+    tried. inside: nbkit, not the user, is calling the module. strategy: of the plan. axes: the groups, degrees and
+    positions of this rank. built: the plain attributes of the module's parts as they
     were built.
     """
 
@@ -52,23 +53,16 @@ class ShardedModel:
     owned: WholeTensors | None = None
     no_cache: str | None = None
     inside: bool = field(default=False, init=False)
+    strategy: Strategy = field(init=False)
+    axes: Axes = field(init=False)
     built: Attributes = field(init=False)
     _attributes: list[dict[str, Any]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.strategy, self.axes = self.plan.strategy, self.connections.axes
         self.built = plain_attributes(self.module)
         # The user's handles later take the places of the modules. In the end they show another strategy's modules.
         self._attributes = [vars(part) for part in self.module.modules()]
-
-    @property
-    def strategy(self) -> Strategy:
-        """Return the strategy of the plan."""
-        return self.plan.strategy
-
-    @property
-    def axes(self) -> Axes:
-        """Return the groups, degrees and positions of this rank."""
-        return self.connections.axes
 
     @property
     def held(self) -> dict[str, nn.Parameter]:

@@ -567,7 +567,7 @@ class Job:
         self.model_handle.check()
         if not self.integrity.broken_off:
             user_gradients.refuse_before(self)
-        new, place = str(self.strategy), self._place()
+        new, place = self.strategy, self._place()
         self.ledger.begun = True
         while True:
             try:

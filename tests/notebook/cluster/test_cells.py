@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import until
 
 from nbkit import Cluster
 from nbkit.errors import CellError, CellRunning, ClusterExists, UsageError
@@ -390,9 +391,7 @@ def test_a_rank_that_dies_is_named_and_the_others_are_released(mortal: Cluster) 
 
 def test_an_idle_rank_that_dies_is_noticed_before_the_next_cell(mortal: Cluster) -> None:
     os.kill(mortal.entry.ranks[0].pid, signal.SIGSEGV)
-    deadline = time.monotonic() + 20
-    while not mortal.connection.deaths and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: mortal.connection.deaths, 20)
     with pytest.raises(Exception, match=r"Rank 0 has died \(SIGSEGV\)"):
         mortal.run("1")
 

@@ -21,6 +21,7 @@ from clusters import home_of_clusters
 from forked_parents import forked_parents
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalProcessLauncher
 from ipyparallel.controller.app import IPController
+from waiting import until
 
 from nbkit import Board, Cluster
 from nbkit.bridge.parent.parent import controller_of
@@ -244,10 +245,7 @@ def test_the_ranks_end_when_the_controller_is_gone(nbkit_home: Path) -> None:
     cluster = Cluster.start(2, cpu=True, name="headless")
     entry = cluster.entry
     entry.controller.end(signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while entry.left() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert entry.left() == []  # the schedulers of the controller neither
+    until(lambda: not entry.left(), 30)  # the schedulers of the controller neither
     cluster.stop()
 
 
@@ -260,10 +258,7 @@ def test_ranks_end_when_their_parent_is_killed_but_not_within_a_cell(nbkit_home:
     os.kill(cluster.entry.parent.pid, signal.SIGKILL)
     time.sleep(0.5)
     assert all(rank.is_alive() for rank in cluster.entry.ranks)
-    deadline = time.monotonic() + 20
-    while any(rank.is_alive() for rank in cluster.entry.ranks) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(rank.is_alive() for rank in cluster.entry.ranks)
+    until(lambda: not any(rank.is_alive() for rank in cluster.entry.ranks), 20)
     cluster.stop()
 
 

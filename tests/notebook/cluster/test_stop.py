@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from nbkit import Cluster
 from nbkit.errors import CellError, CellStopped
@@ -48,14 +49,6 @@ def run_pressed(cluster: Cluster, source: str, presses: Callable[[], object], **
 
 def is_in_cell(cluster: Cluster) -> bool:
     return cluster.connection.busy() is not None
-
-
-def when(condition: Callable[[], object]) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 class Shown:
@@ -98,7 +91,7 @@ def test_presses_in_quick_succession_end_no_rank_that_would_have_answered(
     two.run("kept = rank + 1")
 
     def presses() -> None:
-        when(lambda: is_in_cell(two))
+        until(lambda: is_in_cell(two))
         time.sleep(0.5)
         for _ in range(4):
             press(two)
@@ -159,7 +152,7 @@ def test_a_release_and_a_stop_wait_for_the_import_of_what_is_installed(two: Clus
     other += "raise ValueError('meanwhile')" if ends == "release" else "time.sleep(60)"
     handle = two.run(f"if rank == 0:\n    import {name}\n    time.sleep(60)\nelse:\n    {other}", detach=True)
     if ends == "stop":
-        when(begun.exists)
+        until(begun.exists)
         assert handle.stop().status == "interrupted"
     else:
         with pytest.raises(CellError, match="Rank 1 failed: ValueError: meanwhile"):
@@ -175,7 +168,7 @@ def test_a_module_of_the_users_own_is_interrupted_at_once(two: Cluster, tmp_path
         f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)"
     )
     handle = two.run(f"import sys; sys.path.append({str(tmp_path)!r}); import own_training", ranks="0", detach=True)
-    when(begun.exists)
+    until(begun.exists)
     assert handle.stop().status == "interrupted"
 
 
@@ -209,7 +202,7 @@ signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
     blocked = f"{handler}signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
     loop = "while True: time.sleep(0.05)"
     for source in (f"{handler}{loop}", "import time; time.sleep(600)", f"{blocked}{loop}", f"{handler}{loop}"):
-        error = run_pressed(two, source, lambda: (when(lambda: is_in_cell(two)), time.sleep(1), press(two)))
+        error = run_pressed(two, source, lambda: (until(lambda: is_in_cell(two)), time.sleep(1), press(two)))
         assert isinstance(error, CellStopped) and "variables live on" in str(error), error
     found = two.run("(len(pressed), signal.getsignal(signal.SIGINT).__qualname__)").values
     assert all(1 <= count <= 4 and name == "Runner._on_sigint" for count, name in found.values()), found
@@ -219,12 +212,12 @@ signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
 @pytest.mark.long
 def test_a_rank_that_never_answers_is_warned_of_before_a_press_ends_it(mortal: Cluster, shown: Shown) -> None:
     def presses() -> None:
-        when(lambda: is_in_cell(mortal))
+        until(lambda: is_in_cell(mortal))
         time.sleep(0.5)
         press(mortal)
         time.sleep(0.3)
         press(mortal)  # too early: nothing but an answer
-        when(lambda: "press stop again" in shown)
+        until(lambda: "press stop again" in shown)
         press(mortal)  # the warning has not stood long enough to be read
         time.sleep(2.5)
         assert mortal.connection.deaths == {}
@@ -257,11 +250,11 @@ def test_a_suspended_rank_is_named_as_that_and_ended_by_nobody_but_the_user(two:
     rank = two.entry.ranks[1]
 
     def presses() -> None:
-        when(lambda: is_in_cell(two))
+        until(lambda: is_in_cell(two))
         time.sleep(0.5)
         rank.end(signal.SIGSTOP)
         press(two)
-        when(lambda: "it is suspended (SIGSTOP)" in shown)
+        until(lambda: "it is suspended (SIGSTOP)" in shown)
         time.sleep(2)  # well beyond all that a warning waits for
         rank.end(signal.SIGCONT)
 
@@ -281,14 +274,14 @@ def test_the_last_press_gives_the_notebook_back_and_a_late_interrupt_still_ends_
     rank = two.entry.ranks[1]
 
     def presses() -> None:
-        when(lambda: is_in_cell(two))
+        until(lambda: is_in_cell(two))
         time.sleep(0.5)
         rank.end(signal.SIGSTOP)
         press(two)
-        when(lambda: "press stop again" in shown)
+        until(lambda: "press stop again" in shown)
         time.sleep(1.2)
         press(two)
-        when(lambda: "is ended now" in shown)
+        until(lambda: "is ended now" in shown)
         time.sleep(1.5)
         press(two)
 
@@ -320,7 +313,7 @@ def test_a_stop_from_elsewhere_is_one_press_of_the_same_ladder(mortal: Cluster, 
     time.sleep(0.5)
     stops = [threading.Thread(target=handle.stop, daemon=True) for _ in range(2)]
     stops[0].start()
-    when(lambda: "press stop again" in shown)
+    until(lambda: "press stop again" in shown)
     time.sleep(1.5)
     assert 3 not in mortal.connection.deaths
     stops[1].start()
@@ -354,7 +347,7 @@ def slow_training(cluster: Cluster, naps: str) -> CellHandle:
     """Start a training, and return after step 4. Steps 3 and 4 take 1.2 s. naps: seconds of the later ones."""
     cluster.run(SLOW_TRAINING.replace("NAPS", f"{naps}, 1.2, 1.2"))
     handle = cluster.run("trainer.fit(1000)", detach=True)
-    when(lambda: cluster.training.look()["step"] > 4)
+    until(lambda: cluster.training.look()["step"] > 4)
     return handle
 
 
@@ -375,7 +368,7 @@ def test_a_second_press_interrupts_a_training_of_long_steps_within_its_step(two:
     time.sleep(1.5)
     first = threading.Thread(target=handle.stop, daemon=True)
     first.start()
-    when(lambda: "Press stop again" in shown)
+    until(lambda: "Press stop again" in shown)
     time.sleep(2.2)
     handle.stop()
     first.join(timeout=30)

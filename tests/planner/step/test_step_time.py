@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from nbkit.node_levels import BETWEEN, WITHIN
+from nbkit.mesh import BETWEEN, WITHIN
 from nbkit.planner.link_speed import OperationSpeed, WorldLinks
 from nbkit.planner.step import MeasuredStep, StepTraffic, StepUnit, predicted
 from nbkit.planner.traffic import TrafficTerm

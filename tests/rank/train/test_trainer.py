@@ -18,7 +18,7 @@ from torch import nn
 
 import nbkit
 from nbkit.errors import TrainingError
-from nbkit.rank.telemetry.progress_line import progress_line
+from nbkit.rank.telemetry.sinks import progress_line
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.checkpoint import autosave
 from nbkit.rank.train.control import step_boundary

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nbkit
-from nbkit.node_levels import BETWEEN
+from nbkit.mesh import BETWEEN
 from nbkit.planner.link_speed import ranks_of_node
 from nbkit.planner.traffic import TrafficTerm, wire_bytes
 from nbkit.rank.comm import link_probe

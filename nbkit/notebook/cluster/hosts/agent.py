@@ -50,8 +50,8 @@ from nbkit.wire.messages import (
     deliver,
     handles,
 )
-from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process, node_name
+from nbkit.wire.user_code import OWN_MODULES
 
 AgentLine: TypeAlias = SignedLink[ForCoordinator, ForAgent]
 

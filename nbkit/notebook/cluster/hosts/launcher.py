@@ -39,7 +39,7 @@ from nbkit.errors import ClusterError, NbkitError, UsageError
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.plugins import described, load
 from nbkit.quoting import user_path
-from nbkit.wire.own_modules import OWN_MODULES
+from nbkit.wire.user_code import OWN_MODULES
 
 GROUP = "nbkit.launchers"
 AGENT = "nbkit.notebook.cluster.hosts.agent"

@@ -42,8 +42,8 @@ from nbkit.notebook.cluster.world_generation import form
 from nbkit.notebook.user_files import uninterrupted
 from nbkit.wire.cells import ranks_named
 from nbkit.wire.messages import GetStatus
-from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process
+from nbkit.wire.user_code import OWN_MODULES
 
 _LINE_SECONDS = 0.1  # between two looks at how far it is
 _REGISTER_SECONDS = 60.0  # from the fork of the ranks

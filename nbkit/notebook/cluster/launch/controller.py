@@ -34,7 +34,7 @@ def end_with_schedulers() -> None:
 
     ready = getattr(IPController, "init_signal", None)  # called when all of them have been started
     if ready is None:
-        return  # see ipyparallel_private.py
+        return  # see jupyter_private.py
 
     def ready_and_watching(controller: Any) -> None:
         ready(controller)
@@ -109,7 +109,7 @@ def slow_down() -> None:
 
     beat = getattr(HeartMonitor, "beat", None)
     if beat is None:
-        return  # see ipyparallel_private.py
+        return  # see jupyter_private.py
 
     def beat_and_adjust(monitor: Any) -> None:
         known = len(monitor.hearts)

@@ -32,8 +32,8 @@ from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.notebook.user_files import uninterrupted
 from nbkit.quoting import path_part
 from nbkit.wire.cells import SIGNATURES_KEPT
-from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process, followers
+from nbkit.wire.user_code import OWN_MODULES
 
 START_SECONDS = 180.0
 LOG_LINES = 15

@@ -7,8 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbkit.ipyparallel_private import SYMBOLS as IPYPARALLEL
-from nbkit.ipython_private import SYMBOLS as IPYTHON
+from nbkit.jupyter_private import SYMBOLS
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.hosts.launcher import StartRequest
 from nbkit.notebook.cluster.hosts.start import launch_on_hosts
@@ -34,7 +33,7 @@ def launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]
     began = time.monotonic()
     connection = Connection(*launch(name, pinning, ttl, options))
     notes = tuple(pinning.notes)
-    notes += (*_of_ranks(connection.entry.folder), *problems((*IPYPARALLEL, *IPYTHON), imported=True))
+    notes += (*_of_ranks(connection.entry.folder), *problems(SYMBOLS, imported=True))
     return Started(connection, pinning, time.monotonic() - began, notes)
 
 

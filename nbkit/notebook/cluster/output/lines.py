@@ -70,7 +70,7 @@ class _Tail:
         return [row for row in (*self.above, self.text, *self.below) if row.strip()]
 
 
-_PROGRESS = re.compile(r"\bstep \d+(/\d+)? · loss ")  # as nbkit/rank/telemetry/progress_line.py writes it
+_PROGRESS = re.compile(r"\bstep \d+(/\d+)? · loss ")  # as nbkit/rank/telemetry/sinks.py writes it
 
 
 @dataclass

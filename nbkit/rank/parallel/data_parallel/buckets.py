@@ -17,7 +17,7 @@ NCCL, and kernels that read several elements at once, are slow on unaligned memo
 multiple of 128 bytes, as rows do. A small one, for which so much padding would exceed a hundredth, begins at a multiple
 of 16.
 
-Two levels. If a group has several ranks on each of several nodes, its all-reduce has two levels: see nbkit.node_levels.
+Two levels. If a group has several ranks on each of several nodes, its all-reduce has two levels: see nbkit.mesh.
 With S bytes over k nodes and L ranks of the group on each, a rank sends (L - 1) / L S within its node twice, and 2 (k -
 1) / k S / L to other nodes. The canary travels beside them: see `TwoLevelSum`.
 """

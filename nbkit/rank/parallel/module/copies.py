@@ -502,7 +502,8 @@ def replace_submodule(places: Sequence[tuple[nn.Module, str]], param: nn.Paramet
     """Put `param` in all places of another one, in lists too. None leaves an absent parameter there."""
     for part, attribute in places:
         part._parameters[attribute] = param
-        put_aliases(part, attribute, param)
+        if _NOTE in vars(part):
+            put_aliases(part, attribute, param)
 
 
 _MATRIX = 1 << 20

@@ -255,8 +255,8 @@ def _checksum(tensor: Tensor) -> int:
 class Slot:
     """A parameter of a unit: `shard` at rest, `whole` while it is used, at all `places` that share it.
 
-    cast: replaces `whole` in passes under autocast if the parameter is gathered in that dtype. absent: placeholder in
-    the module while the model runs and the parameter is not gathered.
+    cast: replaces `whole` in passes under autocast if the parameter is gathered in that dtype. used: those of the two
+    that there are. absent: placeholder in the module while the model runs and the parameter is not gathered.
     """
 
     def __init__(self, name: str, places: Sequence[Place], layout: Layout) -> None:
@@ -265,13 +265,9 @@ class Slot:
         self.shard: nn.Parameter
         self.whole: nn.Parameter
         self.cast: nn.Parameter | None = None
+        self.used: list[nn.Parameter]
         self.absent: NotGathered
         self.grad: Tensor | None = None
-
-    @property
-    def used(self) -> list[nn.Parameter]:
-        """Return the tensors that a pass may use for the parameter."""
-        return [self.whole] if self.cast is None else [self.whole, self.cast]
 
     def widen(self) -> None:
         """Add the gradient of `cast` to that of `whole`, in its dtype."""
@@ -319,6 +315,7 @@ class _Run:
         for i, slot in enumerate(slots):
             slot.whole = self.wholes.params[i]
             slot.cast = None if cast is None else self.casts.params[i]
+            slot.used = [slot.whole] if slot.cast is None else [slot.whole, slot.cast]
 
     def columns(self, rows: Tensor) -> Tensor:
         """Return the columns of this run in one or several rows of elements, or of bytes (under autocast)."""

@@ -1,10 +1,14 @@
-"""The automatic checkpoints of a Trainer: when one is due, where it goes, and which one `resume` loads."""
+"""The automatic checkpoints of a Trainer: when one is due, where it goes, which stay, and which one `resume` loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +17,11 @@ import torch.distributed as dist
 from nbkit.durations import seconds_of
 from nbkit.errors import NbkitError, TornCheckpoint, TrainingError
 from nbkit.rank.comm.agree import all_gather_objects, largest
-from nbkit.rank.train.checkpoint import retention
 from nbkit.rank.train.checkpoint.checkpoint import check_shared
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.control.step_boundary import DETACHED
 from nbkit.rank.train.job import Job
+from nbkit.rank.train.runs_dir import runs_named
 from nbkit.records.events import Checkpointed
 
 DETACHED_SAVE_EVERY = "10min"
@@ -29,8 +33,8 @@ class Autosave:
     def __init__(self, job: Job, loop: LoopSettings) -> None:
         self._job, self._loop = job, loop
         limits = loop.checkpoints.limits
-        self._keep = None if limits is None else retention.Keep(*limits)
-        self._seconds = loop.checkpoints.seconds
+        self._keep = None if limits is None else Keep(*limits)
+        self._seconds, self._every = loop.checkpoints.seconds, loop.checkpoints.steps
         self._told, self._unsaved_s = False, 0.0
         self.last = LastCheckpoint()
         self.pending: Future[Checkpointed] | None = None
@@ -69,10 +73,11 @@ class Autosave:
     def after_step(self) -> None:
         """Save if a checkpoint is due. Collective."""
         self.collect()
-        step, every = self._job.step, self._loop.checkpoints.steps
-        if (self._seconds is not None and self._unsaved_s >= self._seconds) or (every and step % every == 0):
+        step = self._job.step
+        by_time = self._seconds is not None and self._unsaved_s >= self._seconds
+        if by_time or (self._every and step % self._every == 0):
             try:
-                self.save(self.folder if self._keep is None else retention.place(self.folder, step), beside=True)
+                self.save(self.folder if self._keep is None else place(self.folder, step), beside=True)
             except NbkitError as error:  # on every rank alike
                 self._not_saved(step, error)
 
@@ -80,7 +85,7 @@ class Autosave:
         """Save to the directory of automatic saves, even if none is due. Return the result in words. Collective."""
         if self._loop.checkpoints.path is None and self._job.run_dir is None:
             return "not saved: there is neither log_dir= nor a path= of nbkit.Checkpoints"
-        path = self.folder if self._keep is None else retention.place(self.folder, self._job.step)
+        path = self.folder if self._keep is None else place(self.folder, self._job.step)
         try:
             self.save(path, beside=False)
         except NbkitError as error:  # on every rank alike
@@ -151,8 +156,8 @@ class Autosave:
             )
         paths: list[list[Path]] = [[]]
         if job.rank == 0:
-            named = [] if not loop.name or job.run_dir is None else retention.of_runs(job.run_dir.parent, loop.name)
-            paths = [retention.found(named if loop.checkpoints.path is None else [Path(loop.checkpoints.path)])]
+            named = [] if not loop.name or job.run_dir is None else of_runs(job.run_dir.parent, loop.name)
+            paths = [found(named if loop.checkpoints.path is None else [Path(loop.checkpoints.path)])]
         if job.world_size > 1:
             dist.broadcast_object_list(paths, src=0, device=job.device)
         for path in paths[0]:
@@ -171,3 +176,60 @@ class Autosave:
     def _print(self, said: str) -> None:
         if self._job.rank == 0:
             print(f"\r{said:<80}", flush=True)
+
+
+_NAMED = re.compile(r"step-\d+")
+_MANIFEST = ".metadata"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Limits on the checkpoints that stay: their number and their age in seconds. None: no limit.
+
+    The newest always stays.
+    """
+
+    number: int | None
+    seconds: float | None
+
+    def prune(self, folder: Path, newest: Path) -> None:
+        """Delete the checkpoints of `folder` that exceed the limits, and remains of saves that were broken off."""
+        number = 1
+        for path in found([folder]):
+            if path == newest or not _NAMED.fullmatch(path.name):
+                continue
+            whole = (path / _MANIFEST).exists()
+            number += whole
+            old = self.seconds is not None and time.time() - _written(path) > self.seconds
+            if old or not whole or (self.number is not None and number > self.number):
+                with suppress(OSError):
+                    (path / _MANIFEST).unlink(missing_ok=True)  # first, so that nobody takes it for whole meanwhile
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def place(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint of `step`, if `folder` holds several."""
+    return folder / f"step-{step}"
+
+
+def found(folders: Iterable[Path]) -> list[Path]:
+    """Return all possible checkpoints: `folders` and the directories in them, whole or not, the newest first."""
+    paths = [
+        path
+        for folder in folders
+        for path in (folder, *(folder.glob("step-*") if folder.is_dir() else ()))
+        if (path / _MANIFEST).exists() or (_NAMED.fullmatch(path.name) and path.is_dir())
+    ]
+    return sorted(paths, key=_written, reverse=True)
+
+
+def of_runs(log_dir: Path, name: str) -> list[Path]:
+    """Return the checkpoint directories of the runs called exactly `name`."""
+    return [run / "checkpoint" for run in runs_named(log_dir, name)]
+
+
+def _written(path: Path) -> float:
+    for one in (path / _MANIFEST, path):
+        with suppress(OSError):
+            return one.stat().st_mtime
+    return 0.0

@@ -12,8 +12,7 @@ from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.control.step_boundary import heed_end_signals
 from nbkit.rank.train.out_of_memory.rescue import rescue
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.replace.hang_watch import hang_watch
-from nbkit.rank.train.replace.resume_fit import FitRange, go_on, leave_device
+from nbkit.rank.train.replace.resume_fit import FitRange, go_on, hang_watch, leave_device
 from nbkit.rank.train.resize.plan_resize import shrink
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file

@@ -160,6 +160,7 @@ began = 0.0
 _training: Any = None
 _told_to_end = ""
 _progress: dict[str, Any] = {}
+_describe: Callable[[], dict[str, Any]] = dict
 
 
 def training() -> Any:
@@ -173,12 +174,18 @@ def progress() -> dict[str, Any]:
     Its keys: step, goal (0: not known), loss, tokens_per_s, step_s (the longest recent step), eta_s, and unit: what
     tokens_per_s counts, "tokens" or "rows".
     """
-    return dict(_progress)
+    return _progress | _describe()
 
 
 def report(**numbers: Any) -> None:
     """Set values that `progress` returns."""
     _progress.update(numbers)
+
+
+def report_by(describe: Callable[[], dict[str, Any]]) -> None:
+    """Have `progress` call `describe`, until the training ends: a step computes nothing that nobody asks for."""
+    global _describe
+    _describe = describe
 
 
 def patience() -> float:
@@ -188,7 +195,7 @@ def patience() -> float:
     """
     if _training is None:
         return 0.0
-    return max(LEAST_PATIENCE, 4 * float(_progress.get("step_s") or 0.0))
+    return max(LEAST_PATIENCE, 4 * float(progress().get("step_s") or 0.0))
 
 
 def forget(device: torch.device) -> None:
@@ -221,15 +228,17 @@ def share(device: torch.device) -> None:
 
 def enter(job: Any) -> None:
     """Note that `job` starts to make steps."""
-    global _training, began
+    global _training, began, _describe
     _progress.clear()
+    _describe = dict
     _training, began = job, time.time()
 
 
 def leave() -> None:
     """Note that there are no more boundaries. Requests that none has served go to handlers["unserved"]."""
-    global _training
-    _training = None
+    global _training, _describe
+    _progress.update(_describe())
+    _training, _describe = None, dict
     _tell_unserved(inbox.drop(inbox.highest()))
 
 

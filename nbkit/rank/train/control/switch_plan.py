@@ -52,6 +52,8 @@ class SwitchPlan:
 
         If several steps of the plan were passed, as after loading a checkpoint, it is the latest of them.
         """
+        if not self._ahead:
+            return None
         passed = [at for at in self._ahead if at <= step]
         return self._ahead[max(passed)] if passed else None
 

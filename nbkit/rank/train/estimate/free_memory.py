@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from nbkit.errors import UsageError
-from nbkit.planner.switch_cost import fits
+from nbkit.planner.peak import fits
 from nbkit.rank.device import accelerator
 from nbkit.rank.host_memory import free_on_host
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES

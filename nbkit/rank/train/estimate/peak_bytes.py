@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from nbkit.errors import NbkitError
-from nbkit.node_levels import levels_of
+from nbkit.mesh import levels_of
 from nbkit.planner.link_speed import WorldLinks
 from nbkit.planner.peak import ModelPiece, Peak, PeakLine, Updating, Weights, peak
 from nbkit.planner.stages import place
 from nbkit.rank.aside import NotAside
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.job_options import JobOptions
-from nbkit.rank.parallel.model_facts import ModelFacts
+from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.model_trace import ModelTrace, trace, updating
 from nbkit.rank.train.estimate.state_bytes import StateBytes

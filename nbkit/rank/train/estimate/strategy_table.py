@@ -9,7 +9,7 @@ from typing import Any
 
 from nbkit.errors import NbkitError
 from nbkit.planner.choose.search import keys_that_help, recommended
-from nbkit.planner.switch_cost import during
+from nbkit.planner.peak import during
 from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.train.estimate import free_memory

@@ -39,7 +39,6 @@ from nbkit.rank.train.config import LastCheckpoint
 from nbkit.rank.train.control.rank_sync import TrainingProgress
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.own_loop.own_loop import OwnLoop
-from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.backup import BackupGeneration, Contents, buddy_of
 from nbkit.rank.train.replace.hand_over import hand_over
 from nbkit.rank.train.step.optimizer_state import settings_of, take_settings
@@ -237,11 +236,8 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
     """
     place = World.join_from_env().place
     rank, world_size, device = place.rank, place.world_size, accelerator().device(place.device)
-    stages.mark("names handed over")
     held = _Held() if trainer is None else _Held.by(trainer)
-    stages.mark("looked at what is held")
     everyone = all_gather_objects(held.told, world_size=world_size, device=device)
-    stages.mark("told what is held")
     source = next(rank for rank in range(world_size) if rank not in newcomers)
     strategy = _common(everyone)
     # Some ranks may not know of the newest checkpoint yet.
@@ -254,7 +250,6 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
     else:
         assert trainer is not None
         job, like = trainer.job, trainer.job.optimizer.inner
-    stages.mark("trainer handed over")
     restoration, lost = None, ""
     try:
         restoration = newest(everyone, strategy, job.builder)
@@ -262,12 +257,10 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
         if saved is None or saved.path is None:
             raise
         lost = f"{error.what} {error.numbers}"
-    stages.mark("exchange planned")
     if newcomers:
         close_all()
     built = _built(job, strategy, restoration, held, like=like)
     sharded_model, inner = built.sharded_model, built.inner
-    stages.mark("built")
     told: list[Any] = [None]
     if restoration is not None:
         held.take_back(restoration, newcomers, rank=rank, device=place.message_device)
@@ -277,7 +270,6 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
         first = next(rank for rank in restoration.sources if rank not in newcomers)
         told[0] = held.points[restoration.step] if rank == first else None
         dist.broadcast_object_list(told, src=first, device=device)
-    stages.mark("filled")
     if handed is not None:
         handed.start(job, sharded_model, inner)
         trainer = handed.trainer(job)
@@ -295,7 +287,6 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
     else:
         assert saved is not None and saved.path is not None
         _load(trainer, saved.path, saved.step, lost)
-    stages.mark("adopted")
     job.sync.sync_step(everyone[source].asked)
     return trainer
 

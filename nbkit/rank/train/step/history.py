@@ -209,6 +209,7 @@ class History:
         self.agreed = 0  # the newest request that all ranks hold
         self.ends = False  # a rank was told that the training is to end
         self.data_ends = False  # a rank has seen shards of the data end: the next batch is read accordingly
+        self._shown: dict[str, Any] | None = None  # the last record of this run
         self.settled: Pending | None = None  # the step whose record is the last
         self.newest: StepNumbers | None = None  # of the step whose record is the last
         self.remarks: dict[str, str] = {}  # go into the record of the next step
@@ -220,8 +221,8 @@ class History:
 
     def begin(self, total: int) -> None:
         """Begin a run of `total` steps (0: not known)."""
-        self._first, self._total = self.step, total
-        step_boundary.report(step=self.step, goal=self.goal, step_s=self._longest)
+        self._first, self._total, self._shown = self.step, total, None
+        step_boundary.report_by(self._progress)
         self.clock.restart()
 
     def replace(self, step: int, records: Iterable[dict[str, Any]], *, loaded: bool = False) -> None:
@@ -296,7 +297,7 @@ class History:
             if not self._silent:
                 if not record["step"] % _THINNED_EVERY:
                     self.records.thin()
-                self._report(record)
+                self._shown = record
             with self.clock.stopped():
                 self.emit(StepDone(record["step"], record=record))
                 if not self._silent:
@@ -391,16 +392,20 @@ class History:
             self.emit(failure)
         return type(error).__name__
 
-    def _report(self, record: dict[str, Any]) -> None:
+    def _progress(self) -> dict[str, Any]:
+        """Return what `step_boundary.progress` tells of this run. From any thread."""
+        record, goal = self._shown, self.goal
+        if record is None:
+            return {"step": self._first, "goal": goal, "step_s": self._longest}
         step = record["step"]
         pace = self.paces.of(record["strategy"]) or pace_of([record["seconds"]], [record["tokens"]])
-        step_boundary.report(
-            step=step,
-            goal=self.goal,
-            loss=record["loss"],
-            tokens_per_s=pace.rate,
-            unit=unit_of(record),
-            step_s=self._longest,
-            eta_s=(self.goal - step) * pace.seconds if self._total else None,
-            pace={"strategy": record.get("strategy", ""), **asdict(pace)},
-        )
+        return {
+            "step": step,
+            "goal": goal,
+            "loss": record["loss"],
+            "tokens_per_s": pace.rate,
+            "unit": unit_of(record),
+            "step_s": self._longest,
+            "eta_s": (goal - step) * pace.seconds if self._total else None,
+            "pace": {"strategy": record.get("strategy", ""), **asdict(pace)},
+        }

@@ -88,6 +88,7 @@ class TrainingStep:
     ) -> None:
         """before_count: called before a step whose memory is counted."""
         self.sharded_model, self.optimizer, self.builder = sharded_model, optimizer, builder
+        self._strategy = str(sharded_model.strategy)
         self.precision, self.ledger, self.integrity, self.seed = precision, ledger, integrity, seed
         self.backups = backups
         self.microbatch_size = builder.config.compute.microbatch_size
@@ -304,8 +305,8 @@ class TrainingStep:
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
             self._drift_unknown = False
         self.reduced = True
-        strategy, lr = sharded_model.strategy, to_host_async(self.optimizer.param_groups[0]["lr"])
-        shape: Any = {"mesh": strategy.mesh, "strategy": str(strategy), "parts": parts, "losses": losses}
+        lr, mesh = to_host_async(self.optimizer.param_groups[0]["lr"]), sharded_model.strategy.mesh
+        shape: Any = {"mesh": mesh, "strategy": self._strategy, "parts": parts, "losses": losses}
         pending = Pending(ledger.step + 1, reduction, request, samples, indices, lr, **shape)
         if not accelerator().holds(self.device):
             ledger.check(pending)
@@ -369,8 +370,7 @@ class TrainingStep:
 
         The steps of a trial are taken back. They are counted unless that was done before.
         """
-        known = self.ledger.is_silent and str(self.sharded_model.strategy) in self.ledger.counts
-        return self._made == 1 and not known
+        return self._made == 1 and not (self.ledger.is_silent and self._strategy in self.ledger.counts)
 
     def _counting(self, *, update: bool = False) -> AbstractContextManager[None]:
         return self._count.part(update=update) if self._count is not None else nullcontext()
@@ -381,11 +381,10 @@ class TrainingStep:
             return
         self._parts, self._changes = [], []
         if self.rank == 0:
-            strategy = self.sharded_model.strategy
             warnings.warn(
-                f"weights were changed between two steps, and a rank has a part of each under {strategy}: that is "
-                "right where each element is changed by itself, as p.mul_(0.9) does, and wrong for norms, means and "
-                "rows of the whole: trainer.switch('zero2') first, or 'ddp'",
+                "weights were changed between two steps, and a rank has a part of each under "
+                f"{self._strategy}: that is right where each element is changed by itself, as p.mul_(0.9) does, and "
+                "wrong for norms, means and rows of the whole: trainer.switch('zero2') first, or 'ddp'",
                 stacklevel=2,
             )
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
-from nbkit.mesh import Mesh
-from nbkit.node_levels import Levels, levels_of
+from nbkit.mesh import Levels, Mesh, levels_of
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel import buckets, zero1_2
 from nbkit.rank.parallel.data_parallel.buckets import (

@@ -21,7 +21,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel import zero1_2
 from nbkit.rank.parallel.data_parallel.buckets import all_gather
 from nbkit.rank.telemetry.phases import clock
-from nbkit.rank.train.checkpoint.retention import place
+from nbkit.rank.train.checkpoint.autosave import place
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.trainer import Trainer
 

@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 import nbkit
 from nbkit.errors import TrainingError, UsageError
-from nbkit.rank.train.checkpoint.retention import Keep, found
+from nbkit.rank.train.checkpoint.autosave import Keep, found
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:

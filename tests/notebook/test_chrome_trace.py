@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nbkit.records.chrome_trace import chrome_trace, compressed
+from nbkit.notebook.tracing import chrome_trace, compressed
 from nbkit.records.records import Detail, Group, Header, PipelineOp, StepRecord, TimedCall, Traffic
 
 MS = 1_000_000

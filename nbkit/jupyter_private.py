@@ -1,4 +1,7 @@
-"""Lists every private symbol of ipyparallel that nbkit uses or replaces, its purpose and what happens without it."""
+"""Lists every private symbol of IPython, ipykernel and ipyparallel that nbkit uses or replaces.
+
+Each has its purpose, and what happens without it.
+"""
 
 from __future__ import annotations
 
@@ -41,5 +44,41 @@ SYMBOLS = [
     ),
     *listed(
         "ipyparallel.controller.hub:Hub.", "monitor", "keep the hub from copying every message", "it uses more CPU time"
+    ),
+    # IPython and ipykernel.
+    *listed(
+        "IPython.core.interactiveshell:InteractiveShell.",
+        "_showtraceback",
+        "show an error of several ranks once",
+        "each rank shows its own",
+    ),
+    *listed(
+        "ipykernel.compiler:XCachingCompiler().",
+        "_filename_map",
+        "name cells in warnings",
+        "warnings name the file of the cell",
+    ),
+    *listed(
+        "ipykernel.kernelbase:Kernel.", "_topic", "show output in the cell that it belongs to", "no output is shown"
+    ),
+    *listed(
+        "ipykernel.iostream:OutStream.",
+        "_flush",
+        "send text that is flushed often in few messages",
+        "each flush is a message",
+    ),
+    # An older ipykernel has get_parent instead.
+    *listed(
+        "ipykernel.kernelbase:Kernel.", "_parent_header", "find the cell that runs", "get_parent is used", at_use=True
+    ),
+    *listed(
+        "ipykernel.comm.comm:Comm.",
+        "_reply_subshell_for",
+        "answer a widget while a cell runs",
+        "widgets answer between cells",
+        at_use=True,
+    ),
+    *listed(
+        "ipykernel.comm.comm:Comm.", "_msg_callback", "show an Output widget of a rank", "it stays empty", at_use=True
     ),
 ]
