@@ -14,7 +14,7 @@ def load_ipython_extension(shell: Any) -> None:
     from nbkit.notebook.widgets import training_card
 
     from .board import BoardMagics
-    from .cells import CellMagics, rewrite
+    from .cells import ALL_CELLS, CellMagics, rewrite
     from .cluster import ClusterMagics
     from .completion import complete
     from .dashboard import DashboardMagics
@@ -29,6 +29,8 @@ def load_ipython_extension(shell: Any) -> None:
     _say_who_is_replaced(shell)
     shell.register_magics(BoardMagics, CellMagics, ClusterMagics, DashboardMagics, StrategyMagics, TrainMagics)
     shell.register_magics(NbkitMagics, ValueMagics)
+    if not hasattr(shell, ALL_CELLS):
+        setattr(shell, ALL_CELLS, False)
     if rewrite not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(rewrite)
     if complete not in shell.Completer.custom_matchers:
@@ -36,7 +38,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def _say_who_is_replaced(shell: Any) -> None:
-    for kind, name in (("cell", "distributed"), ("cell", "rank"), ("line", "cluster")):
+    for kind, name in (("cell", "distributed"), ("cell", "rank"), ("line", "distributed"), ("line", "cluster")):
         owner = shell.magics_manager.magics[kind].get(name)
         module = getattr(owner, "__module__", "")
         if owner is not None and not module.startswith(f"{__name__}."):

@@ -28,6 +28,7 @@ EXAMPLES = {
     "%cluster attach": "%cluster list   has the names, as in   %cluster attach NAME",
     "%cluster resize": "%cluster resize 4",
     "%compare": "%compare zero3 tp",
+    "%distributed": "%distributed on",
     "%nbkit plan": "%nbkit plan config --batch 512 --on '8 H100'",
     "%pull": "%pull history",
     "%push": "%push config",
@@ -123,6 +124,12 @@ def distributed_parser() -> MagicParser:
     parser = MagicParser(prog="%%distributed", description="Run the cell on every rank.")
     parser.add_argument("--ranks", metavar="0,2-3", help="only on these ranks")
     _cell_options(parser)
+    return parser
+
+
+def distribution_parser() -> MagicParser:
+    parser = MagicParser(prog="%distributed", description="Run each cell on every rank, as with %%%%distributed.")
+    parser.add_argument("cells", choices=("on", "off"), help="on: from now on; off: cells run in the notebook again")
     return parser
 
 
@@ -361,6 +368,7 @@ def nbkit_parser() -> MagicParser:
 PARSERS: dict[str, Callable[[], MagicParser]] = {
     "%%distributed": distributed_parser,
     "%%rank": rank_parser,
+    "%distributed": distribution_parser,
     "%board": board_parser,
     "%cluster": cluster_parser,
     "%dashboard": dashboard_parser,

@@ -1,4 +1,4 @@
-"""`%%distributed` and `%%rank`: a cell on the ranks.
+"""`%%distributed` and `%%rank`: a cell on the ranks. `%distributed on`: each cell from then on.
 
 Both run as an awaited cell, so that the kernel can answer widgets while the ranks work: a transformer rewrites the cell
 before IPython compiles it. Where that is not possible (inside %%time or %%capture, or with autoawait off), the same
@@ -11,19 +11,27 @@ import asyncio
 from typing import Any
 
 from IPython.core.getipython import get_ipython
-from IPython.core.magic import Magics, cell_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.cluster.job import AttachedJob, JobCell
 
-from .arguments import PARSERS, HelpShown, distributed_parser, parse, rank_parser
+from .arguments import PARSERS, HelpShown, distributed_parser, distribution_parser, parse, rank_parser
+
+ALL_CELLS = "nbkit_all_cells"
+"""The attribute of the shell that is True after `%distributed on`. nbkit's part of JupyterLab reads it."""
 
 
 def rewrite(lines: list[str]) -> list[str]:
-    """Return the lines of a cell. If the first is `%%distributed ...` or `%%rank ...`, they become an awaited call."""
+    """Return the lines of a cell. If it is for the ranks, they become an awaited call."""
     magic, _, line = (lines[0] if lines else "").strip().partition(" ")
     shell = get_ipython()
+    if getattr(shell, ALL_CELLS, False) and _is_for_all(shell, lines):
+        cell = "".join(lines)
+        if not shell.autoawait:
+            return [f"get_ipython().run_cell_magic('distributed', '', {cell!r})\n"]
+        return [f"await __import__({__name__!r}, fromlist=['run_on_all']).run_on_all({cell!r})\n"]
     if (
         magic not in ("%%distributed", "%%rank")
         or shell is None
@@ -33,6 +41,15 @@ def rewrite(lines: list[str]) -> list[str]:
         return lines
     body = "".join(lines[1:])
     return [f"await __import__({__name__!r}, fromlist=['run']).run({magic!r}, {line!r}, {body!r})\n"]
+
+
+def _is_for_all(shell: Any, lines: list[str]) -> bool:
+    """Return True if a person has sent this cell, and it does not begin with a magic, a command or a question."""
+    code = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    kernel = getattr(shell, "kernel", None)
+    sent = kernel.get_parent("shell").get("content", {}) if kernel is not None else {}
+    by_person = sent.get("store_history", True) and not sent.get("silent", False)  # not by a front end for itself
+    return bool(code and code[0][0] not in "%!?" and code[-1][-1] != "?" and by_person and _is_outermost(shell, lines))
 
 
 def _is_outermost(shell: Any, lines: list[str]) -> bool:
@@ -64,6 +81,11 @@ async def run(magic: str, line: str, body: str) -> None:
         tabs=options.tabs,
     )
     _finish(options, body, results)
+
+
+async def run_on_all(cell: str) -> None:
+    """Run a cell on every rank, after `%distributed on`."""
+    await current().run_async(cell)
 
 
 def _parsed(magic: str, line: str) -> Any:
@@ -103,6 +125,20 @@ def _finish(options: Any, body: str, results: Any) -> None:
 class CellMagics(Magics):  # type: ignore[misc, untyped-decorator]
     """The plain form of the cell magics."""
 
+    @line_magic("distributed")  # type: ignore[misc, untyped-decorator]
+    def distribute(self, line: str) -> None:
+        """Let each cell from now on run on every rank, or here again."""
+        try:
+            wanted = parse(distribution_parser(), line).cells == "on"
+        except HelpShown:
+            return
+        said = "Cells run in this notebook again."
+        if wanted:
+            ranks = current().entry.n
+            said = f"Each cell now runs on all {ranks} ranks, unless it begins with %, ! or ?.   %distributed off"
+        setattr(self.shell, ALL_CELLS, wanted)
+        print(said)
+
     @no_var_expand  # type: ignore[misc, untyped-decorator]
     @cell_magic  # type: ignore[misc, untyped-decorator]
     def distributed(self, line: str, cell: str) -> None:
@@ -136,5 +172,6 @@ class CellMagics(Magics):  # type: ignore[misc, untyped-decorator]
         _finish(options, cell, results)
 
 
+CellMagics.distribute.__doc__ = distribution_parser().format_help()
 CellMagics.distributed.__doc__ = distributed_parser().format_help()
 CellMagics.rank.__doc__ = rank_parser().format_help()

@@ -69,13 +69,22 @@ def files(folder: str, *patterns: str) -> set[str]:
 def test_the_wheel_has_code_javascript_magics_lessons_and_licence_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        names = {name for name in archive.namelist() if ".dist-info/" not in name and ".data/" not in name}
+        data = {name.partition(".data/")[2]: archive.read(name) for name in archive.namelist() if ".data/" in name}
         meta = {name.partition("/")[2]: archive.read(name).decode() for name in archive.namelist() if "-info/" in name}
 
     expected = {f"nbkit/{name}" for name in files("nbkit", "*.py", "*.js", "*.css", "py.typed", "LICENSE")}
+    of_lab = {name for name in expected if name.startswith("nbkit/notebook/lab/nbkit-train/")}
+    expected -= of_lab
     expected |= {f"nbkit/magics/{name}" for name in files("magics", "*.py")}
     expected |= {f"nbkit/lessons/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert names == expected
+    # Where JupyterLab and its server look, so that nothing is to be enabled.
+    lab, share = ROOT / "nbkit" / "notebook" / "lab", "data/share/jupyter/labextensions/nbkit-train"
+    of_lab = {f"{share}/static/{Path(name).name}" for name in of_lab}
+    enabled = "data/etc/jupyter/jupyter_server_config.d/nbkit-train.json"
+    assert data.keys() == {*of_lab, f"{share}/package.json", enabled}
+    assert data[f"{share}/package.json"] == (lab / "nbkit-train" / "package.json").read_bytes()
     told = HeaderParser().parsestr(meta["METADATA"])
     assert (told["Name"], told["Version"]) == ("nbkit-train", nbkit.__version__)
     assert {"all", "board", "lab", "widgets"} <= set(told.get_all("Provides-Extra") or [])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -22,20 +24,26 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is a module, as in python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a script")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    parser.epilog = "Under a launcher: torchrun --nproc-per-node 4 -m nbkit run train.py; srun nbkit run train.py"
+    parser.epilog = (
+        "Under a launcher: torchrun --nproc-per-node 4 -m nbkit run train.py; srun nbkit run train.py. "
+        "Or before one: nbkit run torchrun --nproc-per-node 4 train.py"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    options = [
+        *["--job", arguments.job or ""] * (arguments.job is not None),
+        *["--no-cells"] * arguments.no_cells,
+        *["-m"] * arguments.module,
+    ]
     if arguments.n is not None:
-        options = [
-            *["--job", arguments.job or ""] * (arguments.job is not None),
-            *["--no-cells"] * arguments.no_cells,
-            *["-m"] * arguments.module,
-        ]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.n)]
         command = [sys.executable, *torchrun, "-m", "nbkit", "run", *options, arguments.program, *arguments.args]
         os.execv(sys.executable, command)
     script = user_path(arguments.program)
+    if not arguments.module and not script.is_file() and (found := shutil.which(arguments.program)) is not None:
+        if (command := _launching(arguments.program, arguments.args, options)) is not None:
+            os.execv(found, command)
     if not arguments.module and not script.is_file():
         raise UsageError(
             "There is no such program.", numbers=str(script), hint=shell_words("nbkit", "run", "train.py", "--args")
@@ -49,6 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _run_script(script)
     return 0
+
+
+_AS_MODULE = {**dict.fromkeys(("torchrun", "accelerate", "srun", "mpirun", "mpiexec"), "-m"), "deepspeed": "--module"}
+"""Launchers -> their option, or that of the Python they start, which runs a module instead of a script."""
+
+
+def _launching(launcher: str, words: Sequence[str], options: Sequence[str]) -> list[str] | None:
+    """Return a launcher's command with `nbkit run` before the script in `words`; None if either is not known."""
+    as_module = _AS_MODULE.get(Path(launcher).name)
+    at = next((i for i, word in enumerate(words) if word.endswith(".py") and user_path(word).is_file()), None)
+    if as_module is None or at is None:
+        return None
+    return [launcher, *words[:at], as_module, "nbkit", "run", *options, *words[at:]]
 
 
 def _run_script(script: Path) -> None:

@@ -20,6 +20,11 @@ def lesson(name: str) -> Path:
     return path
 
 
+def lesson_names() -> list[str]:
+    """Return the names of all lessons, in their order."""
+    return sorted(path.stem for path in _folder().glob("*.ipynb"))
+
+
 def write_lessons(folder: Path) -> list[Path]:
     """Write the lessons into `folder`, and return their paths in order. A file that is there already stays as it is.
 

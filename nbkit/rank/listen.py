@@ -374,8 +374,15 @@ class Steps:
             session.write(RunStopped(self.count).as_dict())
             session.close()
 
-    def _before(self, optimizer: Any, *_: Any) -> None:
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._safely(self._enter, optimizer)
+        # As in Lightning, a closure may have the whole step in it: forward and backward are no work of the optimizer.
+        if self._inside != id(optimizer) or (closure := kwargs.get("closure", args[1:] and args[1])) is None:
+            return None
+        if not callable(closure):
+            return None
+        inside = _in_phase("forward", closure)
+        return (args, {**kwargs, "closure": inside}) if "closure" in kwargs else ((args[0], inside, *args[2:]), kwargs)
 
     def _after(self, optimizer: Any, *_: Any) -> None:
         self._safely(self._leave, optimizer)

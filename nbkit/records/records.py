@@ -337,6 +337,6 @@ def from_line(line: str | bytes) -> Record | None:
 
 def _short(value: Any) -> Any:
     # Small numbers, learning rates among them, keep their digits; a second needs no picoseconds.
-    if not isinstance(value, float) or value != value:
+    if not isinstance(value, float) or value != value or value == 0.0:
         return value
     return round(value, 7) if abs(value) >= 1e-3 else float(f"{value:.6g}")

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jupyter_lab import PANEL
 
 CELLS = {
     "load": "%load_ext nbkit",
     "start": "%cluster start -n 2 --cpu --ttl 10min",
     "values": "%%distributed\nx = torch.ones(1) * (rank + 1); dist.all_reduce(x)\nprint('from', rank)\nx.item()",
+    "plain": "world_size",
     "ticks": "%%distributed\nimport time\nfor tick in range(600):\n    print('tick', tick)\n    time.sleep(0.05)",
     "kept": "%%distributed\ntick > 3",
     "trainer": (
@@ -72,6 +74,25 @@ def test_a_cell_shows_what_each_rank_says(page: Any) -> None:
     assert "[0] from 0" in shown
     assert "[1] from 1" in shown
     assert "Out[0-1]: 3.0" in shown
+
+
+def test_the_switch_sends_cells_to_all_ranks_and_the_sidebar_shows_them(page: Any) -> None:
+    switch = page.page.locator(f"{PANEL} .nbkit-switch")
+    assert switch.get_attribute("aria-checked") == "false"
+    switch.click()
+    page.page.wait_for_selector(f"{PANEL} .nbkit-switch[aria-checked=true]", timeout=60_000)
+    assert switch.inner_text() == "cells → ALL RANKS"
+    assert "Out[0-1]: 2" in page.run(NUMBER["plain"])
+
+    page.page.evaluate("jupyterapp.commands.execute('nbkit:sidebar')")
+    page.page.wait_for_selector(".nbkit-here tbody tr:nth-of-type(2)", timeout=60_000)
+    assert page.page.locator(".nbkit-here tbody tr").all_inner_texts()[1].startswith("1\tcore 1")
+    assert page.page.locator(".nbkit-status").inner_text() == "2 ranks"
+    page.page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
+
+    switch.press("Space")  # by the keyboard
+    page.page.wait_for_selector(f"{PANEL} .nbkit-switch[aria-checked=false]", timeout=60_000)
+    assert "NameError" in page.run(NUMBER["plain"])  # the notebook has no world_size
 
 
 def test_output_streams_and_the_stop_button_stops_the_cell(page: Any) -> None:

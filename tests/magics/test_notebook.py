@@ -182,6 +182,23 @@ def test_the_kernels_own_names_are_left_alone(started: Kernel) -> None:
     started.run("%%distributed\nrank = dist.get_rank()")
 
 
+def test_each_cell_goes_to_all_ranks_after_distributed_on_until_off(started: Kernel) -> None:
+    assert "all 2 ranks" in started.run("%distributed on").text
+    try:
+        assert "Out[0-1]: 12" in started.run("# a comment\nover = 12\nover").text
+        failed = started.run("1\n1 / 0").text
+        assert "line 2" in failed and "ZeroDivisionError" in failed  # with the line that one sees
+        assert "True" in started.run("%timeit -n1 -r1 1\n'over' not in dir()").text  # a magic: in the notebook
+        reply = started.client.execute("over = 0", silent=True, reply=True, timeout=60)  # a front end's own
+        assert reply["content"]["status"] == "ok"
+    finally:
+        assert "in this notebook again" in started.run("%distributed off").text
+
+    assert started.run("over").text.strip().endswith("0")
+    assert "Out[0-1]: 12" in started.run("%%distributed\nover").text
+    assert "→ %distributed on" in started.run("%distributed").text
+
+
 def test_here_runs_the_cell_in_the_notebook_too_and_as_keeps_the_results(started: Kernel) -> None:
     started.run("%%distributed --here --as outcome\nhere_too = 3\nhere_too * 2")
     assert "3" in started.run("here_too").text

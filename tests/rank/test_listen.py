@@ -8,12 +8,13 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,53 @@ def test_a_program_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[s
     assert "There is no such program" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_run_before_a_launcher_stands_before_its_script(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execv", lambda found, command: started.append((found, command)))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name == launcher else None)
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(0)")
+
+    with contextlib.suppress(UsageError):
+        main(["run", "--job", "mine", launcher, "--nproc-per-node", "2", str(script), "--lr", "1"])
+
+    words = [launcher, "--nproc-per-node", "2", "-m", "nbkit", "run", "--job", "mine", str(script), "--lr", "1"]
+    assert started == [(f"/bin/{launcher}", words)]
+
+
+def states_in_a_closure(rank: int, home: str) -> list[str]:
+    import torch
+
+    from nbkit.rank import listen
+    from nbkit.rank.telemetry.phases import clock
+
+    os.environ["NBKIT_HOME"] = home
+    listen.listen("closure")
+    weight, states = torch.nn.Parameter(torch.ones(1)), []
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def closure() -> torch.Tensor:
+        states.append(clock.state)
+        optimizer.zero_grad()
+        loss = (weight * 2).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+    return states
+
+
+def test_what_a_closure_computes_is_not_the_optimizers_time(tmp_path: Path) -> None:
+    (states,) = run_ranks(states_in_a_closure, 1, str(tmp_path), join=False)
+
+    assert states[1:] == ["forward"] * 3  # the first step is not recorded
+
+
 # --- Long -------------------------------------------------------------------------------------------------------------
 
 HEAD = """import time, torch, torch.distributed as dist
@@ -357,8 +405,17 @@ TAKES = {"lightning_fit": ("lightning", "torchmetrics"), "fabric_loop": ("lightn
 STEPS = {"metrics": 14, "hf_trainer": 6, "nanogpt": 6, "fsdp2_dcp": 7, "accelerate_loop": 8}
 
 
-def launched(program: Path, losses: Path, *before: str) -> list[float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *before]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+BIN = Path(sys.executable).parent
+LAUNCHERS = {
+    "torchrun": (BIN / "torchrun", "--nproc-per-node", "2", "--standalone"),
+    "accelerate": (BIN / "accelerate", "launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"),
+    "srun": ("srun", "-n", "2", sys.executable),
+}
+
+
+def launched(program: Path, losses: Path, *before: str, command: Sequence[Any] = TORCHRUN) -> list[float]:
+    command = [*command, *before]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, program, "--losses", losses], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -382,3 +439,19 @@ def test_programs_that_listen_compute_the_same_and_their_steps_are_known(name: s
     assert len(picture["ranks"]) == 2 and picture["table"]
     steps = [point[0] for point in read_run(job.folder).snapshot()["points"]]
     assert steps == list(range(2, STEPS.get(name, len(steps) + 1) + 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_that_nbkit_run_starts_has_ranks_that_listen(launcher: str, tmp_path: Path) -> None:
+    if launcher == "srun" and subprocess.run(["sinfo"], capture_output=True).returncode:
+        pytest.skip("no Slurm runs here")
+    program = PROGRAMS / "accelerate_loop.py"
+    expected = launched(program, tmp_path / "expected", command=LAUNCHERS[launcher])
+
+    begin = (sys.executable, "-m", "nbkit", "run")
+    assert launched(program, tmp_path / "listening", command=(*begin, *LAUNCHERS[launcher])) == expected
+
+    (job,) = AttachedJob.list()
+    assert (job.ranks, job.state) == (2, "ended")
+    assert len(read_run(job.folder).picture()["ranks"]) == 2

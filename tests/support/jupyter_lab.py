@@ -38,6 +38,8 @@ FLAGS = [
     "MediaRouter,OptimizationHints,PaintHolding,WebUIOmniboxPopup,WebUIOmniboxAimPopup",
 ]
 # Without the grammar of addresses, which takes two seconds of a core, and by which jsonschema checks what is not here.
+OURS = Path(__file__).resolve().parents[2] / "nbkit" / "notebook" / "lab"
+"""nbkit's part of JupyterLab, as it is in this tree; what is installed may be older."""
 LAB = """
 import sys
 sys.modules["rfc3987_syntax"] = None
@@ -76,8 +78,12 @@ def jupyter_lab(home: Path) -> Iterator[dict[str, str]]:
     environment["JUPYTERLAB_SETTINGS_DIR"] = str(home / "settings")
     environment["JUPYTERLAB_WORKSPACES_DIR"] = str(home / "workspaces")
     (home / "notebooks").mkdir()
+    enabled = home / "CONFIG_DIR" / "jupyter_server_config.d" / "nbkit-train.json"
+    enabled.parent.mkdir(parents=True)
+    shutil.copy(OURS / "server.json", enabled)
     command = [sys.executable, "-c", LAB, "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=18888"]
     command += ["--ServerApp.port_retries=100", "--IdentityProvider.token=lesson", "--expose-app-in-browser"]
+    command += [f"--LabApp.extra_labextensions_path={OURS}"]
     with (home / "lab.log").open("wb") as log:
         server = subprocess.Popen(
             [*command, f"--ServerApp.root_dir={home / 'notebooks'}"],

@@ -141,7 +141,7 @@ class ClusterList:
 
 def rank_rows(entry: ClusterEntry, answers: Mapping[int, dict[str, Any]], deaths: Mapping[int, Death]) -> list[RankRow]:
     """Return one row for each rank. answers: rank -> its answer to "status". A missing answer is shown as such."""
-    memory = _memory_by_rank(entry, answers)
+    memory = memory_by_rank(entry, answers)
     rows = []
     for rank in range(entry.n):
         state, cell, age = "does not answer", "", 0.0
@@ -165,7 +165,7 @@ def _state(answer: dict[str, Any]) -> str:
     return "idle, world spoilt" if answer["dirty"] else "idle"
 
 
-def _memory_by_rank(entry: ClusterEntry, answers: Mapping[int, dict[str, Any]]) -> dict[int, str]:
+def memory_by_rank(entry: ClusterEntry, answers: Mapping[int, dict[str, Any]]) -> dict[int, str]:
     """Return a GPU's memory as its driver sees it; for CPU ranks, the rank's own against the machine's."""
     if entry.backend == "gloo" and not any(label.startswith("GPU") for label in entry.labels):
         total = psutil.virtual_memory().total
