@@ -184,7 +184,7 @@ def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(expected: 
     check(found, HELD_ONCE, expected)
 
 
-WITH_OWNERS = [Case("zero1", 1, "backward"), Case("dp=2 tp=2", 3, "forward")]
+WITH_OWNERS = [Case("zero1", 1, "backward"), Case("dp=2 tp=2", 3, "forward"), Case("zero3", 2, "updated")]
 
 
 def owning(seat: Seat) -> dict[Case, dict[str, Any]]:
