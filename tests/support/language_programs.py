@@ -14,6 +14,9 @@ from own_programs import Prepare
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+embedding = torch.float64
+"""The dtype of nanochat's embedding. Elsewhere than in tests it has 16 bits."""
+
 VOCAB, LENGTH, WIDTH, HEADS, LAYERS, ACCUMULATION = 48, 12, 16, 2, 4, 2
 
 
@@ -96,7 +99,7 @@ class Chat(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def chat(embedding: torch.dtype = torch.float64) -> nn.Module:
+def chat() -> nn.Module:
     torch.manual_seed(31)
     model = Chat().double()
     model.wte.to(dtype=embedding)

@@ -7,8 +7,8 @@ there. After the step `give_back` sends each rank its part of the new weight. Th
 follows from the layouts of what the ranks hold, as a switch does.
 
 An owner keeps the whole weight, which is that of the ranks until somebody else changes a part: a user, a checkpoint, a
-rank that replaces another. Each rank hashes what it has, after `give_back` and before the next step. If a hash differs
-on any rank, `take` sends the parts of the weight too.
+rank that replaces another. Each rank sums up its parts after `give_back`, and before the next step, with random weights
+and in float64. If a sum differs on any rank, or an update was broken off, `take` sends the parts of the weight too.
 
 In a step, tensors of S bytes over n ranks that each hold 1/n of them send S (n - 1) / n bytes of gradients and as many
 of weights back, over all ranks together. An owner keeps the whole tensor besides its part, and its gradient from `take`
@@ -23,15 +23,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.copies import parameter_like
 from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.parallel.process_groups import Connections
-from nbkit.rank.parallel.reshard import state_digest
 from nbkit.rank.parallel.reshard.redistribute import Exchange, State
 from nbkit.tensor_layout import Layout
+
+_WEIGHTS, _AT_ONCE = 1 << 14, 1 << 20
+"""Elements that are summed up to one number; elements that a device casts at once."""
 
 
 def exchanges(plan: ParallelPlan) -> tuple[ExchangePlan, ExchangePlan]:
@@ -74,43 +77,49 @@ class WholeTensors:
         self._own = [name for name in self.held if name in plan.owners]
         self._take, self._give = (Exchange(each, rank) for each in exchanges(plan))
         self._device = next((p.device for p in self._summed.values()), torch.device("cpu"))
-        self._hashes: Tensor | None = None  # of the weights, as the owners gave them back
+        draw = torch.Generator().manual_seed(0)
+        self._random = torch.randn(_WEIGHTS, generator=draw, dtype=torch.float64).to(self._device)
+        self._given: Tensor | None = None  # sums of the parts, as the owners gave them back
+        self._versions: list[int] = []  # of the whole tensors, at that time
         self._changed: Tensor | None = None  # 1 if any rank has found a weight changed since, while this is looked at
         self._arrived: Callable[[], Any] | None = None
 
     def look(self) -> None:
-        """Start to find out whether any rank has another weight than its owner gave it. Collective, in each step."""
-        if self._changed is None:
-            if self._hashes is None:
-                changed = torch.ones((), dtype=torch.int32, device=self._device)
-            else:
-                changed = (self._hashed() != self._hashes).any().to(self._device, torch.int32)
-            self._changed = changed
-            work = dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._world, async_op=True)
-            self._arrived = None if work is None else work.wait
-            if work is not None and accelerator().holds(changed):
-                work.wait()  # the device waits, and the host goes on
-                self._changed, copied = accelerator().fetch(changed)
-                self._arrived = copied.synchronize
+        """Start to find out whether any rank has another weight than its owner gave it. Collective."""
+        if self._given is None or self._versions != [self.held[name]._version for name in self._own]:
+            changed = torch.ones((), dtype=torch.int32, device=self._device)
+        else:
+            changed = (self._sums() != self._given).any().to(self._device, torch.int32)
+        work = dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._world, async_op=True)
+        self._changed, self._arrived = changed, None if work is None else work.wait
+        if work is not None and accelerator().holds(changed):
+            work.wait()  # the device waits, and the host goes on
+            self._changed, copied = accelerator().fetch(changed)
+            self._arrived = copied.synchronize
 
     def _is_changed(self) -> bool:
-        """Return what `look` has found. Waits for it."""
-        self.look()
+        """Return what `look` has found in this step. Waits for it."""
+        if self._changed is None:
+            self.look()
         changed, arrived, self._changed, self._arrived = self._changed, self._arrived, None, None
         if arrived is not None:
             arrived()
         return bool(changed)
 
-    def _hashed(self) -> Tensor:
-        """Return a hash of each part and of each whole weight on this rank."""
-        held = {f"part/{name}": (part, self._parts[name]) for name, part in self._summed.items()}
-        held |= {f"whole/{name}": (self.held[name], self.layouts[name]) for name in self._own}
-        here = {key: layout for key, (_, layout) in held.items()}
-        return state_digest.sums(held, [here], list(held), rank=0)
+    def _sums(self) -> Tensor:
+        """Return sums of the parts, weighted at random, in float64."""
+        found = []
+        for part in (part for part in self._summed.values() if part.numel()):
+            flat = (torch.view_as_real(part) if part.is_complex() else part).detach().reshape(-1)
+            for some in flat.split(_AT_ONCE if accelerator().holds(part) else _WEIGHTS):
+                width = min(len(some), _WEIGHTS)
+                rows = F.pad(some.to(torch.float64, copy=True), (0, -len(some) % width)).view(-1, width)
+                found.append(rows.mul_(self._random[:width]).sum(1))
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=self._device)
 
     def begin_again(self) -> None:
         """Forget what was known of the weights, after a step that was broken off."""
-        self._hashes = self._changed = self._arrived = None
+        self._given = self._changed = self._arrived = None
 
     @torch.no_grad()
     def bring(self) -> None:
@@ -145,8 +154,7 @@ class WholeTensors:
         source = {name: (self.held[name].detach(), self.layouts[name]) for name in self._own}
         target = {name: (part.detach(), self._parts[name]) for name, part in self._summed.items()}
         self._run(self._give, source, target)
-        if all(part.element_size() <= 8 for part in self._summed.values()):  # complex128 has no hash
-            self._hashes = self._hashed()
+        self._given, self._versions = self._sums(), [self.held[name]._version for name in self._own]
 
     def _run(self, exchange: Exchange, source: State, target: State) -> None:
         exchange.run(source, target, device=self._device, group=self._world)

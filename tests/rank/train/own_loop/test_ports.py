@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import language_programs
 import pytest
 import torch
 from language_programs import PORTS as LANGUAGE_PORTS
@@ -93,3 +94,25 @@ def test_a_loop_of_a_language_model_takes_six_changed_lines_and_is_switched_live
             assert switches == chain.count(">")
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11, msg=f"{chain} {key}")
+
+
+def with_half_embedding(world: Any) -> list[list[Any]]:
+    language_programs.embedding = torch.bfloat16
+    return run_language(world, "nanochat")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("rows_are_known")
+def test_an_embedding_of_16_bits_beside_larger_weights_trains_as_in_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ranks round their parts of its gradient before they are summed. Everything else is float64."""
+    monkeypatch.setattr(language_programs, "embedding", torch.bfloat16)
+    plain, _, loader = LANGUAGE_PORTS["nanochat"]
+    (model,) = plain(copied(loader), None)
+    for rank in run_ranks(with_half_embedding, 2, timeout=600):
+        for state, _ in rank:
+            for key, value in model.state_dict().items():
+                assert state[key].dtype == value.dtype
+                far = (state[key].double() - value.double()).norm() / value.double().norm()
+                assert far < 0.02, key
