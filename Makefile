@@ -90,9 +90,9 @@ zoo: $(READY)
 	@test -d $(IMAGES)/timm || $(BIN)/python -m pip install -q --no-deps --target $(IMAGES) torchvision==0.28.0 timm==1.0.31
 	@$(BIN)/python -m verify zoo $(if $(Z),$(Z),--out verify/results.md)
 
-# Some of it:  make optimizers O="muon tp"
+# All of it is stored; a part only printed:  make optimizers O="muon tp=2"
 optimizers: $(READY)
-	@$(BIN)/python -m verify optimizers $(O)
+	@$(BIN)/python -m verify optimizers $(if $(O),$(O),--out verify/optimizers.md)
 
 # Some of it, from a seed on:  make fuzz-tp SEEDS="50 100"
 fuzz-tp: $(READY)

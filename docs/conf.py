@@ -50,6 +50,7 @@ SHOWN_AS = {
     "CHANGELOG.md": "contributing/changes.md",
     "bench/results.md": "evidence/all-figures.md",
     "verify/results.md": "evidence/all-models.md",
+    "verify/optimizers.md": "evidence/all-optimizers.md",
     **{f"notebooks/{path.name}": f"lessons/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))},
 }
 """A file outside of docs/ -> the page that shows it. Notebooks are copied there; the other pages include their file."""

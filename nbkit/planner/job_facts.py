@@ -57,7 +57,8 @@ class Weight:
     if it has a gradient. summed: axes (tp, cp) over whose ranks its gradient is a sum, because each rank has seen a
     part of the sequence. gathered: bytes of an element as zero 3 gathers it, if it is cast before; None: those of the
     parameter. experts: (first, how many, of how many) experts of a layer that it belongs to; several are stacked along
-    dim 0. None for other weights.
+    dim 0. None for other weights. owner: under zero 1 and 2, the place in the sharding group of the rank that updates
+    all of it; None if each rank updates a part.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Weight:
     summed: tuple[str, ...] = ()
     gathered: int | None = None
     experts: tuple[int, int, int] | None = None
+    owner: int | None = None
 
     @property
     def numel(self) -> int:

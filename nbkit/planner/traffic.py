@@ -7,6 +7,7 @@ Over n ranks, each must send 2(n-1)/n S in an all-reduce and (n-1)/n S in the ot
     axis  per step                                                                          source
     dp    zero=0: all-reduce of the gradients                                               Rajbhandari et al. 2020, 7.1
           zero=1, 2: reduce-scatter of the gradients, all-gather of the parameters          the same, 7.2.1
+          of weights that a rank owns, all-to-alls of gradients and of weights in their place
           zero=3: all-gather of the parameters for forward and for backward, reduce-scatter the same, 7.2.2
           autocast: what only matrix products read, in its dtype; gradients unchanged       Micikevicius et al. 2018
           compress: all-to-all and all-gather of their bytes, rounded                     Seide et al. 2014
@@ -258,6 +259,9 @@ class _Step:
         """Yield the terms of the data axis."""
         g, p = self.each.gradient, self.each.parameter
         trained, weights = [weight for weight in self._dense if weight.trained], self._dense
+        if owned := [weight for weight in trained if weight.owner is not None]:
+            yield from self._owned(owned)
+            trained = [weight for weight in trained if weight.owner is None]
         held = self._held(trained)
         sizes = DataSizes(
             elements=held,
@@ -269,6 +273,15 @@ class _Step:
             gathered_again=self._gathered([weight for weight in weights if not weight.outside]),
         )
         yield from data_terms(self.strategy, sizes, self.accumulation, self.rank, self.node_of)
+
+    def _owned(self, weights: Sequence[Weight]) -> Iterator[TrafficTerm]:
+        """Yield what goes to the owners of whole weights under zero 1 and 2, and what comes back from them."""
+        s, axis = self.strategy, "dp" if self.strategy.shard == self.strategy.dp else "shard"
+        own = self._held([weight for weight in weights if weight.owner == self._at["dp"] % s.shard])
+        yield TrafficTerm(axis, "all_to_all", s.shard, 1, self.each.gradient * self._held(weights), "gradients")
+        if s.shard < s.dp:
+            yield from summed(s, self.each.gradient * own, "gradients", self.rank, self.node_of)
+        yield TrafficTerm(axis, "all_to_all", s.shard, 1, self.each.parameter * own * s.shard, "parameters")
 
     @property
     def _dense(self) -> Sequence[Weight]:

@@ -136,6 +136,8 @@ class ShardedModel:
         `launch` writes numbers into it, which are summed over all ranks by the end, if `sums_numbers`. Returns the data
         axis' canary. In a pipeline on CPU ranks, no rank returns before all have their gradients.
         """
+        if self.owned is not None:
+            self.owned.look()
         with self.data.computing(autocast=autocast):
             if self.pipeline is not None and micros:
                 count = 0 if numbers is None else numbers.numel()
@@ -202,6 +204,8 @@ class ShardedModel:
     def begin_again(self) -> None:
         """Return to the initial state, on every rank alike, after a step that was broken off somewhere."""
         self.data.begin_again()
+        if self.owned is not None:
+            self.owned.begin_again()
         if self.pipeline is not None:
             self.pipeline.begin_again()
 

@@ -2,31 +2,50 @@
 
 An optimizer such as Muon has to see a whole matrix, and most strategies give each rank a part of it. Each such tensor
 has one owner among the ranks that hold a part (nbkit/planner/owners.py). Once the gradients are summed, `take` sends
-the owner the parts of the gradient and of the weight. The optimizer, its state and the gradient norm know only the
-whole tensor, and only there. After the step `give_back` sends each rank its part of the new weight. This is the same
-for every technique: it follows from the layouts of what the ranks hold, as a switch does.
+the owner the parts of the gradient. The optimizer, its state and the gradient norm know only the whole tensor, and only
+there. After the step `give_back` sends each rank its part of the new weight. This is the same for every technique: it
+follows from the layouts of what the ranks hold, as a switch does.
 
-In a step, tensors of S bytes over n ranks that each hold 1/n of them send S (n - 1) / n bytes of gradients, as many of
-weights, and as many back, over all ranks together. An owner keeps the whole tensor besides its part, and its gradient
-from `take` to the end of the step. Both exchanges are waited for.
+An owner keeps the whole weight, which is that of the ranks until somebody else changes a part: a user, a checkpoint, a
+rank that replaces another. Each rank sums up its parts after `give_back`, and before the next step, with random weights
+and in float64. If a sum differs on any rank, or an update was broken off, `take` sends the parts of the weight too.
+
+In a step, tensors of S bytes over n ranks that each hold 1/n of them send S (n - 1) / n bytes of gradients and as many
+of weights back, over all ranks together. An owner keeps the whole tensor besides its part, and its gradient from `take`
+to the end of the step. Both exchanges are waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from nbkit.planner.exchange import ExchangePlan
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.copies import parameter_like
 from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.reshard.redistribute import Exchange, State
 from nbkit.tensor_layout import Layout
 
-T = TypeVar("T")
+_WEIGHTS, _AT_ONCE = 1 << 14, 1 << 20
+"""Elements that are summed up to one number; elements that a device casts at once."""
+
+
+def exchanges(plan: ParallelPlan) -> tuple[ExchangePlan, ExchangePlan]:
+    """Return what a step of `plan` sends to the owners, and what they give back."""
+    sizes = {name: p.element_size() for name, p in plan.facts.shapes.skeleton.named_parameters()}
+    parts, wholes = (
+        [{name: layout for name, layout in each.items() if name in plan.owners} for each in every]
+        for every in (plan.layouts.summed, plan.layouts.held)
+    )
+    there = ExchangePlan.of(parts, wholes, sizes, node_of=plan.node_of)
+    return there, ExchangePlan.of(wholes, parts, sizes, node_of=plan.node_of)
 
 
 class WholeTensors:
@@ -56,36 +75,76 @@ class WholeTensors:
             else:
                 self.held[name] = part
         self._own = [name for name in self.held if name in plan.owners]
-        sizes = {name: p.element_size() for name, p in plan.facts.shapes.skeleton.named_parameters()}
-        parts, wholes = (
-            [{name: layout for name, layout in each.items() if name in plan.owners} for each in every]
-            for every in (plan.layouts.summed, plan.layouts.held)
-        )
-        here, there = ([_both(each) for each in every] for every in (parts, wholes))
-        self._take = Exchange(ExchangePlan.of(here, there, _both(sizes), node_of=plan.node_of), rank)
-        self._give = Exchange(ExchangePlan.of(wholes, parts, sizes, node_of=plan.node_of), rank)
+        self._take, self._give = (Exchange(each, rank) for each in exchanges(plan))
+        self._device = next((p.device for p in self._summed.values()), torch.device("cpu"))
+        draw = torch.Generator().manual_seed(0)
+        self._random = torch.randn(_WEIGHTS, generator=draw, dtype=torch.float64).to(self._device)
+        self._given: Tensor | None = None  # sums of the parts, as the owners gave them back
+        self._versions: list[int] = []  # of the whole tensors, at that time
+        self._changed: Tensor | None = None  # 1 if any rank has found a weight changed since, while this is looked at
+        self._arrived: Callable[[], Any] | None = None
+
+    def look(self) -> None:
+        """Start to find out whether any rank has another weight than its owner gave it. Collective."""
+        if self._given is None or self._versions != [self.held[name]._version for name in self._own]:
+            changed = torch.ones((), dtype=torch.int32, device=self._device)
+        else:
+            changed = (self._sums() != self._given).any().to(self._device, torch.int32)
+        work = dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._world, async_op=True)
+        self._changed, self._arrived = changed, None if work is None else work.wait
+        if work is not None and accelerator().holds(changed):
+            work.wait()  # the device waits, and the host goes on
+            self._changed, copied = accelerator().fetch(changed)
+            self._arrived = copied.synchronize
+
+    def _is_changed(self) -> bool:
+        """Return what `look` has found in this step. Waits for it."""
+        if self._changed is None:
+            self.look()
+        changed, arrived, self._changed, self._arrived = self._changed, self._arrived, None, None
+        if arrived is not None:
+            arrived()
+        return bool(changed)
+
+    def _sums(self) -> Tensor:
+        """Return sums of the parts, weighted at random, in float64."""
+        found = []
+        for part in (part for part in self._summed.values() if part.numel()):
+            flat = (torch.view_as_real(part) if part.is_complex() else part).detach().reshape(-1)
+            for some in flat.split(_AT_ONCE if accelerator().holds(part) else _WEIGHTS):
+                width = min(len(some), _WEIGHTS)
+                rows = F.pad(some.to(torch.float64, copy=True), (0, -len(some) % width)).view(-1, width)
+                found.append(rows.mul_(self._random[:width]).sum(1))
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=self._device)
+
+    def begin_again(self) -> None:
+        """Forget what was known of the weights, after a step that was broken off."""
+        self._given = self._changed = self._arrived = None
+
+    @torch.no_grad()
+    def bring(self) -> None:
+        """Give the owners the weights, if any rank has another one than its owner gave it. Collective."""
+        if self._is_changed():
+            weights = {name: (part.detach(), self._parts[name]) for name, part in self._summed.items()}
+            self._run(self._take, weights, {name: (self.held[name].detach(), self.layouts[name]) for name in self._own})
 
     @torch.no_grad()
     def take(self) -> None:
-        """Give the owners the gradients and weights of their tensors. Collective.
+        """Give the owners the gradients of their tensors, after `bring`. Collective.
 
         The parts lose their gradients. A tensor without gradient on its owner, which holds a part, has none anywhere.
         """
+        self.bring()
         source: dict[str, tuple[Tensor, Layout]] = {}
-        target: dict[str, tuple[Tensor, Layout]] = {}
         for name, part in self._summed.items():
             grad = torch.zeros_like(part) if part.grad is None else part.grad
-            source[f"gradient/{name}"] = grad.detach(), self._parts[name]
-            source[f"weight/{name}"] = part.detach(), self._parts[name]
-        for name in self._own:
-            whole = self.held[name]
-            target[f"gradient/{name}"] = torch.empty_like(whole), self.layouts[name]
-            target[f"weight/{name}"] = whole.detach(), self.layouts[name]
+            source[name] = grad.detach(), self._parts[name]
+        target = {name: (torch.empty_like(self.held[name]), self.layouts[name]) for name in self._own}
         self._run(self._take, source, target)
         for name in self._own:
             whole, part = self.held[name], self._summed[name]
             whole.requires_grad_(part.requires_grad)
-            whole.grad = None if part.grad is None else target[f"gradient/{name}"][0]
+            whole.grad = None if part.grad is None else target[name][0]
         for part in self._summed.values():
             part.grad = None
 
@@ -95,12 +154,7 @@ class WholeTensors:
         source = {name: (self.held[name].detach(), self.layouts[name]) for name in self._own}
         target = {name: (part.detach(), self._parts[name]) for name, part in self._summed.items()}
         self._run(self._give, source, target)
+        self._given, self._versions = self._sums(), [self.held[name]._version for name in self._own]
 
     def _run(self, exchange: Exchange, source: State, target: State) -> None:
-        device = next((p.device for p in self._summed.values()), torch.device("cpu"))
-        exchange.run(source, target, device=device, group=self._world)
-
-
-def _both(by_name: Mapping[str, T]) -> dict[str, T]:
-    """Return what is known of each tensor, for its gradient and for its weight."""
-    return {f"{kind}/{name}": known for name, known in by_name.items() for kind in ("gradient", "weight")}
+        exchange.run(source, target, device=self._device, group=self._world)

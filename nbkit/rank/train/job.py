@@ -72,6 +72,7 @@ from nbkit.rank.train.run_facts import run_facts
 from nbkit.rank.train.run_recorder import Recorder, new_run_dir
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.model_handle import ModelHandle, show_again, shown_by
+from nbkit.rank.train.step.optimizer_mode import follow_modes
 from nbkit.rank.train.step.optimizer_state import OptimizerHandle, settings_of
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step import TrainingStep
@@ -270,6 +271,7 @@ class Job:
         self.own_forward.begin_again()
         self.own_forward.install()
         self.builder.computing = weakref.ref(sharded_model)
+        follow_modes(inner, self)
         self.builder.took(inner)
         self.training_step = TrainingStep(
             sharded_model,

@@ -65,6 +65,8 @@ def chained(world: Any, folder: Path, chain: tuple[str, ...]) -> dict[str, Any]:
         trainer.switch(strategy)
         trainer.fit(1)
         compare(strategy, number)
+    trainer.switch("zero3")
+    compare("a switch without a step", len(chain) + 1)
     trainer.save(folder / "with")
     refused = []
     for act in (lambda: trainer.fit(1), lambda: trainer.switch("ddp"), lambda: trainer.save(folder / "other")):

@@ -178,6 +178,8 @@ def idle_steps(world: Any) -> dict[str, Any]:
             progress=False, loading=nbkit.Loading(shuffle=False), compute=nbkit.Compute(microbatch_size=1),
         )  # fmt: skip
         trainer.fit(1)
+        predicted = sum(t.bytes for t in trainer.job.cost_model().of_all_ranks(trainer.job.strategy)
+                        if t.op == "all_to_all")  # fmt: skip
         sent: list[int] = []
 
         def heard(operation: str, group: str, num_bytes: int, sent: list[int] = sent) -> None:
@@ -189,7 +191,7 @@ def idle_steps(world: Any) -> dict[str, Any]:
         delegating_group.listeners.remove(heard)
         state = trainer.job.optimizer.inner.state
         kept = sum("momentum_buffer" in one for one in state.values())
-        found[strategy] = distance(trainer.full_state_dict(), plain.state_dict()), sum(sent), kept
+        found[strategy] = distance(trainer.full_state_dict(), plain.state_dict()), sum(sent), kept, predicted
     return found
 
 
@@ -201,11 +203,12 @@ def test_a_step_sends_what_is_not_owned_once_in_and_once_out() -> None:
     matrices = [p for p in Idle().parameters() if p.ndim == 2]
     size = sum(p.nbytes for p in matrices)
     for strategy in ("zero1", "zero2", "zero3"):
-        far, sent, kept = zip(*(each[strategy] for each in found), strict=True)
+        far, sent, kept, predicted = zip(*(each[strategy] for each in found), strict=True)
         assert max(far) < 1e-9, strategy
         assert sum(kept) == len(matrices) - 1, strategy  # what is never used has no state
-        if strategy == "zero3":  # the parts of gradients and weights in, of updates out
-            assert sum(sent) == pytest.approx(3 * size * 3 / 4, rel=0.02)
+        assert sum(sent) == pytest.approx(predicted[0], rel=0.01), strategy
+        if strategy == "zero3":  # the parts of gradients in, of updates out
+            assert 2 * size * 3 / 4 <= sum(sent) <= 1.02 * 2 * size * 3 / 4
         else:  # of what a rank hands over, a quarter is its own
             assert sum(sent) * 3 / 4 == pytest.approx(2 * 3 * size, rel=0.02)
 

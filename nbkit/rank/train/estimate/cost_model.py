@@ -26,8 +26,10 @@ from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.module.forward_wrapper import wrapped_by
 from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
+from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.rank.parallel.tensor.sequence_parallel import SequenceParallelBlock
+from nbkit.rank.parallel.whole_tensors import exchanges
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes
 from nbkit.rank.train.estimate.state_bytes import StateBytes
@@ -54,13 +56,13 @@ class CostModel:
         self._several_nodes = len(set(self._node_of)) > 1
         self.trained = self._trained()
         self.blocks = _blocks(self.skeleton, self.facts.chain)
-        blocks, tp_plan = list(self.blocks.values()), self.options.tp_plan
-        self.census = StateBytes(self.facts, self.kinds, self.trained, blocks, tp_plan=tp_plan)
+        blocks = list(self.blocks.values())
+        self.census = StateBytes(self.facts, self.kinds, self.trained, blocks, options=self.options)
         # Include the optimizer state that the first step will create: memory needs room for it.
         foreseen = _foreseen(builder, self.kinds)
         self.later = self.census
         if foreseen is not self.kinds:
-            self.later = StateBytes(self.facts, foreseen, self.trained, blocks, tp_plan=tp_plan)
+            self.later = StateBytes(self.facts, foreseen, self.trained, blocks, options=self.options)
         self.peaks: PeakBytes = PeakBytes(builder, self.later, before=before.peaks if before is not None else None)
         self._partial: dict[int, tuple[frozenset[str], bool]] = {}
         self._terms: dict[Strategy, list[list[TrafficTerm]]] = {}
@@ -150,8 +152,19 @@ class CostModel:
     def terms(self, strategy: Strategy) -> list[list[TrafficTerm]]:
         """Return what the first rank of each place along pp sends in a step, which is the most; [] if unknown."""
         if strategy not in self._terms:
-            self._terms[strategy] = self._made(strategy, strategy.mesh.ranks("pp", 0))
+            mesh, ranks = strategy.mesh, strategy.mesh.ranks("pp", 0)
+            if self._plan(strategy) is not None and (every := self._made(strategy, range(mesh.size))):
+                alike = [[rank for rank in range(mesh.size) if mesh.index(rank)["pp"] == at] for at in range(mesh.pp)]
+                ranks = [max(some, key=lambda rank: wire_bytes(every[rank])) for some in alike]
+            self._terms[strategy] = self._made(strategy, ranks)
         return self._terms[strategy]
+
+    def _plan(self, strategy: Strategy) -> ParallelPlan | None:
+        """Return the plan of `strategy`, if tensors have owners under it."""
+        if not (self.options.whole or self.options.whole_in_tp):
+            return None
+        plan = self.census.plan(strategy)
+        return plan if plan.owned else None
 
     def sends(self, strategy: Strategy) -> StepTraffic | None:
         """Return what the busiest rank sends and updates in a step; None if unknown.
@@ -216,7 +229,8 @@ class CostModel:
         size, cuts = sizes.pop(), self._cuts(strategy)
         each, mesh = Bytes(size, size, max(self.census.state.values(), default=0)), strategy.mesh
         known: dict[tuple[int, ...], list[TrafficTerm]] = {}
-        found = []
+        found, plan = [], self._plan(strategy)
+        both = exchanges(plan) if plan is not None and plan.owners else ()
         for rank in ranks:
             at = tuple(mesh.index(rank).values())
             if at not in known:
@@ -235,7 +249,9 @@ class CostModel:
                 known[at] = list(terms)
                 if strategy.tp > 1:
                     known[at] = _as_issued(terms, strategy, facts, rank, size, accumulation, sequence)
-            found.append(known[at])
+            calls, sent = len(both), sum(each.sent[rank] for each in both)
+            whole = TrafficTerm("world", "all_to_all", mesh.size, calls, sent, "whole tensors to owners and back")
+            found.append([*known[at], whole] if both else known[at])
         return found
 
     def _cuts(self, strategy: Strategy) -> Cuts | None:
@@ -249,7 +265,8 @@ class CostModel:
         units, pieces = (chain.units, chain.parameters) if chain is not None else ((), ())
         whole = self.facts.parts(strategy.tp, 0, self.options.tp_plan)
         partial = self._partial_of(strategy.tp)[0] if strategy.tp > 1 and strategy.cp == 1 else frozenset()
-        found, cast = [], self.facts.casts(strategy)
+        found, cast, plan = [], self.facts.casts(strategy), self._plan(strategy)
+        places = plan.places if plan is not None else {}
         for name, p in self.skeleton.named_parameters():
             shape, inside = tuple(p.shape), any(name.startswith(f"{unit}.") for unit in units)
             cut = [dim for dim, (here, all_) in enumerate(zip(whole[name].local, shape, strict=True)) if here != all_]
@@ -264,6 +281,7 @@ class CostModel:
                     summed=("tp",) * (name in partial) + ("cp",) * inside,
                     gathered=cast.dtype.itemsize if cast is not None and name in cast.names else None,
                     experts=self.facts.routed.place_of(name),
+                    owner=places.get(name),
                 )
             )
         return found

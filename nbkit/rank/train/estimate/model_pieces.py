@@ -120,7 +120,9 @@ class ModelPieces:
         kinds = of.template.kinds(of.skeleton)
         trained = {name for name, p in of.skeleton.named_parameters() if p.requires_grad}
         self._kinds = kinds
-        self._peaks = PeakBytes(of, StateBytes(of.facts, kinds, trained), recompute=plain is not None)
+        self._peaks = PeakBytes(
+            of, StateBytes(of.facts, kinds, trained, options=of.options), recompute=plain is not None
+        )
 
     @property
     def name(self) -> str:

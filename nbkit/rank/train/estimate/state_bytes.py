@@ -3,6 +3,9 @@
 Tensors that are cut alike (the same weight of every block) form one class. The place of a rank along tp and dp decides
 what it holds of a class, and its place along pp decides how many of the class. So a table of all strategies of 64 ranks
 takes less than the plan of one switch. It gives the same bytes (the tests compare).
+
+A tensor that its optimizer has to see whole may have an owner, which any rank can be. The plan of each strategy says
+who owns it, so these tensors are counted rank by rank.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from typing import Any
 from nbkit.mesh import Mesh
 from nbkit.planner.exchange import overlap
 from nbkit.planner.traffic import Rest
+from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.model_facts import ModelFacts
+from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout, bounds
 
@@ -66,10 +71,11 @@ class StateBytes:
         trained: set[str],
         blocks: Sequence[Mapping[str, int]] = (),
         *,
-        tp_plan: Mapping[str, str] | None = None,
+        options: JobOptions | None = None,
     ) -> None:
-        """tp_plan: see JobOptions."""
-        self.facts, self.kinds, self.trained, self.blocks, self.tp_plan = facts, kinds, trained, blocks, tp_plan
+        self.facts, self.kinds, self.trained, self.blocks = facts, kinds, trained, blocks
+        self.options = options or JobOptions()
+        self._plans: dict[Strategy, ParallelPlan] = {}
         self._same: dict[Layout, Layout] = {}
         self._classes: dict[tuple[int, ...], list[_Class]] = {}
         self._wholes: dict[int, list[dict[str, Layout]]] = {}
@@ -96,7 +102,25 @@ class StateBytes:
             if pair not in known:
                 known[pair] = self._moved(old, new, *pair)
             received[rank], kept[rank] = known[pair]
+        if whole := self._seen_whole:
+            layouts = zip(*(self.plan(strategy).layouts.held for strategy in (old, new)), strict=True)
+            for rank, (own, next_one) in enumerate(layouts):
+                for name in whole & next_one.keys():
+                    here = self.state[name] * overlap(own.get(name), next_one[name])
+                    received[rank] += self.state[name] * next_one[name].numel - here
+                    kept[rank] += here
         return ReshardTraffic(tuple(received), tuple(kept))
+
+    @cached_property
+    def _seen_whole(self) -> frozenset[str]:
+        """Return the tensors that the optimizer has to see whole under some strategy."""
+        return (self.options.whole | self.options.whole_in_tp) & self.kinds.keys()
+
+    def plan(self, strategy: Strategy) -> ParallelPlan:
+        """Return the plan of `strategy`, which says who owns which tensor."""
+        if strategy not in self._plans:
+            self._plans[strategy] = ParallelPlan(strategy, self.facts, self.options)
+        return self._plans[strategy]
 
     def at_rest(self, strategy: Strategy) -> list[Rest]:
         """Return the bytes that each rank holds between two steps, gradients included."""
@@ -104,7 +128,23 @@ class StateBytes:
         for place in self.places(strategy):
             if place not in known:
                 known[place] = self._rest(strategy, place)
-        return [known[place] for place in self.places(strategy)]
+        found = [known[place] for place in self.places(strategy)]
+        return [self._with_owned(strategy, *each) for each in enumerate(found)] if self._seen_whole else found
+
+    def _with_owned(self, strategy: Strategy, rank: int, rest: Rest) -> Rest:
+        """Return `rest` with the state of tensors that are seen whole, and with what an owner has beside its parts."""
+        plan, place = self.plan(strategy), self.places(strategy)[rank]
+        here, held = self._stage(strategy, place), plan.layouts.held[rank]
+        parameters, gradients = rest.parameters, rest.gradients
+        state = sum(self.state[name] * held[name].numel for name in self._seen_whole & held.keys())
+        for name in plan.owned if here is None else plan.owned & here:
+            size = self.kinds[name]["weight"]
+            own = size * (held[name].numel if name in held else 0)
+            if name in plan.owners:
+                parameters += own
+            if name in self.trained and (name in plan.owners or strategy.zero == 2):
+                gradients += own - size * self._cut(name, strategy, place, 2).numel
+        return Rest(parameters, gradients, rest.optimizer + state, rest.buffers)
 
     def fractions(self, strategy: Strategy) -> tuple[list[list[float]], list[int]]:
         """Return (rows, row number of each rank).
@@ -143,7 +183,7 @@ class StateBytes:
             shared = alike.names if here is None else alike.names & here
             both = len(shared if there is None else shared & there)
             some = next(iter(alike.names))
-            for size, stage in ((alike.weight, 3), (alike.state, 1)):
+            for size, stage in ((alike.weight, 3), (0 if some in self._seen_whole else alike.state, 1)):
                 if not size:
                     continue
                 own, next_one = self._cut(some, old, before, stage), self._cut(some, new, after, stage)
@@ -163,14 +203,15 @@ class StateBytes:
         for alike in self._alike(strategy.tp):
             count = len(alike.names if here is None else alike.names & here)
             some = next(iter(alike.names))
-            sizes = (alike.weight, alike.weight if alike.trained else 0, alike.state)
+            state = 0 if some in self._seen_whole else alike.state
+            sizes = (alike.weight, alike.weight if alike.trained else 0, state)
             for number, (size, stage) in enumerate(zip(sizes, (3, 2, 1), strict=True)):
                 sums[number] += count * size * self._cut(some, strategy, place, stage).numel
         own = (size for name, size in self._buffers.items() if self._runs(strategy, place, name))
         return Rest(sums[0], sums[1], sums[2], self._all_buffers if here is None else sum(own))
 
     def _held(self, strategy: Strategy, place: Place, number: int) -> int:
-        """Return how many elements of a block the rank at `place` updates."""
+        """Return how many elements of a block the rank at `place` updates. Tensors with owners count as if cut."""
         here, tp = self._stage(strategy, place), strategy.tp
         where = (number, id(here), tp)
         if where not in self._counts:
@@ -232,7 +273,8 @@ class StateBytes:
             parts = [part for size in sizes for part in self._whole(size)]
             found: dict[tuple[int, int, bool, tuple[Any, ...]], list[str]] = {}
             for name, one in self.kinds.items():
-                marks = (*(id(part[name]) for part in parts), self.facts.routed.place_of(name))
+                marks = (*map(id, (part[name] for part in parts)), self.facts.routed.place_of(name))
+                marks += (name in self._seen_whole,)
                 found.setdefault((one["weight"], self.state[name], name in self.trained, marks), []).append(name)
             self._classes[sizes] = [_Class(frozenset(names), *key[:3]) for key, names in found.items()]
         return self._classes[sizes]
@@ -240,7 +282,7 @@ class StateBytes:
     def _whole(self, size: int) -> list[dict[str, Layout]]:
         """Return, by place along tp, what a rank holds before dp shards it. Equal layouts are one object."""
         if size not in self._wholes:
-            parts = [self.facts.parts(size, index, self.tp_plan) for index in range(size)]
+            parts = [self.facts.parts(size, index, self.options.tp_plan) for index in range(size)]
             self._wholes[size] = [
                 {name: self._same.setdefault(layout, layout) for name, layout in part.items()} for part in parts
             ]

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.train import argument_checks
+from nbkit.rank.train.step.optimizer_mode import MODES, to_train
 from nbkit.rank.train.step.optimizer_state import numbered, per_element, states_of
 from nbkit.rank.train.step.optimizer_trial import Need, OptimizerTrial
 from nbkit.rank.train.step.several_optimizers import Several, SeveralOptimizers, together
@@ -479,6 +480,8 @@ class OptimizerSpec:
                     group["lr"] = rate.to(next(iter(held.values())).device) if held else rate
             if not whole:
                 groups[:] = [group for group in groups if group["params"]] or groups[:1]
+        if like is None:
+            to_train(optimizer)
         self._names[optimizer] = {id(p): name for name, p in held.items()}
         return optimizer
 
@@ -545,9 +548,10 @@ def _taken_apart(made: Optimizer, names: Mapping[int, str]) -> tuple[list[_Part]
 
 def _is_ours(name: str, value: Any) -> bool:
     """Return True if this library, or an LR scheduler, put an attribute on that very optimizer."""
-    if name != "step":
+    if name not in ("step", *MODES):
         return name in ("_within", "state_device")
-    return hasattr(value, "_wrapped_by_lr_sched") or str(getattr(value, "__module__", "")).startswith("nbkit.")
+    made = value.func if isinstance(value, partial) else value
+    return hasattr(value, "_wrapped_by_lr_sched") or str(getattr(made, "__module__", "")).startswith("nbkit.")
 
 
 def _assembled(parts: Sequence[_Part], held: Mapping[str, nn.Parameter], *, shares: bool = True) -> Any:

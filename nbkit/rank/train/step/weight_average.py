@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import any_rank
+from nbkit.rank.train.step.optimizer_mode import change_weights, ready
 from nbkit.rank.train.step.several_optimizers import SeveralOptimizers, together
-from nbkit.rank.world import meeting
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,7 @@ class WeightAverage:
         there is no average yet.
         """
         job = getattr(training, "job", training)
-        meeting.meet("WeightAverage.shown")
-        job.sync.resync()
-        job.switcher.prove()
-        job.sync.average_replicas()
+        ready(job, "WeightAverage.shown")
         refuse_shown(job, "another WeightAverage.shown")
         average, begun = average_of(job), job.waits_for_update or bool(job.own_forward.losses)
         found = {} if average is None else average.of(job.sharded_model.held.values())
@@ -93,12 +91,12 @@ class WeightAverage:
         assert average is not None
         kept = {p: p.detach().clone() for p in found}
         try:
-            _put(job, found)
+            change_weights(job, partial(_put, found))
             average._is_shown = True
             yield
         finally:
             average._is_shown = False
-            _put(job, kept)
+            change_weights(job, partial(_put, kept))
 
 
 def averaging(callbacks: Sequence[Any], optimizer: Any) -> tuple[Any, list[Any]]:
@@ -117,16 +115,9 @@ def averaging(callbacks: Sequence[Any], optimizer: Any) -> tuple[Any, list[Any]]
     return (averages[0].of(optimizer) if averages else optimizer), others
 
 
-@torch.no_grad()
-def _put(job: Any, values: dict[nn.Parameter, Tensor]) -> None:
-    """Set the parameters that this rank updates, and share them with the other ranks as after a step. Collective."""
-    with job.integrity.changing():
-        for p, value in values.items():
-            p.copy_(value)
-        if job.sharded_model.data.apart == 1:  # replicas that train apart have the same averages here, and count steps
-            job.sharded_model.after_step()
-            job.sharded_model.data.settle()
-    job.training_step.note_versions()
+def _put(values: dict[nn.Parameter, Tensor]) -> None:
+    for p, value in values.items():
+        p.copy_(value)
 
 
 def average_of(job: Any) -> KeptAverage | None:

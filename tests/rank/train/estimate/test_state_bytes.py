@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
@@ -65,6 +68,32 @@ def test_every_pair_of_strategies_moves_what_its_plan_moves(facts: ModelFacts, r
             assert tuple(map(sum, zip(flow.received, flow.kept, strict=True))) == whole, (old, new)
             checked += bool(flow.total)
     assert checked > 20
+
+
+def test_tensors_with_owners_are_counted_where_their_owners_hold_them(facts: ModelFacts) -> None:
+    names = [name for name, _ in facts.shapes.skeleton.named_parameters()]
+    matrices = frozenset(name for name in names if len(facts.shapes.whole[name].shape) == 2)
+    options = JobOptions(whole=matrices, whole_in_tp=matrices)
+    census = StateBytes(facts, dict.fromkeys(names, KINDS), set(names), options=options)
+    texts = ("zero1", "zero3", "dp=4 zero=3 shard=2", "dp=2 tp=2", "zero2", "pp=2 dp=2 zero=1", "ddp", "tp")
+    plans = [make_plan(Strategy.parse(text, 4), facts, options) for text in texts]
+    assert sum(bool(plan.owned) for plan in plans) == 7
+    for old, new in pairwise(plans):
+        before, after = holdings(old.layouts), holdings(new.layouts)
+        sizes = {key: KINDS.get(key.partition("/")[0], 4) for one in (*before, *after) for key in one}
+        flow = census.flow(old.strategy, new.strategy)
+        assert flow.received == ExchangePlan.of(before, after, sizes).bytes, (old.strategy, new.strategy)
+        whole = tuple(sum(layout.numel * sizes[key] for key, layout in one.items()) for one in after)
+        assert tuple(map(sum, zip(flow.received, flow.kept, strict=True))) == whole
+    for plan in plans:
+        for rank, rest in enumerate(census.at_rest(plan.strategy)):
+            held, own = plan.layouts.held[rank], [name for name, owner in plan.owners.items() if owner == rank]
+            assert rest.optimizer == 12 * sum(layout.numel for layout in held.values()), plan.strategy
+            wholes = sum(held[name].numel for name in own)
+            parts = sum(layout.numel for layout in plan.layouts.weights[rank].values())
+            assert rest.parameters == 4 * (parts + wholes), plan.strategy
+            if plan.owners or plan.strategy.zero == 2:  # what lies at an owner lies nowhere else
+                assert rest.gradients == 4 * sum(layout.numel for layout in held.values()), plan.strategy
 
 
 def test_ranks_that_hold_alike_share_a_row(facts: ModelFacts) -> None:

@@ -1,11 +1,14 @@
-"""Ports of five programs equal their plain versions, in one process and in float64, with at most six changed lines."""
+"""Ports of programs equal their plain versions, in one process and in float64, with at most six changed lines."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import language_programs
 import pytest
 import torch
+from language_programs import PORTS as LANGUAGE_PORTS
+from language_programs import copied
 from own_programs import PORTS, changed
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -52,3 +55,64 @@ def test_a_port_equals_the_plain_program_under_every_strategy_and_switched_live(
             for model, state in zip(models, states, strict=False):
                 for key, value in model.state_dict().items():
                     torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11, msg=f"{chain} {key}")
+
+
+LANGUAGE_CHAINS = ["zero3", "ddp > zero1 > dp=1 tp=2 > zero3"]
+
+
+def run_language(world: Any, name: str) -> list[list[Any]]:
+    _, program, loader = LANGUAGE_PORTS[name]
+    found = []
+    for chain in LANGUAGE_CHAINS:
+        first, *later = chain.split(" > ")
+        batch = copied(loader)[0]
+        example = (tuple(batch), batch[1]) if isinstance(batch, list) else batch
+        if name == "torchtitan":
+            example = batch[0], batch[1]
+        if isinstance(example, dict):
+            example = ({key: value for key, value in example.items() if key != "labels"}, example["labels"])
+
+        def prepare(model: nn.Module, opt: Any, first: str = first, later: Any = later, example: Any = example) -> Any:
+            switches = dict(zip((2, 4, 6), later, strict=False))
+            hints = nbkit.ModelHints(example=example)
+            return nbkit.prepare(model, opt, strategy=first, switches=switches, hints=hints, log_dir=None)
+
+        (job,) = program(copied(loader), prepare)
+        found.append([job.full_state_dict(), len(job.switches)])
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("rows_are_known")
+@pytest.mark.parametrize("name", LANGUAGE_PORTS)
+def test_a_loop_of_a_language_model_takes_six_changed_lines_and_is_switched_live(name: str) -> None:
+    plain, program, loader = LANGUAGE_PORTS[name]
+    assert changed(plain, program) <= 6
+    (model,) = plain(copied(loader), None)
+    for rank in run_ranks(run_language, 2, name, timeout=600):
+        for chain, (state, switches) in zip(LANGUAGE_CHAINS, rank, strict=True):
+            assert switches == chain.count(">")
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11, msg=f"{chain} {key}")
+
+
+def with_half_embedding(world: Any) -> list[list[Any]]:
+    language_programs.embedding = torch.bfloat16
+    return run_language(world, "nanochat")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("rows_are_known")
+def test_an_embedding_of_16_bits_beside_larger_weights_trains_as_in_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ranks round their parts of its gradient before they are summed. Everything else is float64."""
+    monkeypatch.setattr(language_programs, "embedding", torch.bfloat16)
+    plain, _, loader = LANGUAGE_PORTS["nanochat"]
+    (model,) = plain(copied(loader), None)
+    for rank in run_ranks(with_half_embedding, 2, timeout=600):
+        for state, _ in rank:
+            for key, value in model.state_dict().items():
+                assert state[key].dtype == value.dtype
+                far = (state[key].double() - value.double()).norm() / value.double().norm()
+                assert far < 0.02, key

@@ -184,7 +184,7 @@ def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(expected: 
     check(found, HELD_ONCE, expected)
 
 
-WITH_OWNERS = [Case("zero1", 1, "backward"), Case("dp=2 tp=2", 3, "forward")]
+WITH_OWNERS = [Case("zero1", 1, "backward"), Case("dp=2 tp=2", 3, "forward"), Case("zero3", 2, "updated")]
 
 
 def owning(seat: Seat) -> dict[Case, dict[str, Any]]:
@@ -197,7 +197,7 @@ def undisturbed_muon(world: Any) -> list[float]:
 
 @pytest.mark.long
 def test_the_owner_of_whole_tensors_is_replaced_from_its_backup() -> None:
-    found = run_replaced(owning, 4, deaths=len(WITH_OWNERS), timeout=170)
+    found = run_replaced(owning, 4, deaths=len(WITH_OWNERS), timeout=1200)
 
     check(found, WITH_OWNERS, run_ranks(undisturbed_muon, 1)[0])
 

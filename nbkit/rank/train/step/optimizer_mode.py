@@ -1,0 +1,80 @@
+"""Change weights outside of a step: `eval()` and `train()` of a schedule-free optimizer, and shown averages.
+
+A schedule-free optimizer computes gradients at one point and gives another one as the result. Its `eval()` puts the
+result into the parameters, and its `train()` takes it out again. Both see only what this rank updates. `follow_modes`
+lets them share it with the other ranks, as after a step: under zero 1 and 2 a rank updates a part of what it computes
+with, and an owner updates a tensor of which other ranks have parts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nbkit.errors import TrainingError
+from nbkit.rank.world import meeting
+
+MODES = ("train", "eval")
+
+
+def follow_modes(optimizer: Optimizer, job: Any) -> None:
+    """Let `train()` and `eval()` of `optimizer`, and of those within it, act on all ranks of `job`."""
+    known, every = weakref.ref(job), [optimizer, *vars(optimizer).get("_within", ())]
+    having = [each for each in every if all(callable(getattr(type(each), mode, None)) for mode in MODES)]
+    for mode in MODES:
+        for each in having:
+            vars(each)[mode] = partial(_turn, known, mode, [each])
+        if having:  # several optimizers turn together
+            vars(optimizer).setdefault(mode, partial(_turn, known, mode, having))
+
+
+def to_train(optimizer: Optimizer) -> None:
+    """Put a new copy of an optimizer, without state, into the mode in which it makes steps."""
+    for each in [optimizer, *vars(optimizer).get("_within", ())]:
+        if all(callable(getattr(type(each), mode, None)) for mode in MODES):
+            type(each).train(each)  # type: ignore[attr-defined]
+
+
+def _turn(known: weakref.ref[Any], mode: str, optimizers: list[Any]) -> None:
+    """Call a mode of `optimizers`, between two steps. Collective."""
+    job = known()
+    if job is None or job.sharded_model is None:
+        return
+    what = f"optimizer.{mode}()"
+    ready(job, what)
+    if job.waits_for_update or job.own_forward.losses:
+        raise TrainingError(
+            f"{what} changes the weights, and the gradients of this step are of the weights before.",
+            numbers=f"within step {job.step + 1}",
+            hint=f"job.optimizer.step() before job.optimizer.{mode}()",
+        )
+    change_weights(job, lambda: [getattr(type(each), mode)(each) for each in optimizers])
+
+
+def ready(job: Any, what: str) -> None:
+    """Meet the other ranks between two steps, where the parameters that this rank updates are the weights. Collective.
+
+    Before the first step under a strategy, the owner of a whole tensor has none of its weights.
+    """
+    meeting.meet(what)
+    job.sync.resync()
+    job.switcher.prove()
+    job.sync.average_replicas()
+    if job.sharded_model.owned is not None:
+        job.sharded_model.owned.bring()
+
+
+@torch.no_grad()
+def change_weights(job: Any, change: Callable[[], Any]) -> None:
+    """Let `change` change the parameters that this rank updates, and share them as after a step. Collective."""
+    with job.integrity.changing():
+        change()
+        if job.sharded_model.data.apart == 1:  # replicas that train apart have the same weights here, and count steps
+            job.sharded_model.after_step()
+            job.sharded_model.data.settle()
+    job.training_step.note_versions()
