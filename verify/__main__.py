@@ -119,7 +119,7 @@ def _optimizers(words: Sequence[str]) -> tuple[list[str], list[str]]:
         found[case] = verdict
         print(f"{len(found)}/{len(chosen)} {case}: {verdict.kind} {verdict.text}", flush=True)
     ordered = {case: found[case] for case in chosen}
-    lines = [counted(ordered), "", *zoo_table(ordered, tuple(OPTIMIZER_STRATEGIES))]
+    lines = [counted(ordered), "", *zoo_table(ordered, [tuple(OPTIMIZER_STRATEGIES)])]
     print("\n".join(["", *lines]))
     wrong = [str(case) for case, verdict in found.items() if verdict.is_wrong]
     return ["# What becomes of each optimizer under each strategy", "", *lines], wrong

@@ -63,7 +63,7 @@ def test_the_table_of_optimizers_has_twelve_a_pair_twelve_strategies_and_a_chain
     assert [case.strategy for case in optimizer_cases(["lion"], ["tp", "pp"])] == ["tp=2 pp=2"]
     assert every[0].truth != every[-1].truth and str(every[-1]).startswith("muon and adamw, ")
     columns = tuple(dict.fromkeys(case.strategy for case in every))
-    table = zoo_table({every[0]: judged(every[0], "a traceback", KNOWN)}, columns)
+    table = zoo_table({every[0]: judged(every[0], "a traceback", KNOWN)}, [columns])
     assert table[0].startswith("| optimizer | ddp | zero1 |") and table[2].startswith("| adamw | **crash**")
 
 
