@@ -274,6 +274,7 @@ class TrainingStep:
             ends=step_boundary.told_to_end(),
             data_ends=data_ends,
             counted=(self.counted.peak, self.counted.sent),
+            routed=sum(self.sharded_model.data.routed.values()),
         )
 
     def summed(
@@ -304,6 +305,7 @@ class TrainingStep:
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
             self._drift_unknown = False
         self.reduced = True
+        clock.routed = sharded_model.data.routed
         strategy, lr = sharded_model.strategy, to_host_async(self.optimizer.param_groups[0]["lr"])
         shape: Any = {"mesh": strategy.mesh, "strategy": str(strategy), "parts": parts, "losses": losses}
         pending = Pending(ledger.step + 1, reduction, request, samples, indices, lr, **shape)

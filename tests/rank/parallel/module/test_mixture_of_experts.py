@@ -383,7 +383,10 @@ def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str) 
     again.load(Path(folder) / "saved")
     collectives.set_mode("count")
     began = collectives.ring.end
-    again.fit(EPOCH)
+    again.fit(EPOCH - 1)
+    routed = again.job.sharded_model.data.routed
+    uneven = again.history[-1]["imbalance"]
+    again.fit(1)
     calls = collectives.ring.between(began, collectives.ring.end)[0]
     away: dict[str, float] = {}
     for number, record in enumerate(again.history):
@@ -397,7 +400,7 @@ def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str) 
     sent = sum(call.bytes for call in calls if call.axis == "ep" and call.op == "all_to_all")
     terms = again.job.cost_model().of_all_ranks(again.job.strategy)
     said = [term.bytes for term in terms if term.axis == "ep"]
-    return {"away": away, "sent": sent, "predicted": said}
+    return {"away": away, "sent": sent, "predicted": said, "routed": routed, "uneven": uneven}
 
 
 @pytest.mark.usefixtures("known_to_be_right")
@@ -421,6 +424,12 @@ def test_spread_experts_train_as_on_one_process_through_switches(
     tokens = 2 * 4 * 2 * LENGTH * WIDTH * 8
     assert 1 <= sum(rank["sent"] for rank in found) / (SHORT * tokens) <= 1.01
     assert 1 <= found[0]["predicted"][0] / (BATCH * tokens) <= 1.02
+    # Each rank computes what its half of the experts was sent; no token is lost on the way.
+    held = [set(rank["routed"]) for rank in found]
+    computed = [sum(rank["routed"].values()) for rank in found]
+    assert held[0] == held[2] and held[1] == held[3] and not held[0] & held[1]
+    assert sum(computed) == BATCH * LENGTH * 2 * 2
+    assert found[0]["uneven"] == pytest.approx(4 * max(computed) / sum(computed))
 
 
 def facts_of(build: Callable[[], nn.Module]) -> ModelFacts:
