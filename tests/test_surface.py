@@ -62,7 +62,8 @@ def surface() -> Iterator[str]:
     yield from _section("Events", (f"{made.kind}: {_columns(made)}" for made in kinds if made.kind))
     yield from _section("Checkpoints", [" ".join(manifest._FIELDS)])
     plain = sorted(value for name, value in vars(tags).items() if name.isupper())
-    made = [tags.logged("NAME"), tags.part("PART"), tags.moved("OP", "AXIS", "WHAT"), tags.memory("KIND"), tags.expert("NUMBER")]
+    made = [tags.logged("NAME"), tags.part("PART"), tags.moved("OP", "AXIS", "WHAT"), tags.memory("KIND")]
+    made.append(tags.expert("NUMBER"))
     yield from _section("TensorBoard tags", [*plain, *made])
 
 

@@ -4,7 +4,7 @@ python -m verify parity              every strategy, in float64 and float32, 50 
 python -m verify parity gpt2 zbv     only cases whose names contain all these words; --steps 3: fewer steps of AdamW
 python -m verify planted             put known bugs into the ranks; the comparison must see each: about 4 minutes
 python -m verify planted ep=         only bugs whose words or case contain all these: those of spread experts
-python -m verify zoo                 every architecture: about 10 minutes; --out verify/results.md stores the table
+python -m verify zoo                 every architecture: about 13 minutes; --out verify/results.md stores the table
 python -m verify zoo gpt2 tp         only cases with all these words: a model, a strategy or an axis of it, chain
 python -m verify optimizers       12 optimizers and a pair of two, under 12 strategies; --out stores the table
 python -m verify fuzz 500            500 models drawn at random, split over two ranks; fuzz 50 100: seeds 100 to 149
