@@ -239,8 +239,6 @@ def test_experts_are_spread_within_the_data_axis() -> None:
     assert Strategy(4, ep=2).label == "ddp+ep"
     refused = {
         "ep=3": r"dp 4 / ep 3 = 1.33 groups(.|\n)*ep=2 or 4",
-        "hsdp ep=2": "together with hsdp",
-        "dp=2 pp=2 ep=2 schedule=zb": r"in halves(.|\n)*ep=2 schedule=1f1b",
         "ep=2 compress=bf16": r"ep=2: a rank holds only a part",
     }
     for text, said in refused.items():

@@ -63,6 +63,7 @@ def surface() -> Iterator[str]:
     yield from _section("Checkpoints", [" ".join(manifest._FIELDS)])
     plain = sorted(value for name, value in vars(tags).items() if name.isupper())
     made = [tags.logged("NAME"), tags.part("PART"), tags.moved("OP", "AXIS", "WHAT"), tags.memory("KIND")]
+    made.append(tags.expert("NUMBER"))
     yield from _section("TensorBoard tags", [*plain, *made])
 
 

@@ -33,6 +33,11 @@ CHAIN = ("ddp", "zero3", "tp=2", "pp=2", "cp=2", "zero2")
 CHAINED = " > ".join(CHAIN)
 ZOO_STEPS, LONGEST = 3, len(CHAIN)
 
+ZOO_MIXTURES = ("moe_by_hand", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
+EXPERTS_CHAINED = "ddp > ep=4 > zero3 ep=2 > tp=2 ep=2 > pp=2 ep=2 > zero3"
+ZOO_EXPERTS = ("ep=4", "ep=2", "zero3 ep=2", "tp=2 ep=2", "pp=2 ep=2", "cp=2 ep=2", EXPERTS_CHAINED)
+"""The mixtures of the zoo also train under these, on four ranks: experts along each axis, and into ep and out of it."""
+
 OPTIMIZER_STRATEGIES = {
     **dict.fromkeys(("ddp", "zero1", "zero2", "zero3", "tp=2", "pp=2", "cp=2", CHAINED), 2),
     **dict.fromkeys(("dp=4 zero=3 shard=2", "dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2", "zero=3 dp=2 tp=2"), 4),
@@ -143,16 +148,18 @@ def zoo_case(model: str, strategy: str) -> Case:
 
 def zoo_ranks(strategy: str) -> int:
     """Return the number of ranks of a strategy of the zoo."""
-    return 2 ** max(1, strategy.count("=2"))
+    return 4 if "ep=" in strategy else 2 ** max(1, strategy.count("=2"))
 
 
 def zoo_cases(models: Sequence[str], words: Sequence[str] = ()) -> Iterator[Case]:
-    """Yield every model under every strategy and in the chain. With words: only the cases that have all of them.
+    """Yield every model under every strategy and in the chain, and mixtures under those that spread experts.
+
+    With words: only the cases that have all of them.
 
     A word is a model, a strategy, an axis of it, or "chain".
     """
     for model in models:
-        for strategy in (*ZOO_STRATEGIES, CHAINED):
+        for strategy in (*ZOO_STRATEGIES, CHAINED, *(ZOO_EXPERTS if model in ZOO_MIXTURES else ())):
             if all(word in (model, strategy, *_words_of(strategy)) for word in words):
                 yield zoo_case(model, strategy)
 
@@ -171,6 +178,6 @@ def optimizer_cases(optimizers: Sequence[str], words: Sequence[str] = ()) -> Ite
 
 def _words_of(strategy: str) -> tuple[str, ...]:
     """Return the words that select the cases of a strategy."""
-    if strategy == CHAINED:
-        return ("chain",)
+    if " > " in strategy:
+        return ("chain", "ep") if "ep=" in strategy else ("chain",)
     return strategy, *(each.split("=")[0] for each in strategy.split())

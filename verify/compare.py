@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from verify.cases import CHAINED, ZOO_STRATEGIES, Case
+from verify.cases import CHAINED, EXPERTS_CHAINED, ZOO_EXPERTS, ZOO_STRATEGIES, Case
 from verify.training import BATCH, Outcome, Pieces, Truth, truth
 
 KINDS = ("equal", "refused", "wrong", "crash", "late")
@@ -291,18 +291,17 @@ def counted(verdicts: Mapping[Case, Verdict]) -> str:
     return f"{len(verdicts)} cells: {kinds} ({share:.0f} % equal)."
 
 
-def zoo_table(verdicts: Mapping[Case, Verdict], columns: Sequence[str] = (*ZOO_STRATEGIES, CHAINED)) -> list[str]:
-    """Return lines of Markdown: a row for each model or optimizer, then the reasons of the cells that are not equal."""
-    names = ["chain" if column == CHAINED else column for column in columns]
-    what = "optimizer" if any(case.optimizer for case in verdicts) else "model"
-    rows = [f"| {what} | {' | '.join(names)} |", "|---" * (len(columns) + 1) + "|"]
-    told = {(case.optimizer or case.model, case.strategy): verdict for case, verdict in verdicts.items()}
-    for name in dict.fromkeys(case.optimizer or case.model for case in verdicts):
-        words = [_word(told[name, strategy]) if (name, strategy) in told else "" for strategy in columns]
-        rows.append(f"| {name} | {' | '.join(words)} |")
-    rows += [""]
-    if CHAINED in columns:
-        rows += [f"The chain is `{CHAINED}`, a step in each. +check: `nbkit.check` said something else.", ""]
+ZOO_TABLES = ((*ZOO_STRATEGIES, CHAINED), ZOO_EXPERTS)
+
+
+def zoo_table(verdicts: Mapping[Case, Verdict], tables: Iterable[Sequence[str]] = ZOO_TABLES) -> list[str]:
+    """Return lines of Markdown: tables with a row for each model or optimizer, then why cells are not equal.
+
+    tables: the strategies in the columns of each.
+    """
+    rows = list[str]()
+    for columns in tables:
+        rows += _table({case: verdict for case, verdict in verdicts.items() if case.strategy in columns}, columns)
     for kind in ("wrong", "crash", "late", "refused"):
         some = {case: verdict for case, verdict in verdicts.items() if verdict.kind == kind}
         rows += [f"## {kind.capitalize()}", ""] if some else []
@@ -314,8 +313,25 @@ def zoo_table(verdicts: Mapping[Case, Verdict], columns: Sequence[str] = (*ZOO_S
     return rows
 
 
+def _table(verdicts: Mapping[Case, Verdict], columns: Sequence[str]) -> list[str]:
+    if not verdicts:
+        return []
+    names = ["chain" if " > " in column else column for column in columns]
+    what = "optimizer" if any(case.optimizer for case in verdicts) else "model"
+    rows = [f"| {what} | {' | '.join(names)} |", "|---" * (len(columns) + 1) + "|"]
+    told = {(case.optimizer or case.model, case.strategy): verdict for case, verdict in verdicts.items()}
+    for name in dict.fromkeys(case.optimizer or case.model for case in verdicts):
+        words = [_word(told[name, strategy]) if (name, strategy) in told else "" for strategy in columns]
+        rows.append(f"| {name} | {' | '.join(words)} |")
+    rows += [""]
+    for chain in (column for column in columns if " > " in column):
+        rows += [f"The chain is `{chain}`, a step in each. +check: `nbkit.check` said something else.", ""]
+    return rows
+
+
 def _named(case: Case) -> str:
-    return f"{case.optimizer or case.model}, {'chain' if case.strategy == CHAINED else case.strategy}"
+    chain = {CHAINED: "chain", EXPERTS_CHAINED: "chain of experts"}
+    return f"{case.optimizer or case.model}, {chain.get(case.strategy, case.strategy)}"
 
 
 def _word(verdict: Verdict) -> str:

@@ -24,7 +24,7 @@ from nbkit.rank.train.job import prepare
 from nbkit.rank.train.trainer import Trainer
 from nbkit.tensor_layout import Layout
 from verify.cases import LONGEST, Case, zoo_ranks
-from verify.models.by_hand import BY_HAND
+from verify.models.by_hand import BY_HAND, AuxiliaryLoss, with_auxiliary
 from verify.models.images import IMAGES
 from verify.models.specimens import (
     ZOO,
@@ -52,7 +52,8 @@ FINE_TUNED: dict[str, Specimen] = {
     ),
 }
 """Models with frozen parameters, and with adapters."""
-MODELS: dict[str, Specimen] = {**ZOO, **ARCHITECTURES, **FINE_TUNED}
+AUXILIARY = {"moe_auxiliary": Specimen(AuxiliaryLoss, next_tokens, with_auxiliary)}
+MODELS: dict[str, Specimen] = {**ZOO, **ARCHITECTURES, **FINE_TUNED, **AUXILIARY}
 
 SEED, BATCH, RAGGED, CLIP, DROP = 5, 16, 3, 0.1, 0.1
 LR, ZOO_BATCH, ZOO_LR = 3e-4, 8, 0.05

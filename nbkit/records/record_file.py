@@ -403,8 +403,11 @@ def mean_of(steps: Sequence[StepRecord]) -> StepRecord:
     def mean(read: Callable[[StepRecord], float]) -> float:
         return sum(read(step) * step.span for step in steps) / total
 
+    def means(of: str) -> dict[str, float]:
+        names = dict.fromkeys(name for step in steps for name in getattr(step, of))
+        return {name: mean(lambda step, name=name: getattr(step, of).get(name, 0.0)) for name in names}  # type: ignore[misc]
+
     last = steps[-1]
-    parts = {name: mean(lambda step, name=name: step.parts.get(name, 0.0)) for step in steps for name in step.parts}  # type: ignore[misc]
     numbers: dict[str, object] = {}
     for name in {name: None for step in steps for name in step.numbers}:
         those = [(step.numbers[name], step.span) for step in steps if name in step.numbers]
@@ -417,7 +420,7 @@ def mean_of(steps: Sequence[StepRecord]) -> StepRecord:
         last.step,
         start_ns=steps[0].start_ns,
         seconds=mean(lambda step: step.seconds),
-        parts=parts,
+        parts=means("parts"),
         traffic=_mean_traffic(steps, total),
         numbers=numbers,
         cpu_seconds=mean(lambda step: step.cpu_seconds),
@@ -426,6 +429,7 @@ def mean_of(steps: Sequence[StepRecord]) -> StepRecord:
         faults=mean(lambda step: step.faults),
         lost=sum(step.lost for step in steps),
         span=total,
+        experts=means("experts"),
     )
 
 

@@ -99,7 +99,8 @@ class StepRecord(Record):
     measured. numbers: loss, lr, tokens and the other values of the history. cpu_seconds: of all threads of this
     process. own_seconds: spent on measuring and writing. examining: for which the process examined strategies for a
     panel beside the step. lost: calls that were overwritten before they were read. faults: pages of memory that the
-    process had to wait for because the system had to read them from disk.
+    process had to wait for because the system had to read them from disk. experts: number of an expert of this rank ->
+    the tokens that it computed, in all layers.
     """
 
     kind: ClassVar[str] = "step"
@@ -115,6 +116,7 @@ class StepRecord(Record):
     span: int = 1
     examining: float = 0.0
     faults: float = 0.0
+    experts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

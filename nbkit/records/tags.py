@@ -1,7 +1,7 @@
 """The names of all TensorBoard tags. Code that writes or reads a tag takes it from here.
 
 Tags of the whole job are in the run's own directory: train/, eval/, speed/ and logged/. Tags of one rank are in a
-directory below it (rank0, rank1, ...): step/, communication/ and memory/.
+directory below it (rank0, rank1, ...): step/, experts/, communication/ and memory/.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 LOSS = "train/loss"
 EVAL_LOSS = "eval/loss"
 GRAD_NORM = "train/grad_norm"
+IMBALANCE = "train/expert_imbalance"
 LR = "train/lr"
 TOKENS_PER_SECOND = "speed/tokens_per_second"
 SAMPLES_PER_SECOND = "speed/samples_per_second"
@@ -21,6 +22,7 @@ EVENTS = "events"
 RANK_SECONDS = "step/seconds"
 BUBBLE = "step/bubble_share"
 MEASURING = "step/measuring_share"
+EXPERTS = "experts/tokens"
 
 
 def logged(name: str) -> str:
@@ -31,6 +33,11 @@ def logged(name: str) -> str:
 def part(name: str) -> str:
     """Return the tag of the seconds of a part of a step: compute, exposed, bubble, data, optimizer, other."""
     return f"step/{name}_seconds"
+
+
+def expert(number: str) -> str:
+    """Return the tag of the tokens that an expert of a rank computed in a step, in all layers."""
+    return f"{EXPERTS}/{number}"
 
 
 def moved(op: str, axis: str, what: str) -> str:
@@ -67,6 +74,11 @@ def layout() -> dict[str, Any]:
             "bytes that a rank hands over in a step": ["Multiline", ["^communication/.*/bytes$"]],
             "seconds of a call": ["Multiline", ["^communication/.*/call_seconds$"]],
             "bus bandwidth, bytes/s": ["Multiline", ["^communication/.*/busbw$"]],
+        },
+        "Experts": {
+            "tokens that the experts of a rank compute": ["Multiline", [f"^{EXPERTS}$"]],
+            "most tokens of a rank / mean of the ranks": ["Multiline", [f"^{IMBALANCE}$"]],
+            "tokens of each expert": ["Multiline", [f"^{EXPERTS}/"]],
         },
         "Memory": {"bytes of a rank": ["Multiline", ["^memory/"]]},
     }

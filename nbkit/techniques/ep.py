@@ -8,7 +8,6 @@ nbkit/rank/parallel/experts/.
 from __future__ import annotations
 
 from nbkit.errors import StrategyError
-from nbkit.schedules import Schedule
 from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
@@ -30,17 +29,4 @@ class ExpertsKey(Key):
                 "The ranks that share experts do not divide the data axis.",
                 numbers=f"dp {dp} / ep {value} = {dp / max(value, 1):.3g} groups",
                 hint="ep=" + " or ".join(map(str, fitting)) if fitting else f"dp={max(value, 2)} ep={max(value, 2)}",
-            )
-        schedule, pp = strategy.schedule or "1f1b", strategy.degree("pp")
-        if pp > 1 and Schedule.of(schedule, pp, 2 * pp).splits:
-            raise StrategyError(
-                "Experts on other ranks are part of a backward pass, which this schedule makes in halves.",
-                numbers=f"ep={value} schedule={schedule}",
-                hint=f"ep={value} schedule=1f1b",
-            )
-        if strategy.zero and strategy.shard < dp:
-            raise StrategyError(
-                "Spreading experts over ranks is not known to be right together with hsdp.",
-                numbers=f"ep {value}, shard {strategy.shard} of dp {dp}",
-                hint=f"zero3 ep={value}",
             )

@@ -163,7 +163,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fake = sys.modules.setdefault("fake_run", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(fake)
     folder = tmp_path_factory.mktemp("reports")
-    for name, world, strategy, steps in (("small", 4, "dp=4", 60), ("big", 64, "dp=16 pp=4 schedule=1f1b", 6)):
+    for name, world, strategy, steps in (("small", 4, "dp=4", 60), ("big", 64, "dp=16 pp=4 ep=4 schedule=1f1b", 6)):
         run = fake.FakeRun(folder / name, world, strategy, late=2)
         run.of_rows = name == "big"
         for number in range(steps):
@@ -194,6 +194,7 @@ def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Pa
     page.wait_for_selector(".nbkit-dashboard .memory canvas[data-rows='4']")
     assert (data("curves", "points"), data("curves", "switches"), data("curves", "strategies")) == ("60", "1", "2")
     assert (data("ranks", "rows"), data("moments", "kind")) == ("4", "pipeline")
+    assert page.is_hidden(".expert")
     page.click("button[data-pick='traffic']")
     page.wait_for_selector(".grid canvas[data-world='4']")
     page.mouse.move(*middle(page, ".ranks canvas", 0.3, 0.2))
@@ -205,6 +206,9 @@ def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Pa
     page.goto(f"file://{reports / 'big.html'}")
     page.wait_for_selector(".nbkit-dashboard .ranks canvas[data-ranks='64']")
     assert data("ranks", "rows") == "3"
+    assert (data("experts", "rows"), data("experts", "steps")) == ("16", "6")
+    page.mouse.move(*middle(page, ".experts canvas", 0.3, 0.05))
+    assert "expert 7: 2,750" in page.inner_text(".tip")
     assert " rows/s" in page.inner_text(".figures") and page.inner_text("button[data-along='tokens']") == "rows"
     page.mouse.move(*middle(page, ".curves .u-over", 0.5, 0.3))
     assert " rows/s" in page.inner_text(".tip") and " rows" in page.inner_text(".tip").splitlines()[-1]

@@ -94,6 +94,9 @@ class FakeRun:
                 "strategy": str(self.strategy),
                 "lr": 3e-4,
             }
+            experts = self._experts(rank)
+            if experts:
+                numbers["imbalance"] = 1.5 + 0.5 / self.number
             if self.of_rows:
                 numbers["samples"] = numbers["tokens"]
             record = StepRecord(
@@ -105,6 +108,7 @@ class FakeRun:
                 numbers=numbers,
                 cpu_seconds=longest,
                 own_seconds=longest * 0.004,
+                experts=experts,
             )
             self._write(rank, record)
             if self.number in (1, 2, 3) or self.number % 50 == 0:
@@ -170,6 +174,13 @@ class FakeRun:
             "other": 0.0003,
         }
         return {part: seconds * (4 if self.slow else 1) for part, seconds in parts.items()}
+
+    def _experts(self, rank: int) -> dict[str, float]:
+        """Return the tokens of each of this rank's experts, of 8 that `ep` ranks share. Later ranks have more."""
+        if self.strategy.ep == 1:
+            return {}
+        many, place = 8 // self.strategy.ep, self.strategy.mesh.index(rank)["dp"] % self.strategy.ep
+        return {str(n): 1000.0 + 250 * n for n in range(many * place, many * (place + 1))}
 
     def _traffic(self, rank: int, exposed: float) -> tuple[Traffic, ...]:
         rows = []

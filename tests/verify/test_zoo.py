@@ -13,7 +13,7 @@ import torch
 
 from nbkit.tensor_layout import Layout
 from verify.__main__ import main
-from verify.cases import CHAINED, LONGEST, ZOO_STRATEGIES, optimizer_cases, zoo_case, zoo_cases
+from verify.cases import CHAINED, EXPERTS_CHAINED, LONGEST, ZOO_STRATEGIES, optimizer_cases, zoo_case, zoo_cases
 from verify.compare import judged, zoo_table, zoo_totals
 from verify.optimizers import OPTIMIZERS
 from verify.rank_sets import verdicts
@@ -56,6 +56,31 @@ def test_the_table_has_thirty_architectures_eight_strategies_and_a_chain() -> No
     assert [case.strategy for case in zoo_cases(["gpt2"], ["chain"])] == [CHAINED]
 
 
+def test_mixtures_have_cells_that_spread_their_experts_along_each_axis_and_a_chain_of_those() -> None:
+    cases = list(zoo_cases(tuple(ARCHITECTURES), ["ep"]))
+    assert len(cases) == 8 * 7 and {case.ranks for case in cases} == {4}
+    assert [case.strategy for case in zoo_cases(["olmoe"], ["chain"])] == [CHAINED, EXPERTS_CHAINED]
+    assert not list(zoo_cases(["llama"], ["ep"]))
+    verdict = judged(cases[0], "a traceback", KNOWN)
+    assert zoo_table({cases[0]: verdict, zoo_case("gpt2", "ddp"): verdict})[6].startswith("| model | ep=4 | ep=2 |")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_sample_of_spread_experts_is_as_one_process_or_refused() -> None:
+    chosen = {
+        zoo_case("deepseek_v3", "cp=2 ep=2"): "equal",  # its router rounds to float32, in parts otherwise
+        zoo_case("gpt_oss", "tp=2 ep=2"): "equal",
+        zoo_case("qwen3_moe", "pp=2 ep=2"): "equal",
+        zoo_case("moe_by_hand", EXPERTS_CHAINED): "equal",
+        zoo_case("deepseek_v2", "tp=2 ep=2"): "refused",
+    }
+    found = dict(verdicts(list(chosen), lanes=1, check=True))
+
+    assert {case: verdict.kind for case, verdict in found.items()} == chosen
+    assert not any(verdict.is_wrong for verdict in found.values()), found
+
+
 def test_the_table_of_optimizers_has_twelve_a_pair_twelve_strategies_and_a_chain() -> None:
     every = list(optimizer_cases(tuple(OPTIMIZERS)))
     assert len(every) == len(OPTIMIZERS) * 13 == 13 * 13
@@ -63,7 +88,7 @@ def test_the_table_of_optimizers_has_twelve_a_pair_twelve_strategies_and_a_chain
     assert [case.strategy for case in optimizer_cases(["lion"], ["tp", "pp"])] == ["tp=2 pp=2"]
     assert every[0].truth != every[-1].truth and str(every[-1]).startswith("muon and adamw, ")
     columns = tuple(dict.fromkeys(case.strategy for case in every))
-    table = zoo_table({every[0]: judged(every[0], "a traceback", KNOWN)}, columns)
+    table = zoo_table({every[0]: judged(every[0], "a traceback", KNOWN)}, [columns])
     assert table[0].startswith("| optimizer | ddp | zero1 |") and table[2].startswith("| adamw | **crash**")
 
 

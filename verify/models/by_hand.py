@@ -181,7 +181,12 @@ class Translator(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of four experts. Each token goes through its best two, selected by index."""
+    """A mixture of four experts. Each token goes through its best two, selected by index.
+
+    skips: an expert without tokens is not called.
+    """
+
+    skips = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,8 +199,41 @@ class Experts(nn.Module):
         out = torch.zeros_like(flat)
         for i, expert in enumerate(self.experts):
             rows, place = (chosen == i).nonzero(as_tuple=True)
+            if self.skips and not len(rows):
+                continue
             out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, place, None])
         return out.view_as(x)
+
+
+class Routing(Experts):
+    """Experts, the last of which is never chosen, and beside their output the size of the router's logits."""
+
+    skips = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        with torch.no_grad():
+            self.gate.bias[-1] = -1e3
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + super().forward(x), self.gate(x).logsumexp(-1).square().mean()
+
+
+class AuxiliaryLoss(nn.Module):
+    """A language model of experts with the z-loss of ST-MoE (Zoph et al. 2022), a mean over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(Routing() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x, auxiliary = self.wte(ids), torch.zeros((), dtype=self.head.weight.dtype, device=ids.device)
+        for layer in self.layers:
+            x, more = layer(x)
+            auxiliary = auxiliary + more
+        return {"logits": self.head(x), "aux_loss": auxiliary}
 
 
 class TiedRecurrent(nn.Module):
@@ -266,6 +304,11 @@ def _scored_pairs(rows: int, draw: torch.Generator) -> tuple[tuple[Tensor, Tenso
 
 def _first(output: Any, target: Tensor) -> Tensor:
     return cross_entropy(output[0], target)
+
+
+def with_auxiliary(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    """Return the cross entropy and a tenth of the auxiliary loss."""
+    return cross_entropy(output["logits"], target) + 0.1 * output["aux_loss"]
 
 
 BY_HAND: dict[str, Specimen] = {

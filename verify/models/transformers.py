@@ -35,6 +35,10 @@ _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
 _ROUTED = {"output_router_logits": False, "experts_implementation": "eager"}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, **_ROUTED}
 _QWEN_MOE = {"moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH}
+_LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH, "n_shared_experts": 1}
+_DEEPSEEK |= {"first_k_dense_replace": 1, "num_key_value_heads": 4, **_LATENT, **_ROUTED}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _SEQ2SEQ = {
     "d_model": WIDTH,
     "encoder_layers": 2,
@@ -152,6 +156,10 @@ TRANSFORMERS: dict[str, Specimen] = {
     "mixtral": _causal("Mixtral", num_local_experts=4, **_ROUTED),
     "olmoe": _causal("Olmoe", **_EXPERTS),
     "qwen2_moe": _causal("Qwen2Moe", **_EXPERTS, **_QWEN_MOE),
+    "qwen3_moe": _causal("Qwen3Moe", **_EXPERTS, moe_intermediate_size=WIDTH, head_dim=8),
+    "gpt_oss": _causal("GptOss", **_EXPERTS, head_dim=8, sliding_window=8, rope_parameters=_PLAIN_ROPE),
+    "deepseek_v2": _causal("DeepseekV2", **_DEEPSEEK),
+    "deepseek_v3": _causal("DeepseekV3", **_DEEPSEEK, n_group=2, topk_group=1),
     "mamba": _causal("Mamba", state_size=4),
     "bert": _masked("Bert"),
     "roberta": _masked("Roberta"),

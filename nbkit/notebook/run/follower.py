@@ -38,6 +38,7 @@ from nbkit.records.records import Detail, EventRecord, Group, Header, HealthReco
 COLUMNS = ("step", "span", "time", "tokens", "loss", "rate", "strategy")
 POINTS = 4000
 _EVENTS = 1000
+_IMBALANCES = 200  # even, so that all are pairs
 
 Point = tuple[float, ...]  # of COLUMNS; strategy: which of Curve.strategies. NaN: not known
 _UNKNOWN = float("nan")
@@ -62,7 +63,8 @@ class Grown:
 class Curve:
     """Points in order of their steps, with the time in seconds and the tokens since the run began.
 
-    unit: what is counted as tokens, "tokens" or "rows". epoch: changes whenever existing points have changed; a reader
+    unit: what is counted as tokens, "tokens" or "rows". imbalance: (step, most tokens of a rank's experts / mean), the
+    mean of several steps in a long run. epoch: changes whenever existing points have changed; a reader
     then begins anew.
     """
 
@@ -71,6 +73,7 @@ class Curve:
         self.events: list[dict[str, Any]] = []
         self.strategies: list[str] = []
         self.unit = unit_of({})
+        self.imbalance: list[tuple[float, float]] = []
         self.epoch = 0
         self._at_most = at_most
         self._header: Header | None = None
@@ -117,6 +120,11 @@ class Curve:
         )
         if len(self.points) > self._at_most:
             self._fold()
+        if (uneven := _number(record.numbers.get("imbalance"), 0.0)) > 0:
+            self.imbalance.append((float(record.step), uneven))
+            if len(self.imbalance) >= 2 * _IMBALANCES:
+                pairs = zip(self.imbalance[::2], self.imbalance[1::2], strict=True)
+                self.imbalance = [(later, (one + other) / 2) for (_, one), (later, other) in pairs]
 
     def _take_event(self, record: EventRecord) -> None:
         happened = self._since_start(record.ns) if record.ns else (self.points[-1][2] if self.points else 0.0)
@@ -147,6 +155,7 @@ class Curve:
     def _go_back(self, step: int) -> None:
         """Drop the points from a step on. Those steps are made again after a loaded checkpoint or an undone trial."""
         self.points = [point for point in self.points if point[0] < step]
+        self.imbalance = [point for point in self.imbalance if point[0] < step]
         self.epoch += 1
 
     def _fold(self) -> None:

@@ -269,6 +269,7 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
         "traffic": _traffic(run, steps, predicted),
         "memory": _memory(run, step, forecasts),
         "health": health(run),
+        "experts": _experts(run, steps),
         "moments": of_step(run, step, strategy, replica=replica, usual=usual),
         "own": short(fmean(record.own_seconds for record in steps.values())),
         "lost": sum(record.lost for record in steps.values()),
@@ -296,6 +297,17 @@ def lateness(run: Run) -> dict[str, Any]:
         for rank, those in sorted(found.items(), key=lambda item: -len(item[1]))
     ]
     return {"of": len(run.late), "rows": rows[:8]}
+
+
+def _experts(run: Run, steps: Mapping[int, StepRecord]) -> dict[str, Any] | None:
+    """Return the tokens of each expert on each rank in a step, and the imbalance of all steps; None without experts."""
+    ranks = {rank: step.experts for rank, step in sorted(steps.items()) if step.experts}
+    if not ranks:
+        return None
+    return {
+        "ranks": [[rank, [[int(n), short(tokens)] for n, tokens in each.items()]] for rank, each in ranks.items()],
+        "imbalance": [[step, short(uneven)] for step, uneven in run.curve.imbalance],
+    }
 
 
 def _slow_link(run: Run, step: int, rows: list[TrafficRow], of: list[Bar]) -> PipelineLink | None:

@@ -27,14 +27,18 @@ PipelineOp = tuple[str, int, int, Stamp, Stamp]
 
 
 class StepPhases:
-    """A step as it was marked: (state, when it began) one after the other, then when the step ended."""
+    """A step as it was marked: (state, when it began) one after the other, then when the step ended.
 
-    __slots__ = ("base", "complete", "laps", "number", "ops", "stop")
+    routed: see StepClock.
+    """
+
+    __slots__ = ("base", "complete", "laps", "number", "ops", "routed", "stop")
 
     def __init__(
         self, number: int, base: int, laps: list[tuple[str, Stamp]], stop: Stamp, ops: list[PipelineOp], complete: bool
     ) -> None:
         self.number, self.base, self.laps, self.stop, self.ops, self.complete = number, base, laps, stop, ops, complete
+        self.routed: dict[int, int] = {}
 
     def over(self) -> bool:
         """Return True if the device has come to its end."""
@@ -62,12 +66,16 @@ class StepPhases:
 
 
 class StepClock:
-    """The state of this process's training thread. Without a training nothing is kept."""
+    """The state of this process's training thread. Without a training nothing is kept.
+
+    routed: what `DataAxis.routed` said in the step that is being made.
+    """
 
     def __init__(self) -> None:
         self.state = OTHER
         self.laps: list[tuple[str, Stamp]] | None = None
         self.ops: list[PipelineOp] = []
+        self.routed: dict[int, int] = {}
         self._thread = 0
         self._on_device = self._lent = False
         self._complete = True
@@ -106,6 +114,7 @@ class StepClock:
             return
         stop = self._stamp()
         made = StepPhases(number, self._base, self.laps, stop, self.ops, self._complete)
+        made.routed, self.routed = self.routed, {}
         self._open(stop)
         for tell in self.listeners:
             tell(made)

@@ -268,6 +268,7 @@ class RecordThread:
             lost=lost,
             examining=(mark.examined - before.examined) / 1e9,
             faults=mark.faults - before.faults,
+            experts={str(number): float(tokens) for number, tokens in step.routed.items()},
         )
         self._spent = spent
         self.recent.append(record)

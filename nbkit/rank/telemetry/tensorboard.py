@@ -34,6 +34,7 @@ _TAGS = {
     "loss": tags.LOSS,
     "eval_loss": tags.EVAL_LOSS,
     "grad_norm": tags.GRAD_NORM,
+    "imbalance": tags.IMBALANCE,
     "lr": tags.LR,
     "mfu": tags.MFU,
 }
@@ -144,6 +145,9 @@ def _scalars_of(rank: int, step: StepRecord, groups: Iterable[Group]) -> dict[st
         found |= {tags.part(name): seconds for name, seconds in step.parts.items()}
         if step.parts.get("bubble"):
             found[tags.BUBBLE] = step.parts["bubble"] / step.seconds
+    if step.experts:
+        found[tags.EXPERTS] = sum(step.experts.values())
+        found |= {tags.expert(number): tokens for number, tokens in step.experts.items()}
     for row in table({rank: step}, members_of(groups)):
         values = {what: getattr(row, name) for name, what in _ROW.items()} | {"overlap": row.overlap}
         found |= {tags.moved(row.op, row.axis, what): value for what, value in values.items() if value is not None}

@@ -267,6 +267,21 @@ def test_the_text_says_the_same(run: Any) -> None:
     assert max(len(line) for line in text.splitlines()) <= 130
 
 
+def test_tokens_of_experts_are_told_by_rank_and_their_imbalance_over_a_run_of_any_length(tmp_path: Path) -> None:
+    run = fake_run(tmp_path, 4, "dp=4 ep=2")
+    for _ in range(1000):
+        run.step()
+    run.close()
+    seen = RunReader(tmp_path).snapshot()
+
+    experts = seen["step"]["experts"]
+    assert experts["ranks"][1] == [1, [[4, 2000.0], [5, 2250.0], [6, 2500.0], [7, 2750.0]]]
+    assert "rank 1   9,500   4 experts, 127% of the mean" in plain(lines_of(seen))
+    steps = [number for number, _ in experts["imbalance"]]
+    assert steps == sorted(steps) and steps[-1] == 1000 and 200 <= len(steps) < 400
+    assert experts["imbalance"][0][1] > 1.6 and experts["imbalance"][-1][1] == pytest.approx(1.5, abs=1e-3)
+
+
 def test_many_ranks_are_few_lines(tmp_path: Path) -> None:
     made = fake_run(tmp_path / "big", 64, "dp=8 tp=8", late=37)
     for _ in range(3):

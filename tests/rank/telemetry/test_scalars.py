@@ -30,6 +30,7 @@ def step(number: int, strategy: str) -> StepRecord:
         ),
         numbers={"strategy": strategy},
         own_seconds=0.001 * number,
+        experts={"4": 10.0 * number, "5": 30.0 * number},
     )
 
 
@@ -67,6 +68,7 @@ def test_a_rank_writes_means_in_a_directory_of_its_own(tmp_path: Path, records: 
     assert found[tags.part("compute")] == [(3, near(0.12)), (5, near(0.3))]
     assert found[tags.BUBBLE] == [(3, near(0.1)), (5, near(0.1))]
     assert found[tags.MEASURING] == [(3, near(0.01)), (5, near(0.01))]
+    assert found[tags.EXPERTS] == [(3, 80), (5, 200)] and found[tags.expert("5")] == [(3, 60), (5, 150)]
     assert found[tags.moved("all_reduce", "dp", "bytes")] == [(3, 1000), (5, 1000)]
     assert found[tags.moved("all_reduce", "dp", "call_seconds")][0] == (3, near(0.001))
     assert found[tags.moved("all_reduce", "dp", "algbw")][0] == (3, near(500_000))
@@ -95,12 +97,15 @@ def test_the_first_page_of_custom_scalars_names_tags_that_are_written(tmp_path: 
     writer = tensorboard.job_sink(tmp_path)
     assert writer is not None
     record: dict[str, Any] = {"loss": 1.0, "seconds": 0.5, "tokens": 50, "samples": 5, "mfu": 0.4}
-    writer.write(StepDone(1, record={**record, "lr": 1e-3, "grad_norm": 2.0, "eval_loss": 3.0}).as_dict())
+    writer.write(
+        StepDone(1, record={**record, "lr": 1e-3, "grad_norm": 2.0, "eval_loss": 3.0, "imbalance": 1.2}).as_dict()
+    )
     writer.write(RunStopped(1).as_dict())
 
     found = scalars(tmp_path)
     assert found[tags.MFU] == [(1, pytest.approx(0.4))] and found[tags.SAMPLES_PER_SECOND] == [(1, 10.0)]
     of_ranks = [tags.RANK_SECONDS, tags.BUBBLE, tags.MEASURING, tags.part("data"), tags.memory("peak")]
+    of_ranks += [tags.EXPERTS, tags.expert("0")]
     of_ranks += [tags.moved("send", "pp", what) for what in ("bytes", "call_seconds", "busbw")]
     for charts in tags.layout().values():
         for kind, expressions in charts.values():

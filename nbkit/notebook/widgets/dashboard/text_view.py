@@ -60,7 +60,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
     ]
     lines += _happened(snapshot["events"])
     if step.get("ranks"):
-        lines += [(), *_ranks(step, width), (), *_axes(step), *_memory(step), *_health(step)]
+        lines += [(), *_ranks(step, width), (), *_axes(step), *_experts(step), *_memory(step), *_health(step)]
     return lines
 
 
@@ -147,6 +147,20 @@ def _axes(step: dict[str, Any]) -> list[Line]:
     for axis, (measured, formula) in sorted(axes.items(), key=lambda item: -(item[1][0] or 0)):
         said = f"   by formula {size(formula)}" if formula is not None else ""
         lines.append((StyledText(f"{axis:<9}measured {size(measured or 0)}"), StyledText(said, "faint")))
+    return lines
+
+
+def _experts(step: dict[str, Any]) -> list[Line]:
+    """Return the tokens of each rank's experts in a step, the ranks with most first."""
+    ranks = (step.get("experts") or {}).get("ranks", ())
+    rows = sorted(((sum(tokens for _, tokens in each), rank, len(each)) for rank, each in ranks), reverse=True)
+    if not rows:
+        return []
+    mean = sum(tokens for tokens, *_ in rows) / len(rows) or 1.0
+    lines: list[Line] = [(), (StyledText("Tokens of each rank's experts in a step, all layers", "strong"),)]
+    for tokens, rank, experts in rows[:_RANKS_AT_MOST]:
+        said = f"   {experts} experts, {tokens / mean:.0%} of the mean"
+        lines.append((StyledText(f"rank {rank:<4}{figure(tokens)}"), StyledText(said, "faint")))
     return lines
 
 

@@ -10,7 +10,7 @@ import { drawBars, drawMemory, memoryLegend, memoryNote } from "./charts.js";
 import { Curves, LOSS, STEP, STRATEGY } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { COLOURS, MEMORY, MEMORY_WORDS, PARTS, PASSES, Picture, SPOKEN, bytes, dark, familiesOf, number, percent, seconds, shade } from "./paint.js";
-import { axisNote, drawAxes, drawRanks } from "./rows.js";
+import { axisNote, drawAxes, drawExperts, drawRanks } from "./rows.js";
 import { healthRows } from "./health.js";
 
 const COLUMNS = 7;
@@ -38,6 +38,7 @@ const LAYOUT = `
 <section><h3><span class="what"></span> <small class="whatnote"></small>
   <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
   <div class="legend whatlegend"></div><div class="pair"><div class="grid"></div><div class="axes"></div></div><div class="moments"></div></section>
+<section class="wide expert"><h3>Tokens of each rank's experts <small class="expertnote"></small></h3><div class="experts"></div></section>
 <section class="wide"><h3>Memory per rank <small class="memorynote"></small></h3><div class="legend memorylegend"></div><div class="memory"></div><div class="modules"></div><div class="health"></div></section>
 <section class="wide about" hidden><h3>What ran</h3><table></table></section>
 <p class="foot"></p>`;
@@ -104,7 +105,7 @@ export function view(el, story, ask) {
   root.innerHTML = LAYOUT;
   el.append(root);
   const $ = (name) => root.querySelector(`.${name}`);
-  const labels = { ranks: "step by rank", grid: "traffic from rank to rank", axes: "bytes by axis", moments: "pipeline, planned and measured", memory: "memory by rank" };
+  const labels = { ranks: "step by rank", grid: "traffic from rank to rank", axes: "bytes by axis", moments: "pipeline, planned and measured", memory: "memory by rank", experts: "tokens by expert and rank" };
   const pictures = Object.fromEntries(Object.entries(labels).map(([name, label]) => [name, new Picture($(name), label)]));
   const chosen = { along: "step", pick: null, all: false };
   const curves = new Curves($("curves"), $("tools"), $("marks"));
@@ -204,6 +205,11 @@ export function view(el, story, ask) {
       $("pair").classList.toggle("tall", (step.traffic?.world || 0) > 16);
       if (step.traffic) drawTraffic(pictures.grid, step.traffic, step.hosts);
       drawAxes(pictures.axes, step.table || []);
+    }
+    $("expert").hidden = !step.experts;
+    if (step.experts) {
+      const some = drawExperts(pictures.experts, step.experts);
+      $("expertnote").textContent = `measured in this step, all layers${some}; the line is the mean of all ranks; below it the most / the mean, in each step`;
     }
     const memory = step.memory || [];
     $("memorynote").textContent = memoryNote(memory, step.strategy);

@@ -1,6 +1,7 @@
-// One bar per rank, of many ranks the slowest, the one in the middle and the rest; and the bytes of each axis.
+// One bar per rank, of many ranks the slowest, the one in the middle and the rest; the bytes of each axis; and the tokens
+// of experts.
 
-import { COLOURS, PARTS, SPOKEN, alarm, bytes, faint, ink, lateWords, paper, percent, rule, seconds, ticks } from "./paint.js";
+import { COLOURS, PARTS, SPOKEN, alarm, bytes, faint, ink, lateWords, number, paper, percent, rule, seconds, shade, ticks } from "./paint.js";
 
 const MANY = 16;
 
@@ -95,6 +96,54 @@ export function drawAxes(picture, table) {
     ].join("\n");
     picture.spot(0, y - 4, width, height, text);
   });
+}
+
+// experts: {ranks: [rank, [[expert, tokens], ...]], imbalance: [[step, most / mean], ...]}. A bar per rank, of many ranks
+// those with most tokens, with a piece per expert; below it the imbalance of all steps. Returns which ranks, in words.
+export function drawExperts(picture, { ranks, imbalance }) {
+  const sum = ([, experts]) => experts.reduce((all, [, tokens]) => all + tokens, 0);
+  const rows = ranks.length > MANY ? [...ranks].sort((a, b) => sum(b) - sum(a)).slice(0, MANY) : ranks;
+  const height = 26;
+  const left = 58;
+  const under = rows.length * height + 16; // where the imbalance begins
+  const curve = imbalance.length > 1 ? 84 : 0;
+  const width = picture.begin(under + curve + 8);
+  Object.assign(picture.canvas.dataset, { rows: rows.length, steps: imbalance.length });
+  const mean = ranks.reduce((all, row) => all + sum(row), 0) / ranks.length;
+  const top = Math.max(...rows.map(sum), mean, 1);
+  const x = (value) => left + ((width - 72 - left) * value) / top;
+  rows.forEach(([rank, experts], i) => {
+    const y = i * height + 4;
+    const tokens = sum(rows[i]);
+    picture.words(`rank ${rank}`, left - 6, y + height / 2 - 2, { align: "right", colour: ink() });
+    let at = 0;
+    experts.forEach(([, own], n) => {
+      picture.box(x(at), y, Math.max(x(at + own) - x(at) - 1, 0), height - 6, shade(n % 2 ? 0.55 : 0.85, "blue"));
+      at += own;
+    });
+    picture.words(number(tokens), x(tokens) + 6, y + height / 2 - 2);
+    const text = () => [`rank ${rank}: ${number(tokens)} tokens, ${percent(tokens / (mean || 1))} of the mean`, ...experts.map(([n, own]) => `  expert ${n}: ${number(own)}`)].join("\n");
+    picture.spot(0, y - 2, width, height, text);
+  });
+  picture.line(x(mean), 0, x(mean), rows.length * height + 4, ink(), { width: 2 });
+  const some = rows.length < ranks.length ? `; the ${rows.length} of ${ranks.length} ranks with most` : "";
+  if (!curve) return some;
+  const [first, last] = [imbalance[0][0], imbalance.at(-1)[0]];
+  const most = Math.max(...imbalance.map(([, uneven]) => uneven), 1.1);
+  const across = (step) => left + ((width - 72 - left) * (step - first)) / (last - first || 1);
+  const up = (uneven) => under + curve - 20 - ((curve - 30) * (uneven - 1)) / (most - 1);
+  for (const value of [1, most]) {
+    picture.line(left, up(value), width - 72, up(value), rule());
+    picture.words(value.toFixed(2), left - 6, up(value), { align: "right" });
+  }
+  imbalance.slice(1).forEach(([step, uneven], i) => {
+    picture.line(across(imbalance[i][0]), up(imbalance[i][1]), across(step), up(uneven), ink(), { width: 1.5 });
+  });
+  picture.words(`step ${number(first)}`, left, under + curve - 6);
+  picture.words(number(last), width - 72, under + curve - 6, { align: "right" });
+  picture.words(imbalance.at(-1)[1].toFixed(2), width - 66, up(imbalance.at(-1)[1]), { colour: ink(), bold: true });
+  picture.spot(left, under, width - left, curve, () => "most tokens of a rank / mean of the ranks, in each step");
+  return some;
 }
 
 export function axisNote({ table = [], sent }) {

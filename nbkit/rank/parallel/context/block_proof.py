@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import NbkitError, StrategyError
+from nbkit.rank.loss.mean_over_rows import coarsest
 from nbkit.rank.parallel.context.attention import on_all, share_outside
 from nbkit.rank.parallel.context.context_parallel import PositionMethod, Spread
 from nbkit.rank.parallel.context.peers import Threads
@@ -138,7 +139,8 @@ def _spelled(name: str) -> str:
 
 _EXACT, _ROUNDED = 1e-10, 1e-3
 _NUDGE, _NOISE = 1e-11, 30
-"""A difference below `_ROUNDED` may be rounding, if it is at most `_NOISE` times the effect of nudging the input."""
+"""A difference below `_ROUNDED` may be rounding, if it is at most `_NOISE` times the effect of nudging the input: by
+`_NUDGE`, or by what the block rounds to inside, such as a router that computes in float32."""
 
 _MODULES, _LEAST = 5, 1 / 3
 """The number of times that one more module is tried on all positions; the least share of matrix elements left to run on
@@ -300,7 +302,8 @@ class _Comparison:
 
     def rules(self) -> Rules | None:
         """Return the rules (see block_rules), or None if the output is not finite, so that nothing can be compared."""
-        whole = self._whole()
+        with coarsest() as seen:
+            whole = self._whole()
         if not all(bool(x.isfinite().all()) for x in whole if _floats(x)):
             return None
         try:
@@ -315,14 +318,14 @@ class _Comparison:
                 raise self._differs("what every part returns is no part of the whole")
         given = [together for _, together in pairs]
         apart = self._apart(whole, given)
-        if apart > _EXACT and (apart > _ROUNDED or apart > _NOISE * self._apart(whole, self._whole(nudged=True))):
+        if apart > _EXACT and (apart > _ROUNDED or apart > _NOISE * self._apart(whole, self._whole(seen.eps))):
             raise self._differs(f"parts differ by {apart:.2g} of the largest value")
         return tuple(rule for rule, _ in pairs)
 
-    def _whole(self, *, nudged: bool = False) -> list[Tensor]:
+    def _whole(self, nudged: float = 0.0) -> list[Tensor]:
         args, kwargs = self.called.args, self.called.kwargs
         if nudged:
-            args, kwargs = tree_map_only(Tensor, _nudged, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, partial(_nudged, least=nudged), (args, kwargs))
         return _tensors(self._run(self.plain, args, kwargs))
 
     def _parts(self) -> list[list[Tensor]]:
@@ -439,10 +442,10 @@ def _drawn(value: Tensor, draw: torch.Generator, drawn: bool, dtype: torch.dtype
     return noise / max(value[0].numel(), 1) ** 0.5 if value.ndim > 1 else value + 0.2 * noise
 
 
-def _nudged(x: Tensor) -> Tensor:
+def _nudged(x: Tensor, least: float) -> Tensor:
     if not _floats(x):
         return x
-    size = _NUDGE if x.dtype == torch.float64 else torch.finfo(x.dtype).eps
+    size = max(_NUDGE if x.dtype == torch.float64 else torch.finfo(x.dtype).eps, least)
     return x + x * _noise(x, torch.Generator().manual_seed(4)) * size
 
 

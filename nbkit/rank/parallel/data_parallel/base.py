@@ -42,6 +42,14 @@ class DataAxis:
         self._pointers: list[int] = []
         self._leaves: list[nn.Parameter] = []
 
+    @property
+    def routed(self) -> dict[int, int]:
+        """Return the tokens that experts on this rank computed since `reset`: by number of the expert, of all layers.
+
+        A token counts once for each expert that it chose. Empty where no experts are spread over ranks.
+        """
+        return {}
+
     def _add(
         self,
         name: str,

@@ -10,6 +10,7 @@ compute what the others send.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -60,6 +61,13 @@ class SpreadExperts(DataAxis):
     @property
     def weights(self) -> dict[str, tuple[Tensor, Layout]]:
         return {**self.rest.weights, **self.experts.weights}
+
+    @property
+    def routed(self) -> dict[int, int]:
+        found = Counter[int]()
+        for layer in self.layers:
+            found.update(layer.routed)
+        return dict(found)
 
     # The protocol of a step.
 

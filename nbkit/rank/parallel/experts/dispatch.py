@@ -14,6 +14,7 @@ zeros then, also as on one process.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -84,7 +85,8 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) 
 class SpreadLayer:
     """The experts of a layer, spread over the `ranks` of a group, as rank `index` of it sees them.
 
-    forwards: the number of forwards with gradients that this rank has made.
+    forwards: the number of forwards with gradients that this rank has made. routed: the tokens that came for each
+    expert of this rank in forwards with gradients; both since a step began.
     """
 
     layer: RoutedLayer
@@ -93,6 +95,7 @@ class SpreadLayer:
     index: int
     compute: Compute
     forwards: int = 0
+    routed: Counter[int] = field(default_factory=Counter)
     _given: dict[tuple[int, int], torch.dtype] = field(default_factory=dict, init=False)
     _left: list[Tensor] = field(default_factory=list, init=False)
 
@@ -131,6 +134,7 @@ class SpreadLayer:
         """Forget what is under way."""
         self._left.clear()
         self.forwards = 0
+        self.routed.clear()
 
     def _exchanged(
         self, rows: Sequence[Tensor | None], like: Tensor | None, device: torch.device | None = None
@@ -140,6 +144,8 @@ class SpreadLayer:
         mine, here = self.layer.held(self.ranks, self.index), [0 if each is None else len(each) for each in rows]
         sent = [sum(here[start:stop]) for start, stop in self._cuts]
         received = [sum(max(count, 0) for count in theirs) for theirs in counts]
+        if torch.is_grad_enabled():
+            self.routed.update({n: sum(max(theirs[i], 0) for theirs in counts) for i, n in enumerate(mine)})
         nothing = torch.empty(0, self.layer.width, dtype=_DTYPES[dtype], device=device)
         packed = torch.cat([nothing, *(each.to(nothing.dtype) for each in rows if each is not None)])
         start = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())

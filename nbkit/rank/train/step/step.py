@@ -275,6 +275,7 @@ class TrainingStep:
             ends=step_boundary.told_to_end(),
             data_ends=data_ends,
             counted=(self.counted.peak, self.counted.sent),
+            routed=sum(self.sharded_model.data.routed.values()),
         )
 
     def summed(
@@ -305,6 +306,7 @@ class TrainingStep:
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
             self._drift_unknown = False
         self.reduced = True
+        clock.routed = sharded_model.data.routed
         lr, mesh = to_host_async(self.optimizer.param_groups[0]["lr"]), sharded_model.strategy.mesh
         shape: Any = {"mesh": mesh, "strategy": self._strategy, "parts": parts, "losses": losses}
         pending = Pending(ledger.step + 1, reduction, request, samples, indices, lr, **shape)

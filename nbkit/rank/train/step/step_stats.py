@@ -67,7 +67,7 @@ def ready(number: float | DeviceScalar) -> float:
 
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
-_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _EACH = range(7)  # of each rank
+_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _ROUTED, _EACH = range(8)  # of each rank
 _NOT_FINITE, _ENDS, _DATA_ENDS = 1, 2, 4  # flags of a rank
 
 
@@ -80,7 +80,7 @@ class StepNumbers:
     not_finite: ranks whose own loss or weight was NaN or infinite. ends: a rank was told that the training is to end.
     seconds, fingerprints: one per rank. whole: the gradients are sums over all ranks; False if the reduction was broken
     off. backup: seconds of it on the slowest rank. data_ends: see Shard.ends, of any rank. counted: bytes at the peak
-    and bytes sent, of the ranks with most; 0 if not counted yet.
+    and bytes sent, of the ranks with most; 0 if not counted yet. routed: see `StepReduction.launch`, one per rank.
     """
 
     loss: float
@@ -97,6 +97,7 @@ class StepNumbers:
     ends: bool = False
     data_ends: bool = False
     counted: tuple[int, int] = (0, 0)
+    routed: list[int] = field(default_factory=list)
 
 
 _on_devices: deque[weakref.ref[StepReduction]] = deque(maxlen=4)
@@ -133,12 +134,14 @@ class StepReduction:
         ends: bool = False,
         data_ends: bool = False,
         counted: tuple[int, int] = (0, 0),
+        routed: int = 0,
     ) -> None:
         """Start the all-reduce.
 
         loss_sum: this rank's summed loss on the device; weight: what it is divided by. stage: of the request asked
         about (see step_boundary.Inbox). backup: seconds of the last one (see Backups). ends: this rank was told that
         the training is to end. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts.
+        routed: the tokens that this rank's experts have computed in this step, whose own forward passes are made.
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
         """
@@ -146,7 +149,7 @@ class StepReduction:
         slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + _EACH * self.rank
-        slots[at : at + _EACH] = seconds, 0, fingerprint, backup, *counted
+        slots[at : at + _EACH] = seconds, 0, fingerprint, backup, *counted, routed
         told = _ENDS * ends + _DATA_ENDS * data_ends
         if accelerator().holds(self.device):
             if not isinstance(weight, Tensor):
@@ -239,6 +242,7 @@ class StepReduction:
             fingerprints=[round(value) for value in ranks[_FINGERPRINT]],
             backup=max(ranks[_BACKUP]),
             counted=(round(max(ranks[_PEAK])), round(max(ranks[_SENT]))),
+            routed=[round(value) for value in ranks[_ROUTED]],
             ends=any(round(flags) & _ENDS for flags in ranks[_FLAGS]),
             data_ends=any(round(flags) & _DATA_ENDS for flags in ranks[_FLAGS]),
         )
@@ -263,6 +267,17 @@ def _break_off() -> None:
 
 
 breaking_off.append(_break_off)
+
+
+def _imbalance(routed: Sequence[int], mesh: Mesh) -> float:
+    """Return the most tokens that the experts of a rank computed, over the mean of the ranks.
+
+    The stages of a pipeline may hold unequally many layers of experts, so the worst stage counts.
+    """
+    stages: dict[int, list[int]] = {}
+    for rank, tokens in enumerate(routed):
+        stages.setdefault(mesh.index(rank)["pp"], []).append(tokens)
+    return max(max(each) * len(each) / sum(each) for each in stages.values() if any(each))
 
 
 _OWN = ("step", "lr", "strategy", "seconds", "samples", "tokens")
@@ -313,7 +328,10 @@ class Pending:
                 raise TrainingError("log() takes numbers.", numbers=f"{name}: {value!r}") from None
 
     def record(self, numbers: StepNumbers) -> dict[str, Any]:
-        """Return the entry of `history`. seconds: the slowest rank's, from the previous step's loss to this one's."""
+        """Return the entry of `history`. seconds: the slowest rank's, from the previous step's loss to this one's.
+
+        imbalance: see `_imbalance`, where experts are spread over ranks.
+        """
         return {
             "step": self.step,
             "loss": numbers.loss,
@@ -322,6 +340,7 @@ class Pending:
             "seconds": max(numbers.seconds),
             "samples": self.samples,
             "tokens": numbers.tokens,
+            **({"imbalance": _imbalance(numbers.routed, self.mesh)} if any(numbers.routed) else {}),
             **{name: ready(value) for name, value in self.extra.items()},
             **self.remarks,
         }

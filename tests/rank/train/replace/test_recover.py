@@ -105,13 +105,12 @@ def rows() -> list[tuple[Tensor, Tensor]]:
 
 def made(strategy: str, **more: Any) -> Trainer:
     return quiet(
-        model=model,
         loss=loss,
         data=rows(),
         strategy=strategy,
         clip_norm=1.0,
         lr_schedule=lambda step: 1 / (1 + step),
-        **{"optimizer": lambda m: Update(m.parameters(), lr=0.01), **more},
+        **{"model": model, "optimizer": lambda m: Update(m.parameters(), lr=0.01), **more},
     )
 
 
@@ -200,6 +199,51 @@ def test_the_owner_of_whole_tensors_is_replaced_from_its_backup() -> None:
     found = run_replaced(owning, 4, deaths=len(WITH_OWNERS), timeout=1200)
 
     check(found, WITH_OWNERS, run_ranks(undisturbed_muon, 1)[0])
+
+
+SPREAD = [Case("ep=2", 1, "backward"), Case("ep=4", 2, "forward"), Case("zero3 ep=2", 0, "updated")]
+
+
+class Routed(nn.Module):
+    """A mixture in which each token goes to one of four experts."""
+
+    def __init__(self, up: nn.Linear) -> None:
+        super().__init__()
+        self.router = nn.Linear(up.in_features, 4)
+        self.experts = nn.ModuleList(nn.Linear(up.in_features, up.out_features) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, choice = self.router(tokens).softmax(-1).max(-1)
+        made = tokens.new_zeros(len(tokens), self.experts[0].out_features)
+        for number, expert in enumerate(self.experts):
+            mine = (choice == number).nonzero().flatten()
+            if len(mine):
+                made = made.index_add(0, mine, expert(tokens[mine]) * weights[mine, None])
+        return made.unflatten(0, x.shape[:2])
+
+
+def mixture() -> GPT:
+    made = model()
+    for block in made.blocks:
+        block.up = Routed(block.up)
+    return made.double()
+
+
+def spreading(seat: Seat) -> dict[Case, dict[str, Any]]:
+    return survived(seat, SPREAD, recovery=nbkit.Recovery(backup_every=1), model=mixture)
+
+
+def undisturbed_mixture(world: Any) -> list[float]:
+    return undisturbed(world, model=mixture)
+
+
+@pytest.mark.long
+def test_a_rank_that_holds_experts_is_replaced_in_mid_exchange() -> None:
+    """The others wait for it in a dispatch, forward or backward, and go on with the experts that it held."""
+    found = run_replaced(spreading, 4, deaths=len(SPREAD), timeout=170)
+
+    check(found, SPREAD, run_ranks(undisturbed_mixture, 1)[0])
 
 
 def half_sent(seat: Seat) -> dict[Case, dict[str, Any]]:
