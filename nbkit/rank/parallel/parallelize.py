@@ -38,6 +38,7 @@ from nbkit.rank.parallel.pipeline.executor import Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.plan import ParallelPlan, keeps_whole, need_chain, need_copies
 from nbkit.rank.parallel.process_groups import Connections
+from nbkit.rank.parallel.reshard.redistribute import hollow
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.whole_tensors import WholeTensors
@@ -116,6 +117,21 @@ def parallelize(
     Arguments and errors: see `cut`.
     """
     return cut(plan, connections, device=device, own=own).build(device)
+
+
+def parallelize_lean(plan: ParallelPlan, connections: Connections, *, device: torch.device) -> ShardedModel:
+    """Return a sharded model as `parallelize` does, with memory for its weights only.
+
+    The first step takes the memory of gradients. So a rank that fills the weights one by one holds one beside its own.
+    """
+    with hollow() as spaces:
+        sharded_model = parallelize(plan, connections, device=device, own=None)
+        sharded_model.data.let_go()
+    for tensor in sharded_model.data.tensors():
+        storage = tensor.untyped_storage()
+        if not storage.nbytes() and (space := spaces.get(storage._cdata)) is not None:
+            storage.resize_(space[1])
+    return sharded_model
 
 
 def cut(

@@ -33,7 +33,7 @@ from nbkit.rank.parallel.device_mesh import forget, groups_made
 from nbkit.rank.parallel.fact_finder import FactFinder
 from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.copies import build_again, built_again, skeleton_of
-from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut, parallelize
+from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut, parallelize, parallelize_lean
 from nbkit.rank.parallel.plan import ParallelPlan, keeps_whole, make_plan, need_rows
 from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, groups_exist, meet_groups
 from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept
@@ -246,10 +246,10 @@ class Builder:
 
     def first(self, strategy: Strategy) -> tuple[ShardedModel, torch.optim.Optimizer]:
         """Return the sharded model that a job starts with, and its optimizer."""
-        own = None if self.shells else self.module
         connections = self.connect(strategy, alike=self._alike(strategy))
-        sharded_model, optimizer = self.build(self.plan(strategy), connections, own=own)
         if self.shells:
+            sharded_model = parallelize_lean(self.plan(strategy), connections, device=self.device)
+            optimizer = self._optimizer(sharded_model)
             agree(
                 lambda: self.shells[0].fill(sharded_model),
                 what="The model's weights could not be read or made.",
@@ -258,6 +258,7 @@ class Builder:
             sharded_model.data.refresh()
             self.shells.clear()
         else:
+            sharded_model, optimizer = self.build(self.plan(strategy), connections, own=self.module)
             fill_weights(sharded_model, self.module)
         fill_state(sharded_model, self.template.state, partial(remember, optimizer))
         for p in sharded_model.module.parameters():
@@ -281,10 +282,15 @@ class Builder:
             sharded_model = ready.build(self.device)
         else:
             sharded_model = parallelize(plan, connections, device=self.device, own=own)
+        return sharded_model, self._optimizer(sharded_model, like)
+
+    def _optimizer(
+        self, sharded_model: ShardedModel, like: torch.optim.Optimizer | None = None
+    ) -> torch.optim.Optimizer:
         optimizer = self.template.build(sharded_model.held, like)
         if self.offload:
             offload(optimizer)
-        return sharded_model, optimizer
+        return optimizer
 
     def _alike(self, strategy: Strategy) -> bool:
         # A strategy that does not fit is refused by `connect`, on every rank alike.

@@ -124,11 +124,11 @@ class DataAxis:
 
     def begin_again(self) -> None:
         """Return to the initial state, on every rank alike, after a step that was broken off somewhere, or after
-        `let_go`."""
+        `let_go`, whose memory it takes again."""
         raise NotImplementedError
 
     def let_go(self) -> None:
-        """Free the memory of gradients, between two steps. No step may follow before `begin_again`."""
+        """Free the memory of gradients, between two steps or before the first. The next step takes it again."""
         raise NotImplementedError
 
     def leaves(self) -> list[nn.Parameter]:

@@ -100,6 +100,7 @@ class BucketedAxis(DataAxis, Generic[B]):
         self.close()
         self._buckets.clear()
         self._home.clear()
+        self._trains.clear()  # so that the next step builds buckets
         for p in self._params.values():
             p.grad = None
 
