@@ -321,7 +321,9 @@ def dashboard_parser() -> MagicParser:
 def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     if not (first.isdigit() and last.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps. Type the first and the last, for example 100-200")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a range of steps. Type the first and the last, for example 100-200"
+        )
     return int(first), int(last)
 
 
