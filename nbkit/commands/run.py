@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         os.execv(sys.executable, command)
     script = user_path(arguments.program)
     if not arguments.module and not script.is_file() and (found := shutil.which(arguments.program)) is not None:
-        if (command := _launching(arguments.program, arguments.args, options)) is not None:
-            os.execv(found, command)
+        if (launching := _launching(arguments.program, arguments.args, options)) is not None:
+            os.execv(found, launching)
     if not arguments.module and not script.is_file():
         raise UsageError(
             "There is no such program.", numbers=str(script), hint=shell_words("nbkit", "run", "train.py", "--args")
