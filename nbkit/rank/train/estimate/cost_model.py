@@ -152,7 +152,8 @@ class CostModel:
     def terms(self, strategy: Strategy) -> list[list[TrafficTerm]]:
         """Return what the first rank of each place along pp sends in a step, which is the most; [] if unknown."""
         if strategy not in self._terms:
-            mesh, ranks = strategy.mesh, strategy.mesh.ranks("pp", 0)
+            mesh = strategy.mesh
+            ranks: Sequence[int] = mesh.ranks("pp", 0)
             if self._plan(strategy) is not None and (every := self._made(strategy, range(mesh.size))):
                 alike = [[rank for rank in range(mesh.size) if mesh.index(rank)["pp"] == at] for at in range(mesh.pp)]
                 ranks = [max(some, key=lambda rank: wire_bytes(every[rank])) for some in alike]

@@ -94,7 +94,7 @@ class PeakBytes:
         size = microbatch_size or self.builder.config.compute.microbatch_size
         micros = min(strategy.microbatches or -(-rows // (size or rows)), rows)
         rest = self.census.at_rest(strategy)
-        ranks = strategy.mesh.ranks("pp", 0)
+        ranks: Sequence[int] = strategy.mesh.ranks("pp", 0)
         if self.options.whole or self.options.whole_in_tp:  # owners hold more than others at their place
             at = [strategy.mesh.index(rank)["pp"] for rank in range(strategy.mesh.size)]
             ranks = [max((r for r in range(len(at)) if at[r] == at[one]), key=lambda r: rest[r].total) for one in ranks]
