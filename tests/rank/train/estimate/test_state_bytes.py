@@ -6,12 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from nbkit.rank.parallel.job_options import JobOptions
 from torch import nn
 
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
+from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.plan import RankLayouts, make_plan
