@@ -128,7 +128,7 @@ def distributed_parser() -> MagicParser:
 
 
 def distribution_parser() -> MagicParser:
-    parser = MagicParser(prog="%distributed", description="Run each cell on every rank, as with %%%%distributed.")
+    parser = MagicParser(prog="%distributed", description="Run each cell on every rank, as with %%distributed.")
     parser.add_argument("cells", choices=("on", "off"), help="on: from now on; off: cells run in the notebook again")
     return parser
 
