@@ -66,7 +66,7 @@ class GPT(torch.nn.Module):
 
 
 class DistAdamW(torch.optim.Optimizer):
-    """As ZeRO 2: each rank updates a slice of the rows of each parameter."""
+    """AdamW as in ZeRO 2: each rank updates a slice of the rows of each parameter."""
 
     def __init__(self, groups):
         super().__init__(groups, {"betas": (0.8, 0.95), "eps": 1e-10})
@@ -96,7 +96,7 @@ class DistAdamW(torch.optim.Optimizer):
 
 
 class DistMuon(torch.optim.Optimizer):
-    """Each rank updates every n-th matrix of a shape, and the others get it."""
+    """Muon of which each rank updates every n-th matrix of a shape, and the others get it."""
 
     def __init__(self, params):
         params = list(params)

@@ -101,6 +101,33 @@ def test_a_gpt_under_muon_and_adamw_is_that_of_one_process_through_a_chain_of_sw
     assert any("tensors are updated whole, each by the rank" in step for step in found[0]["steps"])
 
 
+def edited(world: Any) -> float:
+    """Return how far two steps are from one process, if the weights are changed between them, unseen by autograd."""
+    trainer = nbkit.Trainer(
+        model=net, loss=loss, optimizer=muon_and_adamw, data=data(), batch_size=8, clip_norm=0.5, strategy="zero3",
+        log_dir=None, progress=False, loading=nbkit.Loading(shuffle=False),
+    )  # fmt: skip
+    plain, rows = net(), data()
+    every = muon_and_adamw(plain).values()
+    for step in range(2):
+        trainer.fit(1)
+        x, y = (torch.stack(part) for part in zip(*rows[8 * step : 8 * step + 8], strict=True))
+        plain.zero_grad()
+        loss(plain(x), y).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        for each in every:
+            each.step()
+        for model in (trainer.model, plain):
+            for p in model.parameters():
+                p.data.mul_(0.9)
+    return distance(trainer.full_state_dict(), plain.state_dict())
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_owners_get_weights_that_a_user_has_changed() -> None:
+    assert max(run_ranks(edited, 2, timeout=200)) < 1e-9
+
+
 def own_losses(world: Any) -> dict[str, float]:
     """Return, by strategy, how far three steps of a loop with its own forward and loss are from one process."""
     rows, found = data(), {}

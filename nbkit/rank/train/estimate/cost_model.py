@@ -156,7 +156,7 @@ class CostModel:
             ranks: Sequence[int] = mesh.ranks("pp", 0)
             if self._plan(strategy) is not None and (every := self._made(strategy, range(mesh.size))):
                 alike = [[rank for rank in range(mesh.size) if mesh.index(rank)["pp"] == at] for at in range(mesh.pp)]
-                ranks = [max(some, key=lambda rank: wire_bytes(every[rank])) for some in alike]
+                ranks = tuple(max(some, key=lambda rank: wire_bytes(every[rank])) for some in alike)
             self._terms[strategy] = self._made(strategy, ranks)
         return self._terms[strategy]
 

@@ -97,7 +97,8 @@ class PeakBytes:
         ranks: Sequence[int] = strategy.mesh.ranks("pp", 0)
         if self.options.whole or self.options.whole_in_tp:  # owners hold more than others at their place
             at = [strategy.mesh.index(rank)["pp"] for rank in range(strategy.mesh.size)]
-            ranks = [max((r for r in range(len(at)) if at[r] == at[one]), key=lambda r: rest[r].total) for one in ranks]
+            alike = [[rank for rank, place in enumerate(at) if place == at[one]] for one in ranks]
+            ranks = tuple(max(some, key=lambda rank: rest[rank].total) for some in alike)
         again = self.builder.config.compute.recompute if self.recompute is None else self.recompute
         weights = [self.weights(strategy, own, traced.partial) for own in ranges]
         return [

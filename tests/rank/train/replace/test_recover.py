@@ -196,7 +196,7 @@ def undisturbed_muon(world: Any) -> list[float]:
 
 @pytest.mark.long
 def test_the_owner_of_whole_tensors_is_replaced_from_its_backup() -> None:
-    found = run_replaced(owning, 4, deaths=len(WITH_OWNERS), timeout=1200)
+    found = run_replaced(owning, 4, deaths=len(WITH_OWNERS), timeout=170)
 
     check(found, WITH_OWNERS, run_ranks(undisturbed_muon, 1)[0])
 
