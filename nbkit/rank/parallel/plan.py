@@ -87,18 +87,18 @@ class ParallelPlan:
                 known[place] = whole if here is None else {n: whole[n] for n in whole if n in here.parameters}
             mine = shards = known[place]
             if strategy.zero:
-                part = at["dp"] % strategy.shard
-                if (*place, part) not in sharded:
-                    sharded[*place, part] = {
+                part, copy = at["dp"] % strategy.shard, at["dp"] // strategy.ep if strategy.ep > 1 else 0
+                if (*place, part, copy) not in sharded:
+                    sharded[*place, part, copy] = {
                         n: each
                         if n in self.places
-                        else shapes.shard(each, copies, at["dp"] // strategy.ep)
+                        else shapes.shard(each, copies, copy)
                         if n in routed
                         else shapes.shard(each, strategy.shard, part)
                         for n, each in mine.items()
                         if self.places.get(n, part) == part
                     }
-                shards = sharded[*place, part]
+                shards = sharded[*place, part, copy]
             # The ranks that hold the same experts keep their weights whole.
             experts = {n: mine[n] for n in routed if n in mine}
             weights.append({**shards, **experts} if strategy.zero == 3 else mine)

@@ -386,7 +386,19 @@ def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> 
 
 
 SHORT, CLIP = 19, 0.3
-CHAIN = ("dp=4 ep=4", "zero3 ep=2", "ddp", "ep=2", "zero3 ep=4", "zero1 ep=2", "zero2 ep=2", "zero3", "ep=4", "ddp")
+CHAIN = (
+    "dp=4 ep=4",
+    "zero3 ep=2",
+    "ddp",
+    "ep=2",
+    "zero3 shard=2 ep=2",
+    "zero3 ep=4",
+    "zero1 ep=2",
+    "zero2 ep=2",
+    "zero3",
+    "ep=4",
+    "ddp",
+)
 EPOCH = 3
 """Steps under each strategy of the chain: an epoch, whose last batch has 3 rows, so that rank 3 has none."""
 
@@ -560,7 +572,7 @@ def test_a_step_with_spread_experts_shows_each_planted_bug(bugs: Sequence[str]) 
             assert stepped(facts[name], "dp=4 ep=2").refusal is not None, bug
 
 
-MOVES = ("ddp", "ep=4", "zero3 ep=2", "zero1 ep=2", "zero2", "ep=2")
+MOVES = ("ddp", "ep=4", "zero3 ep=2", "zero3 shard=2 ep=2", "zero1 ep=2", "zero2", "ep=2")
 
 
 @pytest.mark.parametrize("name", ["top two", pytest.param("mixtral", marks=pytest.mark.long)])
