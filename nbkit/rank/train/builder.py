@@ -287,7 +287,7 @@ class Builder:
     def _optimizer(
         self, sharded_model: ShardedModel, like: torch.optim.Optimizer | None = None
     ) -> torch.optim.Optimizer:
-        optimizer = self.template.build(sharded_model.held, like)
+        optimizer: torch.optim.Optimizer = self.template.build(sharded_model.held, like)
         if self.offload:
             offload(optimizer)
         return optimizer
