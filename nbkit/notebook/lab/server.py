@@ -157,8 +157,8 @@ class _Handler(APIHandler):
 
 
 class StateHandler(_Handler):
-    @authenticated
-    @authorized  # type: ignore[untyped-decorator]
+    @authenticated  # type: ignore[untyped-decorator]
+    @authorized
     async def get(self) -> None:
         notebook, ranks = self.get_argument("path", ""), self.get_argument("ranks", "") == "1"
         pid = 0
@@ -168,15 +168,15 @@ class StateHandler(_Handler):
 
 
 class ClusterHandler(_Handler):
-    @authenticated
-    @authorized  # type: ignore[untyped-decorator]
+    @authenticated  # type: ignore[untyped-decorator]
+    @authorized
     async def delete(self, name: str) -> None:
         await self._answer(lambda: self.sidebar.stop(name))
 
 
 class LessonHandler(_Handler):
-    @authenticated
-    @authorized  # type: ignore[untyped-decorator]
+    @authenticated  # type: ignore[untyped-decorator]
+    @authorized
     async def post(self, name: str) -> None:
         await self._answer(lambda: {"path": self.sidebar.lesson(name)})
 
