@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
         command = [sys.executable, *torchrun, "-m", "nbkit", "run", *options, arguments.program, *arguments.args]
         os.execv(sys.executable, command)
     script = user_path(arguments.program)
-    if not arguments.module and not script.is_file() and (found := shutil.which(arguments.program)) is not None:
-        if (launching := _launching(arguments.program, arguments.args, options)) is not None:
-            os.execv(found, launching)
+    launching = None if arguments.module else _launching(arguments.program, arguments.args, options)
+    if launching is not None and (found := shutil.which(arguments.program)) is not None:
+        os.execv(found, launching)
     if not arguments.module and not script.is_file():
         raise UsageError(
             "There is no such program.", numbers=str(script), hint=shell_words("nbkit", "run", "train.py", "--args")

@@ -59,7 +59,7 @@ def test_a_training_is_in_the_status_bar_and_its_dashboard_and_panel_dock_as_tab
     appears(page, ".nbkit-here .nbkit-note >> text=/step \\d+ · dp=2/")
 
     page.page.locator("[data-key=dock-dashboard]").click()
-    appears(page, ".nbkit-docked >> text=/2 ranks · running/")
+    appears(page, ".nbkit-docked >> text=/2 ranks · (running|quiet)/")
     page.page.locator("[data-key=dock-panel]").click()
     appears(page, ".nbkit-docked >> text=/zero3/")
     docked = page.page.evaluate(

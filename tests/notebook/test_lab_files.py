@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_sidebar_lists_runs_beside_the_notebook_and_in_the_servers_folder_the_newest_first(root: Path) -> None:
     from nbkit.notebook.lab.server import Sidebar
 
-    for name in ("runs/a", "deep/runs/b", "elsewhere/runs/c", "runs/no-run"):
+    for age, name in enumerate(("deep/runs/b", "runs/a", "elsewhere/runs/c", "runs/no-run")):
         (root / name / ("x" if name == "runs/no-run" else "telemetry")).mkdir(parents=True)
+        os.utime(root / name, (1e9 - age, 1e9 - age))
 
     told = plain(Sidebar(root).state(0, "deep/lesson.ipynb", ranks=True))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import psutil
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
-from tornado import web
+from tornado.web import HTTPError, authenticated
 
 from nbkit.errors import ClusterError, NbkitError, UsageError
 from nbkit.notebook.json_text import json_text
@@ -32,7 +32,7 @@ _LESSONS = "nbkit-lessons"  # in the server's folder, as `nbkit lab` names it in
 
 
 class Sidebar:
-    """What the sidebar shows. root: the folder that the server shows."""
+    """The content of the sidebar. root: the folder that the server shows."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -127,7 +127,7 @@ def _ranks(entry: Any) -> list[dict[str, Any]]:
     from nbkit.notebook.cluster.status import memory_by_rank
 
     entry, deaths = repinned(entry), {death.rank: death for death in deaths_in(entry.folder)}
-    used: dict[int, Mapping[str, Any]] = {}
+    used: dict[int, dict[str, Any]] = {}
     for rank, process in enumerate(entry.ranks if entry.is_here and not entry.is_spread else ()):
         with suppress(psutil.Error):
             if process.is_alive():
@@ -157,25 +157,25 @@ class _Handler(APIHandler):
 
 
 class StateHandler(_Handler):
-    @web.authenticated
+    @authenticated  # type: ignore[untyped-decorator]
     @authorized
     async def get(self) -> None:
         notebook, ranks = self.get_argument("path", ""), self.get_argument("ranks", "") == "1"
         pid = 0
-        with suppress(KeyError, AttributeError, TypeError, web.HTTPError):  # gone, or started by a gateway elsewhere
+        with suppress(KeyError, AttributeError, TypeError, HTTPError):  # gone, or started by a gateway elsewhere
             pid = int(self.kernel_manager.get_kernel(self.get_argument("kernel", "")).provisioner.pid)
         await self._answer(lambda: self.sidebar.state(pid, notebook, ranks=ranks))
 
 
 class ClusterHandler(_Handler):
-    @web.authenticated
+    @authenticated  # type: ignore[untyped-decorator]
     @authorized
     async def delete(self, name: str) -> None:
         await self._answer(lambda: self.sidebar.stop(name))
 
 
 class LessonHandler(_Handler):
-    @web.authenticated
+    @authenticated  # type: ignore[untyped-decorator]
     @authorized
     async def post(self, name: str) -> None:
         await self._answer(lambda: {"path": self.sidebar.lesson(name)})

@@ -198,7 +198,11 @@
         const source = cell.model.sharedModel.getSource();
         if (notebook === panel.content && /%distributed o|nbkit|%cluster/.test(source)) void ask().catch(() => {});
       };
-      const status = (_, now) => /restarting|dead|starting/.test(now) && show(false);
+      const status = (_, now) => {
+        if (!/restarting|dead|starting/.test(now)) return;
+        this.loaded.delete(kernel());
+        show(false);
+      };
       const tellAgain = (_, now) => now === "connected" && begin();
       panel.sessionContext.kernelChanged.connect(begin);
       panel.sessionContext.statusChanged.connect(status);
