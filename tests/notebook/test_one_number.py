@@ -13,7 +13,7 @@ from tables import answer_of
 from torch.nn import functional as F
 
 import nbkit
-from nbkit.figures import seconds, size
+from nbkit.figures import figure, seconds, size
 from nbkit.notebook.board.plugin.plugin import RunCatalog
 from nbkit.notebook.cluster.training_control import ControlResult
 from nbkit.notebook.run.reader import RunReader
@@ -148,7 +148,7 @@ def test_seconds_and_rate_are_the_same_on_card_dashboard_and_tab(run: dict[str, 
     picture, summary, snapshot = run["picture"], run["summary"], run["snapshot"]
     rate = snapshot["state"]["rate"]
     assert summary["rate"] == rate
-    assert f"{rate:,.0f} tokens/s" in plain(lines_of(snapshot)) and f"{rate:,.0f} tokens/s" in card_text(snapshot)
+    assert f"{figure(rate)} tokens/s" in plain(lines_of(snapshot)) and f"{figure(rate)} tokens/s" in card_text(snapshot)
     assert seconds(summary["seconds"]) == seconds(picture["seconds"]) == panel_row(run["trained"])["step"]
     assert all(seconds(bar[1]) == seconds(picture["seconds"]) for bar in picture["ranks"])
 
@@ -173,7 +173,7 @@ def test_the_pictures_in_a_saved_notebook_have_the_same_numbers(run: dict[str, A
         *panel, *(word for words in panel for word in words.split(" · "))
     }  # fmt: skip
     dashboard = words_of(dashboard_picture(run["snapshot"]))
-    rate = f"{run['snapshot']['state']['rate']:,.0f} tokens/s"
+    rate = f"{figure(run['snapshot']['state']['rate'])} tokens/s"
     assert any(rate in words.split(" · ") for words in dashboard)
     assert seconds(run["picture"]["seconds"]) in dashboard
 
