@@ -418,6 +418,22 @@ def build_parts(
     return module, None
 
 
+def without_memory(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return a callable that builds what `model` builds, for its shapes: large tensors are on the meta device.
+
+    A model that cannot be built so is built with memory.
+    """
+
+    def build() -> nn.Module:
+        try:
+            with Recording():
+                return model()
+        except Exception:
+            return model()
+
+    return build
+
+
 def _record(
     model: Callable[[], nn.Module], *, seed: int, device: torch.device
 ) -> tuple[WeightlessModel | nn.Module | None, str]:

@@ -566,9 +566,12 @@ def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None
     for name, places in homes(made).items():
         replace_submodule(places, placeholder(params[name].shape, params[name]))
     take_buffers(made, like)
-    for (_, own), (_, theirs) in zip(tensors_beside(made), tensors_beside(like), strict=True):
+    for (where, own), (_, theirs) in list(zip(tensors_beside(made), tensors_beside(like), strict=True)):
         if own.shape == theirs.shape and not isinstance(own, nn.Parameter):
-            own.data = theirs.detach().clone()
+            if own.is_meta:
+                put_in_place(where, marked(theirs.detach().clone(), own))
+            else:
+                own.data = theirs.detach().clone()
     put(plain_attributes(like), made)
     return made
 

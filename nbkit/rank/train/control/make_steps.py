@@ -46,7 +46,13 @@ def make_steps(
         job.running(total=left, owner=trainer, arithmetic=str(trainer.arithmetic), joins=joins),
         rebalancing.listening() if loop.recovery.balance else nullcontext(),
         rescue(trainer, loop.recovery.on_oom) as memory,
-        hang_watch(loop.recovery.hang_timeout if replaceable else None, job.rank),
+        hang_watch(
+            loop.recovery.hang_timeout,
+            job.rank,
+            ranks=job.world_size,
+            replaceable=replaceable,
+            say=say if not trainer.step else _nothing,
+        ),
     ):
         trainer.saves.begin()
         # The same on all ranks, since these numbers also carry what they agree on at a boundary.
@@ -91,6 +97,10 @@ def make_steps(
                     job.follow_plan()
                 trainer.saves.begin()
                 left = goal - trainer.step
+
+
+def _nothing(_: str) -> None:
+    """Say nothing."""
 
 
 def _backed_up(steps: int, replaceable: bool) -> bool:
