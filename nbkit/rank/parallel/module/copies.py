@@ -537,12 +537,13 @@ def runnable(skeleton: nn.Module) -> nn.Module:
         old: nn.Parameter = getattr(*places[0])
         param = parameter_like(window(old.shape, old.dtype, old.device, draw), old)
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(_let_go)
+            param.register_post_accumulate_grad_hook(drop_gradient)
         replace_submodule(places, param)
     return module
 
 
-def _let_go(param: Tensor) -> None:
+def drop_gradient(param: Tensor) -> None:
+    """Free the gradient of `param`, as a hook that is called when it was made."""
     param.grad = None
 
 
