@@ -171,12 +171,14 @@ class Recovery(_Option):
 
     on_failure: "replace" a rank that dies and go on, if possible (the default; docs/reference/clusters.md); "shrink":
     go on with the ranks that are left; or "stop". hang_timeout: seconds after which a rank that all others wait for is
-    ended, and counts as dead; None (the default): never. on_oom: a step that runs out of memory is taken back
-    (docs/reference/memory.md). "fit" makes it again with a setting that fits; "ask" asks you for the setting (the
-    default in a notebook); "raise" ends `fit` with the error (the default elsewhere). balance: measure how fast ranks
-    compute, and switch to matching speeds= of the strategy when they change (default: False). backup_every: steps
-    between backups of what one rank alone holds, in the host memory of another rank. None (the default): as often as
-    costs below 5 % of a step, if a rank can be replaced. 0: no backups; a replacement then needs a checkpoint.
+    ended, and counts as dead; in a script, the seconds after which a rank that waits ends the run. None (the default):
+    never in a cluster, where the cell says after 30 s that nothing moves; 600 in a script; float("inf"): never.
+    on_oom: a step that runs out of memory is taken back (docs/reference/memory.md). "fit" makes it again with a setting
+    that fits; "ask" asks you for the setting (the default in a notebook); "raise" ends `fit` with the error (the
+    default elsewhere). balance: measure how fast ranks compute, and switch to matching speeds= of the strategy when
+    they change (default: False). backup_every: steps between backups of what one rank alone holds, in the host memory
+    of another rank. None (the default): as often as costs below 5 % of a step, if a rank can be replaced. 0: no
+    backups; a replacement then needs a checkpoint.
 
     In a loop over `job.batches` on_failure ("replace" or "stop") and backup_every apply; the rest is refused.
     Raises TrainingError for a value that does not exist.

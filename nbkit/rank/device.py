@@ -82,6 +82,9 @@ class Cuda(DeviceKind):
             "TORCH_NCCL_ENABLE_MONITORING": "0",
             # Otherwise torch prints a dump for a failed collective, although training goes on here.
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+            # The flight recorder is on, with both names that versions of torch give it. `%nbkit why` reads it.
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
             # Each communicator has a stream. A pipeline has four, beside the streams for computing and copying. On
             # CUDA's 8 hardware queues, a waiting stream would block others. CUDA reads this when it is first used.
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._C._distributed_c10d as bindings
 import torch.distributed.distributed_c10d as c10d
 import torch.overrides
 from torch import Tensor, nn
@@ -342,6 +343,13 @@ default_store: Any = _symbol(
     "torch.distributed.distributed_c10d:_get_default_store", "meet in the store of torchrun's world",
     "nbkit.init() under torchrun is refused",
 )  # fmt: skip
+_attributes(
+    "torch._C._distributed_c10d:", "_dump_nccl_trace_json", "read the flight recorder of NCCL", "it is not read",
+    at_use=True,
+)  # fmt: skip
+nccl_recorder: Any = getattr(bindings, "_dump_nccl_trace_json", None)
+"""Gives the flight recorder of NCCL as JSON. torch has it only where it is built with NCCL."""
+
 _attributes("torch.distributed:Work.", "_get_duration", "time collectives on CUDA", "they are not timed", at_use=True)
 _attributes(
     "torch.distributed:Work.", "_pybind11_conduit_v1_", "end a wait for a message on gloo",

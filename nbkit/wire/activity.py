@@ -87,6 +87,7 @@ class Activity:
     prompt: the kind of prompt at which it waits for a person ("breakpoint", "post-mortem"), or "". stacks: of every
     thread, "" unless they were asked for. cells: file -> cell number. split_call: the line of the user's own code that
     calls, outside of a step, a model of which each rank holds a part. split_by: the strategy that has split it.
+    unfinished: what torch's flight recorder holds of operations between devices that have not ended.
     """
 
     rank: int
@@ -103,3 +104,4 @@ class Activity:
     cells: Mapping[str, int] = field(default_factory=dict)
     split_call: CodeLine | None = None
     split_by: str = ""
+    unfinished: tuple[str, ...] = ()

@@ -597,10 +597,13 @@ class Why:
         """Return {"sentence", "kind", "stuck", "ranks", "seconds", "table": [...]}.
 
         sentence: the conclusion. kind, ranks: see HangVerdict. stuck: a rank waits for another, or is held. An element
-        of table has the columns of the table as texts, and "stacks", which is "" without --stacks.
+        of table has the columns of the table as texts, "stacks", which is "" without --stacks, and "recorded", what
+        torch's flight recorder holds of operations that have not ended.
         """
         rows = [
-            dict(zip(COLUMNS, _row(state), strict=True)) | {"stacks": state.stacks} for state in self.states.values()
+            dict(zip(COLUMNS, _row(state), strict=True))
+            | {"stacks": state.stacks, "recorded": list(state.activity.unfinished) if state.activity else []}
+            for state in self.states.values()
         ]
         told = {name: getattr(self.verdict, name) for name in ("sentence", "kind", "stuck", "ranks")}
         return {**told, "seconds": self.seconds, "table": rows}
@@ -611,12 +614,18 @@ class Why:
     def _stacks(self) -> str:
         return "\n".join(f"rank {rank}, {state.stacks}" for rank, state in self.states.items() if state.stacks)
 
+    def _recorded(self) -> str:
+        """Return what torch's flight recorders hold of operations that have not ended."""
+        found = {rank: state.activity.unfinished for rank, state in self.states.items() if state.activity is not None}
+        return "\n".join(f"rank {rank}, flight recorder: {one}" for rank, some in found.items() for one in some)
+
     def __repr__(self) -> str:
         table = text_table(COLUMNS, self._rows())
-        return "\n\n".join(part for part in (self.sentence, table, self._stacks()) if part)
+        return "\n\n".join(part for part in (self.sentence, table, self._recorded(), self._stacks()) if part)
 
     def _repr_html_(self) -> str:
-        stacks = f"<pre>{html.escape(self._stacks())}</pre>" if self._stacks() else ""
+        details = "\n\n".join(part for part in (self._recorded(), self._stacks()) if part)
+        stacks = f"<pre>{html.escape(details)}</pre>" if details else ""
         return f"<b>{html.escape(self.sentence)}</b>{html_table(COLUMNS, self._rows())}{stacks}"
 
 

@@ -38,6 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.models.pretrained import WeightlessModel
 from nbkit.rank.parallel.module.copies import (
+    drop_gradient,
     homes,
     marked,
     note_aliases,
@@ -418,6 +419,22 @@ def build_parts(
     return module, None
 
 
+def without_memory(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return a callable that builds what `model` builds, for its shapes: large tensors are on the meta device.
+
+    A model that cannot be built so is built with memory.
+    """
+
+    def build() -> nn.Module:
+        try:
+            with Recording():
+                return model()
+        except Exception:
+            return model()
+
+    return build
+
+
 def _record(
     model: Callable[[], nn.Module], *, seed: int, device: torch.device
 ) -> tuple[WeightlessModel | nn.Module | None, str]:
@@ -451,6 +468,8 @@ def _without_weights(module: nn.Module, recording: Recording, device: torch.devi
         if old is not None and old.is_meta:
             views[name] = recording.view(old)
             replace_submodule(places, new := parameter_like(window(old.shape, old.dtype, device, draw), old))
+            if new.requires_grad:  # nbkit runs backward passes to look at the model; gradients are as large as weights
+                new.register_post_accumulate_grad_hook(drop_gradient)
             for part, attribute in places:
                 if isinstance(part, nn.RNNBase):
                     setattr(part, attribute, new)  # it has a list of its weights, which it updates here

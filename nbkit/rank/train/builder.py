@@ -25,7 +25,7 @@ from nbkit.rank.data.batch import Shard
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.reads_model import reading_no_parameter
-from nbkit.rank.models.deferred import build_parts
+from nbkit.rank.models.deferred import build_parts, without_memory
 from nbkit.rank.models.pretrained import Pretrained, ReadsWeights, WeightlessModel
 from nbkit.rank.parallel.check_model import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
@@ -136,7 +136,8 @@ class Builder:
         )
         self.finder = self._finder(ModelFacts(ModelShapes(self.skeleton)))
         wanted = frozenset[str]().union(*map(needed_facts, asked))
-        self.finder.begin(None if isinstance(model, nn.Module | Pretrained) else model, wanted)
+        again = None if isinstance(model, nn.Module | Pretrained) else without_memory(model) if self.shells else model
+        self.finder.begin(again, wanted)
         self.finder.synced = {strategy.composed for strategy in asked}
         self._warned: set[Strategy] = set()
         self._agreed: set[Strategy] = set()

@@ -33,6 +33,7 @@ from nbkit.rank.telemetry.collectives import CollectiveCall, Timed, wait_on_host
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.torch_private import call_of_module, group_tables
 from nbkit.rank.world import meeting
+from nbkit.rank.world.flight_recorder import unfinished
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
 from nbkit.wire.user_code import is_users
 
@@ -93,6 +94,7 @@ def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **kno
         cells=dict(cells),
         split_call=None if called is None else _line(called[0].f_code, called[0].f_lasti, cells),
         split_by="" if called is None else called[1],
+        unfinished=unfinished() if waits is not None else (),
         **known,
     )
 

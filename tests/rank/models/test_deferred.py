@@ -19,7 +19,7 @@ from nbkit.rank.models import deferred
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.models.pretrained import WeightlessModel
 from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
-from nbkit.rank.parallel.module.copies import skeleton_of
+from nbkit.rank.parallel.module.copies import built_again, skeleton_of
 from nbkit.rank.parallel.parallelize import parallelize_lean
 from nbkit.rank.parallel.plan import make_plan
 from nbkit.rank.parallel.process_groups import connect_threads
@@ -258,6 +258,16 @@ def test_a_rank_holds_its_part_and_one_block_while_it_is_built(strategy: str, mo
     sharded_model, peak = counted_peak(built, monkeypatch)
     assert same_as(sharded_model, plain)
     assert peak <= 1.05 * (kept(sharded_model) + one_block(small()))
+
+
+def test_the_second_model_of_a_proof_is_built_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = functools.partial(model_of, 4, 256, 600)
+    module, _ = deferred.build_parts(small, seed=3, device=_CPU, world_size=1)
+    again, peak = counted_peak(
+        lambda: built_again(deferred.without_memory(small), skeleton_of(module), first=module), monkeypatch
+    )
+    assert [name for name, _ in again.named_parameters()] == [name for name, _ in module.named_parameters()]
+    assert peak < one_block(module)
 
 
 def measured(world: Any, strategy: str) -> dict[str, Any]:

@@ -538,12 +538,13 @@ def runnable(skeleton: nn.Module) -> nn.Module:
         old: nn.Parameter = getattr(*places[0])
         param = parameter_like(window(old.shape, old.dtype, old.device, draw), old)
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(_let_go)
+            param.register_post_accumulate_grad_hook(drop_gradient)
         replace_submodule(places, param)
     return module
 
 
-def _let_go(param: Tensor) -> None:
+def drop_gradient(param: Tensor) -> None:
+    """Free the gradient of `param`, as a hook that is called when it was made."""
     param.grad = None
 
 
@@ -567,9 +568,12 @@ def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None
     for name, places in homes(made).items():
         replace_submodule(places, placeholder(params[name].shape, params[name]))
     take_buffers(made, like)
-    for (_, own), (_, theirs) in zip(tensors_beside(made), tensors_beside(like), strict=True):
+    for (where, own), (_, theirs) in list(zip(tensors_beside(made), tensors_beside(like), strict=True)):
         if own.shape == theirs.shape and not isinstance(own, nn.Parameter):
-            own.data = theirs.detach().clone()
+            if own.is_meta:
+                put_in_place(where, marked(theirs.detach().clone(), own))
+            else:
+                own.data = theirs.detach().clone()
     put(plain_attributes(like), made)
     return made
 

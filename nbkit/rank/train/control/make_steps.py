@@ -12,7 +12,8 @@ from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.control.step_boundary import heed_end_signals
 from nbkit.rank.train.out_of_memory.rescue import rescue
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.replace.resume_fit import FitRange, go_on, hang_watch, leave_device
+from nbkit.rank.train.replace.hang_watch import hang_watch
+from nbkit.rank.train.replace.resume_fit import FitRange, go_on, leave_device
 from nbkit.rank.train.resize.plan_resize import shrink
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
@@ -45,7 +46,13 @@ def make_steps(
         job.running(total=left, owner=trainer, arithmetic=str(trainer.arithmetic), joins=joins),
         rebalancing.listening() if loop.recovery.balance else nullcontext(),
         rescue(trainer, loop.recovery.on_oom) as memory,
-        hang_watch(loop.recovery.hang_timeout if replaceable else None, job.rank),
+        hang_watch(
+            loop.recovery.hang_timeout,
+            job.rank,
+            ranks=job.world_size,
+            replaceable=replaceable,
+            say=say if not trainer.step else _nothing,
+        ),
     ):
         trainer.saves.begin()
         # The same on all ranks, since these numbers also carry what they agree on at a boundary.
@@ -90,6 +97,10 @@ def make_steps(
                     job.follow_plan()
                 trainer.saves.begin()
                 left = goal - trainer.step
+
+
+def _nothing(_: str) -> None:
+    """Say nothing."""
 
 
 def _backed_up(steps: int, replaceable: bool) -> bool:

@@ -6,16 +6,10 @@ Under torchrun nobody forks another rank: `host` is None, and an error ends the 
 update leaves one rank with weights that are partly new, and others before or after the update. Where ranks hold the
 same (ddp, hsdp), those that are whole give to the others; see rank_sync.py. Where each holds its own part, all go on
 from the newest backup of all ranks. Without backups, the error says what to type.
-
-`hang_watch` serves `hang_timeout=`: each rank watches itself from a thread, and reports when it has waited for others
-for that long. A rank that hangs reports nothing: the system may have stopped it, or it may block the interpreter. The
-host hears which ranks wait, and ends those that do not, so that another process takes their place. If all wait, the
-program is at fault and nobody is ended: `%nbkit why` says who waits for what.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -27,12 +21,10 @@ from typing import Any, Protocol
 import torch
 
 from nbkit.errors import NbkitError, Stopped, TrainingError
-from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.world.activity import activity
 from nbkit.records.events import Replaced
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
@@ -316,50 +308,3 @@ def _named(torn: TrainingError, saved: Any) -> TrainingError:
     if saved is not None:
         hint = f"trainer.load({str(saved)!r})"
     return TrainingError(torn.what, numbers=torn.numbers, hint=hint)
-
-
-_LOOKS = 10  # checks within the time after which a rank counts as waiting
-_LEAST_SECONDS = 0.05
-
-
-@contextmanager
-def hang_watch(seconds: float | None, rank: int) -> Iterator[None]:
-    """Tell the host whether this rank waits, while steps are made inside. seconds: None if nobody asked for it."""
-    if seconds is None or host is None:
-        yield
-        return
-    over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(seconds, rank, over), name="nbkit-hang-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _watch(seconds: float, rank: int, over: threading.Event) -> None:
-    parent = host
-    assert parent is not None
-    last, since, told = _moved(), time.monotonic(), 0.0
-    while not over.wait(max(seconds / _LOOKS, _LEAST_SECONDS)):
-        if (moved := _moved()) != last:
-            last, since = moved, time.monotonic()
-            if told:
-                told = 0.0
-                parent.waits(0.0)
-            continue
-        stood = time.monotonic() - since
-        # If all wait for each other, they say so one after the other. So they report at half of the time, and the host
-        # acts at the whole time.
-        due = seconds / 2 if not told else seconds
-        if told < seconds and stood >= due and (told or parent.asks() or activity(rank, {}).waits is not None):
-            told = stood
-            parent.waits(stood, due=stood >= seconds)
-    if told:
-        parent.waits(0.0)
-
-
-def _moved() -> tuple[int, int]:
-    """Return a value that changes when this rank issues an operation or makes a step."""
-    return delegating_group.num_issued(), step_boundary.progress().get("step", 0)

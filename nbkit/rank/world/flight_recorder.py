@@ -1,0 +1,42 @@
+"""Reads torch's flight recorder: the newest operations of each communicator, and whether the device has begun them.
+
+nbkit's own records say what a rank has issued. The recorder also knows, for NCCL, whether an operation waits in its
+stream or has begun, and it sees groups that are not nbkit's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from nbkit.rank import torch_private
+
+_MOST = 4
+
+
+def unfinished() -> tuple[str, ...]:
+    """Return a text for each operation that has not ended, the oldest first; at most a few. None on CPU ranks."""
+    if torch_private.nccl_recorder is None:
+        return ()
+    try:
+        recorded = json.loads(torch_private.nccl_recorder(includeCollectives=True, onlyActive=True))
+    except (RuntimeError, ValueError, TypeError):  # it is off, or this torch writes it in another way
+        return ()
+    return tuple(islice(_of(recorded), _MOST))
+
+
+def _of(recorded: dict[str, Any]) -> Iterator[str]:
+    ended = {name: int(one["last_completed_collective"]) for name, one in recorded.get("pg_status", {}).items()}
+    for entry in recorded.get("entries", ()):
+        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        if entry["state"] != "completed" and (entry["is_p2p"] or number > ended.get(str(entry["pg_id"]), -1)):
+            yield _said(entry, number)
+
+
+def _said(entry: dict[str, Any], number: int) -> str:
+    sizes = " ".join(str(tuple(size)) for size in entry["input_sizes"])
+    group = " ".join(str(part) for part in dict.fromkeys(entry["process_group"]) if part)
+    state = "has begun" if entry["state"] == "started" else "has not begun"
+    return f"{entry['profiling_name']} #{number} of group {group}, {sizes}: {state}"
