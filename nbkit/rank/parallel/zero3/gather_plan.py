@@ -122,6 +122,7 @@ class _Standing(Unit):
         self.name, self.slots, self._parts, self.autocast = name, slots, [], False
         for slot in slots:
             slot.shard = slot.whole = slot.old
+            slot.used = [slot.old]
         self._trains = [slot.old.requires_grad for slot in slots]
         self._sent, self.here, self.guarded = False, True, False
         self.rest()
