@@ -73,7 +73,7 @@ def test_the_text_of_an_error_that_never_ends_is_not_waited_for(two: Cluster) ->
 @pytest.mark.parametrize("where", ["reduce", "text"])
 def test_a_value_that_never_lets_itself_be_sent_answers_stop(two: Cluster, where: str) -> None:
     fails = "while True: pass" if where == "reduce" else "raise Bad()"
-    two.run(BAD.format("while True: pass") + f"class Stuck:\n    def __reduce__(self):\n        {fails}")
+    two.run("x = 1\n" + BAD.format("while True: pass") + f"class Stuck:\n    def __reduce__(self):\n        {fails}")
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         two.pull("Stuck()")

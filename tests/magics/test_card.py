@@ -57,7 +57,6 @@ def test_a_cell_that_waits_shows_a_clock_and_how_long_it_took(kernel: Kernel) ->
     assert cards(cell) == []
 
 
-@pytest.mark.long
 def test_the_next_cell_has_a_card_of_its_own_steps(kernel: Kernel) -> None:
     found = cards(kernel.run("%%distributed\ntrainer.fit(50)"))
 

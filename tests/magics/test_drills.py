@@ -55,7 +55,7 @@ def test_tab_offers_the_names_on_the_ranks(kernel: Kernel) -> None:
 
 @pytest.mark.long
 def test_tab_offers_the_verbs_and_options_of_a_magic(kernel: Kernel) -> None:
-    assert kernel.complete("%train ") == ["fit", "pause", "resume", "save", "stop", "wait"]
+    assert kernel.complete("%train ") == ["fit", "lr", "pause", "resume", "save", "stop", "wait"]
     assert kernel.complete("x = 1\n%cluster start --g") == ["--gpus"]
 
 

@@ -75,7 +75,10 @@ def requirements() -> list[str]:
     """Return the packages that the tests need beside torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(name for extra in ("board", "widgets", "test") for name in extras[extra])]
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in ("board", "widgets", "lab", "test") for name in extras[extra]),
+    ]
     return [name for name in wanted if not name.startswith("nbkit-train")]
 
 

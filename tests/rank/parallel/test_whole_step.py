@@ -242,10 +242,10 @@ def asked_of_ranks(world: Any) -> list[str]:
         )
 
     try:
-        job("pp", hints=nbkit.ModelHints(example=zoo.batch(2)))
+        job("pp", example=zoo.batch(2))
     except StrategyError as error:
         found.append(str(error))
-    going = job("ddp", hints=nbkit.ModelHints(example=zoo.batch(2)))
+    going = job("ddp", example=zoo.batch(2))
     for step, each in enumerate(going.batches([batch] * 3)):
         going.backward(each)
         going.optimizer.step()
@@ -257,7 +257,7 @@ def asked_of_ranks(world: Any) -> list[str]:
                 found.append(str(error))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        job("zero1", hints=nbkit.ModelHints(example=None))
+        job("zero1", example=None)
     unproven = [str(each.message) for each in said if "Not all of" in str(each.message)]
     return [*found, *unproven, str(going.strategy), str(going.step)]
 

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from nbkit.rank.parallel.context.peers import Peers
@@ -164,6 +163,8 @@ def _without_mask(
     if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
         return None
     if query.device.type != "cpu":
+        from torch.nn.attention.bias import causal_lower_right  # it imports torch's compiler, which takes seconds
+
         bias = causal_lower_right(query.shape[-2], key.shape[-2])
         attended: Tensor = F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=enable_gqa)
         return attended

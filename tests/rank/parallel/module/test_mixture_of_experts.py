@@ -550,7 +550,7 @@ PLANTED: dict[str, tuple[str, Callable[[], Any]]] = {
     "gradients of experts are not summed": ("top two", unsummed),
     "a token is dropped": ("mixtral", lambda: outputs_changed(lambda x: torch.cat([x[:-1], 0 * x[-1:]]))),
     "outputs come back in another order": ("mixtral", lambda: outputs_changed(lambda x: x.flip(0))),
-    "outputs are 1e-6 too large": ("mixtral", lambda: outputs_changed(lambda x: x * (1 + 1e-6))),
+    "outputs are 1e-6 too large": ("top two", lambda: outputs_changed(lambda x: x * (1 + 1e-6))),
     "a rank's experts stand in another order": ("mixtral", experts_reversed),
     "an expert without tokens gets a gradient of zeros": ("top two", idle_called),
     "each copy of an expert counts in the norm": ("top two", counted_as_one),
