@@ -1,12 +1,13 @@
-"""Formats numbers for people: bytes, seconds, losses and rates. Every view of a quantity uses the same function.
+"""Formats numbers for people: bytes, seconds, losses and rates, and tables of them. All views use the same functions.
 
 board/plugin/static/paint.js has the same formats for what a page draws.
 """
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 
@@ -51,3 +52,29 @@ def unit_of(numbers: Mapping[str, Any]) -> str:
     It is "rows" if each sample has one token, as images and rows of a table do, and "tokens" otherwise.
     """
     return "rows" if "samples" in numbers and numbers["samples"] == numbers.get("tokens") else "tokens"
+
+
+def html_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    titles: Sequence[str] = (),
+    *,
+    figures: Collection[str] = (),
+    bold: int | None = None,
+) -> str:
+    """Return a table as HTML, in the colours of the notebook's theme.
+
+    titles: a tooltip for each row. figures: the columns that hold numbers; they are right-aligned and keep their line.
+    bold: the number of a row.
+    """
+    styles = ["text-align:right;white-space:nowrap" if column in figures else "text-align:left" for column in columns]
+
+    def line(cells: Sequence[str], tag: str, more: str = "") -> str:
+        pairs = zip(cells, styles, strict=False)  # the row of something refused has a reason in place of its figures
+        return "".join(f"<{tag} style='{style}{more}'>{html.escape(cell)}</{tag}>" for cell, style in pairs)
+
+    body = ""
+    for i, row in enumerate(rows):
+        title = f" title='{html.escape(titles[i], quote=True)}'" if titles else ""
+        body += f"<tr{title}>{line(row, 'td', ';font-weight:bold' if i == bold else '')}</tr>"
+    return f"<table><thead><tr>{line(columns, 'th')}</tr></thead><tbody>{body}</tbody></table>"

@@ -25,9 +25,10 @@ from typing import Any, TypeVar
 from nbkit import job_folder
 from nbkit.durations import text_of
 from nbkit.errors import CellError, ClusterError, ClusterNotFound, NbkitError, UsageError
+from nbkit.figures import html_table
 from nbkit.figures import seconds as seconds_text
 from nbkit.job_folder import ListeningRank
-from nbkit.notebook.cluster.status import html_table, text_table
+from nbkit.notebook.cluster.status import text_table
 from nbkit.notebook.cluster.why import ANSWER_SECONDS, LATE_SECONDS, Why, activity_in, states_of, verdict
 from nbkit.notebook.run.reader import read_run
 from nbkit.wire import process_state

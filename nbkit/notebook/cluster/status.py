@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from nbkit.durations import text_of
+from nbkit.figures import html_table
 from nbkit.notebook.cluster.machine.gpus import find_gpus
 from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.wire.cells import first_line
@@ -191,14 +192,3 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in (columns, *rows)
     ]
     return "\n".join(lines)
-
-
-def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], titles: Sequence[str] = ()) -> str:
-    """Return a plain table that takes its colours from the notebook's theme. titles: a tooltip for each row."""
-    head = "".join(f"<th style='text-align:left'>{html.escape(column)}</th>" for column in columns)
-    body = ""
-    for i, row in enumerate(rows):
-        title = f" title='{html.escape(titles[i], quote=True)}'" if titles else ""
-        cells = "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row)
-        body += f"<tr{title}>{cells}</tr>"
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -19,7 +19,7 @@ from typing import Any
 
 from nbkit import errors
 from nbkit.errors import ClusterError, NbkitError, UsageError
-from nbkit.figures import between, seconds, size
+from nbkit.figures import between, html_table, seconds, size
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.handle import handle_of, wait_for, wait_here
 from nbkit.notebook.cluster.cells.submit import request_for
@@ -138,26 +138,14 @@ class ControlResult:
 
     def _repr_html_(self) -> str:
         if self.ok and self.do == "compare":
-            sides = ["left", *["right"] * 4]
-            cells = [
-                "".join(
-                    f"<td style='text-align:{side}'>{html.escape(cell)}</td>"
-                    for cell, side in zip(row, sides, strict=False)
-                )
-                for row in self.compared
-            ]
-            table = "".join(f"<tr>{row}</tr>" for row in cells)
-            return f"<b>{html.escape(self.line)}</b><table>{table}</table><small>{html.escape(self.turns)}</small>"
+            head, *rows = self.compared
+            table = html_table(head, rows, figures=head[1:])
+            return f"<b>{html.escape(self.line)}</b>{table}<small>{html.escape(self.turns)}</small>"
         if not self.figures:
             return f"<span>{html.escape(self.line)}</span>"
-        rows = "".join(
-            f"<tr><td style='text-align:left'>{html.escape(what)}</td>"
-            f"<td>{html.escape(predicted)}</td><td>{html.escape(found)}</td></tr>"
-            for what, predicted, found in self.figures
-        )
-        head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
+        table = html_table(("", "predicted", "measured"), self.figures, figures=("predicted", "measured"))
         notes = "<br>".join(map(html.escape, self.notes))
-        return f"<b>{html.escape(self.line)}</b><table>{head}{rows}</table><small>{notes}</small>"
+        return f"<b>{html.escape(self.line)}</b>{table}<small>{notes}</small>"
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], now: str) -> str:

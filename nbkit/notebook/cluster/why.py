@@ -23,10 +23,11 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from nbkit.durations import text_of
+from nbkit.figures import html_table
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.registry import ClusterEntry
-from nbkit.notebook.cluster.status import html_table, text_table
+from nbkit.notebook.cluster.status import text_table
 from nbkit.wire import process_state
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
 from nbkit.wire.cells import ranks_named

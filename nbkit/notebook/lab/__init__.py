@@ -1,1 +1,1 @@
-"""nbkit in JupyterLab: what its server tells (server.py), and what the browser shows (nbkit-train/)."""
+"""nbkit in JupyterLab: server.py runs in the Jupyter server, nbkit-train/ in the browser."""

@@ -1,11 +1,11 @@
-"""What nbkit's sidebar in JupyterLab asks of the server.
+"""Answers the requests of nbkit's sidebar in JupyterLab.
 
     GET    nbkit/state?kernel=ID&path=NOTEBOOK&ranks=1    clusters, programs, runs, lessons: see `Sidebar.state`
     DELETE nbkit/clusters/NAME                            end a cluster, as `nbkit stop NAME` does
     POST   nbkit/lessons/NAME                             {"path"} of a lesson, copied into nbkit-lessons/ if needed
 
-The server answers and no kernel, because a kernel is busy while a training runs, and there may be none. It reads the
-registry, the record files and the processes: no rank is asked, so it also answers while ranks are stuck.
+The server answers, not a kernel: a kernel is busy while a training runs, and there may be none. The server reads the
+registry, the record files and the processes. It asks no rank, so it also answers while ranks are stuck.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def in_vscode(environment: Mapping[str, str], variables: Mapping[str, Any]) -> b
 
 
 def note_words(version: str, *, vscode: bool) -> str:
-    """Said in a panel whose clicks wait while a cell runs; "" where they do not. version: of ipykernel."""
+    """Return the words of a panel whose clicks wait while a cell runs, else "". version: of ipykernel."""
     where = "VS Code" if vscode else f"ipykernel {version}" if version and _parts(version) < _HEARS_PAGES else ""
     if not where:
         return ""
@@ -56,8 +56,10 @@ def note_words(version: str, *, vscode: bool) -> str:
 
 
 def lost_words(version: str, *, vscode: bool) -> str:
-    """Said below the picture of a widget that a page, opened while a cell runs, does not get before the cell is over;
-    else ""."""
+    """Return the words below the picture of a widget, for a page that was opened while a cell runs.
+
+    Such a page gets the widget when the cell is over; "" where it gets the widget at once.
+    """
     if vscode or not version or _parts(version) >= _HEARS_NEW_PAGES:
         return ""
     return (

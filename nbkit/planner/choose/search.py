@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from nbkit import techniques
 from nbkit.errors import StrategyError, UsageError
-from nbkit.figures import between, size
+from nbkit.figures import between, html_table, size
 from nbkit.figures import seconds as span
 from nbkit.planner.choose.load import (
     Candidate,
@@ -513,24 +513,10 @@ def text(plan: Plan) -> str:
 
 def page(plan: Plan) -> str:
     """Return the plan as HTML, in the notebook's own colours."""
-    sides = ["left" if head in _WORDS else "right" for head in _HEADS]
-    head = "".join(
-        f"<th style='text-align:{side}'>{html.escape(cell)}</th>" for cell, side in zip(_HEADS, sides, strict=True)
-    )
-    body = ""
-    for number, row in enumerate(plan.rows[:_SHOWN]):
-        weight = "font-weight:bold" if not number else ""
-        styles = [
-            f"text-align:{side};white-space:{'normal' if place == 0 else 'nowrap'}" for place, side in enumerate(sides)
-        ]
-        cells = "".join(
-            f"<td style='{style};{weight}'>{html.escape(cell)}</td>"
-            for cell, style in zip(_cells(row, plan), styles, strict=True)
-        )
-        body += f"<tr>{cells}</tr>"
     notes = "".join(f"<div>{html.escape(line.strip())}</div>" for line in [*_levers(plan), *_refusals(plan)])
     title = html.escape(_title(plan))
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    rows = [_cells(row, plan) for row in plan.rows[:_SHOWN]]
+    table = html_table(_HEADS, rows, figures=set(_HEADS) - _WORDS, bold=0)
     return f"<div>{title}</div><div style='overflow-x:auto'>{table}</div>{notes}"
 
 

@@ -26,7 +26,6 @@ from nbkit.device_kinds import GLOO
 from nbkit.rank.background_threads import started
 from nbkit.rank.comm.background_creation import BreakableStore, GroupRendezvous, forming
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
-from nbkit.rank.comm.gloo import interruptible_wait
 from nbkit.rank.comm.gloo.interruptible_wait import interrupt
 from nbkit.rank.device import backends, is_device_backend
 from nbkit.rank.torch_private import CAN_BATCH_P2P, CAN_DELEGATE_GROUPS, group_tables
@@ -70,10 +69,9 @@ def install(*, unlimited: bool = True) -> None:
     """Make every group of this process over a backend that nbkit knows a delegating one. A second call changes nothing.
 
     If this torch version does not support it, groups stay torch's own. unlimited: a group for which the user sets no
-    time-out has none, instead of torch's default; waits of others in C++, such as DDP's, can then be interrupted.
+    time-out has none, instead of torch's default.
     """
     global _original
-    interruptible_wait.gated = unlimited
     if _original is not None or not CAN_DELEGATE_GROUPS:
         return
     _original = c10d._new_process_group_helper

@@ -420,9 +420,9 @@ def build_parts(
 
 
 def without_memory(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return a callable that builds what `model` builds, for its shapes: large tensors are on the meta device.
+    """Return a callable that builds the same model with its large tensors on the meta device, for a look at its shapes.
 
-    A model that cannot be built so is built with memory.
+    A model that cannot be built there is built with memory.
     """
 
     def build() -> nn.Module:

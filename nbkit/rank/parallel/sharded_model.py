@@ -38,8 +38,7 @@ class ShardedModel:
     the model was split. owned: the tensors that the optimizer updates whole, each on its owner; None if there are none.
     no_cache: why the model keeps no keys and values while it generates; "" if it keeps them, None if this was not
     tried. inside: nbkit, not the user, is calling the module. strategy: of the plan. axes: the groups, degrees and
-    positions of this rank. built: the plain attributes of the module's parts as they
-    were built.
+    positions of this rank. built: the plain attributes of the module's parts as they were built.
     """
 
     plan: ParallelPlan

@@ -1,4 +1,4 @@
-"""What a run is told by when its notebook is gone: model, optimizer, seed, devices and versions, in words."""
+"""Describes a run in words: model, optimizer, seed, devices and versions. Its report shows them."""
 
 from __future__ import annotations
 

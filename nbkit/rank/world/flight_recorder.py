@@ -17,7 +17,7 @@ _MOST = 4
 
 
 def unfinished() -> tuple[str, ...]:
-    """Return a text for each operation that has not ended, the oldest first; at most a few. None on CPU ranks."""
+    """Return a text for each operation that has not ended, at most a few, the oldest first. CPU ranks have none."""
     if torch_private.nccl_recorder is None:
         return ()
     try:

@@ -171,11 +171,6 @@ def wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
     return arrived
 
 
-gated = True
-"""Futures of collectives can be ended by an interrupt. A program that listens is never interrupted. For each bucket of
-its DDP, one of gloo's threads would take the interpreter from the training."""
-
-
 def future(work: Any, issued: int) -> torch.futures.Future[Any]:
     """Return the future of a collective. An interrupt also ends waits for it in C++, such as DDP's backward pass."""
     gate = _Gate(work, issued)
@@ -198,9 +193,7 @@ class Interruptible(dist.Work):
         return (wait_for_message if self.message else wait)(self.inner, self.issued, *timeout)
 
     def get_future(self) -> Any:
-        if gated and type(self.inner) is dist.Work:
-            return future(self.inner, self.issued)
-        return self.inner.get_future()
+        return future(self.inner, self.issued) if type(self.inner) is dist.Work else self.inner.get_future()
 
 
 def _delegated(name: str) -> Callable[[Interruptible], Any]:

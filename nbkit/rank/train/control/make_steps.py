@@ -51,7 +51,7 @@ def make_steps(
             job.rank,
             ranks=job.world_size,
             replaceable=replaceable,
-            say=say if not trainer.step else _nothing,
+            say=None if trainer.step else say,
         ),
     ):
         trainer.saves.begin()
@@ -97,10 +97,6 @@ def make_steps(
                     job.follow_plan()
                 trainer.saves.begin()
                 left = goal - trainer.step
-
-
-def _nothing(_: str) -> None:
-    """Say nothing."""
 
 
 def _backed_up(steps: int, replaceable: bool) -> bool:

@@ -5,9 +5,9 @@ reports nothing: the system may have stopped it, or it may block the interpreter
 hears which ranks wait, and ends those that do not. If all wait, the program is at fault and nobody is ended: `%nbkit
 why` says who waits for what.
 
-In a script, as under torchrun, nobody hears the ranks, and nobody looks at them. A link that fails would hold them for
-ever, because nbkit turns off the time limits of torch. So there a rank that has waited for so long says in what it
-waits, and ends its process. torchrun then ends the others.
+In a script, as under torchrun, no such process hears the ranks. A link that fails would hold them for ever, because
+nbkit turns off the time limits of torch. So a rank that has waited this long says for which operation, and ends its
+process. torchrun then ends the others.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _LEAST_SECONDS = 0.05
 
 @contextmanager
 def hang_watch(
-    seconds: float | None, rank: int, *, ranks: int, replaceable: bool, say: Callable[[str], None]
+    seconds: float | None, rank: int, *, ranks: int, replaceable: bool, say: Callable[[str], None] | None
 ) -> Iterator[None]:
     """Watch whether this rank waits for others, while steps are made inside.
 
     seconds: the limit; None if the user has set none. ranks: of the world. replaceable: a rank that dies is replaced.
-    say: shows a text to the user.
+    say: shows the limit to the user; None: the user knows it.
     """
     watch = _watch
     if resume_fit.host is None:
         watch, seconds = _watch_script, SCRIPT_SECONDS if seconds is None else seconds
-        if ranks > 1 and seconds < inf:
+        if say is not None and ranks > 1 and seconds < inf:
             say(f"A rank that waits {seconds:g} s for the others ends this run (hang_timeout= of nbkit.Recovery).")
     elif not replaceable:
         seconds = None

@@ -1,4 +1,4 @@
-"""Change weights outside of a step: `eval()` and `train()` of a schedule-free optimizer, and shown averages.
+"""Changes weights between two steps: `eval()` and `train()` of a schedule-free optimizer, and shown averages.
 
 A schedule-free optimizer computes gradients at one point and gives another one as the result. Its `eval()` puts the
 result into the parameters, and its `train()` takes it out again. Both see only what this rank updates. `follow_modes`
@@ -28,9 +28,9 @@ def follow_modes(optimizer: Optimizer, job: Any) -> None:
     having = [each for each in every if all(callable(getattr(type(each), mode, None)) for mode in MODES)]
     for mode in MODES:
         for each in having:
-            vars(each)[mode] = partial(_turn, known, mode, [each])
-        if having:  # several optimizers turn together
-            vars(optimizer).setdefault(mode, partial(_turn, known, mode, having))
+            vars(each)[mode] = partial(_set_mode, known, mode, [each])
+        if having:  # several optimizers change together
+            vars(optimizer).setdefault(mode, partial(_set_mode, known, mode, having))
 
 
 def to_train(optimizer: Optimizer) -> None:
@@ -40,13 +40,13 @@ def to_train(optimizer: Optimizer) -> None:
             type(each).train(each)  # type: ignore[attr-defined]
 
 
-def _turn(known: weakref.ref[Any], mode: str, optimizers: list[Any]) -> None:
+def _set_mode(known: weakref.ref[Any], mode: str, optimizers: list[Any]) -> None:
     """Call a mode of `optimizers`, between two steps. Collective."""
     job = known()
     if job is None or job.sharded_model is None:
         return
     what = f"optimizer.{mode}()"
-    ready(job, what)
+    meet_between_steps(job, what)
     if job.waits_for_update or job.own_forward.losses:
         raise TrainingError(
             f"{what} changes the weights, and the gradients of this step are of the weights before.",
@@ -56,7 +56,7 @@ def _turn(known: weakref.ref[Any], mode: str, optimizers: list[Any]) -> None:
     change_weights(job, lambda: [getattr(type(each), mode)(each) for each in optimizers])
 
 
-def ready(job: Any, what: str) -> None:
+def meet_between_steps(job: Any, what: str) -> None:
     """Meet the other ranks between two steps, where the parameters that this rank updates are the weights. Collective.
 
     Before the first step under a strategy, the owner of a whole tensor has none of its weights.

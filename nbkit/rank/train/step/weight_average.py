@@ -20,7 +20,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import any_rank
-from nbkit.rank.train.step.optimizer_mode import change_weights, ready
+from nbkit.rank.train.step.optimizer_mode import change_weights, meet_between_steps
 from nbkit.rank.train.step.several_optimizers import SeveralOptimizers, together
 
 
@@ -76,7 +76,7 @@ class WeightAverage:
         there is no average yet.
         """
         job = getattr(training, "job", training)
-        ready(job, "WeightAverage.shown")
+        meet_between_steps(job, "WeightAverage.shown")
         refuse_shown(job, "another WeightAverage.shown")
         average, begun = average_of(job), job.waits_for_update or bool(job.own_forward.losses)
         found = {} if average is None else average.of(job.sharded_model.held.values())
