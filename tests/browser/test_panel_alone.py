@@ -353,6 +353,7 @@ def test_the_picture_has_a_dot_for_each_strategy_rings_the_one_that_runs_and_dra
 
 def test_a_click_on_a_dot_chooses_and_so_do_arrows(page: Any) -> None:
     dot, line = page.locator(".point[data-strategy='tp=4']"), page.locator(".line input")
+    dot.scroll_into_view_if_needed()
     box = dot.locator(".dot").bounding_box()
     page.mouse.click(box["x"] - 1, box["y"] + 6)  # beside it
 
@@ -500,7 +501,7 @@ def test_margins_and_why_nothing_is_predicted_and_what_is_recommended_stand_in_t
     page.close()
 
 
-@pytest.mark.parametrize(("width", "beside"), [(950, False), (1250, True)])
+@pytest.mark.parametrize(("width", "beside"), [(950, False), (1120, False), (1250, True)])
 def test_the_widest_figures_fit_and_the_pictures_stand_beside_the_table_where_there_is_room(
     browser: Any, width: int, beside: bool
 ) -> None:

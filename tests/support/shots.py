@@ -102,8 +102,9 @@ def _panel(lab: LabPage, number: int) -> Any:
 
     wait(lambda: "not examined yet" not in lab.output(number))
     lab.cell(number).get_by_role("button", name=re.compile("^Measure")).click()
-    wait(lambda: "Recommended" in lab.output(number))
-    lab.page.wait_for_timeout(5000)
+    for _ in range(2):  # what the first turns do not tell apart is measured once more
+        wait(lambda: "Recommended" in lab.output(number) and "asked to measure" not in lab.output(number))
+        lab.page.wait_for_timeout(5000)
     return shown_by(lab, number)
 
 
@@ -200,6 +201,10 @@ def take(element: Any) -> bytes:
     """Return the element as a PNG, without empty margins."""
     from PIL import Image, ImageChops
 
+    # JupyterLab draws only what is in sight, so the window is as high as the element.
+    room = round(element.bounding_box()["height"]) + 300
+    element.page.set_viewport_size({"width": WIDTH, "height": max(HEIGHT, room)})
+    element.page.wait_for_timeout(500)
     element.evaluate("element => element.scrollIntoView({ block: 'center' })")
     element.page.mouse.move(0, 0)  # no tooltips
     shot = Image.open(io.BytesIO(element.screenshot())).convert("RGB")

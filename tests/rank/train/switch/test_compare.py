@@ -110,7 +110,10 @@ def test_a_comparison_is_shown_as_a_table() -> None:
     )
     assert re.split(r"\s{2,}", lines[2].strip()) == ["zero3", "500 ms", "0.4–2 s", "3 MB", "1 kB"]
     assert lines[3].split() == ["tp=2", "It", "<cannot>", "be", "split."]
-    assert ">500 ms</td>" in result._repr_html_() and "It &lt;cannot&gt; be" in result._repr_html_()
+    assert (
+        "text-align:right;white-space:nowrap'>500 ms</td>" in result._repr_html_()
+        and "It &lt;cannot&gt; be" in result._repr_html_()
+    )
 
 
 @pytest.mark.parametrize(
