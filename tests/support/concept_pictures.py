@@ -354,7 +354,7 @@ def precision() -> Drawing:
             kind = "plain" if bit == 0 else "tp" if bit <= exponent else "dp"
             d.box(76 + bit * 10.4, y, 8.4, 32, kind)
     d.text(336, 112, "same range, less exact", "small soft")
-    d.text(336, 162, "more exact, smaller range", "small soft")
+    d.text(336, 162, "less range, more exact", "small soft")
     for x, kind, name in ((12, "plain", "sign"), (82, "tp", "exponent: range"), (236, "dp", "fraction: exactness")):
         d.box(x, 196, 16, 16, kind)
         d.left(x + 22, 209, name, "small")
