@@ -1,4 +1,4 @@
-"""A cluster that is ready: on this machine, or on other hosts."""
+"""Start a cluster, on this machine or on other hosts, and return it when it is ready."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.private_symbols import LACKING, problems
 class Started:
     """A cluster that is ready.
 
-    pinning: None if each host has pinned its own ranks. seconds: from nothing to ready; 0 for an attached one.
+    pinning: None if each host has pinned its own ranks. seconds: duration of the start; 0 for an attached cluster.
     """
 
     connection: Connection
@@ -38,7 +38,7 @@ def launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]
 
 
 def _of_ranks(folder: Path) -> list[str]:
-    """Return the parts that the parent of the ranks found to be missing in the installed torch."""
+    """Return the notes of the ranks' parent about parts that are missing in the installed torch."""
     path = folder / LACKING
     return list(json.loads(path.read_text())) if path.exists() else []
 
