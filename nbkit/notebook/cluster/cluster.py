@@ -226,7 +226,7 @@ class Cluster:
         the cluster's name; None (the default): nbkit makes one up. gpus: a choice of GPUs, such as "2,3". cpu: make CPU
         ranks even if there are GPUs. spares: number of GPUs, or sets of cores, that each host keeps in reserve. If the
         device of a rank fails in a training, the rank gets a spare. Spares are taken from the end of `gpus`. ttl: how
-        long the cluster lives without a notebook and a running cell, in seconds or as "12h"; None (the default): two
+        long the cluster lives with no notebook and no running cell, in seconds or as "12h"; None (the default): two
         hours, unless nbkit.toml says otherwise. on: a StartRequest, for a launcher with options of its own. It gives
         the number of ranks. launcher: the name of a launcher (docs/reference/extensions.md). nodes: number of hosts for
         the launcher. options: words for the launcher.
