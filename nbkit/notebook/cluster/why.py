@@ -1,10 +1,12 @@
 """Find out why a cell makes no progress: which ranks wait, in which operation, and for which ranks.
 
 - `collect` asks every rank for its activity, and inspects those that do not answer from outside. It takes a few seconds
-  in any case. - `first_mismatch` and `skipped` find where ranks of a group issued different operations: another
-  operation, size, type, order or number. - `verdict` makes a sentence of this. It is a pure function of the states. -
-  `Why` is the output of `%nbkit why`: the sentence, a row for each rank, and the stacks if requested. - `QuietWatch`
-  shows the sentence in a cell's output when nothing has moved for a while.
+  in any case.
+- `first_mismatch` and `skipped` find where ranks of a group issued different operations: another operation, size, type,
+  order or number.
+- `verdict` makes a sentence of this. It is a pure function of the states.
+- `Why` is the output of `%nbkit why`: the sentence, a row for each rank, and the stacks if requested.
+- `QuietWatch` shows the sentence in a cell's output when nothing has moved for a while.
 """
 
 from __future__ import annotations

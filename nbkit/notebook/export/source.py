@@ -1,9 +1,9 @@
 """Read a notebook into frozen values (`Source`), from which a script is made.
 
 - `plain_code` and `code_of` turn a cell into plain Python. They remove lines that only notebooks understand, and list
-  them. Until then, lines keep their numbers, so that statements can be found in the text. - `read_running` reads the
-  running notebook: the cells that its cluster was sent, in order, and the rest of its history. - `read_saved` reads a
-  notebook's file: its cells in file order, and facts from their stored outputs.
+  them. Until then, lines keep their numbers, so that statements can be found in the text.
+- `read_running` reads the running notebook: the cells that its cluster was sent, in order, and the rest of its history.
+- `read_saved` reads a notebook's file: its cells in file order, and facts from their stored outputs.
 """
 
 from __future__ import annotations

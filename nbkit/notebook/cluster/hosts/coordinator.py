@@ -4,11 +4,11 @@
 
 The launcher starts an agent on each host, and each agent keeps a signed connection to the coordinator, which
 
-- lets the hosts fork their ranks when all hosts fit together (`Gathering`); - forwards the reports of failed cells and
-  dead ranks between the hosts, so that all hosts release their ranks without the notebook, and the first host's parent
-  can replace any rank; - lets trainings save before a batch system takes the hosts away, at a time limit or for another
-  job; - ends the cluster when it is stopped, when the controller has ended, or when nobody has used it for its time to
-  live.
+- lets the hosts fork their ranks when all hosts fit together (`Gathering`);
+- forwards the reports of failed cells and dead ranks between the hosts, so that all hosts release their ranks without
+  the notebook, and the first host's parent can replace any rank;
+- lets trainings save before a batch system takes the hosts away, at a time limit or for another job;
+- ends the cluster when it is stopped, when the controller has ended, or when nobody has used it for its time to live.
 
 `Places` records which hosts have joined and which ranks each holds. `Reachability` asks the agents whether their hosts
 can connect to each other. `Gathering` waits for all agents and compares their hosts. All of this comes before the first

@@ -1,8 +1,9 @@
 """Everything about this machine that matters to a cluster, read once into one value (`Machine`).
 
-- The build of the installed torch, read from its files without importing torch. - Whether this torch can compute on an
-  NVIDIA GPU (`unfit`). - The GPUs on the PCI bus, of any maker, usable or not. - The links between the GPUs, and
-  InfiniBand or RoCE ports. They are only shown; no choice depends on them.
+- The build of the installed torch, read from its files without importing torch.
+- Whether this torch can compute on an NVIDIA GPU (`unfit`).
+- The GPUs on the PCI bus, of any maker, usable or not.
+- The links between the GPUs, and InfiniBand or RoCE ports. They are only shown; no choice depends on them.
 - The CPU cores that this process may use, and how they are divided among ranks.
 """
 
