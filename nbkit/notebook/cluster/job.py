@@ -1,8 +1,9 @@
 """Attach to a program that listens (nbkit/rank/listen.py): inspect its ranks, and run live cells in it.
 
-job = AttachedJob.attach("train-3f2a")     # %cluster attach --job train job                                        #
-breakdown of a step, traffic, memory, loss job.why()                                  # which rank waits for which
-job.run("optimizer.param_groups[0]['lr'] = 1e-4")      # after the same step on all ranks
+    job = AttachedJob.attach("train-3f2a")     # %cluster attach --job train
+    job                                        # breakdown of a step, traffic, memory, loss
+    job.why()                                  # which rank waits for which
+    job.run("optimizer.param_groups[0]['lr'] = 1e-4")      # after the same step on all ranks
 
 Only ranks on this host are asked. Their measurements are read from the job's folder.
 """

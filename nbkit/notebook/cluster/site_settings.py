@@ -1,10 +1,12 @@
 """The settings of a machine, a user and a project: `nbkit.toml` in /etc, in ~/.config and in the notebook's folder.
 
-max_ranks = 8       # ranks of all clusters of a user together max_gpus = 4        # GPUs, in the same way max_ttl =
-"12h" # longest time that a cluster lives without a notebook and a cell ttl = "2h"          # the default without --ttl
-home = "/scratch"   # clusters' folders, in a folder for each user; not in a project's file runs = "/data/runs" #
-records of trainings without log_dir=, in a folder for each user max_disk = "20GB"   # no run begins and no checkpoint
-is written if the folder of runs is larger
+    max_ranks = 8       # ranks of all clusters of a user together
+    max_gpus = 4        # GPUs, in the same way
+    max_ttl = "12h"     # longest time that a cluster lives without a notebook and a cell
+    ttl = "2h"          # the default without --ttl
+    home = "/scratch"   # clusters' folders, in a folder for each user; not in a project's file
+    runs = "/data/runs" # records of trainings without log_dir=, in a folder for each user
+    max_disk = "20GB"   # no run begins and no checkpoint is written if the folder of runs is larger
 
     [clusters]          # %cluster start --on lab
     lab = "--slurm -n 16 --partition gpu --time 4:00:00 -- --account=lab"

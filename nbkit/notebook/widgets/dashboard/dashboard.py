@@ -1,7 +1,8 @@
 """The live dashboard of a training: a widget, or the same content as text where widgets are not available.
 
-nbkit.Dashboard()                   # the notebook's cluster nbkit.Dashboard("runs/2026...-dp4") # a recorded run
-nbkit.Dashboard("runs/b", beside="runs/a")  # two runs in one chart
+    nbkit.Dashboard()                   # the notebook's cluster
+    nbkit.Dashboard("runs/2026...-dp4") # a recorded run
+    nbkit.Dashboard("runs/b", beside="runs/a")  # two runs in one chart
 
 A thread refreshes a dashboard, even while the kernel runs a cell. It uses only a small share of a core.
 """
