@@ -271,7 +271,8 @@ class TrainingClient:
         """Trace the next `steps` steps of all ranks into one file for Perfetto, and wait until it is written.
 
         path: default trace-RUN-FIRST-LAST.json.gz in the notebook's directory. Raises UsageError if no training runs or
-        nothing is recorded, TrainingError if the training ends too early, ClusterError if a rank has died.
+        nothing is recorded, TrainingError if the training ends before the first of them, ClusterError if a rank has
+        died.
         """
 
         def begin() -> tuple[int, int]:
