@@ -349,7 +349,7 @@ class HangVerdict:
 def verdict(states: Mapping[int, RankState]) -> HangVerdict:
     """Return the conclusion from the states of all ranks."""
     found = _found(states)
-    return replace(found, sentence=found.sentence + _of_split_model(states)) if found.stuck else found
+    return replace(found, sentence=found.sentence + _split_model_sentence(states)) if found.stuck else found
 
 
 def _found(states: Mapping[int, RankState]) -> HangVerdict:
@@ -358,21 +358,23 @@ def _found(states: Mapping[int, RankState]) -> HangVerdict:
         return _nobody_waits(states)
     blockers = {rank: _blockers(rank, operation, states) for rank, operation in waiting.items()}
     if (mismatch := _mismatch(waiting, blockers, states)) is not None:
-        return HangVerdict("mismatch", _of_mismatch(mismatch, waiting), mismatch.odd)
+        return HangVerdict("mismatch", _mismatch_sentence(mismatch, waiting), mismatch.odd)
     causes = _causes(waiting, blockers)
     if causes:
         kind: Kind = "prompt" if all(states[rank].prompt for rank in causes) else "late"
-        return HangVerdict(kind, _sentence([*_waits(waiting), *_doings(causes, states, waiting)]), causes)
+        return HangVerdict(
+            kind, _sentence([*_wait_clauses(waiting), *_activity_clauses(causes, states, waiting)]), causes
+        )
     if all(blockers.values()):
         ending = "each waits for another one of them"
         if len({operation.group for operation in waiting.values() if operation.peer is None}) > 1:
             ending += ", for they do not issue these in the same order"
-        return HangVerdict("circle", f"{_sentence(_waits(waiting))[:-1]}: {ending}.", tuple(waiting))
+        return HangVerdict("circle", f"{_sentence(_wait_clauses(waiting))[:-1]}: {ending}.", tuple(waiting))
     # Name only the operations that all their ranks have reached: they block the ranks that wait for those ranks.
     first = {rank: operation for rank, operation in waiting.items() if not blockers[rank]}
     long = max(operation.seconds for operation in first.values()) > _UNDER_WAY_SECONDS
     under_way = "all ranks of it have come: it is under way" + (", or the network holds it" if long else "")
-    return HangVerdict("held" if long else "free", _sentence([*_waits(waiting), under_way]))
+    return HangVerdict("held" if long else "free", _sentence([*_wait_clauses(waiting), under_way]))
 
 
 def _nobody_waits(states: Mapping[int, RankState]) -> HangVerdict:
@@ -382,7 +384,7 @@ def _nobody_waits(states: Mapping[int, RankState]) -> HangVerdict:
     readers = tuple(
         rank for rank, state in sorted(states.items()) if state.activity is not None and state.activity.reads_data
     )
-    return HangVerdict("held" if held else "free", _sentence(_doings(states, states, {})), held or readers)
+    return HangVerdict("held" if held else "free", _sentence(_activity_clauses(states, states, {})), held or readers)
 
 
 # Who waits for whom ---------------------------------------------------------------------------------------------------
@@ -436,7 +438,7 @@ def _mismatch(
         if (found := first_mismatch(states, group)) is not None:
             return found
     for rank, operation in waiting.items():
-        if operation.peer is not None and (found := _of_message(rank, operation, states)) is not None:
+        if operation.peer is not None and (found := _mismatch_at_peer(rank, operation, states)) is not None:
             return found
     for rank, operation in waiting.items():
         # A late rank may still issue the operation. A rank that has gone on will not.
@@ -450,7 +452,7 @@ def _has_gone_on(state: RankState, operation: Operation) -> bool:
     return state.idle or (state.waits is not None and state.waits.group != operation.group)
 
 
-def _of_message(rank: int, operation: Operation, states: Mapping[int, RankState]) -> Mismatch | None:
+def _mismatch_at_peer(rank: int, operation: Operation, states: Mapping[int, RankState]) -> Mismatch | None:
     """Return the mismatch if the peer issued its end of `rank`'s message, but with other properties; else None."""
     other, peer = states.get(operation.peer or 0), operation.peer
     log = other.log(operation.group) if other is not None else None
@@ -475,7 +477,7 @@ def _sentence(clauses: Iterable[str]) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _waits(waiting: Mapping[int, Operation]) -> list[str]:
+def _wait_clauses(waiting: Mapping[int, Operation]) -> list[str]:
     """Return a clause for each operation in which ranks wait, with the lines of code."""
     together: dict[tuple[object, ...], list[int]] = {}
     for rank, operation in waiting.items():
@@ -493,25 +495,27 @@ def _waits(waiting: Mapping[int, Operation]) -> list[str]:
     return clauses
 
 
-def _doings(ranks: Iterable[int], states: Mapping[int, RankState], waiting: Mapping[int, Operation]) -> list[str]:
+def _activity_clauses(
+    ranks: Iterable[int], states: Mapping[int, RankState], waiting: Mapping[int, Operation]
+) -> list[str]:
     """Return a clause for each activity of the ranks. waiting: operations in which others wait for them."""
     together: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         doing = states[rank].is_doing()
         if states[rank].idle and waiting:
-            doing += f" without {_owed(rank, waiting)}"
+            doing += f" without {_awaited_part(rank, waiting)}"
         together.setdefault(doing, []).append(rank)
     return [f"{_subject(found)} {_verb(found, doing)}" for doing, found in together.items()]
 
 
 def at_work(states: Mapping[int, RankState], ranks: Iterable[int]) -> str:
     """Return these ranks' activities in one line: "rank 0 waits in all_reduce; ranks 1-3 run cell 4 line 7"."""
-    clauses = _doings([rank for rank in ranks if rank in states], states, {})
+    clauses = _activity_clauses([rank for rank in ranks if rank in states], states, {})
     more = f"; {len(clauses) - _CLAUSES} more groups of ranks" if len(clauses) > _CLAUSES else ""
     return "; ".join(clauses[:_CLAUSES]) + more
 
 
-def _owed(rank: int, waiting: Mapping[int, Operation]) -> str:
+def _awaited_part(rank: int, waiting: Mapping[int, Operation]) -> str:
     """Return, as the object of "without", what others wait for: its part in a collective, or a send or receive."""
     for operation in waiting.values():
         if operation.peer == rank:
@@ -519,7 +523,7 @@ def _owed(rank: int, waiting: Mapping[int, Operation]) -> str:
     return "it"
 
 
-def _of_split_model(states: Mapping[int, RankState]) -> str:
+def _split_model_sentence(states: Mapping[int, RankState]) -> str:
     """Return an extra sentence if only some of the ranks call a model that is split over all of them; else ""."""
     activities = [state.activity for state in states.values() if state.activity is not None]
     calling = next((each for each in activities if each.split_call is not None), None)
@@ -534,13 +538,13 @@ def _of_split_model(states: Mapping[int, RankState]) -> str:
     )
 
 
-def _of_mismatch(mismatch: Mismatch, waiting: Mapping[int, Operation]) -> str:
+def _mismatch_sentence(mismatch: Mismatch, waiting: Mapping[int, Operation]) -> str:
     """Return a sentence about what differs, and which ranks wait in other operations."""
     ends = {(operation.op, operation.group, operation.number) for operation, _ in mismatch.sides}
     others = {r: each for r, each in waiting.items() if (each.op, each.group, each.number) not in ends}
     here = [each.seconds for rank, each in waiting.items() if rank not in others]
     since = [f"{'the others wait' if others else 'they wait'} since {text_of(max(here))}"] if here else []
-    return _sentence([_difference(mismatch), *_waits(others), *since])
+    return _sentence([_difference(mismatch), *_wait_clauses(others), *since])
 
 
 def _difference(mismatch: Mismatch) -> str:
@@ -640,7 +644,7 @@ def ask_why(entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], *,
 def _row(state: RankState) -> tuple[str, ...]:
     activity, operation = state.activity, state.waits
     line = operation.line if operation is not None and operation.line is not None else state.line
-    told = _told(operation) if operation is not None else ("", "", "", "")
+    told = _operation_cells(operation) if operation is not None else ("", "", "", "")
     where = f"{line}{f', in {line.calls}' if line.calls else ''}" if line else ""
     if state.kind != "answers" or activity is None:
         does = state.how.removeprefix("is ")
@@ -657,7 +661,7 @@ def _row(state: RankState) -> tuple[str, ...]:
     return (str(state.rank), does, *told, where)
 
 
-def _told(operation: Operation) -> tuple[str, ...]:
+def _operation_cells(operation: Operation) -> tuple[str, ...]:
     size = f"{operation.bytes:,} {operation.dtype}".strip() if operation.dtype else ""
     members = ",".join(map(str, operation.members[:8])) + (",…" if len(operation.members) > 8 else "")
     return operation.name, members, size, text_of(operation.seconds) if operation.seconds else ""

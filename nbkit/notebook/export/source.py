@@ -27,9 +27,9 @@ from nbkit.notebook.cluster.sent_cells import SentCell, literal_text
 
 _MAGIC = re.compile(r"\s*(?:[%!?]|[\w., \[\]]+=\s*[%!]|[\w.]+\?{1,2}\s*$)")
 _TIMED = re.compile(r"(\s*)%time\s+(?=\S)")
-_PASSED_OVER = ("%%time", "%%capture")  # cell magics that run their cell as Python
+_PYTHON_CELL_MAGICS = ("%%time", "%%capture")  # cell magics that run their cell as Python
 _SHOWN = ("display", "clear_output", "get_ipython")
-_OF_JUPYTER = ("IPython", "ipykernel", "ipywidgets", "google.colab")
+_JUPYTER_PACKAGES = ("IPython", "ipykernel", "ipywidgets", "google.colab")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def masked(source: str, where: str) -> Plain:
     first = next((number for number, line in enumerate(lines) if line.strip()), 0)
     if lines[first].startswith("%%"):
         magics[first + 1] = lines[first]
-        if lines[first].split()[0] not in _PASSED_OVER:
+        if lines[first].split()[0] not in _PYTHON_CELL_MAGICS:
             return Plain("", magics)
         lines[first] = ""
     while True:
@@ -116,9 +116,9 @@ def is_of_notebook(node: ast.stmt) -> bool:
         case ast.Expr(ast.Call(ast.Attribute(ast.Call(ast.Name("get_ipython"))))):
             return True
         case ast.ImportFrom(module=str(module)):
-            return module.split(".")[0] in _OF_JUPYTER or module in _OF_JUPYTER
+            return module.split(".")[0] in _JUPYTER_PACKAGES or module in _JUPYTER_PACKAGES
         case ast.Import(names):
-            return all(alias.name.split(".")[0] in _OF_JUPYTER for alias in names)
+            return all(alias.name.split(".")[0] in _JUPYTER_PACKAGES for alias in names)
     return False
 
 

@@ -145,13 +145,13 @@ def _ends(event: dict[str, Any]) -> bool:
     return event["kind"] == "failure" and event.get("error") != "SwitchError"
 
 
-def _alike(points: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+def _points_of_strategy(points: Sequence[Sequence[float]]) -> list[Sequence[float]]:
     """Return the newest points, as far back as the strategy is the current one."""
     newest = reversed(points[-MEDIAN_OF - STANDS - 1 :])
     return list(takewhile(lambda point: point[6] == points[-1][6], newest))[::-1]
 
 
-def _usual(alike: Sequence[Sequence[float]]) -> range:
+def _usual_range(alike: Sequence[Sequence[float]]) -> range:
     """Return the steps whose medians describe the current strategy; see `usual_steps`."""
     return usual_steps(int(alike[-1][0]), int(alike[0][0])) if alike else range(0)
 
@@ -161,15 +161,15 @@ def _left(points: Sequence[Sequence[float]], goal: int, rate: float | None) -> s
 
     If tokens are recorded, it is computed from the displayed rate, so that all views agree.
     """
-    column, alike = 3 if rate else 2, _alike(points)
-    each = [(b[column] - a[column]) / b[1] for a, b in pairwise(alike) if int(b[0]) in _usual(alike)]
+    column, alike = 3 if rate else 2, _points_of_strategy(points)
+    each = [(b[column] - a[column]) / b[1] for a, b in pairwise(alike) if int(b[0]) in _usual_range(alike)]
     seconds = (goal - points[-1][0]) * median(each) / (rate or 1.0) if each else 0.0
     return f"{text_of(seconds)} to go" if seconds >= 1 else ""
 
 
 def _rate(points: Sequence[Sequence[float]]) -> float | None:
-    alike = _alike(points)
-    known = [point[5] for point in alike if int(point[0]) in _usual(alike) and math.isfinite(point[5])]
+    alike = _points_of_strategy(points)
+    known = [point[5] for point in alike if int(point[0]) in _usual_range(alike) and math.isfinite(point[5])]
     return float(short(median(known))) if known else None
 
 

@@ -197,7 +197,7 @@ class Stop:
             if now - max(self.last_rung, boundary) > PATIENCE_SECONDS:
                 self._warn(waiting, now)
             elif pressed:
-                self._have_patience(
+                self._explain_wait(
                     "asked", f"who has not ended {self._until_warning(now):.0f} s from now is named here"
                 )
         elif not self.ended:
@@ -229,7 +229,7 @@ class Stop:
             self.hurried, self.last_rung = True, now
             self._tell("The training is interrupted within its step.")
         elif pressed:
-            self._have_patience("asked", "the training stops after the current step")
+            self._explain_wait("asked", "the training stops after the current step")
 
     def _interrupt(self, ranks: list[int], now: float) -> None:
         through = next((rank for rank, reply in self.replies.items() if reply.done() and not reply.exception()), None)
@@ -278,9 +278,9 @@ class Stop:
                 if rank in self.execution.waiting_for:  # it may end by itself at the last moment
                     end(self.entry, self.client, rank)
         elif pressed:
-            self._have_patience("warned", f"a press {READ_SECONDS - stood:.1f} s from now or later ends them")
+            self._explain_wait("warned", f"a press {READ_SECONDS - stood:.1f} s from now or later ends them")
 
-    def _have_patience(self, rung: str, until: str) -> None:
+    def _explain_wait(self, rung: str, until: str) -> None:
         """Say once per rung why a press changes nothing yet."""
         if rung not in self.answered_presses:
             self.answered_presses.add(rung)

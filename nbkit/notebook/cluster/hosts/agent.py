@@ -161,7 +161,7 @@ PAYLOAD = "NBKIT_AGENT"  # the variable with the input, if it does not come over
 _CONNECT_SECONDS = 20.0
 # The first variable that is set counts: in a Slurm job, mpirun sets a number of its own too.
 _INDICES = ("NBKIT_HOST_INDEX", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_NODEID")
-_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
+_MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 
 
 def main() -> None:
@@ -202,7 +202,7 @@ def _index_here() -> int:
     """Return the number that the launcher gave to this host."""
     number = next((os.environ[name] for name in _INDICES if name in os.environ), "0")
     # A library in a rank would take these variables for the rank's own number.
-    for name in [name for name in os.environ if name.startswith(_OF_MPI)]:
+    for name in [name for name in os.environ if name.startswith(_MPI_PREFIXES)]:
         del os.environ[name]
     return int(number)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _FATE_SECONDS = 120.0  # from the end of the cell until Slurm tells how the job ends
 _LOOK_SECONDS = 0.2
-_GOES_ON = "resume="  # a cell with this continues its training from a checkpoint
+_RESUMES = "resume="  # a cell with this continues its training from a checkpoint
 
 
 _Again = Callable[[CellRequest, Screen], Execution]
@@ -39,10 +39,10 @@ def watch(cluster: Cluster, execution: Execution, again: _Again) -> None:
     """Watch a sent cell, if its cluster was started with --requeue. again: sends a cell again."""
     on: Any = cluster.entry.options.get("on")
     if on and on.get("requeue"):
-        execution.done.add_done_callback(_GoingOn(cluster, execution, again).begin)
+        execution.done.add_done_callback(_Requeue(cluster, execution, again).begin)
 
 
-class _GoingOn:
+class _Requeue:
     """The requeue of one cell. cell: the cell that may be interrupted."""
 
     def __init__(self, cluster: Cluster, cell: Execution, again: _Again) -> None:
@@ -101,10 +101,10 @@ class _GoingOn:
         there = f"--requeue: the ranks are there again, after the cells of before; the checkpoint is of step {end.step}"
         if missing:
             self._say(f"{there}. What was pushed has to be pushed again: %push {' '.join(missing)}")
-        elif request.detached and _GOES_ON in request.source:
+        elif request.detached and _RESUMES in request.source:
             self._send(request, self.cell.outbox.screen)
             self._say(f"{there}, and cell [{request.number}] goes on from it: %train wait")
-        elif _GOES_ON in request.source:
+        elif _RESUMES in request.source:
             self._say(f"{there}. Run cell [{request.number}] again: it goes on from there.")
         else:
             self._say(f'{there}. trainer.fit(until=..., resume="auto")   goes on from there.')

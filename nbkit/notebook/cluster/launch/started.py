@@ -33,11 +33,11 @@ def launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]
     began = time.monotonic()
     connection = Connection(*launch(name, pinning, ttl, options))
     notes = tuple(pinning.notes)
-    notes += (*_of_ranks(connection.entry.folder), *problems(SYMBOLS, imported=True))
+    notes += (*_torch_notes(connection.entry.folder), *problems(SYMBOLS, imported=True))
     return Started(connection, pinning, time.monotonic() - began, notes)
 
 
-def _of_ranks(folder: Path) -> list[str]:
+def _torch_notes(folder: Path) -> list[str]:
     """Return the notes of the ranks' parent about parts that are missing in the installed torch."""
     path = folder / LACKING
     return list(json.loads(path.read_text())) if path.exists() else []

@@ -98,7 +98,7 @@ class Lines:
         other = "stderr" if name == "stdout" else "stdout"
         before = self.tails.get((rank, other))
         if before is not None and not before.below:  # the lines of the other stream came first
-            self._let_go(now, rank, other, before)
+            self._release(now, rank, other, before)
         if not tail.text or "\n" in text:
             tail.first = now
         for number, line in enumerate(text.split("\n")):
@@ -125,7 +125,7 @@ class Lines:
             if len(tail.above) > MOVING_ROWS:
                 self._add(now, rank, name, tail.above.pop(0))
         else:
-            self._let_go(now, rank, name, tail)
+            self._release(now, rank, name, tail)
             self._add(now, rank, name, tail.text)
             tail.text, tail.moves = "", False
 
@@ -135,7 +135,7 @@ class Lines:
         tail.text = tail.above.pop() if tail.above else ""
         tail.moves = tail.redrawn = True
 
-    def _let_go(self, now: float, rank: int, name: str, tail: _Tail) -> None:
+    def _release(self, now: float, rank: int, name: str, tail: _Tail) -> None:
         """Release the ended bars: the cursor has not come back to them."""
         for row in tail.above:
             if row.strip():
@@ -177,7 +177,7 @@ class Lines:
             waits.append(0.0 if len(head.ranks) == len(self.ranks) else head.since + FOLD_SECONDS - now)
         if self.changed:
             waits += [tail.since + BACK_SECONDS - now for tail in self.tails.values() if tail.above]
-            soonest = min((self._ripe(tail) for tail in self.tails.values() if tail.rows), default=now)
+            soonest = min((self._show_at(tail) for tail in self.tails.values() if tail.rows), default=now)
             if soonest > now or self._moving(now) != self.shown:
                 waits.append(max(soonest, self.moved + MOVE_SECONDS) - now)
         return max(0.0, min(waits)) if waits else None
@@ -193,7 +193,7 @@ class Lines:
                     self._add(now, rank, name, row)
                 tail.text, tail.moves, tail.redrawn, tail.above, tail.below = "", False, False, [], []
             elif tail.above and now >= tail.since + BACK_SECONDS:
-                self._let_go(now, rank, name, tail)
+                self._release(now, rank, name, tail)
         blocks: list[tuple[str, list[str]]] = []
         while self.waiting:
             head = self.waiting[0]
@@ -232,12 +232,12 @@ class Lines:
             pieces.append((name, f"{start}{moving}{padding}{end}"))
             self.shown, self.shown_name, self.moved = moving, name, now
         self.changed = self.shown != moving or any(
-            tail.above or (tail.rows and self._ripe(tail) > now) for tail in self.tails.values()
+            tail.above or (tail.rows and self._show_at(tail) > now) for tail in self.tails.values()
         )
         return pieces
 
     @staticmethod
-    def _ripe(tail: _Tail) -> float:
+    def _show_at(tail: _Tail) -> float:
         """Return the time at which to show an unfinished line.
 
         A progress bar is shown at once. Other text waits a little for its newline.
@@ -250,7 +250,7 @@ class Lines:
         """Return the moving line: the unfinished line of all ranks if it is the same, else that of the slowest rank."""
         texts: dict[str, list[int]] = {}
         for (rank, _), tail in self.tails.items():
-            if (rows := tail.rows) and self._ripe(tail) <= now:
+            if (rows := tail.rows) and self._show_at(tail) <= now:
                 texts.setdefault("  ".join(rows), []).append(rank)
         if not texts:
             return ""

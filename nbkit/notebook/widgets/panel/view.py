@@ -197,7 +197,7 @@ def job_view(state: State) -> dict[str, Any]:
     if not table:
         return {}
     limit = table["limit_bytes"]
-    options = _fresh(table, state.pace)
+    options = _with_pace(table, state.pace)
     choice = recommended(options, limit, table["strategy"])
     rows = [_row(row, table, options, choice.strategy) for row in options]
     return {
@@ -205,7 +205,7 @@ def job_view(state: State) -> dict[str, Any]:
         "strategy": table["strategy"],
         "previous": table["previous"] or "",
         "recommended": choice.strategy,
-        "because": _because(options, choice),
+        "because": _reason(options, choice),
         "unpredicted": table["unpredicted"],
         "unpredicted_pause": table["unpredicted_pause"],
         "levers": _levers(table["levers"]),
@@ -259,7 +259,7 @@ def previewed(state: State, verdict: Mapping[str, Any], option: Mapping[str, Any
     table = state.table
     if not option or not table:
         return dict(verdict)
-    row = _row(option, table, _fresh(table, state.pace), "")
+    row = _row(option, table, _with_pace(table, state.pace), "")
     refused = not option["ok"] and not option["untried"]
     return {**verdict, "row": row, "ok": verdict["ok"] and not refused, "why": verdict["why"] or row["why"]}
 
@@ -319,9 +319,9 @@ def _headline(state: State) -> str:
     return " · ".join(parts)
 
 
-def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _with_pace(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rows, with the newest pace in the current strategy's row. The table itself is updated less often."""
-    options = _told_apart(table["options"])
+    options = _with_distinct_labels(table["options"])
     if not pace or pace["strategy"] != table["strategy"]:
         return options
     measured = {"step_s": pace["seconds"], "step_low_s": pace["low"], "step_high_s": pace["high"]}
@@ -329,22 +329,25 @@ def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[st
     return [{**row, **measured} if row["strategy"] == table["strategy"] else row for row in options]
 
 
-def _told_apart(options: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _with_distinct_labels(options: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the rows. Labels that are equal get the keys that differ: "hsdp shard=4"."""
     words: dict[str, list[set[str]]] = {}
     for row in options:
         words.setdefault(row["label"], []).append(set(row["strategy"].split()))
     shared = {label: set.intersection(*each) for label, each in words.items() if len(each) > 1}
-    return [{**row, "label": _longer(row, shared[row["label"]])} if row["label"] in shared else row for row in options]
+    return [
+        {**row, "label": _label_with_keys(row, shared[row["label"]])} if row["label"] in shared else row
+        for row in options
+    ]
 
 
-def _longer(row: Mapping[str, Any], shared: set[str]) -> str:
+def _label_with_keys(row: Mapping[str, Any], shared: set[str]) -> str:
     """Return the label with the keys that are not shared, without dp=, which follows from the others."""
     own = [word for word in row["strategy"].split() if word not in shared]
     return " ".join([row["label"], *([word for word in own if not word.startswith("dp=")] or own)])
 
 
-def _because(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
+def _reason(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
     """Return why the choice is recommended, and which rivals are equal within the noise."""
     names = [row["label"] for row in options if row["strategy"] in choice.rivals]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

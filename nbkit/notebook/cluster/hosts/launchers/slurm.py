@@ -39,7 +39,7 @@ _ENDS = {
     "REVOKED": "was moved to another cluster",
     "COMPLETED": "has ended",
 }
-_OF_SLURM = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+_SLURM_ENDS = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 """End states that neither a user nor the job's program has caused."""
 _ABSENT = ("", "None", "N/A", "Unknown", "(null)")
 
@@ -129,7 +129,7 @@ class JobState:
         return self._ended("over", self.state)
 
     def _ended(self, state: Literal["ending", "over"], how: str) -> LauncherStatus:
-        return LauncherStatus(state, f"job {self.job} {_ENDS[how]}", again=how in _OF_SLURM)
+        return LauncherStatus(state, f"job {self.job} {_ENDS[how]}", again=how in _SLURM_ENDS)
 
     def _how_it_ends(self) -> str:
         if self.preempted_at:
