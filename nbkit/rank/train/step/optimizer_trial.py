@@ -59,7 +59,7 @@ _REACHABLE = "hold them in attributes of the optimizer, or take an optimizer suc
 
 
 class Need(IntEnum):
-    """How much the update of a tensor has to see at once."""
+    """The part of the model that the update of a tensor has to see at once."""
 
     ELEMENT = 0
     ROW = 1
