@@ -142,7 +142,7 @@ class Recorder:
                     warnings.warn(f"no formula for {strategy}: {type(error).__name__}: {error}", stacklevel=2)
 
     def _seen(self, strategy: Strategy, cost_model: Callable[[], CostModel]) -> str:
-        """Return the strategy, and whether its peak was measured. A change means that the forecast is out of date."""
+        """Return the strategy, and whether the formulas know its peak. A change makes a new forecast necessary."""
         return f"{strategy}{', peak' * cost_model().peaks.knows(strategy.tp, strategy.cp)}"
 
     def look_closely(self) -> None:
