@@ -134,19 +134,22 @@ def prepare(
     hints: ModelHints = ModelHints(),
     switches: SwitchSchedule = None,
 ) -> Job:
-    """Return a job for a user who writes the training loop. Collective: every rank calls it.
+    """Return a job, for a training loop that you write yourself. Collective: every rank calls it.
 
-    model: an nn.Module, or a callable that builds one. optimizer: a callable that takes the model and returns an
-    optimizer; or an optimizer, if `model` is a module; or a list or dict of several, as for the Trainer. loss: (output,
-    target) -> mean or (sum, weight); None if the loop computes the loss itself, by `rows`, `model` and
-    `backward(loss)`. inputs: the keys of a dict batch that the model takes; loss then gets (output, batch).
-    forward_step: replaces loss and inputs. It is a function of (model, batch) that calls the model once and returns a
-    mean, or (sum, weight). It runs under every strategy. precision: None, "bf16" or "fp16".
+    model: an nn.Module, or a callable that builds one. optimizer: a function that gets the model and returns an
+    optimizer, or a list or dict of several, as for the Trainer. If `model` is a module, you can also pass the
+    optimizers themselves. loss: a function (output, target) that returns a mean, or (sum, weight). None if the loop
+    computes the loss itself, with `rows`, `model` and `backward(loss)`. inputs: for dict batches, the names of the
+    entries that the model takes; loss then gets (output, batch). forward_step: instead of loss and inputs, a function
+    (model, batch) that calls the model once and returns a mean, or (sum, weight). It works under every strategy.
+    precision: None, "bf16" or "fp16".
     hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on. Pipelines and context parallelism
-    need it, and so does tensor parallelism for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
-    "replace" or "stop". With "replace", a rank that dies in a loop over `batches` is replaced by a new one, which helps
-    to save the job (docs/reference/clusters.md). For all other arguments see Trainer.
-    Raises TrainingError or StrategyError if the job could not train as asked.
+    need it. Tensor parallelism needs it for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
+    "replace" or "stop". With "replace", if a rank dies in a loop over `batches`, a new rank takes its place and helps
+    to save the job (docs/reference/clusters.md).
+
+    The other arguments are those of the Trainer. Raises TrainingError or StrategyError if the job cannot train with
+    these arguments.
     """
     check_options(compute=compute, hints=hints, recovery=recovery)
     taken: Any = inputs
@@ -366,7 +369,7 @@ class Job:
         self.feed = feed
 
     def reseed(self, seed: int) -> None:
-        """Draw random numbers from `seed` from the next step on."""
+        """Use `seed` for random numbers from the next step on."""
         self.seed = seed
         self.training_step.reseed(seed)
 
@@ -385,7 +388,7 @@ class Job:
         return self.training_step.reduced and bool(pending) and not pending[-1].made
 
     def check_model(self) -> None:
-        """Follow the user who has replaced parameters of the model, or their memory, by other tensors.
+        """Use the new tensors if the user has replaced the model's parameters or their memory.
 
         Raises TrainingError if that is impossible, or if the model belongs to another job.
         """
@@ -434,7 +437,7 @@ class Job:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Return one dict per finished step, the same on every rank. During a run the last step is missing."""
+        """Return one dict per finished step, the same on every rank. During a run it lacks the newest step."""
         if not self.is_running:
             self.ledger.settle()
         return self.ledger.records
@@ -443,11 +446,10 @@ class Job:
     def batches(self, loader: Iterable[Any], *, others: Sequence[Job] = ()) -> Iterator[Any]:
         """Return an iterator over the loader's batches, with a step boundary after each.
 
-        The loader gives *global* batches, in the same order on every rank; `backward` takes this rank's rows of them.
-        The random numbers of a DataLoader or dataset are seeded for each step, so that they are equal on all ranks. If
-        an error left an earlier loop, that loop ends when this one begins.
-        others: jobs that train in the same loop. They take over this job's strategy now and at each step boundary, so
-        that one switch applies to all of them.
+        The loader gives global batches, in the same order on every rank. `backward` takes this rank's rows. The
+        iterator seeds the random numbers of a DataLoader or dataset, so that the ranks agree. others: more jobs that
+        train in this loop. They take over this job's strategy now and at each boundary, so one switch switches all of
+        them.
         """
         argument_checks.check_loader(loader)
         self._leave_loop()
@@ -465,7 +467,7 @@ class Job:
                 for other in others:
                     other._own = own
                     other.follow(self)
-                # A step may read several batches, to accumulate their losses. Each draws other random numbers.
+                # A step may read several batches, to accumulate their losses. Each batch gets another seed.
                 read = self.step, read[1] + 1 if read[0] == self.step else 0
                 with phase("data"):
                     data_rng.seed(self.seed + read[1] * _READ, self.step, SHARED)
@@ -499,29 +501,30 @@ class Job:
         self._loop = None
 
     def rows(self, batch: Any) -> Any:
-        """Return this rank's rows of a global batch, on its device, for a loop that computes the loss itself.
+        """Return this rank's rows of a global batch, on its device, for your own forward and loss.
 
-        batch: a tensor, or a list, tuple or dict of tensors; dim 0 is the row. A list is returned as a tuple. Every
+        batch: a tensor, or tensors in a list, tuple or dict; dim 0 is the row. A list is returned as a tuple. Every
         rank passes the same batch. Ranks that share the work on a row (tp, cp) get the same rows. Raises StrategyError
         under pp, and TrainingError if a rank would have no row.
         """
         return self.own_forward.rows(batch)
 
     def draw(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Call `function(*args, **kwargs)`, a random function of torch, and return random numbers for this rank's rows.
+        """Return `function(*args, **kwargs)`, a random function of torch, with random numbers that depend on the row.
 
-        The numbers depend on the job's seed, the step, the number of earlier calls in the step and each row's place in
-        the global batch. So they are the same under every strategy and on any number of ranks. Dim 0 of the result is
-        the row: `job.draw(torch.randn_like, x)`, `job.draw(torch.randint, 1000, (len(x),))`. Call it after `rows`, the
-        same number of times on every rank. Raises TrainingError for a function that draws in another way.
+        They depend on the job's seed, the step, the number of the call in the step and each row's place in the global
+        batch. So they are the same under every strategy and on any number of ranks. Dim 0 of the result is the row:
+        `job.draw(torch.randn_like, x)`, `job.draw(torch.randint, 1000, (len(x),))`. Call it after `rows`, equally often
+        on every rank. Raises TrainingError for any other function.
         """
         drawn: Tensor = self.own_forward.draw(function, *args, **kwargs)
         return drawn
 
     def mean(self, value: Tensor | float, weight: Tensor | float | None = None) -> Tensor:
-        """Average `value`, a mean over this rank's rows, over all ranks. Collective. Return a 0-dim float64 tensor.
+        """Return the mean over the rows of all ranks, from `value`, the mean over this rank's rows. Collective.
 
-        weight: the number of items (tokens, ...) that `value` is the mean of; default: this rank's number of rows.
+        The result is a 0-dimensional float64 tensor. weight: how many items `value` is the mean of; default: the number
+        of rows.
         """
         return self.own_forward.mean(value, weight)
 
@@ -534,21 +537,20 @@ class Job:
         retain_graph: bool = False,
         last: bool = False,
     ) -> StepResult:
-        """Compute the gradients of a step, from a global batch (see `nbkit.prepare(loss=)`) or from the user's loss.
+        """Compute the gradients of a global batch (see `nbkit.prepare(loss=)`), or of a loss of your own.
 
         batch: a global batch, or this rank's Shard of it. Forward and backward run in micro-batches. Afterwards every
-        rank holds the gradients of the mean loss over the whole global batch.
+        rank holds the gradients of the whole global batch, or its part of them. Or batch is a loss of this rank's rows:
+        a 0-dimensional tensor that requires a gradient.
 
-        Instead, batch may be a loss of this rank's rows: a 0-dimensional tensor that requires a gradient. There may be
-        any number of losses before a step; their gradients add up. `clip`, `grad_norm` or `optimizer.step` sums the
-        gradients over the ranks. The `loss` of the result is known after that.
-        The other arguments are for such a loss. weight: the number of items (rows, tokens, ...) that the loss is the
-        mean of on this rank; default: the number of rows that `rows` returned. reduction: "sum" if the loss is a sum
-        over the rows. retain_graph: as in torch. last: no other loss follows in this step, so the sum over the ranks
-        can begin during the backward pass.
+        You may pass any number of losses before a step. Their gradients add up. `clip`, `grad_norm` or `optimizer.step`
+        sums them over the ranks. Only then is `loss` of the result known. The other arguments are for losses of your
+        own. weight: the number of rows, tokens, ... that the loss is the mean of on this rank; default: the rows of
+        `rows`. reduction: "sum" if the loss is a sum over the rows. retain_graph: as in torch. last: True if no other
+        loss follows in this step. Then the sum over the ranks begins during the backward pass.
 
-        A loss that is not finite raises NotFinite: on CPU ranks before the weights are changed, on GPUs in
-        `at_boundary`, one step later.
+        If the loss is not finite, CPU ranks raise NotFinite before the weights change. On GPUs, `at_boundary` raises it
+        one step later.
         """
         if isinstance(batch, Tensor) and batch.ndim == 0:
             return self.own_forward.backward(
@@ -624,14 +626,14 @@ class Job:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`.
 
-        Returns the norm before scaling, as a tensor on the device. The host does not wait for its value.
+        Returns the norm before scaling, as a tensor. The host does not wait for it.
         """
         with self._passed_over(), self.order():
             self.own_forward.sum_up()
             return self.training_step.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of all gradients, as a tensor on the device. It is recorded in this step's history."""
+        """Return the 2-norm of all gradients, as a tensor on the device. The history of this step records it."""
         with self._passed_over(), self.order():
             self.own_forward.sum_up()
             return self.training_step.grad_norm()
@@ -647,10 +649,10 @@ class Job:
             raise
 
     def evaluate(self, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any] = default_collate) -> float:
-        """Return the mean loss over one pass of `data`. Collective, between two steps, under any strategy.
+        """Return the mean loss over one pass of `data`, in eval mode. Collective, between two steps.
 
-        data: a dataset of samples, as a DataLoader takes it; each sample counts once. batch_size: rows of a global
-        batch. The model is in eval mode meanwhile. Raises TrainingError if the total weight of the samples is 0.
+        It works under any strategy. data: samples, as for a DataLoader. Each counts once. batch_size: rows of a global
+        batch. Raises TrainingError if the total weight of the samples is 0.
         """
         self._check_loss_is_known("job.evaluate")
         with self.ledger.clock.stopped():
@@ -659,15 +661,15 @@ class Job:
             return evaluate(self, data, batch_size=batch_size, collate=collate)
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
-        """Continue training under another strategy. The global batch stays the same. Collective, between two steps.
+        """Continue under another strategy, with the same global batch. Collective, between two steps.
 
-        If the first step under the new strategy fails, training goes back to the old one. If an earlier switch is not
-        proven yet, that happens first. beside: compare the two states during the next step, if a Trainer makes it and
-        memory holds both. Then the returned event is not proven yet. Use it only if no code changes weights before
-        that step.
+        If the first step under the new strategy fails, the old strategy is used again. beside: compare the old and the
+        new state during the next step, if a Trainer makes this step and memory holds both. The returned event is not
+        proven yet, so do not change a weight before that step. If an earlier switch is not proven yet, it is proven
+        first.
 
-        Raises StrategyError for a strategy that does not fit, and SwitchError if the change failed on any rank. In both
-        cases the old strategy stays in force, and nothing has changed.
+        Raises StrategyError for a strategy that does not fit, and SwitchError if the switch failed on any rank. In both
+        cases the old strategy stays, and nothing has changed.
         """
         return self.switcher.switch(strategy, beside=beside)
 
@@ -678,22 +680,27 @@ class Job:
     def save(self, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        Raises TrainingError on every rank if one could not write, the ranks do not share `path`, weights are not
-        finite, or max_disk is reached. In that case an older checkpoint at `path` stays intact.
-        beside: copy the state to host memory, and write it in a thread: see checkpoint/writer.py. then: called on rank
-        0 when the checkpoint is complete.
+        beside: copy the state to host memory and return. A thread writes the checkpoint: see checkpoint/writer.py.
+        then: a function that rank 0 calls when the checkpoint is complete.
+
+        Raises TrainingError on every rank if a rank could not write, the ranks do not share `path`, weights are not
+        finite, or max_disk is reached. An earlier checkpoint at `path` then stays intact.
         """
         job_checkpoint.save(self, path, beside=beside, then=then)
 
     def opened(self, path: str | Path) -> Saved:
-        """Open the checkpoint at `path` if it fits this job. Collective. Raises as checkpoint.opened does."""
+        """Open the checkpoint at `path` for `load`, and check that it fits. Changes nothing. Collective.
+
+        Raises TornCheckpoint on every rank if it cannot be read or is not complete, and TrainingError if it does not
+        fit.
+        """
         return job_checkpoint.opened(self, path)
 
     def load(self, saved: Saved) -> None:
         """Load weights, optimizer, step, seed and history, but not the position in the data. Collective.
 
-        The tensors are loaded in place, without a second copy. If a rank cannot read its part, the weights are
-        incomplete on all ranks, and the error says so.
+        It loads in place, without a second copy. If a rank cannot read its part, an error says that no rank has whole
+        weights.
         """
         job_checkpoint.load(self, saved)
 
@@ -705,9 +712,10 @@ class Job:
         return job_checkpoint.full_state_dict(self)
 
     def log(self, **numbers: float | Tensor) -> None:
-        """Add numbers to the record of the last step. The host does not wait for 0-dimensional tensors.
+        """Add numbers to the record of the newest step. The host does not wait for 0-dimensional tensors.
 
-        Pass the same numbers on every rank, so that `history` stays equal on all of them. `loss` is recorded already.
+        Pass the same numbers on every rank, so that `history` stays equal on all of them. The record already has
+        `loss`.
         """
         if not self.own_forward.log(numbers):
             self.ledger.log(numbers)
@@ -795,7 +803,7 @@ class Job:
     def arrive(self) -> None:
         """Wait at the end of a run until all ranks have arrived. Collective.
 
-        While any rank still trains, a rank that dies may have to be replaced. All others must be there for that.
+        So if a rank dies before the end, all other ranks are still there to replace it.
         """
         self.sharded_model.data.settle()
         self.ledger.settle(act=True)
@@ -810,15 +818,15 @@ class Job:
             )
 
     def stop_if(self, flag: bool) -> bool:
-        """Return True on every rank if `flag` is true on any: `if job.stop_if(loss < 0.1): break`. Collective.
+        """Return True on every rank if `flag` is true on any rank: `if job.stop_if(loss < 0.1): break`. Collective.
 
-        If one rank left the loop alone, the others would wait for it.
+        Without it, the other ranks would wait for a rank that leaves the loop alone.
         """
         meeting.meet("stop_if")
         return any_rank(bool(flag), device=self.device)
 
     def at_boundary(self) -> None:
-        """Do the work between two steps: read the results of the step before last, and serve requests, among others."""
+        """Do the work between two steps: read the results of the step before last, serve requests, switch, back up."""
         self.recorder.at_boundary(self.step)
         self.training_step.boundary()
         if self.step % EVERY == 0:
@@ -879,7 +887,7 @@ class Job:
     def seed_data(self, *, own: bool) -> tuple[int, int, int]:
         """Seed the random numbers drawn while reading the next batch, and return the seed.
 
-        own: use another seed for each part of the data; otherwise the seed is the same on every rank.
+        own: use a different seed for each part of the data; otherwise the seed is the same on every rank.
         """
         rank = self.world_size + 1 + self.sharded_model.axes.index("dp") if own else SHARED
         data_rng.seed(self.seed, self.step, rank)
