@@ -179,9 +179,9 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
 
 
 def check_own_loop(recovery: Recovery, compute: Compute, loss: Any) -> None:
-    """Raise TrainingError for settings that a loop of the user's own does not support.
+    """Raise TrainingError for settings that are not supported in the user's own loop.
 
-    loss: None if the loop computes it.
+    loss: None if the loop computes the loss.
     """
     if recovery.on_failure not in ("replace", "stop"):
         raise TrainingError(

@@ -227,7 +227,7 @@ class Builder:
         self.computing: weakref.ref[ShardedModel] | None = None  # the sharded model that the job uses now
         self._ready: ShardedSkeleton | None = None  # prepared by `make_ready` for one strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
-        self._changes = 0  # of the skeleton
+        self._changes = 0  # number of changes of the skeleton
         self._first_batches = FirstBatches(
             self.config.loss,
             self.config.inputs,

@@ -269,7 +269,7 @@ class Job:
     def _take(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
         self.sharded_model = sharded_model
         self.optimizer.inner = inner
-        # The user's model object now shows what this rank holds. What it showed before is freed.
+        # The user's model object now shows the modules of this sharded model. Those of the old one are freed.
         self.model_handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
         self.own_forward.begin_again()
@@ -315,7 +315,7 @@ class Job:
 
     @property
     def state(self) -> TrainingState:
-        """Return what is in force now, between two steps."""
+        """Return the state that is in force now, between two steps."""
         sharded_model, inner = self.sharded_model, self.optimizer.inner
         position, precision = self.feed.position(), self.precision.state_dict()
         return TrainingState(sharded_model, inner, shown_by(sharded_model.module), self.step, position, precision)
@@ -328,7 +328,7 @@ class Job:
         self.feed.recut()
 
     def restore(self, state: TrainingState) -> None:
-        """Go back to `state`, as if later steps had not been made. Closes the later sharded model. Not collective."""
+        """Go back to `state`, and undo later steps. Close the sharded model of a later switch. Not collective."""
         self.optimizer.zero_grad()
         if (other := self.sharded_model) is not state.sharded_model:
             self.adopt(state)
@@ -346,18 +346,18 @@ class Job:
         return TrainingProgress(precision, self.step, list(self.ledger.records), position)
 
     def stand_at(self, progress: TrainingProgress) -> None:
-        """Take over step, history and position of `progress`. The weights stay as they are. Not collective."""
+        """Set step, history and position to those of `progress`. The weights do not change. Not collective."""
         self.ledger.replace(progress.step, progress.records)
         self.precision.load_state_dict(progress.precision)
         self.feed.go_to(progress.position)
 
     def go_on(self, progress: TrainingProgress) -> None:
-        """Continue from `progress`, whose weights are in place already. Not collective; `sync.sync_step` follows."""
+        """Continue from `progress`, after its weights were restored. Not collective. Call `sync.sync_step` after it."""
         self.stand_at(progress)
         self.integrity.restored(ranks_agree=False)
 
     def rewind(self, progress: TrainingProgress) -> None:
-        """Go back to the earlier step of `progress`, whose weights are in place already. Collective."""
+        """Go back to the earlier step of `progress`, after its weights were restored. Collective."""
         self.backups.back_to(progress.step)
         self.ledger.replace(progress.step, progress.records, loaded=True)
         self.precision.load_state_dict(progress.precision)

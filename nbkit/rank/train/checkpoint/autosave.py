@@ -78,7 +78,7 @@ class Autosave:
         if by_time or (self._every and step % self._every == 0):
             try:
                 self.save(self.folder if self._keep is None else place(self.folder, step), beside=True)
-            except NbkitError as error:  # on every rank alike
+            except NbkitError as error:  # every rank raises the same
                 self._not_saved(step, error)
 
     def save_at_end(self) -> str:
@@ -88,7 +88,7 @@ class Autosave:
         path = self.folder if self._keep is None else place(self.folder, self._job.step)
         try:
             self.save(path, beside=False)
-        except NbkitError as error:  # on every rank alike
+        except NbkitError as error:  # every rank raises the same
             return f"not saved: {error.what} {error.numbers}"
         return f"saved to {path.absolute()}"
 

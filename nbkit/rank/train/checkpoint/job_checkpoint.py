@@ -19,7 +19,7 @@ from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.weight_average import refuse_shown
 from nbkit.rank.world import meeting
 
-Job = Any  # nbkit.rank.train.job's, which imports this file
+Job = Any  # nbkit.rank.train.job.Job: that file imports this one
 
 
 def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:

@@ -21,7 +21,7 @@ from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.resume_fit import FitRange, leave_device, meet_again
 
-Job = Any  # nbkit.rank.train.job's; importing it here would be circular
+Job = Any  # nbkit.rank.train.job.Job: that file imports this one
 
 
 class OwnLoop:

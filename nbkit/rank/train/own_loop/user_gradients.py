@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad
 from nbkit.errors import TrainingError
 from nbkit.rank.train.own_loop.own_forward import by_a_job
 
-Job = Any  # nbkit.rank.train.job's, which imports this file
+Job = Any  # nbkit.rank.train.job.Job: that file imports this one
 Standing = list[tuple[Tensor | None, int]]
 
 _jobs: weakref.WeakSet[Job] = weakref.WeakSet()

@@ -156,7 +156,7 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy, *, first: boo
 
 
 def _sinks_for_new(job: Job, *, first: bool) -> list[Sink]:
-    """Return the sinks for a new process: those of this rank, unless they are open, as on rank 0.
+    """Return the sinks for a new process. They are this rank's, except on rank 0, where the sinks are open.
 
     An AbsentSink replaces each sink that cannot be sent. first: the new process is rank 0, so warn of these sinks.
     """

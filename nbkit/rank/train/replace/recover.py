@@ -221,7 +221,7 @@ def _address(tensor: Tensor) -> int:
 
 
 Training: TypeAlias = Trainer | OwnLoop
-"""The object that makes the steps: a Trainer in `fit`, or a loop of the user's own."""
+"""The object that makes the steps: a Trainer in `fit`, or the user's own loop."""
 Settings = list[dict[str, Any]]
 """See settings_of."""
 

@@ -27,7 +27,7 @@ from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control import step_boundary
 from nbkit.records.events import Replaced
 
-Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
+Trainer = Any  # nbkit.rank.train.trainer.Trainer: that file imports this one
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,7 @@ class RankHost(Protocol):
         ...
 
     def await_world(self, error: BaseException, trainer: Any, span: FitRange) -> NewWorld:
-        """Wait for the world with new ranks after `error` has interrupted a step, and send the new ranks what they
-        need.
+        """Wait for the world with new ranks after `error` has interrupted a step. Send the new ranks what they need.
 
         Raises `error` if no rank died, or if none is replaced.
         """

@@ -20,7 +20,7 @@ from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
 from nbkit.techniques import DEGREES
 
-Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
+Trainer = Any  # nbkit.rank.train.trainer.Trainer: that file imports this one
 
 _OFFERED = 4  # number of possible sizes that an error suggests
 
@@ -85,7 +85,7 @@ def scaled(now: Strategy, ranks: int) -> Strategy:
     rest, left_over = divmod(ranks, now.mesh.size // now.dp)
     if left_over or not rest:
         others = " ".join(f"{axis}={now.degree(axis)}" for axis in DEGREES if axis != "dp")
-        return Strategy.parse(others, ranks)  # which says why
+        return Strategy.parse(others, ranks)  # raises an error that says why
     shard = now.shard if now.shard < now.dp and rest % now.shard == 0 and now.shard < rest else 0
     # Drop speeds and places, which were measured for the old ranks.
     return replace(now, dp=rest, shard=shard, ep=gcd(now.ep, rest), speeds=(), places=())

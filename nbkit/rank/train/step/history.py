@@ -234,7 +234,7 @@ class History:
         self._first += (step - self.step) * loaded
         self.step, self.records[:] = step, records
         self.paces = Paces(self.records)
-        self.newest = self.settled = None  # a rank that has just joined does not have them, so no rank may
+        self.newest = self.settled = None  # on all ranks, because a rank that has just joined does not have them
 
     @property
     def acts(self) -> bool:

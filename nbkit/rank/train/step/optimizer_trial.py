@@ -320,7 +320,7 @@ class OptimizerTrial:
 
     def _drawn(self, shape: Sequence[int], draw: torch.Generator) -> Tensor:
         drawn = torch.randn(tuple(shape), generator=draw, dtype=torch.float64)
-        if drawn.numel() and drawn.ndim:  # no two parts are alike
+        if drawn.numel() and drawn.ndim:  # make all parts different
             rows = torch.linspace(0.5, 2.0, len(drawn), dtype=drawn.dtype)
             drawn *= rows.view(-1, *[1] * (drawn.ndim - 1))
         return drawn.to(self._on, self._dtype)

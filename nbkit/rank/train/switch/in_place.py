@@ -25,7 +25,7 @@ from nbkit.rank.train.switch.consensus import OptimizerMemory, agreed, planned
 from nbkit.rank.train.transaction import Ballot, Savepoint, TrainingState
 from nbkit.strategy import Strategy
 
-Job = Any  # nbkit.rank.train.job's, which imports this file
+Job = Any  # nbkit.rank.train.job.Job: that file imports this one
 
 
 class MoveInPlace(Savepoint):
@@ -47,7 +47,7 @@ class MoveInPlace(Savepoint):
         self.old, self.new = storages
         self.exchange = exchange
         self._job, self._rank, self._device = job, job.rank, job.device
-        self._digest = ""  # of the old state
+        self._digest = ""  # the digest of the old state
         self._moved = self._taken = False
 
     def look(self) -> None:
