@@ -1,4 +1,4 @@
-"""Know the default directory of runs, and limit its size on disk: `runs` and `max_disk` of nbkit.toml.
+"""Read the default directory of runs and its limit on disk (`runs` and `max_disk` of nbkit.toml), and check the limit.
 
 A cluster passes both to its ranks as environment variables, so that they are set before any import.
 """

@@ -4,8 +4,6 @@ A checkpoint is a directory. A save is atomic: it replaces the earlier checkpoin
 writes boxes of the tensors that it holds, so that every element is written once. A load reads on each rank the boxes
 that this rank needs. Nothing is gathered. The directory has the format of torch.distributed.checkpoint (dcp_io.py) and
 a manifest (manifest.py). nbkit reads the manifest instead of torch's pickles, so no file can run code here.
-
-`check_fits` and `check_tensors` check that a checkpoint fits the job, without changing anything.
 """
 
 from __future__ import annotations

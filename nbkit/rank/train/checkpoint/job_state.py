@@ -132,8 +132,8 @@ def alike_in_groups(
 ) -> dict[str, dict[str, V]]:
     """Return name -> {key: value} for `names`, extended from the parameters of this rank to all of their groups.
 
-    kept: "KEY/NAME" -> value, for the parameters of this rank. groups: the names of the parameters in each group. A
-    group without a parameter on this rank gets the keys of all other groups.
+    kept: "KEY/NAME" -> value. groups: see bytes_per_element. A group without a parameter on this rank gets the keys of
+    all other groups.
     """
     found = [key.partition("/") for key in kept]
     of_all = {key: kept[f"{key}/{name}"] for key, _, name in found}

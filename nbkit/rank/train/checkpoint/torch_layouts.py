@@ -91,9 +91,8 @@ class _Unpickler(pickle.Unpickler):
 class LoadTarget:
     """Facts about the job that loads, which a foreign checkpoint does not contain, or contains in another order.
 
-    names: see own_state.names_of. groups: the names of the parameters in each group of the optimizer. settings: the
-    settings of each group. place_after: number of finished steps -> the position in the data after so many steps of
-    this job.
+    names: see own_state.names_of. groups, settings: parameter names and settings of each group of the optimizer.
+    place_after: number of steps of this job -> the position in the data after them.
     """
 
     names: Sequence[tuple[str, str, tuple[int, ...]]]

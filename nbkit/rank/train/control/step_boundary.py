@@ -1,10 +1,10 @@
 """Serve requests from outside (stop, switch, live cell) at a step boundary: after the same step on all ranks.
 
-Requests reach each rank at another time, in another thread. Their sender numbers them 1, 2, 3, ... In the reduction of
-a step each rank reports if it holds the next request, and if it has prepared what it can during the training. When all
-ranks have, they all act after the same step. Some things, such as groups, must be made by all ranks at once. The ranks
-begin to make them after the same step, and act after a later one. So no rank ever acts alone, and no collective is
-added.
+Requests reach the ranks at different times, in another thread. Their sender numbers them 1, 2, 3, ... In the reduction
+of a step each rank reports if it holds the next request, and if it has prepared what it can during the training. When
+all ranks have, they all act after the same step. Some things, such as groups, must be made by all ranks at once. The
+ranks begin to make them after the same step, and act after a later one. So no rank ever acts alone, and no collective
+is added.
 
 A process may die before it acts on a request. The process that replaces it would never get the request, and all later
 requests, even a stop, would wait behind it. So if only some ranks have held a request for SHARE_SECONDS, the ranks

@@ -66,7 +66,7 @@ def _of_state(kinds: Mapping[str, int]) -> int:
 
 
 def trim(device: torch.device) -> None:
-    """Return the free memory that torch's allocator (on a device) or the C library (on the CPU) has reserved."""
+    """Release unused memory that torch's allocator (on a device) or the C library (on the CPU) has reserved."""
     if accelerator().holds(device):
         accelerator().trim()
     elif _malloc_trim is not None:

@@ -36,23 +36,22 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
 
     every: include all schedules of a pipeline, not only 1f1b and the user's.
 
-    "nodes": the node number of each rank. "limit_bytes": the bytes that the fullest rank can hold; None if unknown.
+    "nodes": the node number of each rank. "limit_bytes": bytes that the fullest rank can hold; None if unknown.
     "held": the distinct rows of fractions by block, and the index of each rank's row. "recommended": the strategy to
-    choose, "" without evidence. "unpredicted", "unpredicted_pause": the reason why steps or pauses are not predicted,
-    "" if they are. "levers": if plain data parallelism waits for its link, its "strategy", its predicted "step_s", and
-    in "each" the predicted seconds of a step with each key that would help; otherwise {}.
+    choose, "" without evidence. "unpredicted", "unpredicted_pause": why steps or pauses are not predicted, "" if they
+    are. "levers": if plain data parallelism waits for its link, its "strategy", its predicted "step_s", and in "each"
+    the predicted seconds of a step with each key that would help; otherwise {}.
 
     Each row of "options" has these keys. Values are None if unknown.
-    moved_bytes: the exact bytes that a switch moves. memory: bytes of the fullest rank between steps now, during the
-    switch, and between steps after a step under the new strategy. peak_bytes: the peak of the fullest rank in a step.
-    step_bytes: the bytes that the busiest rank sends in a step. Formulas predict these two until they are measured
-    (peak_counted, sent_counted). between_bytes: the bytes that all ranks send to other nodes in a step.
+    moved_bytes: exact bytes that a switch moves. memory: bytes of the fullest rank between steps now, during the
+    switch, and between steps under the new strategy. peak_bytes: the peak of the fullest rank in a step. step_bytes:
+    bytes that the busiest rank sends in a step. Formulas predict these two until they are measured (peak_counted,
+    sent_counted). between_bytes: bytes that all ranks send to other nodes in a step.
     step_s: the measured median of step_steps steps, if the strategy has run in this job. step_low_s, step_high_s: its
-    confidence interval; None for too few steps. step_ago: the number of steps since then. predicted_step_s: the seconds
-    of a step, predicted from the steps of the strategy in force, for other strategies. switch_s: the predicted pause.
+    confidence interval; None for too few steps. step_ago: the number of steps since then. predicted_step_s: seconds of
+    a step, predicted from the steps of the strategy in force, for other strategies. switch_s: the predicted pause.
     untried: the model was not run to find out if the strategy fits. Then it is not "ok", but can be chosen; see
-    `look_at_all`. proof: the state of the proof of a strategy that is "ok". cut: the stages of a pipeline and their
-    costs, in words.
+    `look_at_all`. proof: the state of the proof, if "ok". cut: the stages of a pipeline and their costs, in words.
     """
     now, seen = job.strategy, job.cost_model()
     ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))

@@ -137,7 +137,7 @@ class _Search:
             again: PeakBytes(
                 builder,
                 model.census,
-                real=size <= _SMALL,  # for a small model, a real run is faster than a run on shapes
+                real=size <= _SMALL,  # for a small model, a real run is cheaper than a run on shapes
                 recompute=again,
                 before=before if again == now else None,
             )

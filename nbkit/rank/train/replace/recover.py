@@ -229,8 +229,8 @@ Settings = list[dict[str, Any]]
 def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
     """Restore the training on the surviving ranks and on the new ranks `newcomers`, and return it. Collective.
 
-    Call it after the world was formed again: the default group works, and every other group is broken. trainer: the
-    training of this rank, interrupted anywhere in a step. It is repaired in place and returned. On a newcomer it is
+    Call it after the world was formed again. Then the default group works, and every other group is broken. trainer:
+    the training of this rank, interrupted anywhere in a step. It is repaired in place and returned. On a newcomer it is
     None, and a new one is made. Afterwards all ranks are at the same step boundary under the same strategy, with equal
     history, data position and schedule. Raises TrainingError, on every rank, if state is lost or cannot be sent to a
     new process. The error names it.

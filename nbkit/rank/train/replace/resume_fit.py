@@ -59,7 +59,7 @@ def span_of(trainer: Trainer, steps: int | None, until: int | None) -> FitRange:
             hint="trainer.fit(500)   or   trainer.fit(until=2000)",
         )
     if until is not None:
-        trainer.job.sync.resync()  # after an interrupt ranks may differ by a step, and would make different numbers
+        trainer.job.sync.resync()  # after an interrupt ranks may differ by a step, and would not make equally many
     return FitRange(trainer.step, trainer.step + (steps or max((until or 0) - trainer.step, 0)))
 
 

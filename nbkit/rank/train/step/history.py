@@ -1,4 +1,4 @@
-"""The record of a job: one dict per step, equal on all ranks, complete one step after the step.
+"""Keep the record of a job: one dict per step, which is equal on all ranks and complete one step later.
 
 A long training keeps the records of its newest steps, and of every 2nd, 4th, ... older step. So memory and checkpoints
 do not grow. The records on disk have every step. `Clock` measures how long steps take, on every rank. The pace of a

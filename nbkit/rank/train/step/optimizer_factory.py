@@ -281,9 +281,9 @@ class OptimizerSpec:
             return self._like_tried(self._trial.needs())
 
     def whole(self, cut: str) -> frozenset[str]:
-        """Return the names of parameters that one rank has to update as a whole under a strategy that splits them.
+        """Return the names of parameters that one rank has to update as a whole, although a strategy splits them.
 
-        cut: the split, "rows", or "columns" for rows and columns.
+        cut: "rows", or "columns" for rows and columns.
         """
         with self._tried:
             return frozenset(self._like_tried(dict.fromkeys(self._trial.owned(cut), True)))
@@ -381,9 +381,9 @@ class OptimizerSpec:
         return self._trial.draws
 
     def is_adaptive(self) -> bool:
-        """Return True if, in any group, gradients that are ten times larger make steps less than twice as large.
+        """Return True if gradients that are ten times larger make steps less than twice as large, as in Adam.
 
-        Adam is such an optimizer. This is tried on a small matrix.
+        This is tried on a small matrix for each group. One such group is enough.
         """
         torch_state = torch.get_rng_state()
         grad = torch.linspace(1.0, 2.0, 24).reshape(4, 6)

@@ -2,9 +2,8 @@
 
 A schedule-free optimizer computes gradients at one point, but its result is another point. Its `eval()` puts the result
 into the parameters, and its `train()` puts the first point back. Both change only the parameters that this rank
-updates. `follow_modes` makes them share the change with the other ranks, as after a step. This is necessary under zero
-1 and 2, where a rank updates only a part of the parameters that it computes with. It is also necessary for an owner,
-which updates a tensor of which other ranks have parts.
+updates. `follow_modes` makes them share the change with the other ranks, as after a step. Under zero 1 and 2 a rank
+updates only a part of the parameters that it computes with. An owner updates a tensor of which other ranks have parts.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
    before that drops the new sharded model on all ranks, and training continues under the old strategy.
 6. Prove or take back, in the first step under the new strategy (`first_step`). During its forward and backward passes,
    threads compare the two states (`Comparison`).
-   If the states differ, the old one is restored, and the switch is repeated and compared at once. The reason: a model
-   that changes its weights in its forward passes looks like an error here.
+   If the states differ, the old one is restored, and the switch is repeated and compared at once. The reason: if the
+   user's model itself changes its weights in its forward passes, the states differ although the switch was right.
    If the step fails on any rank, all ranks go back to the old strategy. If memory holds both states, they restore the
    old state, which is kept until the step is finished. If not, they switch back, as long as the optimizer has not
    begun. The step is then repeated with the same batch and random numbers, so the losses equal those of a run without
@@ -19,9 +19,8 @@
 If memory holds both sharded models, the new one is built and filled beside the old one (`prepare`). If not, the state
 moves tensor by tensor: see in_place.py.
 
-A `Comparison` does not delay the first step. On each rank a thread hashes the old and the new sharded model, while the
-new one runs its first forward and backward passes, which change no weight. Before the optimizer changes weights, one
-all-reduce adds up the hashes. On a GPU the thread uses its own stream.
+A `Comparison` does not delay the first step. Forward and backward passes change no weights, so during them a thread of
+each rank hashes both sharded models. Then one all-reduce adds up the hashes. On a GPU the thread uses its own stream.
 """
 
 from __future__ import annotations
@@ -263,9 +262,8 @@ class Switcher:
     def close_left_groups(self, coming: Strategy | None = None) -> None:
         """Close process groups that are no longer needed, if they hold memory of a device.
 
-        The strategy in force needs its groups, and so does the strategy that an undo or a failure would restore.
-        coming: the strategy of the switch that follows. An undo would then restore the strategy in force now.
-        Collective, between two steps.
+        Groups of the strategy in force, and of those that an undo or a failure would restore, are needed. coming: the
+        strategy of the switch that follows. Then an undo restores the one in force now. Collective, between two steps.
         """
         job = self._job
         kept = {job.strategy, job.strategy if coming is None else coming}
