@@ -123,7 +123,7 @@ def states_of(
     *,
     stacks: bool,
 ) -> dict[int, RankState]:
-    """Return the state of each rank, from its answer, or from what was seen from outside if it did not answer."""
+    """Return the state of each rank, from its answer, or from the look from outside if it did not answer."""
     states = {rank: RankState(rank, "dead", f"is dead ({death.how})") for rank, death in deaths.items()}
     cells = {PurePath(file).name: number for each in answers.values() for file, number in each.cells.items()}
     for rank in ranks:
@@ -516,7 +516,8 @@ def at_work(states: Mapping[int, RankState], ranks: Iterable[int]) -> str:
 
 
 def _awaited_part(rank: int, waiting: Mapping[int, Operation]) -> str:
-    """Return, as the object of "without", what others wait for: its part in a collective, or a send or receive."""
+    """Return what others need from a rank, in words that follow "without": its part of a collective, a send, a receive.
+    """
     for operation in waiting.values():
         if operation.peer == rank:
             return "receiving it" if operation.op == "send" else "sending it"

@@ -151,7 +151,7 @@ class Stop:
         self.given_back = False  # the notebook's cell ends although ranks have not
         self.answered_presses: set[str] = set()
         self.screens = [execution.outbox.screen]
-        self.words = ""  # what was shown last
+        self.words = ""  # the last shown message
         self.lock = threading.Lock()
 
     def press(self) -> None:
