@@ -516,8 +516,7 @@ def at_work(states: Mapping[int, RankState], ranks: Iterable[int]) -> str:
 
 
 def _awaited_part(rank: int, waiting: Mapping[int, Operation]) -> str:
-    """Return what others need from a rank, in words that follow "without": its part of a collective, a send, a receive.
-    """
+    """Return words after "without": what others need from a rank (its part of a collective, a send or receive)."""
     for operation in waiting.values():
         if operation.peer == rank:
             return "receiving it" if operation.op == "send" else "sending it"

@@ -130,9 +130,9 @@ def sync(client: Client, labels: Sequence[str], project: ProjectFiles) -> Synced
 
 
 def _listed(folder: Path, root: Path) -> Iterator[Path]:
-    """Yield every file of `folder` that git would not ignore in `root`.
+    """Return every file of `folder` that git would not ignore in `root`.
 
-    Without git, yield all files except those in hidden folders.
+    Without git, return all files except those in hidden folders.
     """
     if shutil.which("git"):
         asked = ["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", str(folder)]
