@@ -30,7 +30,7 @@ def gpipe(ranks: int, microbatches: int, rank: int) -> list[Op]:
 
 
 def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return each backward as soon as possible, so that rank r holds at most ranks - r activations.
+    """Return each backward as soon as possible, so that rank r of n holds activations of at most n - r micro-batches.
 
     PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.
     """
@@ -43,8 +43,8 @@ def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
 def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
     """Return 1F1B with several stages on each rank, stage s on rank s mod ranks. The bubble is that many times smaller.
 
-    Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2: groups of `ranks` micro-batches pass one stage of this
-    rank after the other.
+    Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2: a group of `ranks` micro-batches passes the stages of
+    this rank in turn, then the next group does.
     """
     groups = -(-microbatches // ranks)
     forwards, backwards = [], []
