@@ -1,4 +1,4 @@
-"""Sizes of nbkit's GPT. They are apart from the model, so that a plan can be made without torch."""
+"""Sizes of nbkit's GPT. They are in a file of their own, so that a plan can be made without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbkit.errors import UsageError
 class GPTConfig:
     """Sizes of a GPT.
 
-    vocab: the number of different tokens; 256 is one for each byte. block: the longest text that it sees at once.
+    vocab: the number of different tokens; 256 is one for each byte. block: the longest sample, in tokens.
     layers: the number of blocks. heads: attention heads of a block; they divide `width`. width: features of a token.
     dropout: the share of elements that are dropped while it trains.
     """
