@@ -181,8 +181,8 @@ _MOST, _MANY, _FEW = 64, 1024, 32
 simulated if its stages are unequal; up to _FEW, also if they are equal and messages take time."""
 _EQUAL = 1e-6
 _SIMULATED = 0.03
-"""The share of a step that another division has to save. Waits for unequal stages are longer than simulated: with 9 and 3
-blocks on two ranks, the second at half speed, a step was 9 % longer; with 8 and 4, less than 1 % (python -m bench
+"""The share of a step that another division has to save. Waits for unequal stages are longer than simulated: with 9 and
+3 blocks on two ranks, the second at half speed, a step was 9 % longer; with 8 and 4, less than 1 % (python -m bench
 slow_rank)."""
 
 

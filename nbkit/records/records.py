@@ -1,9 +1,9 @@
-"""Records of measurements, and their form as JSON lines. Each rank writes a file, which is read while the job runs.
+"""Records of measurements, and their form as JSON lines. Each rank writes a file, which can be read while the job runs.
 
 <run>/telemetry/rank3.jsonl is the newest part of rank 3's file, and rank3.old.jsonl the part before it. Older parts are
 deleted. Each part begins with a Header and the Groups, so that it can be read alone. rank3.overview.jsonl holds the
-whole run in a bounded number of lines, each the mean of `span` steps. Times are ns of the rank's perf_counter;
-`Header.unix` puts those of all ranks on one axis.
+whole run in a limited number of lines, each the mean of `span` steps. Times are in ns of the rank's perf_counter;
+`Header.unix` converts those of all ranks to the same clock.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 FORMAT = 1
-"""The format of a record file, in its Header. Files without a number have this format too. New fields and kinds do not
-change it, since readers skip what they do not know."""
+"""The number of the format of a record file, in its Header. Files without a number have this format too. New fields and
+kinds of records do not change it, since readers skip unknown ones."""
 
 OUTSIDE = "outside"
-"""The state of the training thread between steps, when it does work that is not part of a step."""
+"""The state of the training thread while it does work that is not part of a step."""
 
 LISTEN_EVERY = 5
-"""The end of asynchronous collectives is measured in one of so many steps, and in steps that are kept in detail."""
+"""The end of asynchronous collectives is measured in one of this number of steps, and in steps with a Detail."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The base of all records, one line each. kind: its name in the file."""
+    """The base class of all records. Each record is a line. kind: the name of its class in the file."""
 
     kind: ClassVar[str] = ""
 
@@ -34,8 +34,8 @@ class Record:
 class Header(Record):
     """The first line of a part. part: its number. clock: "host", or the kind of device that timed the steps.
 
-    unix_s and clock_ns: the same moment by the wall clock of this rank's host and by its perf_counter.
-    offset_ns: to add to this rank's perf_counter to get rank 0's. base_bytes: memory of the process before the job.
+    unix_s and clock_ns: the same moment by the wall clock of this rank's host, and by its perf_counter. offset_ns: add
+    it to this rank's perf_counter to get rank 0's. base_bytes: memory of the process before the job.
     """
 
     kind: ClassVar[str] = "header"
@@ -52,11 +52,11 @@ class Header(Record):
     format: int = FORMAT
 
     def aligned(self, ns: int) -> int:
-        """Return a time of this rank on rank 0's clock, in ns."""
+        """Return a time `ns` of this rank on rank 0's clock, in ns."""
         return ns + self.offset_ns
 
     def unix(self, ns: int) -> float:
-        """Return a time of this rank in seconds since 1970."""
+        """Return a time `ns` of this rank as Unix time, in seconds."""
         return self.unix_s + (ns - self.clock_ns) / 1e9
 
 
@@ -74,9 +74,9 @@ class Group(Record):
 class Traffic:
     """The use of one operation on one group (with one peer) by one rank in one step.
 
-    peer: global rank of the other end of messages, -1 for anyone; None for a collective. bytes: what this rank
-    contributed. timed: how many of the calls have a duration; seconds: those durations added up, peers that came late
-    included. blocked: seconds that this rank stood still for it.
+    peer: global rank of the other end of messages, -1 for any rank; None for a collective. bytes: contributed by this
+    rank. timed: number of calls with a measured duration. seconds: the sum of these durations, including waits for
+    late peers. blocked: seconds for which this rank was idle because of it.
     """
 
     op: str
@@ -94,13 +94,13 @@ class Traffic:
 class StepRecord(Record):
     """A finished step. In an overview: the mean of `span` steps, the last of which is `step`.
 
-    start_ns: when it began. seconds: how long it took this rank. parts: seconds by what the training thread did:
-    compute, exposed (waiting for communication), bubble, data, optimizer, other. They add up to `seconds`. Empty if not
-    measured. numbers: loss, lr, tokens and the other values of the history. cpu_seconds: of all threads of this
-    process. own_seconds: spent on measuring and writing. examining: for which the process examined strategies for a
-    panel beside the step. lost: calls that were overwritten before they were read. faults: pages of memory that the
-    process had to wait for because the system had to read them from disk. experts: number of an expert of this rank ->
-    the tokens that it computed, in all layers.
+    start_ns: the time at which it began. seconds: its duration on this rank. parts: seconds of the training thread in
+    compute, exposed (waiting for communication), bubble, data, optimizer and other. They add up to `seconds`. Empty if
+    not measured. numbers: loss, lr, tokens and the other values of the history. cpu_seconds: CPU time of all threads of
+    this process. own_seconds: spent on measuring and writing. examining: seconds for which the process examined
+    strategies for a panel at the same time. lost: number of calls that were overwritten before they were read. faults:
+    number of memory pages that the system had to read from disk. experts: number of an expert of this rank -> the
+    tokens that it computed, in all layers.
     """
 
     kind: ClassVar[str] = "step"
@@ -121,7 +121,7 @@ class StepRecord(Record):
 
 @dataclass(frozen=True)
 class Outside(Record):
-    """Traffic between the steps, or without a training. step: number of finished steps at that time."""
+    """Traffic between steps, or without a training. step: the number of finished steps at that time."""
 
     kind: ClassVar[str] = "outside"
     step: int
@@ -132,7 +132,8 @@ class Outside(Record):
 class TimedCall:
     """An operation of a step. place: its number in the group (for messages: in the pair), the same on all its ranks.
 
-    issued, waited, done: in ns. waited: when this rank began to wait for it. None: not known.
+    issued, waited, done: times at which it was issued, this rank began to wait for it, and it ended, in ns; None if
+    unknown. blocked: ns for which this rank was idle because of it.
     """
 
     op: str
@@ -162,7 +163,7 @@ class PipelineOp:
 
 @dataclass(frozen=True)
 class Detail(Record):
-    """A step in every detail; only some steps are kept so. laps: (state, start_ns, stop_ns) without gaps."""
+    """All details of a step. Only some steps have one. laps: (state, start_ns, stop_ns) of the thread, without gaps."""
 
     kind: ClassVar[str] = "detail"
     step: int
@@ -172,7 +173,7 @@ class Detail(Record):
 
     @property
     def inside(self) -> tuple[tuple[str, int, int], ...]:
-        """Return the laps without those outside of the step, such as a live cell before it. Later ones move forward."""
+        """Return the laps without those outside of the step, such as a live cell. Later laps move to close the gap."""
         kept, away = [], 0
         for state, start, stop in self.laps:
             if state == OUTSIDE:
@@ -183,16 +184,16 @@ class Detail(Record):
 
     @property
     def span(self) -> float:
-        """Seconds of the step: from the begin of its first lap to the end of its last."""
+        """Return the seconds from the beginning of the first lap to the end of the last one."""
         laps = self.inside
         return (laps[-1][2] - laps[0][1]) / 1e9 if laps else 0.0
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Bytes at the peak of a step. kind: one of MEMORY_KINDS. module: their module in the model, "blocks.*.mlp".
+    """Bytes at the peak of a step. kind: one of MEMORY_KINDS. module: the module that they belong to, "blocks.*.mlp".
 
-    The same module of each block counts as one, with a star in place of its number.
+    The same module of all blocks counts as one, with a star instead of the number.
     """
 
     kind: str
@@ -203,8 +204,8 @@ class MemoryPart:
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "buckets", "working", "other")
 """The kinds of bytes at the peak.
 
-activations: what forward keeps for backward. buckets: what is sent, received or gathered. working: gradients of
-activations, and what an operation or the optimizer needs for a moment. other: not known.
+activations: tensors that forward keeps for backward. buckets: tensors that are sent, received or gathered. working:
+gradients of activations, and temporary tensors of an operation or of the optimizer. other: unknown.
 """
 
 
@@ -212,10 +213,10 @@ activations, and what an operation or the optimizer needs for a moment. other: n
 class MemoryRecord(Record):
     """Bytes of a rank after a backward pass. Tensors that share memory count once.
 
-    peak: bytes at the highest moment of a step, 0 if not counted: of the device's allocator (source: its kind), or of
-    the storages that were alive ("storages"). now: bytes in the allocator, or of the process, which includes
-    Header.base_bytes from before. Records of older releases have the peak of the process (source "rss"). named: the
-    parts of the peak, the largest first; empty if only its sum is known.
+    peak: bytes at the highest moment of a step; 0 if not counted. source: what was counted: the device's allocator (the
+    kind of device), or the storages that were alive ("storages"). Records of older releases have the peak of the
+    process ("rss"). now: bytes in the allocator, or of the process, which includes Header.base_bytes. named: the parts
+    of the peak, the largest first; empty if only the sum is known.
     """
 
     kind: ClassVar[str] = "memory"
@@ -231,18 +232,18 @@ class MemoryRecord(Record):
 
     @property
     def at_rest(self) -> int:
-        """Bytes that the rank holds between two steps, gradients included."""
+        """Return the bytes that the rank holds between two steps, including gradients."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
     @property
     def activations(self) -> int | None:
-        """Bytes at the peak beyond `at_rest`: activations, communication buffers, padding. None if not counted."""
+        """Return the bytes at the peak above `at_rest`: activations, buffers, padding. None if not counted."""
         return max(0, self.peak - self.at_rest) if self.peak and self.source != "rss" else None
 
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """The state of a GPU. None: the driver does not say. busy: share of the time. slowed: why its clocks are low."""
+    """The state of a GPU. None: the driver does not tell. busy: share of the time. slowed: why its clocks are low."""
 
     uuid: str
     index: int
@@ -257,10 +258,10 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class HealthRecord(Record):
-    """The state of a rank at a moment. On the first rank of a host also of the host (cores > 0) and its GPUs.
+    """The state of a rank at a moment. The first rank of a host also records the host (cores > 0) and its GPUs.
 
-    cpu: cores that this process used on average since the last record. rss: bytes. gpu: UUID of the rank's GPU, or "".
-    load: mean number of processes that wanted to run, over a minute. mhz: mean clock of the cores.
+    cpu: cores that this process used on average since the last record. rss: its resident memory, in bytes. gpu: UUID of
+    the rank's GPU, or "". load: the load average of the last minute. mhz: mean clock of the cores.
     """
 
     kind: ClassVar[str] = "health"
@@ -277,7 +278,7 @@ class HealthRecord(Record):
 
 @dataclass(frozen=True)
 class EventRecord(Record):
-    """A switch, a checkpoint, a failure. event: "kind" and the fields of one of nbkit.records.events."""
+    """An event, such as a switch or a failure. event: "kind", and the fields of its class in nbkit.records.events."""
 
     kind: ClassVar[str] = "event"
     step: int
@@ -297,7 +298,7 @@ _ROWS: dict[str, type] = {
 }
 _FIELDS = {kind: tuple(column.name for column in fields(kind)) for kind in _KINDS.values()}
 _COLUMNS = {row: tuple(column.name for column in fields(row)) for row in _ROWS.values()}
-_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode  # json.dumps would make this object for each line
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode  # json.dumps would make an encoder for each line
 
 
 def to_line(record: Record) -> str:
@@ -316,7 +317,7 @@ def to_line(record: Record) -> str:
 def from_line(line: str | bytes) -> Record | None:
     """Return the record of a line.
 
-    Returns None if the line was cut short, or has a kind or format of another release.
+    Returns None if the line is incomplete, or if another release has written a kind or format that is unknown here.
     """
     try:
         values = json.loads(line)
@@ -338,7 +339,7 @@ def from_line(line: str | bytes) -> Record | None:
 
 
 def _short(value: Any) -> Any:
-    # Small numbers, learning rates among them, keep their digits; a second needs no picoseconds.
+    # Small numbers, such as learning rates, keep their digits. Seconds need no picoseconds.
     if not isinstance(value, float) or value != value or value == 0.0:
         return value
     return round(value, 7) if abs(value) >= 1e-3 else float(f"{value:.6g}")

@@ -16,10 +16,10 @@ COLUMNS = (
 
 
 class CSV:
-    """Writes to `path`, and appends to a file that is there. pandas.read_csv(path) reads it, also while it trains.
+    """Writes to `path`, and appends to an existing file. pandas.read_csv(path) reads it, also during the training.
 
-    Columns: COLUMNS. `event` is the text of a row that is not a step. `logged` has what the loop logs, as "name=value".
-    Each row is on disk when the next one is written. Units: see nbkit.sinks.told.numbers.
+    Columns: COLUMNS. `event` is the text of a row that is not a step. `logged` has the values that the loop logs, as
+    "name=value". Each row is flushed as soon as it is written. Units: see nbkit.sinks.told.numbers.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -27,7 +27,7 @@ class CSV:
         self._file: IO[str] | None = None
 
     def open(self, run: dict[str, Any]) -> None:
-        """Open the file, with the names of the columns in its first line."""
+        """Open the file. The first line of a new file has the names of the columns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", newline="", encoding="utf-8")
         self._rows = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
