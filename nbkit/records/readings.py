@@ -409,7 +409,7 @@ def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMa
 
 
 def _peers(steps: Steps, members: Members) -> dict[int, tuple[int, ...]]:
-    """Return {rank: the ranks that do the same work, including itself}. Groups of all axes but pp connect such ranks."""
+    """Return {rank: the ranks that do the same work, including itself}. Groups of axes other than pp connect them."""
     axes = {row.group: row.axis for record in steps.values() for row in record.traffic}
     if "pp" not in axes.values():
         return dict.fromkeys(steps, tuple(sorted(steps)))

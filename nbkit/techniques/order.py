@@ -1,4 +1,4 @@
-"""order=dp: the axis that crosses nodes. Its neighbours are farthest apart in rank."""
+"""order=dp: the axis that crosses nodes. The ranks of neighbours along it differ the most."""
 
 from __future__ import annotations
 

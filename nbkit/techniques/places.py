@@ -1,4 +1,4 @@
-"""places=1:0: the number of each rank in the mesh, for ranks of unequal speed that suit unequal stages."""
+"""places=1:0: the place of each rank in the mesh, so that ranks of unequal speed get stages that suit them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
 class PlacesKey(Key):
-    """A number for each rank, with colons between them. Each rank is at its own place if it is not given."""
+    """A number for each rank, separated by colons. By default, rank r is at place r."""
 
     name = "places"
     neutral: ClassVar[tuple[int, ...]] = ()
