@@ -29,7 +29,7 @@ Received = TypeVar("Received", bound=Message)
 
 
 class Link(Generic[Sent, Received]):
-    """One end of the line. The types are the messages sent and received: a parent has a Link[ForRank, ForParent].
+    """An end of the line. The types are the messages sent and received: a parent has a Link[ForRank, ForParent].
 
     Sending is thread-safe. It does nothing if the other end is gone.
     """
