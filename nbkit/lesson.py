@@ -61,7 +61,7 @@ def predict(
     """Ask the reader for a number or a choice, and return the question.
 
     key: the name of the question in files, such as "1.2" for the second question of lesson 1.
-    unit: shown behind the number, such as "MB", "%" or "times".
+    unit: shown after the number, such as "MB", "%" or "times".
     between: the ends of a slider. Without it, the form has only a box for a number.
     choices: the answers to choose from. Then the question has no number.
     within: how far from the measured value a guess is still right: "2%" of the value, or a number in the unit.
@@ -74,7 +74,7 @@ def predict(
 
 
 def judge(own: Any) -> Judgement:
-    """Say whether code that a reader has written is right, and if not, which number is off and probably why.
+    """Say if code that a reader has written is right. If it is not, say which number is wrong, and the likely cause.
 
         nbkit.lesson.judge(MyDDP)        # in a %%distributed cell
 
@@ -124,7 +124,7 @@ class _Band:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A guess beside what was measured. right: None if the reader did not guess."""
+    """A guess compared with the measured value. right: None if the reader did not guess."""
 
     question: str
     key: str
@@ -174,8 +174,8 @@ class Verdict:
 class Prediction:
     """A question and the reader's guess. `predict` makes it.
 
-    locked: whether the reader has answered. guess: a number, a choice, or None for "I do not know". verdict: the guess
-    beside what was measured; None until the guess is locked and checked.
+    locked: True if the reader has answered. guess: a number, a choice, or None for "I do not know". verdict: the guess
+    compared with the measured value; None until the guess is locked and checked.
     """
 
     def __init__(

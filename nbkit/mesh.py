@@ -1,9 +1,10 @@
 """The grid of ranks, made of named axes and their degrees.
 
-Consecutive ranks differ first along tp, the fastest axis, then along cp, dp and pp, the slowest. So the ranks that
-communicate most are neighbours on a node. Another axis may be the slowest and cross nodes instead of pp. Either
-`order=` of a strategy says so, or nbkit chooses it so that fewer bytes move (see nbkit.planner.exchange). `places=`
-gives the place of each rank in this order, so that ranks of unequal speed get stages that suit them.
+With the number of the rank, the place along tp changes fastest, then along cp, then dp; the place along pp changes
+slowest. So the ranks that communicate most are neighbours on a node. Another axis may be the slowest and cross nodes
+instead of pp. Either `order=` of a strategy says so, or nbkit chooses it so that fewer bytes move (see
+nbkit.planner.exchange). `places=` gives the place of each rank in this order, so that ranks of unequal speed get stages
+that suit them.
 
 `levels_of` divides an all-reduce of S bytes over several nodes into two levels, so that fewer bytes cross the slow
 links between nodes. Let the group have L ranks on each of k nodes, n = k L in all. In a ring over all ranks,

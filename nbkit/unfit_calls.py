@@ -65,8 +65,8 @@ def _unfit(
 def _nearest(unknown: str, names: list[str], options: Mapping[str, type[Any]]) -> str:
     """Return a hint with the parameter or field that the user probably meant by `unknown`; "" if there is none.
 
-    An exact name of a field comes first, then parameters, then other fields. Each consists of some of the words of
-    `unknown`, or has a similar spelling.
+    A field of exactly this name comes first. Then come parameters, and last fields, that consist of some of the words
+    of `unknown` or have a similar spelling.
     """
     typed = {name: f"{name}=..." for name in names}
     inner = {

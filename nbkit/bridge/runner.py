@@ -565,7 +565,7 @@ def _is_muted(source: str) -> bool:
     """Return True if a semicolon at the end hides the last value, as in any notebook."""
     try:
         return bool(DisplayHook.semicolon_at_end_of_expression(source))
-    except (SyntaxError, tokenize.TokenError):  # `!commands` and the like are not Python
+    except (SyntaxError, tokenize.TokenError):  # not Python, such as a `!command`
         return False
 
 

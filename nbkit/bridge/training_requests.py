@@ -33,7 +33,7 @@ from nbkit.rank.train.resize.resize import check_handed, resize
 from nbkit.rank.train.switch import prefetch
 
 RESULTS_KEPT = 50
-TABLE_SECONDS = 0.05  # a request waits so long for a table that is nearly ready
+TABLE_SECONDS = 0.05  # the longest time for which a request waits for a new table
 TABLE_REST = 20  # times the duration of the last table, or search for findings, until the next one
 STAMP_CHANGE = 0.05  # a relative change of the step time that makes a new table: predictions depend on that time
 STAMP_STEPS = 200  # steps between two tables in a long training; in a young one, each doubling of its steps

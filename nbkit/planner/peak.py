@@ -336,7 +336,7 @@ class _Step:
 
     def _summed(self, newest: float, others: Sequence[float]) -> float:
         """Return the bytes held while buckets are summed in two levels. others: up to two buckets before the newest."""
-        made = [newest] * (self.received and self.levels > 2) + [*others[:1]]  # the oldest sum is being gathered again
+        made = [newest] * (self.received and self.levels > 2) + [*others[:1]]  # the sum of the oldest is being gathered
         return self._reduced(newest) + sum(others) + sum(made) / self.levels
 
     @property

@@ -104,7 +104,7 @@ def read_since(path: Path, cursor: Cursor = START, *, steps: int | None = None) 
     steps: the largest number of step records to return, the newest ones; they take the most time to read. If more than
     one part was begun since `cursor`, some records are lost, and the returned ones begin with a Header.
     """
-    # Read the newest part first. If a new part begins during that, the part that was read is now the old one.
+    # Read the newest part first. If a new part begins after that, the old part is the one that was just read.
     part, data = _part(path, cursor)
     if part is None:
         part, data = _part(old_part(path), cursor)

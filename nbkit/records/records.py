@@ -243,7 +243,7 @@ class MemoryRecord(Record):
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """The state of a GPU. None: the driver does not tell. busy: share of the time. slowed: why its clocks are low."""
+    """The state of a GPU. None: the driver does not say. busy: share of the time. slowed: why its clocks are low."""
 
     uuid: str
     index: int

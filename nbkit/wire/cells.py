@@ -110,7 +110,7 @@ class CellRecord:
 
 @dataclass(frozen=True)
 class Remote:
-    """A function with a name, which the notebook sends to a rank, so that it need not import the bridge.
+    """A function on a rank, given by its name. So the notebook can call the bridge without importing it.
 
     `Remote("nbkit.bridge.calls:run_cell")(...)` imports the module in the process in which it is called, and calls the
     function there.

@@ -510,7 +510,10 @@ class CloseSinks(ForRank):
 
 
 class EndOfCluster(ForRank, ForHost):
-    """The parent tells a rank to save its training, and to end after its cell. now: at once if it does not train."""
+    """A parent tells a rank, or the coordinator a parent, to save a training and end after the cell.
+
+    now: end at once if there is no training.
+    """
 
     why: str
     now: bool = True
@@ -758,7 +761,7 @@ def _table() -> dict[str, type]:
 
 
 def is_sent(kind: type) -> bool:
-    """Return True for the class of a message. The base classes that say who receives it are none."""
+    """Return True for the class of a message, False for the base classes that say who receives a message."""
     return issubclass(kind, Message) and not kind.__subclasses__()
 
 

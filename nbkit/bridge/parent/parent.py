@@ -11,8 +11,8 @@ five things:
 - It ends a rank that does not answer at all, when a notebook asks for that.
 - It ends the cluster when the controller is gone, or when nobody has used it for its time to live.
 
-A cluster on several hosts has a parent on each host. It passes messages between its own ranks and the coordinator. The
-coordinator decides when to end. The first host's parent decides which ranks are replaced (other_hosts.py).
+A cluster on several hosts has a parent on each host. Each parent passes messages between its ranks and the coordinator.
+The coordinator decides when to end. The first host's parent decides which ranks are replaced (other_hosts.py).
 
 `EndInOrder` ends the ranks of a host when somebody other than the user asks for it. A training is first saved at its
 next step boundary. Batch systems send SIGTERM before they kill: at a job's time limit, or to make room for another job.
@@ -177,7 +177,7 @@ class EndInOrder:
                 child.link.send(EndOfCluster(why, now))
 
 
-DEATHS = 2  # so many deaths of one rank on one device in one cell may be the device's fault
+DEATHS = 2  # after this number of deaths of one rank on one device in one cell, the device may be the cause
 
 
 class Spares:

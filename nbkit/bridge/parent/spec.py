@@ -131,7 +131,7 @@ def pins_of(saved: Iterable[Mapping[str, Any]]) -> tuple[RankPin, ...]:
 
 
 def write_pins(spec: EngineSpec, path: Path) -> None:
-    """Write the devices of `spec` to `path`: for ranks that are started afresh, and for the notebook."""
+    """Write the devices of `spec` to `path`, for ranks that are not forked, and for the notebook."""
     saved = json.loads(path.read_text()) | {key: [asdict(pin) for pin in getattr(spec, key)] for key in _DEVICES}
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(saved))

@@ -120,7 +120,7 @@ def parts_of(trainer: Any) -> dict[str, Any]:
 
 
 def data_of(trainer: Any) -> dict[str, Any]:
-    """Return {attribute of the Trainer: data} for the data that the Trainer was given. A new Trainer has them too.
+    """Return {attribute of the Trainer: data} for the data of the Trainer. A new rank has them in its own Trainer.
 
     Other values that refer to the data, such as a part of them, are sent with a copy of the data.
     """

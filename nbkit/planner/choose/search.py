@@ -75,9 +75,9 @@ def recommended(rows: Sequence[Mapping[str, Any]], limit: float | None, now: str
     """Return the recommended strategy among those that fit. Recommend none if too little is known.
 
     The step times of at least two strategies and their bounds (see `bounds_of`) must be known, including those of the
-    strategy in force. The fastest strategy is recommended; of equally fast ones, the simplest. If the bounds allow that
-    others are faster, and the strategy in force is the fastest or one of these others, it is recommended, since a
-    switch may gain nothing. Otherwise, of these, the one that needs the least memory is recommended.
+    strategy in force. The fastest strategy is recommended; of equally fast ones, the simplest. If the bounds leave open
+    which of several strategies is the fastest, the strategy in force is recommended if it is one of them, since a
+    switch may gain nothing. Otherwise the one of them that needs the least memory is recommended.
     rows: a table of strategies, simple ones first. limit: bytes that the fullest rank can hold; None if unknown.
     now: the strategy in force.
     """
@@ -195,8 +195,8 @@ class PlanRow:
     are recomputed. peak: bytes of the fullest rank. seconds: the step time, with its parts and its bounds low and high.
     sent: bytes that the busiest rank sends in a step, by axis. between: the part of them that crosses nodes. rate:
     tokens per second, or samples if they have no positions. limit: the part that takes longest. levers: the step time
-    with each key of nbkit/techniques/ that relieves a link for which the step waits. All of these keys but bucket sizes
-    change the training.
+    with each key of nbkit/techniques/ that relieves a link for which the step waits. With such a key, except bucket=,
+    the training differs from that of one process.
     """
 
     strategy: str
