@@ -86,7 +86,9 @@ class Ending:
         for number in self._signals:
             signal.signal(number, self._on_signal)
         self._masks = threading.local()  # signal masks of threads that fork
-        os.register_at_fork(before=self._hold, after_in_parent=self._let_come, after_in_child=self._be_another)
+        os.register_at_fork(
+            before=self._block_signals, after_in_parent=self._unblock_signals, after_in_child=self._reset_in_fork
+        )
 
     def end_training(self, why: str) -> None:
         """End the training at its next boundary, and any later training too. The rank lives on. Any thread may call it.
@@ -128,17 +130,17 @@ class Ending:
     # These signals must end a fork of this rank, such as a worker of a pool, like any process. But with a handler set,
     # Python loses signals that reach a fork before it is ready. So they are blocked until the fork has removed it.
 
-    def _hold(self) -> None:
+    def _block_signals(self) -> None:
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
 
-    def _let_come(self) -> None:
+    def _unblock_signals(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
-    def _be_another(self) -> None:
+    def _reset_in_fork(self) -> None:
         for number in self._signals:
             if signal.getsignal(number) == self._on_signal:  # a fork that forks again may have set its own handler
                 signal.signal(number, signal.SIG_DFL)
-        self._let_come()
+        self._unblock_signals()
 
     def _on_signal(self, number: int, _: object) -> None:
         # Use another thread: a signal can interrupt any code of this thread, even this class.

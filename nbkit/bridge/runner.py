@@ -107,7 +107,7 @@ _OWN_SIGNAL = signal.SIGURG  # replaces SIGINT when user code handles SIGINT; pr
 T = TypeVar("T")
 
 
-class _Untold(BaseException):
+class _TextInterrupted(BaseException):
     """Raised to end the code that makes the text of an error."""
 
 
@@ -140,7 +140,7 @@ class Runner:
         self.requests: dict[str, CellRequest] = {}  # for the records that are kept
         self.in_user_code = False
         self.serving: Running | None = None  # a call from the notebook that runs user code, but is not a cell
-        self._telling = 0.0  # when code began to make the text of an error; 0 if none does
+        self._text_begun = 0.0  # when code began to make the text of an error; 0 if none does
         self._elsewhere: set[int] = set()  # GPUs of other ranks on which tensors of this rank were found
         self._untold: tuple[int, str] = (0, "")  # (id of an error whose text could not be made, why)
         self.target: Running | None = None  # the cell for which an interrupt is on its way
@@ -376,9 +376,9 @@ class Runner:
             target.stopped = True
         if target is not None and target.ended.is_set():
             return
-        if self._telling:
-            if time.monotonic() - self._telling > PATIENCE_SECONDS and not is_importing(frame):
-                raise _Untold
+        if self._text_begun:
+            if time.monotonic() - self._text_begun > PATIENCE_SECONDS and not is_importing(frame):
+                raise _TextInterrupted
             return
         if self.in_user_code:
             if is_importing(frame) and self._waits_for_import(target or self.serving or self.running[-1]):
@@ -421,18 +421,18 @@ class Runner:
     def _told(self, make: Callable[[], T]) -> T:
         """Return make(), which calls code of the user's objects to get their text.
 
-        Raises the errors of that code, and _Untold if it is stopped or takes longer than TEXT_SECONDS.
+        Raises the errors of that code, and _TextInterrupted if it is stopped or takes longer than TEXT_SECONDS.
         """
         limit = Running(CellRequest("", "", 0, ()), time.time())
         threading.Thread(target=self._limit, args=(limit,), name="nbkit-text", daemon=True).start()
         try:
             try:
-                self._telling = time.monotonic()
+                self._text_begun = time.monotonic()
                 return make()
             finally:
-                self._telling = 0.0
+                self._text_begun = 0.0
         finally:
-            self._telling = 0.0  # an interrupt may have come just before
+            self._text_begun = 0.0  # an interrupt may have come just before
             limit.ended.set()
 
     def _limit(self, limit: Running) -> None:
@@ -556,7 +556,7 @@ def _status(failure: Failure | None, running: Running) -> Status:
 
 def _unsaid(why: BaseException) -> str:
     """Return a text that replaces the text of an error. why: the error in making it."""
-    if isinstance(why, _Untold):
+    if isinstance(why, _TextInterrupted):
         return "(its text takes too long to make, or was stopped)"
     return f"(its text cannot be made: {type(why).__name__})"
 

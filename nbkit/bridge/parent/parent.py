@@ -333,7 +333,7 @@ class Parent:
             self.elsewhere.go_on()
             self.replacer.go_on()
             self.resizer.go_on()
-            self._let_go()
+            self._end_if_unused()
         log("every rank has ended")
 
     def start_rank(self, rank: int, *, replaces: bool = False) -> None:
@@ -607,7 +607,7 @@ class Parent:
         finally:
             os._exit(0)
 
-    def _let_go(self) -> None:
+    def _end_if_unused(self) -> None:
         if self.ending:
             return
         self.controller = controller = self.controller or controller_of(self.folder)

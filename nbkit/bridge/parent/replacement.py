@@ -122,7 +122,7 @@ class Replacer:
         self.parent = parent
         self.under_way: Replacement | None = None
         self._died: list[tuple[str, int, int]] = []  # (cell, rank, finished steps), over all replacements
-        self._stand: dict[tuple[int, int], float] = {}  # (rank, pid) -> seconds for which it has waited for others
+        self._waited: dict[tuple[int, int], float] = {}  # (rank, pid) -> seconds for which it has waited for others
         self._hung: dict[tuple[int, int], str] = {}  # (rank, pid) that was ended because it hung -> how it ended
 
     @handles(FitEntered)
@@ -140,14 +140,14 @@ class Replacer:
 
     @handles(WaitsForOthers)
     def _on_wait(self, waits: WaitsForOthers, child: Member) -> None:
-        self._stand[child.rank, child.pid] = waits.seconds
+        self._waited[child.rank, child.pid] = waits.seconds
         if waits.due:
             self._end_hung(waits.seconds)
 
     def _end_hung(self, seconds: float) -> None:
         """End the ranks that do not wait, after the others have waited for `seconds`. If all wait, none is ended."""
         members = list(self.parent.members.values())
-        moves = [child for child in members if not self._stand.get((child.rank, child.pid))]
+        moves = [child for child in members if not self._waited.get((child.rank, child.pid))]
         in_step = all(child.fit is not None and not child.dismissed for child in members)
         if self.under_way or not in_step:
             return
@@ -183,7 +183,7 @@ class Replacer:
     def takes(self, child: Member, death: Death) -> bool:
         """Handle the death of `child`. Returns True if its rank is replaced, or if its death ends a replacement."""
         parent, replacement = self.parent, self.under_way
-        self._stand.pop((child.rank, child.pid), None)
+        self._waited.pop((child.rank, child.pid), None)
         # A dismissed rank, such as a new rank of a resize that was given up, is not part of the training.
         there = [other for other in parent.members.values() if not other.dismissed]
         survivors = [other for other in there if not self._is_new(other)]
