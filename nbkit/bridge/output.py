@@ -296,7 +296,7 @@ OUTPUT_TYPES = frozenset({"stream", "display_data", "update_display_data", "clea
 FLUSH_SECONDS = 0.01  # ipykernel's default, 0.2 s, is a visible delay for a person who watches a print
 """The shortest time between two text messages, even if a program flushes after each character. A notebook that has to
 handle a hundred thousand messages does not react to Stop."""
-LOG_LIMIT = 64 << 20  # bytes of one rank's replay log, and of what it printed; older cells are dropped first
+LOG_LIMIT = 64 << 20  # bytes of one rank's replay log, and of the file with its text; a new cell empties a larger file
 
 
 @dataclass

@@ -164,7 +164,7 @@ class Requests:
         }
 
     def _undelivered(self) -> dict[str, Any] | None:
-        """Return the last cell if it was long enough to outlive a notebook, and no notebook has confirmed it."""
+        """Return the last cell if it took so long that its notebook may be gone, and no notebook has confirmed it."""
         last = next(reversed(self.runner.records.values()), None)
         if last is None or last.seconds < LONG_SECONDS or last.cell == self.delivered:
             return None
@@ -230,7 +230,7 @@ class Requests:
 
     @handles(FollowCell)
     def _on_follow(self, follow: FollowCell) -> dict[str, Any]:
-        record = self.runner.records.get(follow.cell)  # read before the outputs, so that these include all it counts
+        record = self.runner.records.get(follow.cell)  # before the outputs, which must include all that it counts
         outputs, after = self.runner.capture.missed(follow.cell, follow.cursor, REPLY_BYTES)
         return {"outputs": outputs, "cursor": after, "record": record_text(record) if record else None}
 

@@ -319,7 +319,7 @@ class Runner:
         Such an error is SystemExit, or an interrupt that came outside of the shell's handlers.
         """
         shell = self.shell
-        outer = shell.execution_count, shell.displayhook.exec_result  # of the cell around a live one
+        outer = shell.execution_count, shell.displayhook.exec_result  # of the cell around a live cell
         try:
             try:
                 self.in_user_code = True

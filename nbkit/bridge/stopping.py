@@ -32,7 +32,7 @@ class Stopping:
     def stop(self, cell: str, number: int, live: bool = False) -> float | None:
         """Stop a cell for the user. A second call interrupts it at once.
 
-        number: of the request that asks a training to stop at a step boundary; the same on every rank.
+        number: the number of the request to stop a training at a step boundary; the same on every rank.
         live: stop only a live cell; the training around it goes on.
         Returns the seconds that a training has to reach that boundary, 0 if there is no training, or None if no such
         cell runs here.

@@ -16,7 +16,7 @@ from nbkit.planner.traffic import Rest, TrafficTerm
 
 @dataclass(frozen=True)
 class Term:
-    """An operation on an axis in a step, counted as in nbkit.records.readings.Row.
+    """An operation on an axis in a step, counted as in nbkit.records.readings.TrafficRow.
 
     calls: the average over ranks. bytes: the size of the tensors that all ranks together give to the operation.
     """

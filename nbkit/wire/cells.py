@@ -22,12 +22,12 @@ encrypted, so nobody else can repeat a message. Jupyter's default is 65,536, whi
 ENGINE_OPTIONS = (
     "--IPEngine.enable_nanny=False",  # the parent of the ranks does the work of a nanny
     "--IPEngine.timeout=60",
-    "--IPEngine.max_heartbeat_misses=0",  # the parent watches the controller; a busy rank never leaves
+    "--IPEngine.max_heartbeat_misses=0",  # a busy rank must not leave; the parent watches the controller instead
     f"--Session.digest_history_size={SIGNATURES_KEPT}",
 )
 """Options of the ipyparallel engines that run cells: ranks, and the engines that replace them in benchmarks."""
 
-LONG_SECONDS = 2.0  # the notebook acknowledges a longer cell, so that a later one does not show it again
+LONG_SECONDS = 2.0  # the notebook confirms the end of a longer cell, so that a later notebook does not show it again
 
 
 @dataclass(frozen=True)

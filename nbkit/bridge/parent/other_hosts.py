@@ -63,7 +63,7 @@ class CoordinatorLine:
         self._told = 0.0
 
     def receive(self) -> list[ForHost]:
-        """Return the messages that have come; blocks for the first."""
+        """Return the messages that have arrived. Block until there is one."""
         messages = self.link.receive()
         self.gone = messages is None
         return messages or []

@@ -236,9 +236,9 @@ def _counted(count: int) -> str:
 
 
 START_SECONDS = 180.0  # for the controller to write its address; the notebook waits as long
-GRACE_SECONDS = 0.25  # in which the other ranks of a failed cell may end by themselves
+GRACE_SECONDS = 0.25  # the other ranks of a failed cell have this time to end by themselves
 TICK_SECONDS = 1.0
-FAILED_KEPT = 50  # cells; all ranks begin a cell at nearly the same time
+FAILED_KEPT = 50  # number of cells; a few are enough, since all ranks begin a cell at nearly the same time
 _COORDINATOR = "coordinator"  # key of its socket in the selector; the other keys are ranks
 
 
@@ -480,7 +480,7 @@ class Parent:
                 for child in self.children.values():
                     for cell in child.cells:
                         child.link.send(ReleaseCell(cell, "the notebook's host does not answer"))
-            elif not self.ending:  # it was killed
+            elif not self.ending:  # the coordinator was killed
                 self.end_in_order.begin("the coordinator of the cluster has ended", now=False)
 
     # Messages of the coordinator. OtherHosts has more.
