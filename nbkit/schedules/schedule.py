@@ -106,19 +106,25 @@ def register(
     microbatches_per_rank: int = 0,
     check: bool = True,
 ) -> None:
-    """Add a schedule: from then on `pp schedule=NAME` is a strategy. Call this on all ranks.
+    """Add a schedule. Afterwards `pp schedule=NAME` is a strategy. Call this on all ranks.
 
-    build: `build(ranks, microbatches, rank)` returns the operations of one rank, in order, for any number of
-        micro-batches >= 1: the last batch of an epoch may be short. An operation is an `Op(kind, stage, micro)` of kind
-        "F" (forward) or "B" (backward). Instead of a "B" there may be an "I" (gradient of the stage's input) and later
-        a "W" (gradients of its weights). If `build` has a parameter `stages_per_rank`, it gets the number of stages of
-        a rank.
+    build: `build(ranks, microbatches, rank)` returns the operations of one rank, in order. It must work for any number
+    of micro-batches from 1 on, because the last batch of an epoch may be short. An operation is an `Op(kind, stage,
+    micro)`. The kind is "F" (forward) or "B" (backward). Instead of "B" there can be "I" (gradient of the stage's
+    input) and later "W" (gradients of its weights). If `build` has a parameter `stages_per_rank`, it gets the number of
+    stages of a rank.
+
     stages_per_rank: stages on each rank. Stage s is on rank s mod ranks.
-    v_shaped: stages run down the ranks and up again, so that the first and the last are on rank 0. Each rank has two.
+
+    v_shaped: each rank has two stages. They run down the ranks and up again, so that the first and the last are on rank
+    0.
+
     microbatches_per_rank: a strategy with fewer micro-batches than this times pp is refused.
-    check: check the lists of small pipelines now, and the lists of each pipeline that a strategy uses later. Raises
-        StrategyError, and registers nothing, if an operation is missing or twice in the lists, or if the ranks would
-        wait for each other forever.
+
+    check: check the operations of small pipelines now, and later those of each pipeline that a strategy uses.
+
+    Raises StrategyError, and registers nothing, if an operation is missing or occurs twice, or if the ranks would
+    deadlock.
 
     A second call with the same name replaces the schedule. nbkit's own schedules cannot be replaced.
     """

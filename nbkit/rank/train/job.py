@@ -1,4 +1,4 @@
-"""A training job on this rank: forward, backward and the work of a step boundary. The Trainer is built on it.
+"""A training job on this rank: forward, backward and the work between two steps. The Trainer is built on it.
 
 A user's own loop looks like this:
 
@@ -8,12 +8,12 @@ for batch in job.batches(loader):       # global batches, the same on every rank
     job.clip(1.0); job.optimizer.step(); job.optimizer.zero_grad()
     job.log(loss=result.loss)
 
-Or with a forward and a loss of the user's own, and no `loss=`:
+Without `loss=`, the loop calls the model and computes the loss itself:
 
     x, y = job.rows(batch)
     job.backward(F.mse_loss(job.model(x), y))
 
-`evaluate` computes the loss on other data, weighted over all samples and ranks. Each sample counts once.
+`evaluate` computes the mean loss on other data over all ranks. Each sample counts once.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ from nbkit.trainer_options import Compute, ModelHints, Recovery, check_options
 
 
 def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any]) -> float:
-    """Return the mean loss of the job's model over one pass of `data`. Collective. The model is in eval mode meanwhile.
+    """Return the mean loss of the job's model over one pass of `data`, with the model in eval mode. Collective.
 
     Raises TrainingError if the total weight of the samples is 0.
     """
@@ -134,19 +134,22 @@ def prepare(
     hints: ModelHints = ModelHints(),
     switches: SwitchSchedule = None,
 ) -> Job:
-    """Return a job for a user who has a loop of their own. Collective: every rank calls it.
+    """Return a job, for a training loop that you write yourself. Collective: every rank calls it.
 
-    model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is a
-    module, an optimizer of its parameters; or a list or dict of several, as for the Trainer. loss: (output, target) ->
-    mean or (sum, weight); None if the loop computes the loss itself, by `rows`, `model` and `backward(loss)`. inputs:
-    the names of the entries of a dict batch that the model takes; loss then gets (output, batch). forward_step: in the
-    place of both, a function of (model, batch) that calls the model once and returns a mean, or (sum, weight); it runs
-    under every strategy. precision: None, "bf16" or "fp16".
-    hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on, which pipelines and context
-    parallelism need, and tensor parallelism for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
-    "replace", where a rank that dies in a loop over `batches` is replaced by one that helps to save the job
-    (docs/reference/clusters.md), or "stop". For all other arguments see Trainer.
-    Raises TrainingError or StrategyError if it could not train as asked.
+    model: an nn.Module, or a callable that builds one. optimizer: a function that gets the model and returns an
+    optimizer, or a list or dict of several, as for the Trainer. If `model` is a module, you can also pass the
+    optimizers themselves. loss: a function (output, target) that returns a mean, or (sum, weight). None if the loop
+    computes the loss itself, with `rows`, `model` and `backward(loss)`. inputs: for dict batches, the names of the
+    entries that the model takes; loss then gets (output, batch). forward_step: instead of loss and inputs, a function
+    (model, batch) that calls the model once and returns a mean, or (sum, weight). It works under every strategy.
+    precision: None, "bf16" or "fp16".
+    hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on. Pipelines and context parallelism
+    need it. Tensor parallelism needs it for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
+    "replace" or "stop". With "replace", if a rank dies in a loop over `batches`, a new rank takes its place and helps
+    to save the job (docs/reference/clusters.md).
+
+    The other arguments are those of the Trainer. Raises TrainingError or StrategyError if the job cannot train with
+    these arguments.
     """
     check_options(compute=compute, hints=hints, recovery=recovery)
     taken: Any = inputs
@@ -172,9 +175,10 @@ def prepare(
 
 
 class Job:
-    """A training driven by a loop, the user's own or the Trainer's. See nbkit.rank.train.step.step for the step.
+    """A training that a loop drives, either the user's or the Trainer's. See nbkit.rank.train.step.step for the step.
 
-    `model` and `optimizer` stay the same objects throughout. own_loop: the settings of a loop over `batches`.
+    `model` and `optimizer` stay the same objects for the whole training. own_loop: the settings of a loop over
+    `batches`.
     """
 
     def __init__(
@@ -191,7 +195,7 @@ class Job:
         chosen = None if strategy == AUTO else _parsed(strategy, self.world_size, link)
         asked = Strategy.every(self.world_size, schedules=("1f1b",)) if chosen is None else [chosen]
         for text in self.plan.ahead:
-            with suppress(StrategyError):  # the plan is checked later, when the batch is known too
+            with suppress(StrategyError):  # check_plan checks the plan later, when the batch size is known too
                 asked = [*asked, _parsed(text, self.world_size, link)]
         builder = Builder(model, optimizer, config, asked=asked, **here)
         self._begin(builder)
@@ -217,7 +221,7 @@ class Job:
     ) -> Job:
         """Return the job of a process that joins a running training. It has no sharded model before `start`.
 
-        like: this process's job in an earlier world. The new job takes over the model object that its user holds.
+        like: this process's job in an earlier world. The new job takes over its model object, which the user holds.
         """
         self = cls.__new__(cls)
         here = self._take_place()
@@ -251,13 +255,13 @@ class Job:
         self._cost_model: CostModel | None = None
 
     def start(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
-        """Compute with `sharded_model`, the first of this process, and update with `inner`."""
+        """Compute with `sharded_model`, the first one of this process, and update it with `inner`."""
         self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten, fits=self._fits)
         self._take(sharded_model, inner)
         # Weak, so that a `break` ends the loop. After an error the traceback keeps it alive: `_leave_loop` ends it.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.own_loop = OWN_LOOP
-        self._own: Any = None  # the OwnLoop that read batches last, if ranks are replaced in it
+        self._own: Any = None  # the OwnLoop of the newest loop over batches, if dead ranks are replaced in it
         note(self)
         user_gradients.watch_clipping(self)
         user_gradients.watch_backward(self)
@@ -265,7 +269,7 @@ class Job:
     def _take(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
         self.sharded_model = sharded_model
         self.optimizer.inner = inner
-        # The user's model object now shows what this rank holds. What it showed before is freed.
+        # The user's model object now shows the modules of this sharded model. Those of the old one are freed.
         self.model_handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
         self.own_forward.begin_again()
@@ -286,7 +290,7 @@ class Job:
         )
 
     def parsed(self, text: str) -> Strategy:
-        """Return the strategy that `text` means on these ranks, which may be on several nodes. Raises StrategyError."""
+        """Parse `text` for this number of ranks and for the nodes they are on. Raises StrategyError."""
         return _parsed(text, self.world_size, self.builder.link)
 
     @property
@@ -301,17 +305,17 @@ class Job:
 
     @property
     def switches(self) -> list[Switched]:
-        """The switches that were made, and not taken back."""
+        """The switches that were made and not taken back."""
         return self.switcher.made
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         return self.ledger.step
 
     @property
     def state(self) -> TrainingState:
-        """Return what is in force now, between two steps."""
+        """Return the state that is in force now, between two steps."""
         sharded_model, inner = self.sharded_model, self.optimizer.inner
         position, precision = self.feed.position(), self.precision.state_dict()
         return TrainingState(sharded_model, inner, shown_by(sharded_model.module), self.step, position, precision)
@@ -324,12 +328,12 @@ class Job:
         self.feed.recut()
 
     def restore(self, state: TrainingState) -> None:
-        """Go back to `state`, as if later steps had not been made. Closes the later sharded model. Not collective."""
+        """Go back to `state`, and undo later steps. Close the sharded model of a later switch. Not collective."""
         self.optimizer.zero_grad()
         if (other := self.sharded_model) is not state.sharded_model:
             self.adopt(state)
             other.close()
-        # If anything was broken off, it was in the other sharded model. The weights of `state` are whole.
+        # Only the other sharded model can have been interrupted in a step. The weights of `state` are whole.
         self.integrity.restored(ranks_agree=False)
         self.ledger.step = state.step
         self.precision.load_state_dict(state.precision)
@@ -337,23 +341,23 @@ class Job:
 
     @property
     def progress(self) -> TrainingProgress:
-        """Return the state of this rank between two steps, without weights and optimizer."""
+        """Return the state of this rank between two steps, without the weights and the optimizer state."""
         precision, position = self.precision.state_dict(), self.feed.position()
         return TrainingProgress(precision, self.step, list(self.ledger.records), position)
 
     def stand_at(self, progress: TrainingProgress) -> None:
-        """Take over step, history and position of `progress`. The weights stay as they are. Not collective."""
+        """Set step, history and position to those of `progress`. The weights do not change. Not collective."""
         self.ledger.replace(progress.step, progress.records)
         self.precision.load_state_dict(progress.precision)
         self.feed.go_to(progress.position)
 
     def go_on(self, progress: TrainingProgress) -> None:
-        """Continue from `progress`, whose weights are in place already. Not collective; `sync.sync_step` follows."""
+        """Continue from `progress`, after its weights were restored. Not collective. Call `sync.sync_step` after it."""
         self.stand_at(progress)
         self.integrity.restored(ranks_agree=False)
 
     def rewind(self, progress: TrainingProgress) -> None:
-        """Go back to the earlier step of `progress`, whose weights are in place already. Collective."""
+        """Go back to the earlier step of `progress`, after its weights were restored. Collective."""
         self.backups.back_to(progress.step)
         self.ledger.replace(progress.step, progress.records, loaded=True)
         self.precision.load_state_dict(progress.precision)
@@ -361,16 +365,16 @@ class Job:
         self.sync.restored()
 
     def read_from(self, feed: DataHooks) -> None:
-        """Take the position in the data, and set it, by these hooks from now on."""
+        """Get and set the position in the data with the hooks `feed` from now on."""
         self.feed = feed
 
     def reseed(self, seed: int) -> None:
-        """Draw random numbers by `seed` from the next step on."""
+        """Use `seed` for random numbers from the next step on."""
         self.seed = seed
         self.training_step.reseed(seed)
 
     def configure(self, **changed: Any) -> None:
-        """Compute in another way from the next step on. changed: fields of nbkit.Compute."""
+        """Change fields of nbkit.Compute from the next step on."""
         compute = replace(self.config.compute, **changed)
         self.config = self.builder.config = replace(self.config, compute=compute)
         self.training_step.microbatch_size = compute.microbatch_size
@@ -384,9 +388,9 @@ class Job:
         return self.training_step.reduced and bool(pending) and not pending[-1].made
 
     def check_model(self) -> None:
-        """Take over tensors or memory that the user has put in the place of the model's parameters.
+        """Use the new tensors if the user has replaced the model's parameters or their memory.
 
-        Raises TrainingError if that is impossible, or if the model is another job's.
+        Raises TrainingError if that is impossible, or if the model belongs to another job.
         """
         self.model_handle.check()
         self.own_forward.close()
@@ -396,7 +400,7 @@ class Job:
         )
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
-        """Record everything from now on in a new directory under `log_dir`; None: nothing. Collective."""
+        """Record everything from now on in a new directory under `log_dir`. None records nothing. Collective."""
         if log_dir is not None:
             made = new_run_dir(
                 str(user_path(log_dir)),
@@ -410,7 +414,7 @@ class Job:
             self.record_on(made)
 
     def record_on(self, run_dir: Path | None) -> None:
-        """Record into a directory that exists, such as that of a training that this process joins. Collective."""
+        """Record into an existing directory, for example of a training that this process joins. Collective."""
         self.run_dir = run_dir
         if run_dir is not None:
             self.recorder.record_into(
@@ -418,7 +422,7 @@ class Job:
             )
 
     def listen(self, sinks: Sequence[Sink], *, name: str | None) -> None:
-        """Hand all events to these sinks on rank 0. The other ranks keep theirs for a process that replaces rank 0."""
+        """Send all events to `sinks` on rank 0. The other ranks keep theirs in case rank 0 must be replaced."""
         self.sinks = tuple(sinks)
         if self.rank != 0:
             return
@@ -433,7 +437,7 @@ class Job:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Return one dict per finished step, the same on every rank. Within a run it is one step behind."""
+        """Return one dict per finished step, the same on every rank. During a run it lacks the newest step."""
         if not self.is_running:
             self.ledger.settle()
         return self.ledger.records
@@ -442,10 +446,10 @@ class Job:
     def batches(self, loader: Iterable[Any], *, others: Sequence[Job] = ()) -> Iterator[Any]:
         """Return an iterator over the loader's batches, with a step boundary after each.
 
-        The loader gives *global* batches, in the same order on every rank; `backward` takes this rank's rows. Random
-        numbers of a DataLoader or dataset are seeded here, so that the ranks agree. A loop that was left by an error
-        ends when the next one begins. others: jobs that take part in the loop. They take over this job's strategy now
-        and at each boundary, so that one switch is a switch of all.
+        The loader gives global batches, in the same order on every rank. `backward` takes this rank's rows. The
+        iterator seeds the random numbers of a DataLoader or dataset, so that the ranks agree. others: more jobs that
+        train in this loop. They take over this job's strategy now and at each boundary, so one switch switches all of
+        them.
         """
         argument_checks.check_loader(loader)
         self._leave_loop()
@@ -463,7 +467,7 @@ class Job:
                 for other in others:
                     other._own = own
                     other.follow(self)
-                # Batches between two steps, as where losses of several batches are accumulated, draw other numbers.
+                # A step may read several batches, to accumulate their losses. Each batch gets another seed.
                 read = self.step, read[1] + 1 if read[0] == self.step else 0
                 with phase("data"):
                     data_rng.seed(self.seed + read[1] * _READ, self.step, SHARED)
@@ -474,22 +478,22 @@ class Job:
                         self.arrive()
                     return
                 yield batch
-                if not self.own_forward.losses:  # else their gradients are not summed yet: this is no boundary
+                if not self.own_forward.losses:  # otherwise a step is under way: its gradients are not summed yet
                     with self.order():
                         self.at_boundary()
 
     def follow(self, other: Job) -> None:
-        """Switch to the strategy of another job, and read the numbers of finished steps. Collective if it differs."""
+        """Switch to the strategy of `other`, and read the results of finished steps. Collective if they differ."""
         self.ledger.settle(keep=1)
         if str(self.strategy) != str(other.strategy):
             self.switch(str(other.strategy))
 
     def order(self) -> AbstractContextManager[None]:
-        """Return a context for waiting on other ranks. In a loop of the user's own it saves the job if one dies."""
+        """Return a context for code that waits for other ranks. In the user's loop it saves the job if a rank dies."""
         return nullcontext() if self._own is None else self._own.saved_if_a_rank_dies()
 
     def _leave_loop(self, error: BaseException | None = None) -> None:
-        """End the newest loop over `batches`. error: what ends it, if it is running."""
+        """End the newest loop over `batches`, if it is running. error: the reason."""
         if self._loop is not None and (batches := self._loop()) is not None:
             if error is not None:
                 self.ledger.ended_by(error)
@@ -497,29 +501,30 @@ class Job:
         self._loop = None
 
     def rows(self, batch: Any) -> Any:
-        """Return this rank's rows of a global batch, on its device, for a forward and a loss of the user's own.
+        """Return this rank's rows of a global batch, on its device, for your own forward and loss.
 
-        batch: a tensor, or tensors in a list, tuple or dict; dim 0 is the row. A list stands for a tuple. Every rank
-        gives the same batch. Ranks that share the work on a row (tp, cp) get the same rows. Raises StrategyError under
-        pp, and TrainingError if a rank would have no row.
+        batch: a tensor, or tensors in a list, tuple or dict; dim 0 is the row. A list is returned as a tuple. Every
+        rank passes the same batch. Ranks that share the work on a row (tp, cp) get the same rows. Raises StrategyError
+        under pp, and TrainingError if a rank would have no row.
         """
         return self.own_forward.rows(batch)
 
     def draw(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Return `function(*args, **kwargs)`, a random function of torch, with numbers that belong to the rows.
+        """Return `function(*args, **kwargs)`, a random function of torch, with random numbers that depend on the row.
 
         They depend on the job's seed, the step, the number of the call in the step and each row's place in the global
         batch. So they are the same under every strategy and on any number of ranks. Dim 0 of the result is the row:
         `job.draw(torch.randn_like, x)`, `job.draw(torch.randint, 1000, (len(x),))`. Call it after `rows`, equally often
-        on every rank. Raises TrainingError for a function that draws in another way.
+        on every rank. Raises TrainingError for any other function.
         """
         drawn: Tensor = self.own_forward.draw(function, *args, **kwargs)
         return drawn
 
     def mean(self, value: Tensor | float, weight: Tensor | float | None = None) -> Tensor:
-        """Return the mean of `value`, a mean over this rank's rows, over the rows of all ranks. Collective.
+        """Return the mean over the rows of all ranks, from `value`, the mean over this rank's rows. Collective.
 
-        weight: what `value` is the mean of, if that is not the number of rows. The result is float64, 0-dimensional.
+        The result is a 0-dimensional float64 tensor. weight: how many items `value` is the mean of; default: the number
+        of rows.
         """
         return self.own_forward.mean(value, weight)
 
@@ -532,19 +537,20 @@ class Job:
         retain_graph: bool = False,
         last: bool = False,
     ) -> StepResult:
-        """Make the gradients of a step, of a global batch (see `nbkit.prepare(loss=)`) or of a loss of the user's own.
+        """Compute the gradients of a global batch (see `nbkit.prepare(loss=)`), or of a loss of your own.
 
         batch: a global batch, or this rank's Shard of it. Forward and backward run in micro-batches. Afterwards every
-        rank holds the same gradients: those of the loss over the whole global batch.
+        rank holds the gradients of the whole global batch, or its part of them. Or batch is a loss of this rank's rows:
+        a 0-dimensional tensor that requires a gradient.
 
-        Or a loss of this rank's rows: a 0-dimensional tensor that requires a gradient. There may be any number of
-        losses before a step; their gradients add up. They are summed over the ranks by `clip`, `grad_norm` or
-        `optimizer.step`, and the result's `loss` is known after that. The other arguments are for such a loss:
-        weight: the number of rows, tokens, ... that the loss is the mean of on this rank; default: the rows of `rows`.
-        reduction: "sum" if the loss sums over the rows instead. retain_graph: as in torch. last: no other loss follows
-        in this step, so that the sum over the ranks begins during the backward pass.
+        You may pass any number of losses before a step. Their gradients add up. `clip`, `grad_norm` or `optimizer.step`
+        sums them over the ranks. Only then is `loss` of the result known. The other arguments are for losses of your
+        own. weight: the number of rows, tokens, ... that the loss is the mean of on this rank; default: the rows of
+        `rows`. reduction: "sum" if the loss is a sum over the rows. retain_graph: as in torch. last: True if no other
+        loss follows in this step. Then the sum over the ranks begins during the backward pass.
 
-        On CPU ranks NotFinite is raised before the weights are touched, and on GPUs by `at_boundary`, one step later.
+        If the loss is not finite, CPU ranks raise NotFinite before the weights change. On GPUs, `at_boundary` raises it
+        one step later.
         """
         if isinstance(batch, Tensor) and batch.ndim == 0:
             return self.own_forward.backward(
@@ -573,7 +579,7 @@ class Job:
         self.ledger.begun = True
         while True:
             try:
-                # This covers taking the rows, seeding, and the check that the loss is finite too.
+                # The context also covers taking the rows, seeding, and the check that the loss is finite.
                 self.own_forward.end()
                 with self.order(), self.own_forward.left_out(), self.switcher.first_step() as first, phase("backward"):
                     result = self.training_step.backward(self.training_step.rows(batch))
@@ -590,14 +596,17 @@ class Job:
                 )
 
     def broken(self, error: BaseException) -> None:
-        """Drop the step that `error` has broken off, and leave the loop. Raises what has parted the ranks instead."""
+        """Drop the step that `error` has interrupted, and leave the loop.
+
+        If this rank was cut off from the others, raises the error that says so.
+        """
         self.ledger.begun = False
         self.integrity.broken_off = not isinstance(error, NotFinite)
         self.own_forward.begin_again()
         self.optimizer.zero_grad()
         if isinstance(error, NotFinite) and not error.spoiled and (names := job_checkpoint.not_finite(self)):
             argument_checks.blame_weights(error, names, self.ledger.made_last)
-        self._leave_loop(error)  # its generator does not know that the body of the loop was left
+        self._leave_loop(error)  # the generator does not notice that an error left the loop's body
         if isinstance(error, Exception) and (parted := meeting.parted()) is not None:
             raise parted from None
 
@@ -610,28 +619,28 @@ class Job:
             )
 
     def _place(self) -> tuple[int, int]:
-        """Return (number of this rank's part of a global batch, number of parts)."""
+        """Return (index of this rank's part of a global batch, number of parts)."""
         axes = self.sharded_model.axes
         return axes.index("dp"), axes.size("dp")
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`.
 
-        Returns the norm before scaling, as a tensor that is not waited for.
+        Returns the norm before scaling, as a tensor. The host does not wait for it.
         """
         with self._passed_over(), self.order():
             self.own_forward.sum_up()
             return self.training_step.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of all gradients, on the device. It is recorded in this step's history."""
+        """Return the 2-norm of all gradients, as a tensor on the device. The history of this step records it."""
         with self._passed_over(), self.order():
             self.own_forward.sum_up()
             return self.training_step.grad_norm()
 
     @contextmanager
     def _passed_over(self) -> Iterator[None]:
-        """Drop the gradients and leave the loop if NotFinite is raised inside. Another batch may follow."""
+        """Drop the gradients and leave the loop if NotFinite is raised inside. The job may go on with another batch."""
         try:
             yield
         except NotFinite as error:
@@ -640,10 +649,10 @@ class Job:
             raise
 
     def evaluate(self, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any] = default_collate) -> float:
-        """Return the mean loss over one pass of `data`. Collective, between two steps, under any strategy.
+        """Return the mean loss over one pass of `data`, in eval mode. Collective, between two steps.
 
-        data: samples as a DataLoader takes them; each counts once. batch_size: rows of a global batch. The model is in
-        eval mode meanwhile. Raises TrainingError if the total weight of the samples is 0.
+        It works under any strategy. data: samples, as for a DataLoader. Each counts once. batch_size: rows of a global
+        batch. Raises TrainingError if the total weight of the samples is 0.
         """
         self._check_loss_is_known("job.evaluate")
         with self.ledger.clock.stopped():
@@ -652,14 +661,15 @@ class Job:
             return evaluate(self, data, batch_size=batch_size, collate=collate)
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
-        """Train on under another strategy; the global batch stays what it is. Collective, between two steps.
+        """Continue under another strategy, with the same global batch. Collective, between two steps.
 
-        If the first step under it fails, the old one is in force again. beside: compare the states beside the next
-        step, if a Trainer makes it and memory holds both. Then the returned event is not proven yet. Use it only if no
-        weight is touched before that step. A switch that waits for its proof is proven first.
+        If the first step under the new strategy fails, the old strategy is used again. beside: compare the old and the
+        new state during the next step, if a Trainer makes this step and memory holds both. The returned event is not
+        proven yet, so do not change a weight before that step. If an earlier switch is not proven yet, it is proven
+        first.
 
-        Raises StrategyError for a strategy that does not fit, and SwitchError if the change failed on any rank. Either
-        way the old strategy is in force, and nothing has changed.
+        Raises StrategyError for a strategy that does not fit, and SwitchError if the switch failed on any rank. In both
+        cases the old strategy stays, and nothing has changed.
         """
         return self.switcher.switch(strategy, beside=beside)
 
@@ -670,36 +680,42 @@ class Job:
     def save(self, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        Raises TrainingError on every rank if one could not write, the ranks do not share `path`, weights are not
-        finite, or max_disk is reached. What was at `path` then stays intact.
-        beside: a thread writes it after a copy to host memory: see checkpoint/writer.py. then: called on rank 0 when it
-        is whole.
+        beside: copy the state to host memory and return. A thread writes the checkpoint: see checkpoint/writer.py.
+        then: a function that rank 0 calls when the checkpoint is complete.
+
+        Raises TrainingError on every rank if a rank could not write, the ranks do not share `path`, weights are not
+        finite, or max_disk is reached. An earlier checkpoint at `path` then stays intact.
         """
         job_checkpoint.save(self, path, beside=beside, then=then)
 
     def opened(self, path: str | Path) -> Saved:
-        """Open the checkpoint at `path`, if it fits. Changes nothing. Collective. Raises as checkpoint.opened does."""
+        """Open the checkpoint at `path` for `load`, and check that it fits. Changes nothing. Collective.
+
+        Raises TornCheckpoint on every rank if it cannot be read or is not complete, and TrainingError if it does not
+        fit.
+        """
         return job_checkpoint.opened(self, path)
 
     def load(self, saved: Saved) -> None:
-        """Load weights, optimizer, step, seed and history; not the position in the data. Collective.
+        """Load weights, optimizer, step, seed and history, but not the position in the data. Collective.
 
-        It loads in place, without a second copy. If a rank cannot read its part, no rank has whole weights, and the
-        error says so.
+        It loads in place, without a second copy. If a rank cannot read its part, an error says that no rank has whole
+        weights.
         """
         job_checkpoint.load(self, saved)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole model on the CPU, on every rank. Collective.
+        """Return the state dict of the whole model, on the CPU, on every rank. Collective.
 
-        Every parameter and buffer has its own name.
+        Its keys are the names of the unsplit model.
         """
         return job_checkpoint.full_state_dict(self)
 
     def log(self, **numbers: float | Tensor) -> None:
-        """Add numbers to the record of the step just made. 0-dimensional tensors are not waited for.
+        """Add numbers to the record of the newest step. The host does not wait for 0-dimensional tensors.
 
-        Give the same numbers on every rank, so that `history` stays equal on all of them. `loss` is there already.
+        Pass the same numbers on every rank, so that `history` stays equal on all of them. The record already has
+        `loss`.
         """
         if not self.own_forward.log(numbers):
             self.ledger.log(numbers)
@@ -708,9 +724,9 @@ class Job:
     def running(
         self, *, total: int = 0, owner: Any = None, arithmetic: str = "", joins: bool = False
     ) -> Iterator[None]:
-        """Make steps inside. Requests are served at step boundaries, and the history is complete afterwards.
+        """Open a context for making steps. Requests are served at step boundaries. The history is complete afterwards.
 
-        joins: other ranks are inside already. Collective if they are not.
+        joins: the other ranks are in this context already. Collective if they are not.
         """
         if isinstance(other := step_boundary.training(), Job):
             other._leave_loop()
@@ -724,7 +740,7 @@ class Job:
         if not joins:
             if owner is None:
                 meeting.meet("a loop over job.batches")
-            self.sync.resync()  # a ZeRO 3 step that was broken off shows whole parameters until this call
+            self.sync.resync()  # after an interrupted ZeRO 3 step, whole parameters are visible until this call
             self.sync.compare_settings()
         else:
             self.check_model()
@@ -749,7 +765,7 @@ class Job:
             reason = "done"
         except BaseException as error:
             if isinstance(error, GeneratorExit):
-                meeting.leave()  # the loop was left on this rank; ranks that go on are told
+                meeting.leave()  # this rank has left the loop; tell the ranks that go on
             if lost := accelerator().context_lost(error):
                 reason = self.ledger.ended_by(error)
                 raise TrainingError(
@@ -772,29 +788,29 @@ class Job:
             self.ledger.emit(RunStopped(self.step, reason=reason))
 
     def break_off(self) -> None:
-        """Drop what is left of a step that was broken off, and read the numbers of the steps that were made."""
+        """Drop the rest of an interrupted step, and read the results of the finished steps."""
         here, half_way = world.current(), self.ledger.torn() | self.integrity.half_way
         self.integrity.half_way = True  # in case this is interrupted
         whole = self.sharded_model.data.break_off(broken=here is None or bool(here.dirty))
         self.integrity.half_way = half_way or not whole
         self.switcher.commit()
-        with suppress(NotFinite):  # the error that has broken the step off is raised
+        with suppress(NotFinite):  # the caller raises the error that interrupted the step
             self.ledger.settle()
         self.ledger.pending.clear()
         self.own_forward.begin_again()
         self.optimizer.zero_grad()
 
     def arrive(self) -> None:
-        """Wait at the end of a run until all ranks are there. Collective.
+        """Wait at the end of a run until all ranks have arrived. Collective.
 
-        So no rank has left the training while one that dies can still be replaced.
+        So if a rank dies before the end, all other ranks are still there to replace it.
         """
         self.sharded_model.data.settle()
         self.ledger.settle(act=True)
         meeting.arrive()
         here = torch.ones((), device=self.device)
         dist.all_reduce(here)
-        if (found := int(here)) != self.world_size:  # broken off on a device, where no call raises
+        if (found := int(here)) != self.world_size:  # on a device, an aborted collective does not raise
             raise TrainingError(
                 "The ranks did not meet at the end of the training.",
                 numbers=f"{found} of {self.world_size}",
@@ -802,15 +818,15 @@ class Job:
             )
 
     def stop_if(self, flag: bool) -> bool:
-        """Return True on every rank if `flag` is true on any: `if job.stop_if(loss < 0.1): break`. Collective.
+        """Return True on every rank if `flag` is true on any rank: `if job.stop_if(loss < 0.1): break`. Collective.
 
-        A rank that leaves a loop alone would leave the others waiting for it.
+        Without it, the other ranks would wait for a rank that leaves the loop alone.
         """
         meeting.meet("stop_if")
         return any_rank(bool(flag), device=self.device)
 
     def at_boundary(self) -> None:
-        """Act between two steps: read the numbers of the step before last, and serve requests that all ranks hold."""
+        """Do the work between two steps: read the results of the step before last, serve requests, switch, back up."""
         self.recorder.at_boundary(self.step)
         self.training_step.boundary()
         if self.step % EVERY == 0:
@@ -821,7 +837,7 @@ class Job:
         self.back_up()
 
     def back_up(self, *, now: bool = False) -> None:
-        """Take a backup of this boundary if one is due, or `now`. Collective if one is taken."""
+        """Back up the state between these two steps if a backup is due, or `now`. Collective if one is taken."""
         if not self.backups.on:
             return
         if self.ledger.newest is not None:
@@ -836,9 +852,9 @@ class Job:
 
     @contextmanager
     def late_weights(self) -> Iterator[None]:
-        """Let updates inside finish late: weights that other ranks updated are waited for only when they are read.
+        """Let updates inside finish late: wait for weights from other ranks only when they are read.
 
-        The caller promises that until the next step no code reads weights through tensors that it kept.
+        The caller promises that before the next step no code reads weights through tensors that it has stored.
         """
         self._late = self.is_running
         try:
@@ -847,14 +863,14 @@ class Job:
             self._late = False
 
     def check_plan(self) -> None:
-        """Raise now what a planned switch would raise for its ranks, data, optimizer or model. Collective."""
+        """Check all planned switches, and raise now what they would raise later. Collective."""
         for old, new in itertools.pairwise([self.strategy, *self.plan.check(self.parsed, self.feed.fits)]):
             if str(old) != str(new):
                 self.builder.template.check_moves(old, new)
                 self.builder.agree_on(new)
 
     def follow_plan(self) -> None:
-        """Switch, if the plan says so for this step."""
+        """Switch if the plan has a switch for this step."""
         if (strategy := self.plan.due(self.step)) is None:
             return
         try:
@@ -862,16 +878,16 @@ class Job:
         except (SwitchError, StrategyError):
             self.plan.done(self.step)
             raise
-        # Only now: a switch that is broken off, as by a lack of memory on another rank, stays due on all ranks.
+        # Only now: a switch that another error interrupted, such as MemoryError on a rank, stays due on all ranks.
         self.plan.done(self.step)
         if (pending := self.switcher.pending) is not None:
-            # Nobody waits for this result. If the switch is taken back, training goes on under the old strategy.
+            # No caller waits for this result. If the switch is taken back, training goes on under the old strategy.
             pending.add_done_callback(lambda pending: _warn_if_taken_back(pending.exception()))
 
     def seed_data(self, *, own: bool) -> tuple[int, int, int]:
         """Seed the random numbers drawn while reading the next batch, and return the seed.
 
-        own: another seed for each rank's part of the data; otherwise the same on every rank.
+        own: use a different seed for each part of the data; otherwise the seed is the same on every rank.
         """
         rank = self.world_size + 1 + self.sharded_model.axes.index("dp") if own else SHARED
         data_rng.seed(self.seed, self.step, rank)
@@ -890,7 +906,7 @@ class Job:
         return seen
 
     def forget_estimates(self) -> None:
-        """Drop the estimates, since the cost of a step has changed although the strategy has not."""
+        """Drop the estimates. Call it when the cost of a step changes although the strategy does not."""
         self._cost_model = None
 
     def _update(self) -> None:
@@ -913,9 +929,10 @@ class Job:
             )
 
     def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:
-        """Return True if state of this shape fits `param`: see OptimizerHandle.
+        """Return True if state of shape `shape` may belong to `param`: see OptimizerHandle.
 
-        Only the optimizer can judge state of other shapes, such as sums of rows.
+        State of another shape does not fit if it has the whole parameter's shape, or if the optimizer keeps it per
+        element. Only the optimizer can judge other state, such as sums of rows.
         """
         held, layouts = self.sharded_model.held, self.sharded_model.layouts
         whole = next(layouts[name].shape for name, p in held.items() if p is param)
@@ -924,7 +941,7 @@ class Job:
     def _forgotten(self, are_none: bool) -> None:
         self.training_step.reduced = False
         self.own_forward.forget()
-        # Clear gradients of parameters that are in no group too: the next step would sum them once more.
+        # Also clear gradients of parameters that are in no group: the next step would sum them once more.
         inside = set() if are_none else {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for p in self.sharded_model.data.leaves():
             if p.grad is not None and id(p) not in inside:
@@ -932,7 +949,7 @@ class Job:
 
 
 _READ = 1_000_003
-"""The seed of a further batch of a step differs from that of the one before by this number."""
+"""Within a step, the seeds of two successive batches differ by this number."""
 
 
 def _warn_if_taken_back(error: BaseException | None) -> None:
