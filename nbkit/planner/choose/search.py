@@ -148,7 +148,7 @@ def bounds_of(row: Mapping[str, Any], error: float | None = None) -> tuple[float
 
 
 _WORTH = 0.95
-"""A key is mentioned if it shortens the step at least to this share."""
+"""A key is mentioned if a step with it takes at most this share of the time."""
 
 
 def keys_that_help(strategy: Strategy, plain: float, predict: Callable[[Strategy], float | None]) -> dict[str, float]:
