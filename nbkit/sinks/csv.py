@@ -20,7 +20,7 @@ class CSV:
 
     The columns are step, loss, lr, grad_norm, tokens_per_second, samples_per_second, step_seconds, memory_bytes,
     memory_peak_bytes, strategy, event and logged. `event` has the text of a row that is not a step. `logged` has values
-    that the loop logs, as "name=value". Each row is on disk when the next one is written.
+    that the loop logs, as "name=value". Each row is flushed as soon as it is written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
