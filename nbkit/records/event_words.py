@@ -53,6 +53,8 @@ def _resized(event: Told) -> tuple[str, str]:
 
 def _rebalanced(event: Told) -> tuple[str, str]:
     gain = f"{event.get('gain', 0.0):.0%} less computing"
+    if experts := event.get("experts"):
+        return "experts moved", f"{experts} experts moved to other ranks {_after(event)}: {gain}"
     return "rebalanced", f"work divided anew {_after(event)}: speeds {event.get('speeds', '')}, {gain}"
 
 

@@ -103,13 +103,15 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Rebalanced(Event):
-    """Ranks are slower or faster than was assumed, so the work is divided anew.
+    """Ranks are slower or faster than was assumed, or their experts have unequal work, so it is divided anew.
 
-    speeds: of each rank, relative. gain: the share of the compute seconds of a step that this should save.
+    speeds: of each rank, relative. experts: how many have moved to other ranks, in all layers. gain: the share of the
+    compute seconds of a step that this should save.
     """
 
     kind: ClassVar[str] = "rebalanced"
     speeds: str = ""
+    experts: int = 0
     gain: float = 0.0
 
 

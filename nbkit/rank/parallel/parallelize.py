@@ -174,13 +174,14 @@ def cut(
         notes += parts.notes
     spread: Sequence[SpreadLayer] = ()
     if strategy.ep > 1:
-        routed, ranks, index = facts.routed, axes.size("ep"), axes.index("ep")
-        spread = spread_layers(module, routed.layers, axes.group("ep"), ranks, index)
-        layouts = routed.parts(layouts, ranks, index)
+        index = axes.index("ep")
+        held = [facts.routed.held(strategy, rank) for rank in range(strategy.ep)]
+        spread = spread_layers(module, facts.routed.layers, axes.group("ep"), list(zip(*held, strict=True)), index)
+        layouts = facts.routed.parts(layouts, strategy, index)
         for name, places in homes(module).items():
             if name not in layouts:
                 replace_submodule(places, None)
-        notes.append(f"the experts of {len(spread)} layers over {ranks} ranks")
+        notes.append(f"the experts of {len(spread)} layers over {strategy.ep} ranks")
     if strategy.cp > 1:
         context = context_parallel(module, axes, every, held=blocks, tried=facts.positionwise)
         partial_sums.update({name: (*partial_sums.get(name, ()), "cp") for name in sorted(context.partial)})

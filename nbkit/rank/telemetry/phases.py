@@ -10,7 +10,7 @@ costs about a microsecond. On CUDA it is an event in the current stream: the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from time import perf_counter_ns as now
 from typing import Any
@@ -38,7 +38,7 @@ class StepPhases:
         self, number: int, base: int, laps: list[tuple[str, Stamp]], stop: Stamp, ops: list[PipelineOp], complete: bool
     ) -> None:
         self.number, self.base, self.laps, self.stop, self.ops, self.complete = number, base, laps, stop, ops, complete
-        self.routed: dict[int, int] = {}
+        self.routed: Sequence[Mapping[int, int]] = ()
 
     def over(self) -> bool:
         """Return True if the device has come to its end."""
@@ -75,7 +75,7 @@ class StepClock:
         self.state = OTHER
         self.laps: list[tuple[str, Stamp]] | None = None
         self.ops: list[PipelineOp] = []
-        self.routed: dict[int, int] = {}
+        self.routed: Sequence[Mapping[int, int]] = ()
         self._thread = 0
         self._on_device = self._lent = False
         self._complete = True
@@ -114,7 +114,7 @@ class StepClock:
             return
         stop = self._stamp()
         made = StepPhases(number, self._base, self.laps, stop, self.ops, self._complete)
-        made.routed, self.routed = self.routed, {}
+        made.routed, self.routed = self.routed, ()
         self._open(stop)
         for tell in self.listeners:
             tell(made)

@@ -10,7 +10,6 @@ compute what the others send.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -63,11 +62,8 @@ class SpreadExperts(DataAxis):
         return {**self.rest.weights, **self.experts.weights}
 
     @property
-    def routed(self) -> dict[int, int]:
-        found = Counter[int]()
-        for layer in self.layers:
-            found.update(layer.routed)
-        return dict(found)
+    def routed(self) -> Sequence[Mapping[int, int]]:
+        return [dict(layer.routed) for layer in self.layers]
 
     # The protocol of a step.
 

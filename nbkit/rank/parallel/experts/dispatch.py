@@ -30,7 +30,6 @@ from nbkit.rank.loss.output_tensors import with_leaves
 from nbkit.rank.parallel.experts.find import RoutedLayer, called_with, routing_of
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, in_backward, wrap
 from nbkit.rank.rng.keyed_dropout import again
-from nbkit.tensor_layout import bounds
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NONE = -1
@@ -83,15 +82,16 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) 
 
 @dataclass
 class SpreadLayer:
-    """The experts of a layer, spread over the `ranks` of a group, as rank `index` of it sees them.
+    """The experts of a layer, spread over the ranks of a group, as rank `index` of it sees them.
 
-    forwards: the number of forwards with gradients that this rank has made. routed: the tokens that came for each
-    expert of this rank in forwards with gradients; both since a step began.
+    held: the numbers of the experts of each rank, ascending. forwards: the number of forwards with gradients that this
+    rank has made. routed: the tokens that came for each expert of this rank in forwards with gradients; both since a
+    step began.
     """
 
     layer: RoutedLayer
     group: dist.ProcessGroup | None
-    ranks: int
+    held: Sequence[Sequence[int]]
     index: int
     compute: Compute
     forwards: int = 0
@@ -108,7 +108,7 @@ class SpreadLayer:
         if in_backward():
             raise StrategyError(
                 f"{self.layer.name!r} is recomputed in the backward pass, which experts on other ranks cannot follow.",
-                numbers=f"{self.ranks} ranks share its experts",
+                numbers=f"{len(self.held)} ranks share its experts",
                 hint="the strategy without ep; or no checkpoint around this module",
             )
         self.forwards += torch.is_grad_enabled()
@@ -141,13 +141,16 @@ class SpreadLayer:
     ) -> tuple[list[Tensor], Tensor]:
         device = like.device if like is not None else device
         counts, dtype, autocast = self._told(rows, like, device)
-        mine, here = self.layer.held(self.ranks, self.index), [0 if each is None else len(each) for each in rows]
-        sent = [sum(here[start:stop]) for start, stop in self._cuts]
+        mine, ranks = self.held[self.index], range(len(self.held))
+        order = [n for theirs in self.held for n in theirs]  # in which rows are sent
+        here = [0 if each is None else len(each) for each in rows]
+        sent = [sum(here[n] for n in theirs) for theirs in self.held]
         received = [sum(max(count, 0) for count in theirs) for theirs in counts]
         if torch.is_grad_enabled():
             self.routed.update({n: sum(max(theirs[i], 0) for theirs in counts) for i, n in enumerate(mine)})
         nothing = torch.empty(0, self.layer.width, dtype=_DTYPES[dtype], device=device)
-        packed = torch.cat([nothing, *(each.to(nothing.dtype) for each in rows if each is not None)])
+        going = [each.to(nothing.dtype) for n in order if (each := rows[n]) is not None]
+        packed = torch.cat([nothing, *going])
         start = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
         arrived, token = _Exchange.apply(packed, start, sent, received, self.group)
         pieces = arrived.split([max(count, 0) for theirs in counts for count in theirs])
@@ -160,14 +163,11 @@ class SpreadLayer:
             computed = self.compute(gathered) if called else nothing.new_empty(0, self.layer.given)
         given = self._dtype_given((dtype, autocast), computed.dtype if called else None, nothing.device)
         parts = computed.to(given).split([max(theirs[i], 0) for i in range(len(mine)) for theirs in counts])
-        back = [parts[i * self.ranks + rank] for rank in range(self.ranks) for i in range(len(mine))]
+        back = [parts[i * len(ranks) + rank] for rank in ranks for i in range(len(mine))]
         back.append(nothing.new_empty(0, self.layer.given, dtype=given))  # a rank may hold no expert
         returned, token = _Exchange.apply(torch.cat(back), token, received, sent, self.group)
-        return list(returned.split(here)), token
-
-    @property
-    def _cuts(self) -> list[tuple[int, int]]:
-        return [bounds(self.layer.count, self.ranks, rank) for rank in range(self.ranks)]
+        outputs = dict(zip(order, returned.split([here[n] for n in order]), strict=True))
+        return [outputs[n] for n in range(self.layer.count)], token
 
     def _told(
         self, rows: Sequence[Tensor | None], like: Tensor | None, device: torch.device | None
@@ -183,13 +183,13 @@ class SpreadLayer:
             cast = _DTYPES.index(torch.get_autocast_dtype(like.device.type)) if on else len(_DTYPES)
             kinds = [_DTYPES.index(like.dtype), cast]
         told = [_NONE if each is None else len(each) for each in rows]
-        sent = [[*told[start:stop], *kinds] for start, stop in self._cuts]
-        width = len(self.layer.held(self.ranks, self.index)) + len(kinds)
+        sent = [[*(told[n] for n in theirs), *kinds] for theirs in self.held]
+        ranks, width = len(self.held), len(self.held[self.index]) + len(kinds)
         given = torch.tensor([number for each in sent for number in each], dtype=torch.int64, device=device)
-        heard = torch.empty(self.ranks * width, dtype=torch.int64, device=device)
+        heard = torch.empty(ranks * width, dtype=torch.int64, device=device)
         sizes = [len(each) for each in sent]
-        dist.all_to_all_single(heard, given, [width] * self.ranks, sizes, group=self.group)
-        every: list[list[int]] = heard.view(self.ranks, width).tolist()
+        dist.all_to_all_single(heard, given, [width] * ranks, sizes, group=self.group)
+        every: list[list[int]] = heard.view(ranks, width).tolist()
         dtype, autocast = (max(each[i] for each in every) for i in (-2, -1))
         if dtype == _NONE:  # no rank of the group has rows
             dtype, autocast = _DTYPES.index(torch.get_default_dtype()), len(_DTYPES)
@@ -374,23 +374,28 @@ class _Around(Wrapper):
 
 
 def spread_layers(
-    model: nn.Module, layers: Sequence[RoutedLayer], group: dist.ProcessGroup | None, ranks: int, index: int
+    model: nn.Module,
+    layers: Sequence[RoutedLayer],
+    group: dist.ProcessGroup | None,
+    held: Sequence[Sequence[Sequence[int]]],
+    index: int,
 ) -> list[SpreadLayer]:
     """Let the experts of `layers` be computed by the ranks that hold them. In place; sends nothing.
 
-    model: whose parameters of other ranks' experts are still to be removed.
+    model: whose parameters of other ranks' experts are still to be removed. held: the experts of each layer on each
+    rank of `group`. index: of this rank.
     """
     made = []
-    for layer in layers:
-        module, mine = model.get_submodule(layer.name), layer.held(ranks, index)
+    for layer, by_rank in zip(layers, held, strict=True):
+        module = model.get_submodule(layer.name)
         if layer.stacked:
             wrapper: _Stacked | _Around = _Stacked(module, layer)
         else:
             experts = [model.get_submodule(path) for path in layer.experts]
-            wrapper = _Around(module, layer, [experts[number] for number in mine])
+            wrapper = _Around(module, layer, [experts[number] for number in by_rank[index]])
             for number, expert in enumerate(experts):
                 wrap(expert, _Listed(expert, wrapper, number))
         wrap(module, wrapper)
-        wrapper.spread = SpreadLayer(layer, group, ranks, index, wrapper.compute)
+        wrapper.spread = SpreadLayer(layer, group, by_rank, index, wrapper.compute)
         made.append(wrapper.spread)
     return made

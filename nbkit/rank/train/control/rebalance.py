@@ -1,7 +1,11 @@
-"""Measures the speed of each rank in every step, and gives the ranks rows and stages to match.
+"""Measures the speed of each rank in every step, and gives the ranks rows, stages or experts to match.
 
 The speed of a rank is its part of the work (rows x cost of its blocks), divided by the seconds that it computes forward
 and backward. Waiting for other ranks does not count. The work is divided anew only if two steps in a row show a gain.
+
+Where ranks share experts, their work is what the router sends them. The tokens of a step say which experts to exchange,
+and those of the next step what that would have saved. The seconds of a token are the slope of a line through the
+seconds and tokens of the ranks of each group. A switch to the same strategy with other `experts=` moves the experts.
 """
 
 from __future__ import annotations
@@ -13,8 +17,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from nbkit.planner.expert_places import evened, most_tokens, moved_experts
 from nbkit.planner.stages import best_places, best_speeds, computing_seconds, place
+from nbkit.rank.comm.agree import largest
+from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry.phases import StepPhases, clock
+from nbkit.rank.train.estimate.time_model import switch_seconds
 from nbkit.rank.train.job import Job
 from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy
@@ -28,14 +36,14 @@ class Rebalancing:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._own = 0.0
+        self._step: StepPhases | None = None
         self._measured: list[tuple[float, ...]] = []
+        self._tokens: list[list[float]] | None = None
         self._strategy: Strategy | None = None
 
     def __call__(self, step: StepPhases) -> None:
-        """Note the computing seconds of a finished step: see StepClock.listeners."""
-        if step.over():
-            self._own = sum(stop - start for state, start, stop in step.intervals() if state in _COMPUTING) / 1e9
+        """Note a finished step: see StepClock.listeners."""
+        self._step = step
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -48,13 +56,16 @@ class Rebalancing:
 
     def forget(self) -> None:
         """Drop the measurements. Called when ranks have joined that have measured nothing."""
-        self._strategy, self._measured = None, []
+        self._strategy, self._measured, self._tokens = None, [], None
 
-    def act(self, job: Job, batch: int) -> None:
+    def act(self, job: Job, batch: int, left: int) -> None:
         """Switch to a better division of the work, if there is one. Collective, at a step boundary.
 
-        batch: rows of a global batch.
+        batch: rows of a global batch. left: the steps that are still to be made.
         """
+        if job.strategy.ep > 1:
+            self._move_experts(job, left or job.step)
+            return
         facts = job.builder.facts
         blocks = len(facts.chain) if facts.chain is not None else 1
         link = job.builder.link
@@ -67,6 +78,53 @@ class Rebalancing:
             speeds += " places=" * bool(strategy.places) + ":".join(map(str, strategy.places))
             job.ledger.emit(Rebalanced(job.step, speeds=speeds, gain=gain))
 
+    def _move_experts(self, job: Job, left: int) -> None:
+        """Switch to other places of experts, if that pays within the `left` steps. Collective."""
+        strategy, counts = job.strategy, [layer.count for layer in job.builder.facts.routed.layers]
+        size, rank = strategy.mesh.size, job.rank
+        routed = (self._step.routed if self._step is not None else ()) or [{} for _ in counts]
+        own = [[float(tokens.get(n, 0)) for n in range(count)] for tokens, count in zip(routed, counts, strict=True)]
+        seconds, sums = [0.0] * size, [0.0] * size
+        seconds[rank], sums[rank] = self._seconds(), sum(map(sum, own))
+        told = self._summed([*seconds, *sums, *(tokens for each in own for tokens in each)])
+        seconds, sums = told[:size], told[size : 2 * size]
+        copies, every = size // strategy.ep // strategy.pp, iter(told[2 * size :])
+        tokens = [[next(every) / copies for _ in range(count)] for count in counts]
+        before, self._tokens = self._tokens, tokens
+        if strategy != self._strategy:
+            self._strategy, self._tokens = strategy, None  # the first step under it is not typical
+        elif before is not None:
+            new = evened(strategy, before)
+            each = seconds_of_a_token(seconds, sums, strategy.mesh.shard_groups(strategy.ep)[0]) / strategy.pp
+            most, mean = most_tokens(strategy, tokens), sum(map(sum, tokens)) / strategy.ep
+            saves, takes = each * (most - most_tokens(new, tokens)), each * (most - mean) + sum(seconds) / size
+            if saves > _WORTH * takes and saves * left > self._pause(job, new):
+                job.switch(str(new))
+                moved = moved_experts(strategy, new, tokens)
+                job.ledger.emit(Rebalanced(job.step, experts=moved, gain=saves / takes))
+
+    def _pause(self, job: Job, new: Strategy) -> float:
+        """Return the seconds without a step that a switch to `new` takes on the slowest rank. Collective."""
+        seen = job.cost_model()
+        pause = switch_seconds(job, seen.census, new, seen.census.flow(job.strategy, new))
+        return largest([round(1e9 * pause)], device=self._device)[0] / 1e9
+
+    def _seconds(self) -> float:
+        """Return the seconds that this rank computed in the last step. Waits for its device."""
+        step = self._step
+        if step is None:
+            return 0.0
+        if not step.over():
+            accelerator().wait_for_stream(self._device)
+        return sum(stop - start for state, start, stop in step.intervals() if state in _COMPUTING) / 1e9
+
+    def _summed(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of `numbers` over the ranks. Collective."""
+        told = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(told)
+        return told.tolist()  # type: ignore[no-any-return]
+
     def due(
         self, strategy: Strategy, batch: int, costs: Sequence[float], *, movable: bool = True
     ) -> tuple[Strategy, float] | None:
@@ -74,20 +132,33 @@ class Rebalancing:
 
         batch: rows of a global batch. costs: of each block, if there is a pipeline. movable: see `better`.
         """
-        seconds = torch.zeros(strategy.mesh.size, dtype=torch.float64, device=self._device)
-        seconds[dist.get_rank() if dist.is_initialized() else 0] = self._own
-        if strategy.mesh.size > 1:
-            dist.all_reduce(seconds)
+        seconds = [0.0] * strategy.mesh.size
+        seconds[dist.get_rank() if dist.is_initialized() else 0] = self._seconds()
+        seconds = self._summed(seconds)
         if strategy != self._strategy:
             # The first step under a strategy is not typical: it made buffers and proofs.
             self._strategy, self._measured = strategy, []
             return None
-        self._measured = [*self._measured[-1:], tuple(seconds.tolist())]
+        self._measured = [*self._measured[-1:], tuple(seconds)]
         found = [better(strategy, batch, costs, measured, movable=movable) for measured in self._measured]
         return found[-1] if len(found) == 2 and all(found) else None
 
 
 _COMPUTING = ("forward", "backward")
+
+
+def seconds_of_a_token(seconds: Sequence[float], tokens: Sequence[float], groups: Sequence[Sequence[int]]) -> float:
+    """Return the seconds that a token takes its expert, forward and backward; 0 if ranks with more took no longer.
+
+    seconds, tokens: of each rank in a step. All else that the ranks of a group compute takes them equally long. So this
+    is the slope of the line of least squares through seconds and tokens, both less the mean of the group.
+    """
+    both = square = 0.0
+    for group in groups:
+        mean, usual = (sum(each[rank] for rank in group) / len(group) for each in (tokens, seconds))
+        both += sum((tokens[rank] - mean) * (seconds[rank] - usual) for rank in group)
+        square += sum((tokens[rank] - mean) ** 2 for rank in group)
+    return max(both / square, 0.0) if square else 0.0
 
 
 def better(

@@ -386,15 +386,18 @@ def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> 
 
 
 SHORT, CLIP = 19, 0.3
+# Experts stand at their own places, or at those of experts on other ranks.
 CHAIN = (
     "dp=4 ep=4",
-    "zero3 ep=2",
+    "ep=4 experts=0:0-2-3/1:1-3",
     "ddp",
-    "ep=2",
+    "zero3 ep=2 experts=0:0-3/1:1-2",
+    "zero3 ep=2",
+    "ep=2 experts=1:0-2",
     "zero3 shard=2 ep=2",
-    "zero3 ep=4",
+    "zero3 ep=4 experts=0:1-3",
     "zero1 ep=2",
-    "zero2 ep=2",
+    "zero2 ep=2 experts=0:0-2,1-3",
     "zero3",
     "ep=4",
     "ddp",
@@ -435,7 +438,7 @@ def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str) 
     collectives.set_mode("count")
     began = collectives.ring.end
     again.fit(EPOCH - 1)
-    routed = again.job.sharded_model.data.routed
+    routed = [dict(layer) for layer in again.job.sharded_model.data.routed]
     uneven = again.history[-1]["imbalance"]
     again.fit(1)
     calls = collectives.ring.between(began, collectives.ring.end)[0]
@@ -458,8 +461,8 @@ def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str) 
 @pytest.mark.parametrize(
     ("name", "chain"),
     [
-        ("top two", CHAIN[:2]),
-        pytest.param("top two", CHAIN, marks=pytest.mark.long),
+        ("top two", CHAIN[:4]),
+        pytest.param("top two", CHAIN[4:], marks=pytest.mark.long),
         pytest.param("mixtral", CHAIN, marks=pytest.mark.long),
     ],
 )
@@ -476,11 +479,13 @@ def test_spread_experts_train_as_on_one_process_through_switches(
     assert 1 <= sum(rank["sent"] for rank in found) / (SHORT * tokens) <= 1.01
     assert 1 <= found[0]["predicted"][0] / (BATCH * tokens) <= 1.02
     # Each rank computes what its half of the experts was sent; no token is lost on the way.
-    held = [set(rank["routed"]) for rank in found]
-    computed = [sum(rank["routed"].values()) for rank in found]
-    assert held[0] == held[2] and held[1] == held[3] and not held[0] & held[1]
-    assert sum(computed) == BATCH * LENGTH * 2 * 2
-    assert found[0]["uneven"] == pytest.approx(4 * max(computed) / sum(computed))
+    held = [[set(layer) for layer in rank["routed"]] for rank in found]
+    computed = [[sum(layer.values()) for layer in rank["routed"]] for rank in found]
+    assert held[0] == held[2] and held[1] == held[3] and not held[0][0] & held[1][0]
+    assert sum(map(sum, computed)) == BATCH * LENGTH * 2 * 2
+    # In each layer, the ranks of a group wait for the one with most tokens.
+    waited = [sum(max(pair) for pair in zip(*computed[at : at + 2], strict=True)) for at in (0, 2)]
+    assert found[0]["uneven"] == pytest.approx(4 * max(waited) / sum(map(sum, computed)))
 
 
 def facts_of(build: Callable[[], nn.Module]) -> ModelFacts:

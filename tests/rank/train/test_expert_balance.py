@@ -1,0 +1,120 @@
+"""Where a router prefers some experts, they are exchanged between ranks, and the training stays that of one process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import heard
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import nbkit
+from nbkit.mesh import Mesh
+from nbkit.rank.train.step.step_stats import _imbalance
+
+EXPERTS, WIDTH, LENGTH, BATCH, STEPS = 16, 8, 24, 16, 16
+POPULAR = [24, 20, 16, 14, 9, 8, 7, 6, 5, 4, 4, 3, 3, 2, 2, 1]
+"""Out of 128 tokens, those that go to each expert. Rank 0 of 4 computes 2.3 times the mean."""
+
+
+class Expert(nn.Linear):
+    """An expert that takes time in proportion to its tokens."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(Expert.seconds * len(x))
+        return super().forward(x).tanh()
+
+
+class Skewed(nn.Module):
+    """A layer whose router prefers the first experts, or the last."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.weight, self.experts = nn.Linear(WIDTH, 1), nn.ModuleList(Expert(WIDTH, WIDTH) for _ in range(EXPERTS))
+        numbers = [n for n, times in enumerate(POPULAR) for _ in range(times)]
+        self.register_buffer("choices", torch.tensor([EXPERTS - 1 - n for n in numbers] if turned else numbers))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        tokens, choice = x.flatten(0, 1), self.choices[ids.flatten()]
+        given = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            if len(mine := (choice == number).nonzero().flatten()):
+                given = given.index_add(0, mine, expert(tokens[mine]) * self.weight(tokens[mine]).sigmoid())
+        return x + given.view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(sum(POPULAR), WIDTH), nn.Linear(WIDTH, 5)
+        self.first, self.second = Skewed(False), Skewed(True)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.head(self.second(self.first(x, ids), ids).mean(1))
+
+
+def rows() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(2)
+    return [
+        (torch.randint(sum(POPULAR), (LENGTH,), generator=draw), torch.randint(5, (), generator=draw))
+        for _ in range(4 * BATCH)
+    ]
+
+
+def trained(world: Any, folder: str, strategy: str, balance: bool) -> dict[str, Any]:
+    trainer = nbkit.Trainer(
+        model=Model,
+        loss=F.cross_entropy,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        data=rows(),
+        batch_size=BATCH,
+        strategy=strategy,
+        seed=3,
+        log_dir=folder,
+        progress=False,
+        recovery=nbkit.Recovery(balance=balance),
+    )
+    Expert.seconds = 2e-4 if balance else 0.0
+    events = heard(trainer, "rebalanced", "switch")
+    trainer.fit(STEPS)
+    found = {"records": list(trainer.history), "strategy": str(trainer.strategy)}
+    found["events"] = [(event.kind, event.step, vars(event)) for event in events]
+    found["weights"] = {name: p.detach().clone() for name, p in trainer.full_state_dict().items()}
+    return found
+
+
+@pytest.mark.long
+def test_experts_are_exchanged_until_ranks_compute_equally_many_tokens(tmp_path: Path) -> None:
+    found = run_ranks(trained, 4, str(tmp_path / "balanced"), "ep=4", True, timeout=170)
+    plain = run_ranks(trained, 4, str(tmp_path / "plain"), "ep=4", False, timeout=170)[0]
+    (alone,) = run_ranks(trained, 1, str(tmp_path / "alone"), "ddp", False)
+
+    ours = found[0]
+    uneven = [record["imbalance"] for record in ours["records"]]
+    assert uneven[0] > 1.7 and all(each <= 1.15 for each in uneven[9:]), uneven
+    moved = [event for kind, _, event in ours["events"] if kind == "rebalanced"]
+    assert len(moved) == 1 and moved[0]["experts"] >= 4 and moved[0]["gain"] > 0.05 and not moved[0]["speeds"]
+    assert "experts=0:" in ours["strategy"] and [one["events"] for one in found][1:] == [ours["events"]] * 3
+    for other in (plain, alone):
+        for mine, theirs in zip(ours["records"], other["records"], strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-12), mine
+        assert all(torch.allclose(p, ours["weights"][name], rtol=0, atol=1e-10) for name, p in other["weights"].items())
+
+
+def test_the_imbalance_is_that_of_the_layers_one_after_the_other() -> None:
+    # One layer prefers the experts of rank 0, the next those of rank 1: both ranks compute 40 tokens, and wait for 60.
+    assert _imbalance([[30, 10], [10, 30]], Mesh(dp=2), 2) == 1.5
+    assert _imbalance([[30, 30], [10, 10]], Mesh(dp=2), 2) == 1.5
+    assert _imbalance([[20, 20], [20, 20]], Mesh(dp=2), 2) == 1
+    # Of two groups, and of two stages, the worst.
+    assert _imbalance([[30], [10], [20], [20]], Mesh(dp=4), 2) == 1.5
+    assert _imbalance([[20, 0], [20, 0], [0, 30], [0, 10]], Mesh(dp=2, pp=2), 2) == 1.5
