@@ -176,9 +176,10 @@ class Recovery(_Option):
     on_oom: a step that runs out of memory is taken back (docs/reference/memory.md). "fit" makes it again with a setting
     that fits; "ask" asks you for the setting (the default in a notebook); "raise" ends `fit` with the error (the
     default elsewhere). balance: measure how fast ranks compute, and switch to matching speeds= of the strategy when
-    they change (default: False). backup_every: steps between backups of what one rank alone holds, in the host memory
-    of another rank. None (the default): as often as costs below 5 % of a step, if a rank can be replaced. 0: no
-    backups; a replacement then needs a checkpoint.
+    they change; under ep=, measure the tokens of experts, and exchange experts between ranks (default: False).
+    backup_every: steps between backups of what one rank alone holds, in the host memory of another rank. None (the
+    default): as often as costs below 5 % of a step, if a rank can be replaced. 0: no backups; a replacement then needs
+    a checkpoint.
 
     In a loop over `job.batches` on_failure ("replace" or "stop") and backup_every apply; the rest is refused.
     Raises TrainingError for a value that does not exist.

@@ -6,6 +6,7 @@ marks. A page gets the words with each event.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +18,10 @@ Told = Mapping[str, Any]
 
 def _switch(event: Told) -> tuple[str, str]:
     same = event.get("identical") is True
-    return str(event.get("new", "")), (
-        f"switch {_after(event)}: {event.get('old', '')} → {event.get('new', '')}, "
+    # Which experts stand where may take more room than all else.
+    old, new = (re.sub(r"(?<= experts=)\S+", "…", str(event.get(side, ""))) for side in ("old", "new"))
+    return new, (
+        f"switch {_after(event)}: {old} → {new}, "
         f"{size(event.get('moved_bytes', 0))} moved, {seconds(event.get('pause_s', 0.0))} without a step"
         + ("; weights and optimizer state are identical, bit for bit" if same else "")
     )

@@ -105,14 +105,14 @@ class Switched(Event):
 class Rebalanced(Event):
     """Ranks are slower or faster than was assumed, or their experts have unequal work, so it is divided anew.
 
-    speeds: of each rank, relative. experts: how many have moved to other ranks, in all layers. gain: the share of the
-    compute seconds of a step that this should save.
+    speeds: of each rank, relative. gain: the share of the compute seconds of a step that this should save. experts: how
+    many have moved to other ranks, in all layers.
     """
 
     kind: ClassVar[str] = "rebalanced"
     speeds: str = ""
-    experts: int = 0
     gain: float = 0.0
+    experts: int = 0
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def canonical(moved: Mapping[int, Sequence[Sequence[int]]]) -> Moved:
 
 @lru_cache(maxsize=4096)  # a table of strategies asks for it many times
 def experts_of(moved: Moved, layer: int, count: int, ranks: int, index: int) -> tuple[int, ...]:
-    """Return the numbers of the experts, of `count` in a layer, that rank `index` of `ranks` holds, in ascending order."""
+    """Return which of the `count` experts of a layer rank `index` of `ranks` holds, in ascending order."""
     places = list(range(count))
     for cycle in dict(moved).get(layer, ()):
         for expert, following in zip(cycle, (*cycle[1:], cycle[0]), strict=True):

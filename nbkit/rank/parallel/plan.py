@@ -390,7 +390,7 @@ def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOption
         )
 
 
-def _need_experts(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:
+def _need_experts(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
     """Raise StrategyError if `strategy` spreads experts and the model has none that it can spread."""
     if strategy.ep == 1:
         return
@@ -417,13 +417,6 @@ def _need_experts(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
                 + "; ".join(f"{layer.count} experts in layer {n}" for n, layer in enumerate(layers)),
                 hint=f"'{replace(strategy, experts=())}'",
             )
-    if options.recompute:
-        raise StrategyError(
-            f"Under {strategy} blocks cannot be computed again in the backward pass: experts of other ranks are "
-            "part of them.",
-            numbers="compute=nbkit.Compute(recompute=True)",
-            hint=f"without recompute, or '{without}'",
-        )
 
 
 def need_rows(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:

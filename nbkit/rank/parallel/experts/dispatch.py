@@ -28,7 +28,7 @@ from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.output_tensors import with_leaves
 from nbkit.rank.parallel.experts.find import RoutedLayer, called_with, routing_of
-from nbkit.rank.parallel.module.forward_wrapper import Wrapper, in_backward, wrap
+from nbkit.rank.parallel.module.forward_wrapper import Wrapper, in_backward, recomputing, wrap
 from nbkit.rank.rng.keyed_dropout import again
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -55,10 +55,12 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, after: Tensor, sent: list[int], received: list[int], group: Any
     ) -> tuple[Tensor, Tensor]:
         ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.save_for_backward(after)
         return _all_to_all(rows, sent, received, group), torch.zeros_like(after)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        _ = ctx.saved_tensors  # if a block is recomputed, all ranks do so before they exchange gradients
         return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None, None
 
 
@@ -105,13 +107,14 @@ class SpreadLayer:
         rows: for each expert of the layer, the rows of this rank, [n, width]; None if it is not called. like: has the
         dtype and device of rows.
         """
-        if in_backward():
+        if in_backward() and not recomputing():
             raise StrategyError(
-                f"{self.layer.name!r} is recomputed in the backward pass, which experts on other ranks cannot follow.",
+                f"The model itself recomputes {self.layer.name!r} in the backward pass, which experts on other ranks "
+                "cannot follow.",
                 numbers=f"{len(self.held)} ranks share its experts",
-                hint="the strategy without ep; or no checkpoint around this module",
+                hint="turn that off; compute=nbkit.Compute(recompute=True) does the same",
             )
-        self.forwards += torch.is_grad_enabled()
+        self.forwards += torch.is_grad_enabled() and not in_backward()
         return self._exchanged(rows, like)
 
     def absent(self, device: torch.device, *, backward: bool) -> None:
@@ -120,6 +123,11 @@ class SpreadLayer:
             _, token = self._exchanged([None] * self.layer.count, None, device)
         if backward:
             self._left.append(token)
+
+    def absent_again(self, device: torch.device) -> None:
+        """Take part in the recomputation of a forward that this rank has not made."""
+        with torch.no_grad():
+            self._exchanged([None] * self.layer.count, None, device)
 
     def absent_backward(self) -> None:
         """Take part in the backward pass of the last `absent`."""
@@ -146,7 +154,7 @@ class SpreadLayer:
         here = [0 if each is None else len(each) for each in rows]
         sent = [sum(here[n] for n in theirs) for theirs in self.held]
         received = [sum(max(count, 0) for count in theirs) for theirs in counts]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not in_backward():
             self.routed.update({n: sum(max(theirs[i], 0) for theirs in counts) for i, n in enumerate(mine)})
         nothing = torch.empty(0, self.layer.width, dtype=_DTYPES[dtype], device=device)
         going = [each.to(nothing.dtype) for n in order if (each := rows[n]) is not None]
@@ -230,6 +238,8 @@ def tied(output: Any, token: Tensor) -> Any:
 class _Stacked(Wrapper):
     """Stands for the forward of stacked experts. spread: of the layer, once it is known."""
 
+    meets = True
+
     def __init__(self, module: nn.Module, layer: RoutedLayer) -> None:
         super().__init__(module.forward)
         self.module, self.layer = module, layer
@@ -291,6 +301,8 @@ class _Listed(Wrapper):
     of the first run and the outputs of the second.
     """
 
+    encloses = True
+
     def __init__(self, module: nn.Module, around: _Around, number: int) -> None:
         super().__init__(module.forward)
         self.around, self.number = around, number
@@ -316,6 +328,8 @@ class _Listed(Wrapper):
 
 class _Around(Wrapper):
     """Stands for the forward of the module around a list of experts; see `_Listed`."""
+
+    meets = True
 
     def __init__(self, module: nn.Module, layer: RoutedLayer, experts: Sequence[nn.Module | None]) -> None:
         super().__init__(module.forward)

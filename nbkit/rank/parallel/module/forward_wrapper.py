@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import fields, is_dataclass
 from functools import update_wrapper
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.tensor.sharded_tensor import ShardedTensor
@@ -41,7 +41,14 @@ _MARK = "_nbkit_parts_of"
 
 
 class Wrapper:
-    """An object that becomes a module's `forward`. plain: the forward before it, whose name and signature it has."""
+    """An object that becomes a module's `forward`. plain: the forward before it, whose name and signature it has.
+
+    meets: other ranks make the same calls, and wait for each other in them, whatever the inputs are. encloses: the
+    module that is recomputed is `plain` alone, since the wrapper is part of a computation around it.
+    """
+
+    meets: ClassVar[bool] = False
+    encloses: ClassVar[bool] = False
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         # Do not copy the attributes of another wrapper.
@@ -66,10 +73,15 @@ def wrap(module: nn.Module, wrapper: Wrapper) -> None:
 
 def wrapped_by(module: nn.Module, kind: type[Wrapper]) -> bool:
     """Return True if a wrapper of `kind` is around the forward of `module`."""
+    return any(isinstance(wrapper, kind) for wrapper in _wrappers(module))
+
+
+def _wrappers(module: nn.Module) -> Iterator[Wrapper]:
+    """Yield what is around the forward of `module`, the outermost first."""
     forward = vars(module).get("forward")
-    while isinstance(forward, Wrapper) and not isinstance(forward, kind):
+    while isinstance(forward, Wrapper):
+        yield forward
         forward = forward.plain
-    return isinstance(forward, kind)
 
 
 def unwrap(module: nn.Module) -> None:
@@ -129,7 +141,16 @@ def recompute(module: nn.Module, blocks: Iterable[str]) -> None:
     """Make the named blocks keep no activations between forward and backward. In place."""
     for name in blocks:
         block = module.get_submodule(name)
-        block.forward = forgetting(block.forward)  # type: ignore[method-assign]
+        if (outer := next((each for each in _wrappers(block) if each.encloses), None)) is not None:
+            outer.plain = forgetting(outer.plain)
+            continue
+        meets = any(wrapper.meets for part in block.modules() for wrapper in _wrappers(part))
+        block.forward = _Forgetful(block.forward, to_the_end=meets)  # type: ignore[method-assign]
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Return True if `recompute` was called for `module`."""
+    return wrapped_by(module, _Forgetful)
 
 
 def forgetting(compute: Callable[..., Any]) -> Wrapper:
@@ -137,7 +158,24 @@ def forgetting(compute: Callable[..., Any]) -> Wrapper:
     return _Forgetful(compute)
 
 
+_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+def recomputing() -> bool:
+    """Return True if a forward now is the recomputation of a block by `recompute`, and not by the model itself."""
+    return in_backward() and _recomputing.get()
+
+
 class _Forgetful(Wrapper):
+    """Computes again in the backward pass. to_the_end: all of it, even if its last part keeps nothing.
+
+    Torch stops where the last tensor is made that backward needs. Without tokens that may be before an exchange.
+    """
+
+    def __init__(self, plain: Callable[..., Any], *, to_the_end: bool = False) -> None:
+        super().__init__(plain)
+        self._stops_early = not to_the_end
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.plain
         if not torch.is_grad_enabled():
@@ -151,13 +189,15 @@ class _Forgetful(Wrapper):
                 return forward(*args, **kwargs)
 
             def once_more() -> Any:
+                _recomputing.set(True)
                 with replayed():
                     return forward(*args, **kwargs)
 
             # A copy: backward may come here more than once (retain_graph), and a context is entered by one at a time.
             return surroundings.copy().run(once_more)
 
-        return checkpoint(compute, *args, use_reentrant=False, **kwargs)
+        with set_checkpoint_early_stop(self._stops_early):
+            return checkpoint(compute, *args, use_reentrant=False, **kwargs)
 
 
 class _Passage(torch.autograd.Function):

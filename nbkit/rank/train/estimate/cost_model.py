@@ -225,7 +225,8 @@ class CostModel:
             if (total := getattr(arithmetic, "total", None)) is None or not self.facts.routed.layers:
                 return []
             layers = self.facts.routed.layers
-            routed = tuple(Routed(layer.slots, layer.width, layer.given, layer.count) for layer in layers)
+            again = self.options.recompute
+            routed = tuple(Routed(layer.slots, layer.width, layer.given, layer.count, again) for layer in layers)
             facts = replace(facts, batch=total, routed=routed)
         size, cuts = sizes.pop(), self._cuts(strategy)
         each, mesh = Bytes(size, size, max(self.census.state.values(), default=0)), strategy.mesh

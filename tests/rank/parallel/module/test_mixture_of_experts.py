@@ -22,7 +22,7 @@ from nbkit.errors import NbkitError
 from nbkit.planner.exchange import overlap
 from nbkit.rank.parallel.experts import data_axis, dispatch
 from nbkit.rank.parallel.experts.find import find_routed
-from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
+from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.plan import ParallelPlan, make_plan
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -423,17 +423,20 @@ def clipped(build: Callable[[], nn.Module], steps: int) -> tuple[list[float], li
     return losses, norms, model
 
 
-def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str) -> dict[str, Any]:
-    """Train by switches, a save, a load and another strategy; return how far all of it is from one process."""
+def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str, recompute: bool) -> dict[str, Any]:
+    """Train by switches, a save, a load and another strategy; return how far all of it is from one process.
+
+    recompute: blocks, in the backward pass.
+    """
     asked: dict[str, Any] = {"data": rows(SHORT), "clip_norm": CLIP}
     losses, norms, model = clipped(MODELS[name], EPOCH * (len(chain) + 2))
-    trainer = made(MODELS[name], "ddp", compute=nbkit.Compute(microbatch_size=1), **asked)
+    trainer = made(MODELS[name], "ddp", compute=nbkit.Compute(microbatch_size=1, recompute=recompute), **asked)
     trainer.fit(EPOCH)
     for strategy in chain:
         trainer.switch(strategy)
         trainer.fit(EPOCH)
     trainer.save(Path(folder) / "saved")
-    again = made(MODELS[name], "ep=2", **asked)
+    again = made(MODELS[name], "ep=2", compute=nbkit.Compute(recompute=recompute), **asked)
     again.load(Path(folder) / "saved")
     collectives.set_mode("count")
     began = collectives.ring.end
@@ -459,23 +462,25 @@ def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str) 
 
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize(
-    ("name", "chain"),
+    ("name", "chain", "recompute"),
     [
-        ("top two", CHAIN[:4]),
-        pytest.param("top two", CHAIN[4:], marks=pytest.mark.long),
-        pytest.param("mixtral", CHAIN, marks=pytest.mark.long),
+        ("top two", CHAIN[:4], False),
+        pytest.param("top two", CHAIN[4:], False, marks=pytest.mark.long),
+        pytest.param("mixtral", CHAIN, False, marks=pytest.mark.long),
+        pytest.param("top two", CHAIN[:5], True, marks=pytest.mark.long),
+        pytest.param("mixtral", CHAIN[3:8], True, marks=pytest.mark.long),
     ],
 )
 def test_spread_experts_train_as_on_one_process_through_switches(
-    name: str, chain: Sequence[str], tmp_path: Path
+    name: str, chain: Sequence[str], recompute: bool, tmp_path: Path
 ) -> None:
-    found = run_ranks(through_the_chain, 4, name, chain, str(tmp_path), timeout=300)
+    found = run_ranks(through_the_chain, 4, name, chain, str(tmp_path), recompute, timeout=300)
 
     away = found[0]["away"]
     assert {key: off for key, off in away.items() if not off < 1e-9} == {}
     assert len(away) == EPOCH * (len(chain) + 2) + 2
-    # Two layers send each token to two experts, and back, forward and backward.
-    tokens = 2 * 4 * 2 * LENGTH * WIDTH * 8
+    # Two layers send each token to two experts, and back, forward and backward; a recomputed forward does so again.
+    tokens = 2 * (6 if recompute else 4) * 2 * LENGTH * WIDTH * 8
     assert 1 <= sum(rank["sent"] for rank in found) / (SHORT * tokens) <= 1.01
     assert 1 <= found[0]["predicted"][0] / (BATCH * tokens) <= 1.02
     # Each rank computes what its half of the experts was sent; no token is lost on the way.
@@ -493,9 +498,9 @@ def facts_of(build: Callable[[], nn.Module]) -> ModelFacts:
     return ModelFacts(ModelShapes(skeleton_of(model)), routed=find_routed(model, lambda: model(stacked()[0][:2])))
 
 
-def stepped(facts: ModelFacts, strategy: str) -> StepProof:
+def stepped(facts: ModelFacts, strategy: str, **asked: Any) -> StepProof:
     """Return the comparison of a step with one process, with an optimizer that moves weights without gradient."""
-    plan, few = make_plan(Strategy.parse(strategy, 4), facts), [part[:2] for part in stacked()]
+    plan, few = make_plan(Strategy.parse(strategy, 4), facts, JobOptions(**asked)), [part[:2] for part in stacked()]
 
     def decayed(held: Mapping[str, nn.Parameter], plainly: bool) -> torch.optim.Optimizer:
         return torch.optim.SGD(held.values(), lr=0.1, momentum=0.9, weight_decay=0.1, foreach=False)
@@ -561,6 +566,17 @@ PLANTED: dict[str, tuple[str, Callable[[], Any]]] = {
     "each copy of an expert counts in the norm": ("top two", counted_as_one),
     "the norm is that of one rank": ("mixtral", norm_of_one_rank),
 }
+
+
+@pytest.mark.parametrize("name", ["top two", "one layer", pytest.param("mixtral", marks=pytest.mark.long)])
+def test_recomputed_experts_and_experts_at_other_places_train_as_on_one_process(name: str) -> None:
+    facts = facts_of(MODELS[name])
+
+    for strategy in ("dp=4 ep=2 experts=0:0-3", "zero3 ep=4 experts=0:0-3-2"):
+        for recompute in (False, True):
+            assert stepped(facts, strategy, recompute=recompute) == StepProof(), (strategy, recompute)
+
+
 SAMPLE = ("gradients of experts are not summed", "an expert without tokens gets a gradient of zeros")
 
 
@@ -577,7 +593,17 @@ def test_a_step_with_spread_experts_shows_each_planted_bug(bugs: Sequence[str]) 
             assert stepped(facts[name], "dp=4 ep=2").refusal is not None, bug
 
 
-MOVES = ("ddp", "ep=4", "zero3 ep=2", "zero3 shard=2 ep=2", "zero1 ep=2", "zero2", "ep=2")
+MOVES = (
+    "ddp",
+    "ep=4",
+    "ep=4 experts=0:0-2-3/1:1-3",
+    "zero3 ep=2",
+    "zero1 ep=2 experts=1:0-2",
+    "zero3 shard=2 ep=2",
+    "zero1 ep=2",
+    "zero2",
+    "ep=2",
+)
 
 
 @pytest.mark.parametrize("name", ["top two", pytest.param("mixtral", marks=pytest.mark.long)])
