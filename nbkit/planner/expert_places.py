@@ -3,8 +3,8 @@
 Each rank keeps as many experts as it has, and so its memory. This is number partitioning into parts of equal size.
 DeepSeek's EPLB solves it by LPT: it deals experts out anew, the most popular first, each to the rank with the fewest
 tokens that has room. Here experts start where they are, and two at a time are exchanged (the interchange of Finn and
-Horowitz 1979). On drawn popularities of 64 experts on 8 ranks, 15 exchanges end at 1.00 of the mean. LPT ends at 1.04,
-and 56 experts change their rank.
+Horowitz 1979). On drawn popularities of 64 experts on 8 ranks, the rank with most ends at 1.02 times the mean, and 15
+experts are on another rank. LPT ends at 1.04, with 56 on another rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbkit.techniques.experts import experts_of, moved_to
 Tokens = Sequence[Sequence[float]]
 """The tokens that each expert computes in a step: of each layer, by number of the expert."""
 
-_LEAST = 0.01  # of the mean: what an exchange must relieve the rank with most tokens by
+_LEAST = 0.02  # of the mean: what an exchange must relieve the rank with most tokens by
 
 
 def evened(strategy: Strategy, tokens: Tokens) -> Strategy:

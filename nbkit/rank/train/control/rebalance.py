@@ -3,9 +3,10 @@
 The speed of a rank is its part of the work (rows x cost of its blocks), divided by the seconds that it computes forward
 and backward. Waiting for other ranks does not count. The work is divided anew only if two steps in a row show a gain.
 
-Where ranks share experts, their work is what the router sends them. The tokens of a step say which experts to exchange,
-and those of the next step what that would have saved. The seconds of a token are the slope of a line through the
-seconds and tokens of the ranks of each group. A switch to the same strategy with other `experts=` moves the experts.
+Where ranks share experts, their work is what the router sends them. The mean tokens of the newest steps say which
+experts to exchange, and those of the next step what that would have saved. The seconds of a token are the slope of a
+line through the seconds and tokens of the ranks of each group. A switch to the same strategy with other `experts=`
+moves the experts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy
 
 _WORTH = 0.05  # the least gain that is worth a change, as a part of the computing of a step
+_NEWEST = 8  # steps whose tokens say which experts are popular, about
 _FINE = 100  # the least speed that a rank is given is that of the fastest divided by this
 
 
@@ -38,7 +40,8 @@ class Rebalancing:
         self._device = device
         self._step: StepPhases | None = None
         self._measured: list[tuple[float, ...]] = []
-        self._tokens: list[list[float]] | None = None
+        self._tokens: list[list[float]] = []  # of each layer and expert, the mean of the newest steps
+        self._seen = 0  # so many
         self._strategy: Strategy | None = None
 
     def __call__(self, step: StepPhases) -> None:
@@ -56,7 +59,7 @@ class Rebalancing:
 
     def forget(self) -> None:
         """Drop the measurements. Called when ranks have joined that have measured nothing."""
-        self._strategy, self._measured, self._tokens = None, [], None
+        self._strategy, self._measured, self._tokens, self._seen = None, [], [], 0
 
     def act(self, job: Job, batch: int, left: int) -> None:
         """Switch to a better division of the work, if there is one. Collective, at a step boundary.
@@ -90,10 +93,17 @@ class Rebalancing:
         seconds, sums = told[:size], told[size : 2 * size]
         copies, every = size // strategy.ep // strategy.pp, iter(told[2 * size :])
         tokens = [[next(every) / copies for _ in range(count)] for count in counts]
-        before, self._tokens = self._tokens, tokens
+        before, self._seen = self._tokens, min(self._seen + 1, _NEWEST)
+        if not before:
+            self._tokens = tokens
+            return
+        self._tokens = [
+            [old + (new - old) / self._seen for old, new in zip(*pair, strict=True)]
+            for pair in zip(before, tokens, strict=True)
+        ]
         if strategy != self._strategy:
-            self._strategy, self._tokens = strategy, None  # the first step under it is not typical
-        elif before is not None:
+            self._strategy = strategy  # the first step under it is not typical
+        else:
             new = evened(strategy, before)
             each = seconds_of_a_token(seconds, sums, strategy.mesh.shard_groups(strategy.ep)[0]) / strategy.pp
             most, mean = most_tokens(strategy, tokens), sum(map(sum, tokens)) / strategy.ep
