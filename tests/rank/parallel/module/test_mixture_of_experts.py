@@ -184,7 +184,9 @@ REST = [
     ("top two", ("zero1", "tp")),
     ("dense", ("zero2",)),
 ]
+MOVED = ("dp=2 tp=2 ep=2 experts=0:0-3/1:1-2", "dp=2 cp=2 ep=2 experts=1:0-2", "dp=2 pp=2 ep=2 experts=0:0-3")
 CHANGED: dict[str, dict[str, Any]] = {"zero3": {"compute": nbkit.Compute(microbatch_size=2)}}
+CHANGED |= {strategy: {"compute": nbkit.Compute(recompute=True)} for strategy in MOVED}
 
 
 def rows(count: int = 2 * BATCH) -> list[tuple[Tensor, Tensor]]:
@@ -252,6 +254,7 @@ HALVES = "dp=2 pp=2 ep=2 microbatches=4 schedule="
 TOGETHER = [
     ("listed", (f"{HALVES}zbv", f"{HALVES}dualpipev")),
     ("stacked", (f"{HALVES}zb", "dp=4 zero=3 shard=2 ep=2", "dp=4 zero=1 shard=2 ep=4")),
+    ("mixtral", MOVED),
 ]
 
 
@@ -268,7 +271,9 @@ MORE_MODELS = {"listed": lambda: Language(lambda: PassesRowsBy(Experts()), 4), "
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("case", TOGETHER)
-def test_spread_experts_go_with_a_backward_pass_in_halves_and_with_hsdp(case: tuple[str, tuple[str, ...]]) -> None:
+def test_spread_experts_go_with_halved_backward_passes_and_with_every_axis(
+    case: tuple[str, tuple[str, ...]],
+) -> None:
     found = run_ranks(trained, 4, [case], timeout=170)[0]
 
     assert {key: wrong for key, wrong in found.items() if not wrong < 1e-9} == {} and len(found) == len(case[1])
