@@ -47,7 +47,8 @@ class _Exchange(torch.autograd.Function):
     """An all-to-all of rows. Returns (the rows that came, a token).
 
     after: the token of the exchange before, or another scalar that requires a gradient. It makes every rank run the
-    backward pass of the exchange, even if no row needs a gradient.
+    backward pass of the exchange, even if no row needs a gradient. It is saved too: torch recomputes a block when
+    something saved is read, and as far as the last that was saved. So all ranks recompute, up to the last exchange.
     """
 
     @staticmethod
@@ -60,7 +61,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        _ = ctx.saved_tensors  # if a block is recomputed, all ranks do so before they exchange gradients
+        _ = ctx.saved_tensors
         return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None, None
 
 
@@ -238,8 +239,6 @@ def tied(output: Any, token: Tensor) -> Any:
 class _Stacked(Wrapper):
     """Stands for the forward of stacked experts. spread: of the layer, once it is known."""
 
-    meets = True
-
     def __init__(self, module: nn.Module, layer: RoutedLayer) -> None:
         super().__init__(module.forward)
         self.module, self.layer = module, layer
@@ -328,8 +327,6 @@ class _Listed(Wrapper):
 
 class _Around(Wrapper):
     """Stands for the forward of the module around a list of experts; see `_Listed`."""
-
-    meets = True
 
     def __init__(self, module: nn.Module, layer: RoutedLayer, experts: Sequence[nn.Module | None]) -> None:
         super().__init__(module.forward)

@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.tensor.sharded_tensor import ShardedTensor
@@ -43,11 +43,9 @@ _MARK = "_nbkit_parts_of"
 class Wrapper:
     """An object that becomes a module's `forward`. plain: the forward before it, whose name and signature it has.
 
-    meets: other ranks make the same calls, and wait for each other in them, whatever the inputs are. encloses: the
-    module that is recomputed is `plain` alone, since the wrapper is part of a computation around it.
+    encloses: `plain` alone can be recomputed, since the wrapper is part of a computation around it.
     """
 
-    meets: ClassVar[bool] = False
     encloses: ClassVar[bool] = False
 
     def __init__(self, plain: Callable[..., Any]) -> None:
@@ -143,9 +141,8 @@ def recompute(module: nn.Module, blocks: Iterable[str]) -> None:
         block = module.get_submodule(name)
         if (outer := next((each for each in _wrappers(block) if each.encloses), None)) is not None:
             outer.plain = forgetting(outer.plain)
-            continue
-        meets = any(wrapper.meets for part in block.modules() for wrapper in _wrappers(part))
-        block.forward = _Forgetful(block.forward, to_the_end=meets)  # type: ignore[method-assign]
+        else:
+            block.forward = forgetting(block.forward)  # type: ignore[method-assign]
 
 
 def is_recomputed(module: nn.Module) -> bool:
@@ -167,15 +164,6 @@ def recomputing() -> bool:
 
 
 class _Forgetful(Wrapper):
-    """Computes again in the backward pass. to_the_end: all of it, even if its last part keeps nothing.
-
-    Torch stops where the last tensor is made that backward needs. Without tokens that may be before an exchange.
-    """
-
-    def __init__(self, plain: Callable[..., Any], *, to_the_end: bool = False) -> None:
-        super().__init__(plain)
-        self._stops_early = not to_the_end
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.plain
         if not torch.is_grad_enabled():
@@ -196,8 +184,7 @@ class _Forgetful(Wrapper):
             # A copy: backward may come here more than once (retain_graph), and a context is entered by one at a time.
             return surroundings.copy().run(once_more)
 
-        with set_checkpoint_early_stop(self._stops_early):
-            return checkpoint(compute, *args, use_reentrant=False, **kwargs)
+        return checkpoint(compute, *args, use_reentrant=False, **kwargs)
 
 
 class _Passage(torch.autograd.Function):

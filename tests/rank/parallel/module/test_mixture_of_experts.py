@@ -83,6 +83,19 @@ class ExpertsDrop(Experts):
             yield token[:room], weights[:room], expert
 
 
+class SkipsRows(Experts):
+    """A mixture that sends the tokens of some rows to no expert, and adds nothing to them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = (x[:, :1, 0] > 0).expand(x.shape[:2]).flatten()
+        return super().forward(x)
+
+    def routed(self, scores: Tensor) -> Any:
+        for token, weights, expert in super().routed(scores):
+            kept = self.kept[token]
+            yield token[kept], weights[kept], expert
+
+
 class PassesRowsBy(nn.Module):
     """Sends tokens of some rows only to a mixture."""
 
@@ -187,6 +200,9 @@ REST = [
 MOVED = ("dp=2 tp=2 ep=2 experts=0:0-3/1:1-2", "dp=2 cp=2 ep=2 experts=1:0-2", "dp=2 pp=2 ep=2 experts=0:0-3")
 CHANGED: dict[str, dict[str, Any]] = {"zero3": {"compute": nbkit.Compute(microbatch_size=2)}}
 CHANGED |= {strategy: {"compute": nbkit.Compute(recompute=True)} for strategy in MOVED}
+# Some forwards give nothing to a layer of experts.
+SPARSE = ("dp=4 ep=2", "zero3 ep=4")
+CHANGED |= {strategy: {"compute": nbkit.Compute(recompute=True, microbatch_size=1)} for strategy in SPARSE}
 
 
 def rows(count: int = 2 * BATCH) -> list[tuple[Tensor, Tensor]]:
@@ -253,7 +269,8 @@ HALVES = "dp=2 pp=2 ep=2 microbatches=4 schedule="
 # A micro-batch has one row here, so that some give nothing to a layer of experts.
 TOGETHER = [
     ("listed", (f"{HALVES}zbv", f"{HALVES}dualpipev")),
-    ("stacked", (f"{HALVES}zb", "dp=4 zero=3 shard=2 ep=2", "dp=4 zero=1 shard=2 ep=4")),
+    ("skipped", SPARSE),
+    ("stacked", (f"{HALVES}zb", "dp=4 zero=3 shard=2 ep=2", "dp=4 zero=1 shard=2 ep=4", *SPARSE)),
     ("mixtral", MOVED),
 ]
 
@@ -265,7 +282,11 @@ def stacked_and_passed_by() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-MORE_MODELS = {"listed": lambda: Language(lambda: PassesRowsBy(Experts()), 4), "stacked": stacked_and_passed_by}
+MORE_MODELS = {
+    "listed": lambda: Language(lambda: PassesRowsBy(Experts()), 4),
+    "skipped": lambda: Language(SkipsRows),
+    "stacked": stacked_and_passed_by,
+}
 
 
 @pytest.mark.long
