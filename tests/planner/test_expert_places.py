@@ -9,7 +9,7 @@ import pytest
 
 from nbkit.errors import StrategyError
 from nbkit.planner.expert_places import evened, exchanged, most_tokens, moved_experts
-from nbkit.rank.train.control.rebalance import seconds_of_a_token
+from nbkit.rank.train.control.rebalance import better_places, seconds_of_a_token
 from nbkit.strategy import Strategy
 from nbkit.techniques.experts import experts_of, moved_to
 
@@ -85,6 +85,20 @@ def test_one_spelling_says_where_experts_are() -> None:
     for text in ("0", "0:", "0:1-", "0:1-5,5-2", "a:1-5", "1-5"):
         with pytest.raises(StrategyError, match="experts=0:1-5,2-7"):
             Strategy.parse(f"ep=2 experts={text}", 4)
+
+
+def test_experts_are_exchanged_only_where_that_saves_enough_of_a_step() -> None:
+    now, skewed, even = Strategy.parse("ep=2", 2), [[30, 30, 10, 10]], [[20, 20, 20, 20]]
+    took = [1.0 + 0.01 * 60, 1.0 + 0.01 * 20]
+
+    found = better_places(now, skewed, skewed, took, [60, 20])
+    assert found is not None and str(found[0]) == "dp=2 ep=2 experts=0:0-2"
+    # The rank with 60 tokens computes 1.6 s; each of two with 40 would compute 1.4 s.
+    assert found[1:] == pytest.approx((0.2, 0.2 / 1.6))
+    # The next step does not show what the steps before it did; tokens take no time; all else takes much longer.
+    assert better_places(now, skewed, even, took, [60, 20]) is None
+    assert better_places(now, skewed, skewed, [1.6, 1.6], [60, 20]) is None
+    assert better_places(now, skewed, skewed, [9.0 + took[0], 9.0 + took[1]], [60, 20]) is None
 
 
 def test_the_seconds_of_a_token_are_what_ranks_with_more_tokens_take_longer() -> None:

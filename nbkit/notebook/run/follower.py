@@ -63,9 +63,9 @@ class Grown:
 class Curve:
     """Points in order of their steps, with the time in seconds and the tokens since the run began.
 
-    unit: what is counted as tokens, "tokens" or "rows". imbalance: (step, most tokens of a rank's experts / mean), the
-    mean of several steps in a long run. epoch: changes whenever existing points have changed; a reader
-    then begins anew.
+    unit: what is counted as tokens, "tokens" or "rows". imbalance: (step, most tokens of a rank's experts in each
+    layer / mean), the mean of several steps in a long run. epoch: changes whenever existing points have changed; a
+    reader then begins anew.
     """
 
     def __init__(self, at_most: int = POINTS) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +82,15 @@ def trained(world: Any, folder: str, strategy: str, balance: bool) -> dict[str, 
         strategy=strategy,
         seed=3,
         log_dir=folder,
-        progress=False,
+        progress=balance,
         recovery=nbkit.Recovery(balance=balance),
     )
     Expert.seconds = 1e-4 if balance else 0.0
     events = heard(trainer, "rebalanced", "switch")
-    trainer.fit(STEPS)
+    with redirect_stdout(StringIO()) as said:
+        trainer.fit(STEPS)
     found = {"records": list(trainer.history), "strategy": str(trainer.strategy)}
+    found["said"] = said.getvalue()
     found["events"] = [vars(event) for event in events]
     found["weights"] = {name: p.detach().clone() for name, p in trainer.full_state_dict().items()}
     return found
@@ -105,6 +109,7 @@ def test_experts_are_exchanged_until_ranks_compute_equally_many_tokens(tmp_path:
     moved = [event for event in ours["events"] if event["kind"] == "rebalanced"]
     assert moved[0]["step"] <= 5 and all(event["experts"] and event["gain"] > 0.05 for event in moved)
     assert "experts=0:" in ours["strategy"] and {one["strategy"] for one in found} == {ours["strategy"]}
+    assert f"{moved[0]['experts']} experts moved to other ranks after step {moved[0]['step']}: " in ours["said"]
     for other in (plain, alone):
         for mine, theirs in zip(ours["records"], other["records"], strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-12), mine

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from nbkit.planner.expert_places import evened, most_tokens, moved_experts
+from nbkit.planner.expert_places import Tokens, evened, most_tokens, moved_experts
 from nbkit.planner.stages import best_places, best_speeds, computing_seconds, place
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.device import accelerator
@@ -103,15 +103,11 @@ class Rebalancing:
         ]
         if strategy != self._strategy:
             self._strategy = strategy  # the first step under it is not typical
-        else:
-            new = evened(strategy, before)
-            each = seconds_of_a_token(seconds, sums, strategy.mesh.shard_groups(strategy.ep)[0]) / strategy.pp
-            most, mean = most_tokens(strategy, tokens), sum(map(sum, tokens)) / strategy.ep
-            saves, takes = each * (most - most_tokens(new, tokens)), each * (most - mean) + sum(seconds) / size
-            if saves > _WORTH * takes and saves * left > self._pause(job, new):
+        elif (found := better_places(strategy, before, tokens, seconds, sums)) is not None:
+            new, saves, gain = found
+            if saves * left > self._pause(job, new):
                 job.switch(str(new))
-                moved = moved_experts(strategy, new, tokens)
-                job.ledger.emit(Rebalanced(job.step, experts=moved, gain=saves / takes))
+                job.ledger.emit(Rebalanced(job.step, experts=moved_experts(strategy, new, tokens), gain=gain))
 
     def _pause(self, job: Job, new: Strategy) -> float:
         """Return the seconds without a step that a switch to `new` takes on the slowest rank. Collective."""
@@ -155,6 +151,21 @@ class Rebalancing:
 
 
 _COMPUTING = ("forward", "backward")
+
+
+def better_places(
+    strategy: Strategy, popular: Tokens, tokens: Tokens, seconds: Sequence[float], sums: Sequence[float]
+) -> tuple[Strategy, float, float] | None:
+    """Return `strategy` with experts exchanged, the seconds of a step that this saves, and the part of its compute.
+
+    Returns None if it saves little. popular: by which experts are exchanged. tokens: of the step that is judged, of a
+    group. seconds, sums: the compute seconds and the tokens of each rank in that step.
+    """
+    new, groups = evened(strategy, popular), strategy.mesh.shard_groups(strategy.ep)[0]
+    each = seconds_of_a_token(seconds, sums, groups) / strategy.pp  # the stages of a pipeline compute at a time
+    most, mean = most_tokens(strategy, tokens), sum(map(sum, tokens)) / strategy.ep
+    saves, takes = each * (most - most_tokens(new, tokens)), each * (most - mean) + sum(seconds) / len(seconds)
+    return (new, saves, saves / takes) if saves > _WORTH * takes else None
 
 
 def seconds_of_a_token(seconds: Sequence[float], tokens: Sequence[float], groups: Sequence[Sequence[int]]) -> float:
