@@ -9,9 +9,9 @@ experts are on another rank. LPT ends at 1.04, with 56 on another rank.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 
 from nbkit.strategy import Strategy
 from nbkit.techniques.experts import experts_of, moved_to
@@ -55,19 +55,23 @@ def exchanged(tokens: Sequence[float], held: Sequence[Sequence[int]]) -> list[li
 
     tokens: of each expert. held: the experts of each rank now.
     """
-    found, sums = [list(own) for own in held], [sum(tokens[n] for n in own) for own in held]
+    found, sums = [sorted(own, key=tokens.__getitem__) for own in held], [sum(tokens[n] for n in own) for own in held]
     while True:
         full = sums.index(max(sums))
         best, swap = sums[full] - _LEAST * sum(sums) / len(sums), None
         for other in range(len(found)):
-            for n, m in product(found[full], found[other]):
-                less = tokens[n] - tokens[m]
-                if (most := max(sums[full] - less, sums[other] + less)) < best:
-                    best, swap = most, (other, n, m)
+            # Half of the difference should move. Of the experts of `other`, the two next to that are the best for n.
+            half = (sums[full] - sums[other]) / 2
+            for n in found[full]:
+                at = bisect_left(found[other], tokens[n] - half, key=tokens.__getitem__)
+                for m in found[other][max(at - 1, 0) : at + 1]:
+                    less = tokens[n] - tokens[m]
+                    if (most := max(sums[full] - less, sums[other] + less)) < best:
+                        best, swap = most, (other, n, m)
         if swap is None:
             return found
         other, n, m = swap
         for rank, gone, came in ((full, n, m), (other, m, n)):
             found[rank].remove(gone)
-            found[rank].append(came)
+            insort(found[rank], came, key=tokens.__getitem__)
             sums[rank] += tokens[came] - tokens[gone]

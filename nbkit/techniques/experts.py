@@ -19,7 +19,7 @@ Moved = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 
 
 class MovedExpertsKey(Key):
-    """Layers as ``0:1-5,2-7/3:0-4``: in layer 0, experts 1 and 5 stand at each other's places, and so do 2 and 7.
+    """Layers as ``0:1-5,2-7+3:0-4``: in layer 0, experts 1 and 5 stand at each other's places, and so do 2 and 7.
 
     Each is at its own place if it is not given.
     """
@@ -30,7 +30,7 @@ class MovedExpertsKey(Key):
 
     def parse(self, text: str) -> Moved:
         found: dict[int, list[list[int]]] = {}
-        for word in filter(None, text.split("/")):
+        for word in filter(None, text.split("+")):
             layer, _, cycles = word.partition(":")
             parts = [layer, *cycles.replace(",", "-").split("-")]
             if not all(part.isascii() and part.isdecimal() for part in parts) or len(set(parts[1:])) < len(parts[1:]):
@@ -43,7 +43,7 @@ class MovedExpertsKey(Key):
         return canonical(found)
 
     def spell(self, value: Moved) -> str:
-        return "/".join(f"{layer}:{','.join('-'.join(map(str, cycle)) for cycle in cycles)}" for layer, cycles in value)
+        return "+".join(f"{layer}:{','.join('-'.join(map(str, cycle)) for cycle in cycles)}" for layer, cycles in value)
 
     def no_effect(self, value: Moved, strategy: AnyStrategy) -> str:
         return "because ep is 1" if strategy.ep == 1 else ""

@@ -48,11 +48,11 @@ def test_each_layer_is_evened_by_itself_and_unequal_numbers_of_experts_stay() ->
     new = evened(now, tokens)
 
     # The most popular expert of the last layer goes to the rank with fewer experts.
-    assert str(new) == "dp=2 ep=2 experts=0:0-2/1:0-2/2:0-4"
+    assert str(new) == "dp=2 ep=2 experts=0:0-2+1:0-2+2:0-4"
     assert most_tokens(now, tokens) == 60 + 60 + 11 and most_tokens(new, tokens) == 40 + 40 + 10
     assert moved_experts(now, new, tokens) == 6
     # Popularities turn round: the experts go home.
-    assert str(evened(new, [tokens[0], [20, 20, 10, 25], tokens[2]])) == "dp=2 ep=2 experts=0:0-2/2:0-4"
+    assert str(evened(new, [tokens[0], [20, 20, 10, 25], tokens[2]])) == "dp=2 ep=2 experts=0:0-2+2:0-4"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -76,9 +76,9 @@ def test_a_strategy_says_which_experts_each_rank_holds(seed: int) -> None:
 
 
 def test_one_spelling_says_where_experts_are() -> None:
-    strategy = Strategy.parse("zero3 ep=2 experts=3:4-0/0:7-2,5-1", 4)
+    strategy = Strategy.parse("zero3 ep=2 experts=3:4-0+0:7-2,5-1", 4)
 
-    assert str(strategy) == "dp=4 zero=3 ep=2 experts=0:1-5,2-7/3:0-4"
+    assert str(strategy) == "dp=4 zero=3 ep=2 experts=0:1-5,2-7+3:0-4"
     assert strategy.composed == Strategy.parse("zero3 ep=2", 4)
     assert Strategy.parse("ep=2 experts=0:3", 4) == Strategy.parse("ep=2", 4)
     assert Strategy.parse("ddp experts=0:1-5", 4).without_effect == ("experts=0:1-5 has no effect because ep is 1",)

@@ -161,10 +161,14 @@ def better_places(
     Returns None if it saves little. popular: by which experts are exchanged. tokens: of the step that is judged, of a
     group. seconds, sums: the compute seconds and the tokens of each rank in that step.
     """
-    new, groups = evened(strategy, popular), strategy.mesh.shard_groups(strategy.ep)[0]
+    groups = strategy.mesh.shard_groups(strategy.ep)[0]
     each = seconds_of_a_token(seconds, sums, groups) / strategy.pp  # the stages of a pipeline compute at a time
     most, mean = most_tokens(strategy, tokens), sum(map(sum, tokens)) / strategy.ep
-    saves, takes = each * (most - most_tokens(new, tokens)), each * (most - mean) + sum(seconds) / len(seconds)
+    takes = each * (most - mean) + sum(seconds) / len(seconds)
+    if each * (most - mean) <= _WORTH * takes:
+        return None
+    new = evened(strategy, popular)
+    saves = each * (most - most_tokens(new, tokens))
     return (new, saves, saves / takes) if saves > _WORTH * takes else None
 
 

@@ -15,6 +15,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import nbkit
@@ -197,7 +198,7 @@ REST = [
     ("top two", ("zero1", "tp")),
     ("dense", ("zero2",)),
 ]
-MOVED = ("dp=2 tp=2 ep=2 experts=0:0-3/1:1-2", "dp=2 cp=2 ep=2 experts=1:0-2", "dp=2 pp=2 ep=2 experts=0:0-3")
+MOVED = ("dp=2 tp=2 ep=2 experts=0:0-3+1:1-2", "dp=2 cp=2 ep=2 experts=1:0-2", "dp=2 pp=2 ep=2 experts=0:0-3")
 CHANGED: dict[str, dict[str, Any]] = {"zero3": {"compute": nbkit.Compute(microbatch_size=2)}}
 CHANGED |= {strategy: {"compute": nbkit.Compute(recompute=True)} for strategy in MOVED}
 # Some forwards give nothing to a layer of experts.
@@ -415,9 +416,9 @@ SHORT, CLIP = 19, 0.3
 # Experts stand at their own places, or at those of experts on other ranks.
 CHAIN = (
     "dp=4 ep=4",
-    "ep=4 experts=0:0-2-3/1:1-3",
+    "ep=4 experts=0:0-2-3+1:1-3",
     "ddp",
-    "zero3 ep=2 experts=0:0-3/1:1-2",
+    "zero3 ep=2 experts=0:0-3+1:1-2",
     "zero3 ep=2",
     "ep=2 experts=1:0-2",
     "zero3 shard=2 ep=2",
@@ -622,7 +623,7 @@ def test_a_step_with_spread_experts_shows_each_planted_bug(bugs: Sequence[str]) 
 MOVES = (
     "ddp",
     "ep=4",
-    "ep=4 experts=0:0-2-3/1:1-3",
+    "ep=4 experts=0:0-2-3+1:1-3",
     "zero3 ep=2",
     "zero1 ep=2 experts=1:0-2",
     "zero3 shard=2 ep=2",
@@ -680,6 +681,16 @@ class Twice(Experts):
             yield token[half:], weights[half:], expert
 
 
+class Checkpointed(Language):
+    """A model that recomputes its layers itself."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
 def test_experts_that_cannot_be_spread_are_refused_with_the_reason() -> None:
     def refusal(build: Callable[[], nn.Module], strategy: str) -> str:
         return str(nbkit.check(build, strategy, stacked(), 4, loss=loss))
@@ -688,3 +699,5 @@ def test_experts_that_cannot_be_spread_are_refused_with_the_reason() -> None:
     assert "has no module whose weights are stacked" in refusal(lambda: nn.Embedding(VOCAB, VOCAB).double(), "ep=2")
     assert "ep 4, 3 experts in a layer" in refusal(lambda: Language(lambda: Experts(3)), "ep=4")
     assert "it calls an expert twice" in refusal(lambda: Language(Twice), "ep=2")
+    assert "layer 1, expert 6; the model has 6 experts" in refusal(Language, "ep=2 experts=0:1-5+1:2-6")
+    assert "compute=nbkit.Compute(recompute=True) does the same" in refusal(Checkpointed, "ep=2")
