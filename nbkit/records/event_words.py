@@ -16,10 +16,14 @@ Told = Mapping[str, Any]
 """An event as sinks get it: kind, step, and the fields of its class in nbkit.records.events."""
 
 
+def brief(strategy: str) -> str:
+    """Return a strategy without the numbers of its experts, which may take more room than all else."""
+    return re.sub(r"(?<= experts=)\S+", "…", strategy)
+
+
 def _switch(event: Told) -> tuple[str, str]:
     same = event.get("identical") is True
-    # Which experts stand where may take more room than all else.
-    old, new = (re.sub(r"(?<= experts=)\S+", "…", str(event.get(side, ""))) for side in ("old", "new"))
+    old, new = (brief(str(event.get(side, ""))) for side in ("old", "new"))
     return new, (
         f"switch {_after(event)}: {old} → {new}, "
         f"{size(event.get('moved_bytes', 0))} moved, {seconds(event.get('pause_s', 0.0))} without a step"

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from nbkit.figures import unit_of
 from nbkit.records import record_file
-from nbkit.records.event_words import mark_of
+from nbkit.records.event_words import brief, mark_of
 from nbkit.records.readings import (
     MEDIAN_OF,
     STANDS,
@@ -148,9 +148,9 @@ class Curve:
         return max(0.0, unix - self._zero)
 
     def _name(self, strategy: str) -> int:
-        if strategy not in self.strategies:
-            self.strategies.append(strategy)
-        return self.strategies.index(strategy)
+        if (name := brief(strategy)) not in self.strategies:
+            self.strategies.append(name)
+        return self.strategies.index(name)
 
     def _go_back(self, step: int) -> None:
         """Drop the points from a step on. Those steps are made again after a loaded checkpoint or an undone trial."""

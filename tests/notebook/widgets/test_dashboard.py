@@ -268,12 +268,13 @@ def test_the_text_says_the_same(run: Any) -> None:
 
 
 def test_tokens_of_experts_are_told_by_rank_and_their_imbalance_over_a_run_of_any_length(tmp_path: Path) -> None:
-    run = fake_run(tmp_path, 4, "dp=4 ep=2")
+    run = fake_run(tmp_path, 4, "dp=4 ep=2 experts=0:1-5")
     for _ in range(1000):
         run.step()
     run.close()
     seen = RunReader(tmp_path).snapshot()
 
+    assert seen["strategies"] == ["dp=4 ep=2 experts=…"]  # the numbers of all experts may have no room
     experts = seen["step"]["experts"]
     assert experts["ranks"][1] == [1, [[4, 2000.0], [5, 2250.0], [6, 2500.0], [7, 2750.0]]]
     assert "rank 1   9,500   4 experts, 127% of the mean" in plain(lines_of(seen))
