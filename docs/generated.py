@@ -349,15 +349,13 @@ def _body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    words, keyword = [], False
-    only = {each.arg for each in node.args.kwonlyargs}
-    if node.args.vararg:
-        words.append(f"*{node.args.vararg.arg}")
+    words, only = [], {each.arg for each in node.args.kwonlyargs}
+    star = [f"*{node.args.vararg.arg if node.args.vararg else ''}"] if node.args.vararg or only else []
     for name, _, default in parameters(node):
-        if name in only and not keyword:
-            keyword = True
-            words += [] if node.args.vararg else ["*"]
+        if name in only:
+            words, star = words + star, []
         words.append(name if default is None else f"{name}={default}")
+    words += star
     words += [f"**{node.args.kwarg.arg}"] if node.args.kwarg else []
     return ", ".join(words)
 
@@ -480,8 +478,9 @@ def plugins() -> Iterator[str]:
     ):
         node = definition(name, module if module != "nbkit.schedules" else _home_of_schedules())
         owner = "schedules" if "schedules" in module else "techniques"
-        yield f"## nbkit.{owner}.{name}\n\n```text\nnbkit.{owner}.{name}({_signature(node)})\n```\n"
-        yield from (prose(part) + "\n" for part in re.split(r"\n\s*\n", ast.get_docstring(node) or ""))
+        assert isinstance(node, ast.FunctionDef)
+        yield f"## nbkit.{owner}.{name}\n\n" + _shown(f"nbkit.{owner}.{name}({_signature(node)})")
+        yield from _body(node)
     for name in ("Launcher", "LauncherStatus", "GradientBucket"):
         yield f"## nbkit.{name}\n"
         yield from (prose(part) + "\n" for part in re.split(r"\n\s*\n", ast.get_docstring(definition(name)) or ""))
@@ -544,10 +543,8 @@ def pipelines() -> Iterator[str]:
 FIELDS = {
     "step": "number of finished steps at that time",
     "strategy": "the strategy in its canonical form",
-    "arithmetic": "the line of the global batch, such as global 64 = micro 4 x accum 8 x dp 2",
-    "total": "steps to make; 0 if that is not known",
-    "reason": "done, stopped, or the name of the error that ended the run",
-    "record": "the numbers of the step, which stand beside kind and step: loss, lr, seconds, tokens, ...",
+    "reason": '"done", "stopped", or the name of the error that ended the run',
+    "record": "numbers of the step: loss, lr, seconds, tokens, ... They are keys of the dict, beside kind and step",
     "path": "the directory of the checkpoint",
     "old": "the value before",
     "new": "the value after",
@@ -556,8 +553,6 @@ FIELDS = {
     "rank": "number of the rank",
     "world_size": "number of ranks",
     "host": "name of the rank's host",
-    "clock_ns": "time of the rank's perf_counter at the moment unix_s",
-    "unix_s": "seconds since 1970 at the moment clock_ns",
     "format": "number of the format; a reader skips a part of another format",
     "axis": "the axis of the mesh that the group lies along",
     "group": "label of the group",
@@ -577,7 +572,6 @@ FIELDS = {
     "gradients": "bytes of gradients",
     "optimizer": "bytes of the optimizer's state",
     "buffers": "bytes of buffers",
-    "source": "where now and peak come from: the kind of the device, or rss for the process",
     "ns": "when it was measured, by the rank's perf_counter",
     "cores": "cores of the host; 0 on the other ranks of the host",
     "gpus": "a row for each GPU of the host",

@@ -61,10 +61,10 @@ def predict(
     """Ask the reader for a number or a choice, and return the question.
 
     key: the name of the question in files, such as "1.2" for the second question of lesson 1.
-    unit: shown behind the number, such as "MB", "%" or "times".
-    between: the ends of a slider. Without it there is a box for a number alone.
-    choices: the answers to choose from. Then the question has no number.
-    within: how far from the measured value a guess is still right: "2%" of the value, or a number in the unit.
+    unit: shown after the number, such as "MB", "%" or "times".
+    between: the ends of a slider. Without it, the form has only a number field.
+    choices: the answers to choose from, for a question without a number.
+    within: the largest error of a correct guess: "2%" of the measured value, or a number in the unit.
 
     Raises UsageError for arguments that contradict each other, and if NBKIT_GUESSES cannot be read.
     """
@@ -74,15 +74,15 @@ def predict(
 
 
 def judge(own: Any) -> Judgement:
-    """Say whether code that a reader has written is right, and if not, which number is off and probably why.
+    """Say whether code that a reader has written is right. If it is not, name the wrong number and the likely cause.
 
-        nbkit.lesson.judge(MyDDP)        # in a %%distributed cell
+    Call `nbkit.lesson.judge(MyDDP)` in a %%distributed cell. The result counts as True if the code is right.
 
     own: a class for `nbkit.techniques.use`, or a function for `nbkit.schedules.register`. A class runs on 2 and on 3
-    ranks that are threads of this process, beside one process. The bytes that it sends are counted. A schedule is
-    compared with 1F1B. The result is True in an `if` when the code is right.
+    ranks, which are threads of this process. The results are compared with one process, and the sent bytes are counted.
+    A schedule is compared with 1F1B.
 
-    Raises UsageError for something else, and for a class outside of a rank.
+    Raises UsageError for any other object, and for a class if this process is not a rank.
     """
     if not isinstance(own, type) and callable(own):
         return judge_schedule(own)
@@ -226,13 +226,13 @@ class Prediction:
                 self._waiting.pop(0)()
 
     def check(self, measured: float | str, *, formula: float | None = None, by: str = "") -> None:
-        """Show guess, measured value and formula side by side, with the judgement. `verdict` keeps them.
+        """Show guess, measured value and formula side by side, and say whether the guess is right.
 
-        If the guess is not locked yet, it shows a line that says so. The answer takes its place when the guess is
-        locked.
+        `verdict` keeps the result. If the guess is not locked yet, `check` shows a line that says so. When the reader
+        locks the guess, the answer replaces this line.
 
-        measured: in the unit of the question, or one of its choices. formula: the same by arithmetic. by: the formula
-        in words, such as "2 (n - 1) / n".
+        measured: a number in the unit of the question, or one of its choices. formula: the value that a formula gives.
+        by: the formula in words, such as "2 (n - 1) / n".
 
         Raises UsageError if `measured` is not a number, or not one of the choices.
         """

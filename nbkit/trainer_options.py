@@ -64,12 +64,13 @@ def _shown(value: Any) -> str:
 
 @_option
 class Loading(_Option):
-    """The reading of samples, and how they become batches.
+    """Settings for reading samples and for making batches of them.
 
-    shuffle: give each epoch another order. None (the default): do so for data that can be indexed. Data that can only
-    be iterated comes in its own order. drop_last: leave out the last batch of an epoch when it is short (default:
-    False). collate: samples -> batch; None (the default): torch's default_collate. workers: processes beside each rank
-    that read ahead, also in shards (docs/reference/data.md); 0 (the default): samples are read in the step.
+    shuffle: shuffle the data in each epoch. None (the default): shuffle if the data can be indexed. Iterable data keeps
+    its own order. drop_last: leave out the last batch of an epoch if it is short (default: False). collate: a function
+    that makes a batch of a list of samples; None (the default): torch's default_collate. workers: processes beside each
+    rank that read ahead, also in shards (docs/reference/data.md); 0 (the default): the rank reads samples during the
+    step.
 
     Raises TrainingError if workers is not a number of processes.
     """
@@ -85,17 +86,18 @@ class Loading(_Option):
 
 @_option
 class Compute(_Option):
-    """The computation of a step. The first four trade time for memory (docs/reference/memory.md).
+    """Settings for the computation of a step. The first four trade time for memory (docs/reference/memory.md).
 
-    microbatch_size: rows per rank and forward pass; None (the default): all of them at once. recompute: compute
+    microbatch_size: rows of a rank in one forward pass; None (the default): all of them at once. recompute: compute
     activations again in the backward pass (default: False). loss_chunks: number of pieces in which head and cross
-    entropy are computed, so that only the logits of one piece are in memory (default: 1). offload: "cpu" keeps the
-    optimizer's state in host memory (default: None). compile: compile each block, where that is sound (default:
-    False); a text is a mode of torch.compile. dropout: "keyed": the same under every strategy (the default on CPU
-    ranks); "fused": attention kernels draw their own (the default on GPUs, whose fused kernels take no mask).
-    grad_norm_every: steps between two gradient norms in the records of a Trainer that does not clip (default: 10).
+    entropy are computed (default: 1). Only the logits of one piece are in memory. offload: "cpu" keeps the optimizer's
+    state in host memory (default: None). compile: compile each block, if the strategy and the model allow it (default:
+    False); a text is a mode of torch.compile. dropout: "keyed" makes dropout the same under every strategy (the default
+    on CPU ranks). "fused" lets attention kernels draw their own masks (the default on GPUs, because fused kernels take
+    no mask). grad_norm_every: steps between two gradient norms in the records of a Trainer that does not clip (default:
+    10).
 
-    Raises TrainingError for a value that does not exist.
+    Raises TrainingError for an invalid value.
     """
 
     microbatch_size: int | None = None
@@ -118,13 +120,13 @@ class Compute(_Option):
 
 @_option
 class Checkpoints(_Option):
-    """The checkpoints that a Trainer saves by itself: when, where, and which of them stay.
+    """Settings for the checkpoints that a Trainer saves automatically.
 
-    every: write a checkpoint beside the training every so many steps, or every "10min" of training. None (the default):
-    every 10 minutes in a detached cell, never elsewhere. False: never. path: the directory; None (the default):
-    checkpoint in the run's directory. keep: how many checkpoints stay, or how old ones, as 3, "2h" or (3, "2h"); None
-    (the default): one, which each save replaces. snapshot_every: steps between snapshots in host memory, to which
-    `Trainer.rewind` goes back; None (the default): no snapshots.
+    every: save during the training after this many steps, or after this much training time, such as "10min". None (the
+    default): every 10 minutes in a detached cell, otherwise never. False: never. path: the directory; None (the
+    default): the folder checkpoint in the run's directory. keep: the largest number of checkpoints (3), their greatest
+    age ("2h"), or both ((3, "2h")). None (the default): one, which each save replaces. snapshot_every: steps between
+    snapshots in host memory, for `Trainer.rewind`; None (the default): no snapshots.
 
     Raises TrainingError for a wrong number, and UsageError for a text that is not a length of time.
     """
@@ -167,22 +169,22 @@ class Checkpoints(_Option):
 
 @_option
 class Recovery(_Option):
-    """The reaction to ranks that die, hang, slow down or run out of memory.
+    """Settings for ranks that die, hang, slow down or run out of memory.
 
-    on_failure: "replace" a rank that dies and go on, if possible (the default; docs/reference/clusters.md); "shrink":
-    go on with the ranks that are left; or "stop". hang_timeout: seconds after which a rank that all others wait for is
-    ended, and counts as dead; in a script, the seconds after which a rank that waits ends the run. None (the default):
-    never in a cluster, where the cell says after 30 s that nothing moves; 600 in a script; float("inf"): never.
-    on_oom: a step that runs out of memory is taken back (docs/reference/memory.md). "fit" makes it again with a setting
-    that fits; "ask" asks you for the setting (the default in a notebook); "raise" ends `fit` with the error (the
-    default elsewhere). balance: measure how fast ranks compute, and switch to matching speeds= of the strategy when
-    they change; under ep=, measure the tokens of experts, and exchange experts between ranks (default: False).
-    backup_every: steps between backups of what one rank alone holds, in the host memory of another rank. None (the
-    default): as often as costs below 5 % of a step, if a rank can be replaced. 0: no backups; a replacement then needs
-    a checkpoint.
+    on_failure: what to do when a rank dies. "replace" (the default): start a new rank in its place, if possible, and
+    continue (docs/reference/clusters.md). "shrink": continue with the remaining ranks. "stop": end the training.
+    hang_timeout: in a cluster, the seconds after which a rank that all others wait for is killed and counts as dead. In
+    a script, the seconds after which a waiting rank ends the run. None (the default): never in a cluster, where the
+    cell reports a hang after 30 s; 600 in a script. float("inf"): never. on_oom: what to do when a step has run out of
+    memory and was undone (docs/reference/memory.md). "fit": repeat it with a setting that fits. "ask": ask you for the
+    setting (the default in a notebook). "raise": end `fit` with the error (the default elsewhere). balance: measure how
+    fast ranks compute. When this changes, switch to matching speeds= of the strategy. Under ep=, measure the tokens of
+    experts, and exchange experts between ranks (default: False). backup_every: steps between backups of state that only
+    one rank holds, to the host memory of another rank. None (the default): as often as possible below 5 % of the time,
+    if a rank can be replaced. 0: no backups; a replacement then needs a checkpoint.
 
-    In a loop over `job.batches` on_failure ("replace" or "stop") and backup_every apply; the rest is refused.
-    Raises TrainingError for a value that does not exist.
+    A loop over `job.batches` takes only on_failure ("replace" or "stop") and backup_every. Raises TrainingError for an
+    invalid value.
     """
 
     on_failure: str = "replace"
@@ -203,12 +205,14 @@ class Recovery(_Option):
 
 @_option
 class ModelHints(_Option):
-    """Facts of a model, for where nbkit does not find them out.
+    """Facts about a model that nbkit cannot find out itself.
 
-    stages: names of the modules that begin stages 1, 2, ... of a pipeline. tp_plan: module name (with *) -> how tensor
-    parallelism splits it. example: a small batch to run the model on, where the data cannot be indexed or a loop is the
-    user's own. Pipelines and context parallelism need it, and so does tensor parallelism for all but well-known
-    classes. None (the default of each): nbkit finds it out, as far as it can.
+    stages: names of the modules that begin stages 1, 2, ... of a pipeline. tp_plan: how tensor parallelism splits
+    modules, by module name (with *). example: a small batch to run the model on. It is needed for data that cannot be
+    indexed, and in a loop of your own: for pipelines, for context parallelism, and for tensor parallelism of all but
+    well-known classes.
+
+    If a hint is None (the default), nbkit finds it out as far as it can.
     """
 
     stages: Sequence[str] | None = None

@@ -32,7 +32,7 @@ STRATEGIES = ("ddp", "zero3", "tp", "pp")
 SIZE = {"width": 256, "layers": 4, "block": 64, "batch": 24}
 ROUNDS, STEPS = 30, LISTEN_EVERY
 BARS = {"count": 1.01, "time": 1.02}
-WORDS = {"count": "counting", "time": "timing, records and scalars on disk"}
+WORDS = {"count": "collectives counted", "time": "collectives timed, records and scalars on disk"}
 
 
 def run(settings: Settings) -> list[Row]:
@@ -53,7 +53,7 @@ def run(settings: Settings) -> list[Row]:
                     own[arm].append(max(noting for _, _, noting in blocks))
             without, spent_without = _means(seconds), _means(cpu)
             for mode, bar in BARS.items():
-                what = f"step, {strategy}, {RANKS} ranks, {WORDS[mode]} / without"
+                what = f"step, {strategy}, {RANKS} ranks, {WORDS[mode]} / no telemetry"
                 again = [a / b * c for a, b, c in zip(seconds["off again"], seconds["off"], seconds[mode], strict=True)]
                 more = quantile([(a - b) * 1e3 for a, b in zip(seconds[mode], without, strict=True)])
                 spent = ratio(cpu[mode], spent_without)

@@ -15,16 +15,20 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     text = "Write the weights of a checkpoint to one safetensors file."
     action = actions.add_parser("export", help=text, description=text)
-    action.add_argument("folder", metavar="DIR", help="what trainer.save wrote, under any strategy")
-    action.add_argument("file", metavar="FILE", help="for example model.safetensors")
-    action.epilog = "model.load_state_dict(safetensors.torch.load_file(FILE)) takes it. Needs no cluster and no GPU."
+    action.add_argument("folder", metavar="DIR", help="a directory that trainer.save has written, under any strategy")
+    action.add_argument("file", metavar="FILE", help="the file to write, such as model.safetensors")
+    action.epilog = (
+        "Load it with model.load_state_dict(safetensors.torch.load_file(FILE)). No cluster and no GPU is needed."
+    )
     action.set_defaults(command=lambda given: ["export_safetensors", given.folder, given.file])
     text = "Write model, optimizer and step to a directory that plain FSDP2 or torchtitan loads."
     action = actions.add_parser("convert", help=text, description=text)
-    action.add_argument("folder", metavar="DIR", help="what trainer.save wrote, under any strategy")
-    action.add_argument("target", metavar="TARGET", help="a directory that is not there yet")
-    action.add_argument("--to", choices=("fsdp2", "torchtitan"), default="fsdp2", help="whose layout (default: fsdp2)")
-    action.epilog = "torch.distributed.checkpoint.load reads it; trainer.load reads both layouts without conversion."
+    action.add_argument("folder", metavar="DIR", help="a directory that trainer.save has written, under any strategy")
+    action.add_argument("target", metavar="TARGET", help="the directory to write, which must not exist yet")
+    action.add_argument("--to", choices=("fsdp2", "torchtitan"), default="fsdp2", help="the layout (default: fsdp2)")
+    action.epilog = (
+        "Load it with torch.distributed.checkpoint.load. trainer.load needs no conversion: it reads both layouts."
+    )
     action.set_defaults(command=lambda given: ["torch_layouts", given.folder, given.target, given.to])
 
 

@@ -1,4 +1,4 @@
-"""Remove what broken clusters of this machine have left, and forget jobs that have ended.
+"""Remove files and processes that broken clusters of this machine have left, and forget jobs that have ended.
 
 Running clusters and jobs are not touched.
 """
@@ -12,7 +12,7 @@ from nbkit.notebook.cluster.job import AttachedJob
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Only processes that the registry names are ended, each checked by pid and start time."
+    parser.epilog = "It ends only processes that the registry names, and checks pid and start time of each."
 
 
 def run(arguments: argparse.Namespace) -> int:

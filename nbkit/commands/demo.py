@@ -39,17 +39,17 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", type=int, metavar="N", help="ranks, an even number; default: the idle GPUs, else four on the CPU"
     )
-    parser.add_argument("--cpu", action="store_true", help="CPU ranks, whatever GPUs there are")
+    parser.add_argument("--cpu", action="store_true", help="use CPU ranks, even if there are GPUs")
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="training steps (150)")
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("runs/demo.ipynb"),
         metavar="FILE",
-        help="the executed notebook (%(default)s)",
+        help="where to write the executed notebook (%(default)s)",
     )
     parser.epilog = (
-        "Exit status 1 when a cell fails, or when the loss curve is not that of a training without switches."
+        "The exit status is 1 if a cell fails, or if the loss curve differs from a training without switches."
     )
 
 

@@ -13,10 +13,10 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report",
         action="store_true",
-        help="as Markdown for a bug report, with versions; without secrets, names of user and host, and home paths",
+        help="print Markdown for a bug report: versions, but no secrets, user names, host names or home paths",
     )
     add_json_option(parser)
-    parser.epilog = "Exit status 1 when something required is missing."
+    parser.epilog = "The exit status is 1 if something required is missing."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,12 +16,19 @@ from nbkit.wire.user_code import OWN_MODULES
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path("nbkit-lessons"), metavar="FOLDER", help="where to (%(default)s)"
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path("nbkit-lessons"),
+        metavar="FOLDER",
+        help="where to write (%(default)s)",
     )
-    parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
-    parser.add_argument("--port", type=int, metavar="PORT", help="of the server; default: as JupyterLab chooses")
-    parser.add_argument("--allow-root", action="store_true", help="as root, which JupyterLab refuses without it")
-    parser.epilog = "Lessons that are in the folder already stay as they are. More options: jupyter lab --help"
+    parser.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
+    parser.add_argument("--port", type=int, metavar="PORT", help="port of the server; default: JupyterLab chooses")
+    parser.add_argument(
+        "--allow-root", action="store_true", help="allow to run as root, which JupyterLab refuses otherwise"
+    )
+    parser.epilog = "Lessons that are already in the folder do not change. More options: jupyter lab --help"
 
 
 def run(arguments: argparse.Namespace) -> int:

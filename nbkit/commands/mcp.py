@@ -20,10 +20,10 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         "--allow",
         choices=("look", "steer", "code"),
         default="look",
-        help="what the program may do: look (default); steer: also switch, pause, save, stop; code: also run code",
+        help="what the agent may do: look (default); steer: also switch, pause, save, stop; code: also run code",
     )
-    parser.add_argument("--dir", default=".", metavar="FOLDER", help="where to run: runs/ and scripts are there (.)")
-    parser.epilog = "Each request and what came of it is a line of mcp.jsonl, in the folder of your clusters."
+    parser.add_argument("--dir", default=".", metavar="FOLDER", help="working directory, with runs/ and scripts (.)")
+    parser.epilog = "Each request and its result are a line in mcp.jsonl, in the folder of your clusters."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -22,20 +22,22 @@ CPU_RANKS = 4
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, metavar="N", help="ranks; default: the idle GPUs, else four on the CPU")
-    parser.add_argument("--cpu", action="store_true", help="CPU ranks, whatever GPUs there are")
+    parser.add_argument("--cpu", action="store_true", help="use CPU ranks, even if there are GPUs")
     names = ", ".join(item.name for item in items(CPU_RANKS))
-    parser.add_argument("--only", action="append", metavar="NAME", help=f"one item; may be repeated: {names}")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help=f"test only this item; may be repeated: {names}"
+    )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("nbkit-selftest.md"),
         metavar="FILE",
-        help="the report, for whoever is to look at what failed (%(default)s)",
+        help="where to write the report (%(default)s)",
     )
     add_json_option(parser)
     parser.epilog = (
-        "About two minutes on the CPU, ten on GPUs. Exit status 1 when an item fails. The report has versions, what "
-        "nbkit doctor says, environment variables of torch, NCCL and CUDA alone, and what was found."
+        "It takes about two minutes on the CPU, ten on GPUs. The exit status is 1 if an item fails. The report has the "
+        "results, versions, the output of nbkit doctor, and only environment variables of torch, NCCL and CUDA."
     )
 
 

@@ -9,7 +9,7 @@ from nbkit.notebook.cluster import registry
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="as `nbkit list` shows it")
+    parser.add_argument("name", metavar="NAME", help="name of the cluster, as `nbkit list` shows it")
 
 
 def run(arguments: argparse.Namespace) -> int:

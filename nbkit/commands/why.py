@@ -1,4 +1,4 @@
-"""Say which rank is stuck where, and what every rank does. It works while a cell blocks the notebook."""
+"""Say which rank is stuck, where, and what every rank does. It works while a cell blocks the notebook."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nbkit.notebook.json_text import add_json_option, json_text
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the cluster; default: the only one that runs")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the cluster; default: the only one that runs")
     parser.add_argument("--job", nargs="?", const="", metavar="NAME", help="a program that listens: see nbkit jobs")
-    parser.add_argument("--stacks", action="store_true", help="with the stack of every thread")
+    parser.add_argument("--stacks", action="store_true", help="also show the stack of every thread")
     add_json_option(parser)
 
 

@@ -166,15 +166,15 @@ def plan(
     optimizer: Callable[..., Any] | None = None,
     inputs: Sequence[str] | None = None,
 ) -> Plan:
-    """Return every strategy that fits, the best first, with its peak memory, its seconds and what it sends.
+    """Return every strategy that fits, the best first, with its peak memory, its seconds and the bytes that it sends.
 
-    model: a GPTConfig, of which nothing is built and which needs no torch; or a module, or a callable that builds one.
-    For those, two rows of `example` are run on the CPU. batch: rows of a global batch. on: hardware in a line, such as
-    "128 x 8 H100". precision: as in a Trainer. example: a batch of any number of rows, or a callable that makes one.
-    loss, inputs: as in a Trainer. optimizer: as in a Trainer; None (the default): AdamW.
+    model: a GPTConfig, a module, or a callable that builds one. A GPTConfig is not built and needs no torch. For the
+    others, two rows of `example` are run on the CPU. batch: rows of a global batch. on: the hardware, such as "128 x 8
+    H100". precision: as for a Trainer. example: a batch of any number of rows, or a callable that makes one. loss,
+    inputs: as for a Trainer. optimizer: as for a Trainer; None (the default): AdamW.
 
-    Callables run in their own process, unless torch has been imported in this one. `.rows[0]` is the recommendation,
-    `.refused` is what does not fit, with the arithmetic. Raises UsageError for a request that cannot be planned, and
+    Callables run in their own process, unless this process has imported torch. `.rows[0]` is the recommendation.
+    `.refused` lists what does not fit, with the numbers. Raises UsageError for a request that cannot be planned, and
     any error of the model.
     """
     asked = _Asked(model, batch, Hardware.parse(on), precision, example, loss, optimizer, inputs)

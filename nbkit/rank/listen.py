@@ -98,8 +98,8 @@ def listen(job: str | None = None, *, cells: bool = True) -> str:
     Call it on every rank, before the process group is made. A second call changes nothing. In a cell of a cluster,
     whose ranks are visible already, and in a process that a rank has spawned, it does nothing and returns "".
 
-    job: the name, the same on all ranks; default: the name of the program, with four letters that differ from start to
-    start. cells: the program runs live cells of its user at the ends of its steps.
+    job: the name, the same on all ranks; default: the name of the program and four letters that change with each start.
+    cells: allow the user to run live cells at the ends of steps.
 
     Raises UsageError if the process group exists already, and ClusterError if others may use the job's folder.
     """

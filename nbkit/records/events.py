@@ -32,8 +32,10 @@ class StepDone(Event):
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """A run began. arithmetic: the line of the global batch. total: the steps to make, 0 when not known. about: model,
-    optimizer, devices, versions and the like, in words.
+    """A run began.
+
+    arithmetic: how the global batch is divided, such as "global 64 = micro 4 x accum 8 x dp 2". total: the number of
+    steps to make, 0 if not known. about: model, optimizer, devices, versions and similar facts, as text.
     """
 
     kind: ClassVar[str] = "run_started"
@@ -81,12 +83,13 @@ class Checkpointed(Event):
 
 @dataclass(frozen=True)
 class Switched(Event):
-    """The strategy changed. moved_bytes: over all ranks.
+    """The strategy changed. moved_bytes: sum over all ranks.
 
-    beside_s: preparation in another thread while the old strategy made steps; not part of the pause. pause_s: how long
-    no step could be made, without proof_s. proof_s: how long the training stood still for the proof. prepare_s: the
-    part of pause_s before anything moved. identical: whether weights and optimizer state are the same as before; None
-    if that was not checked. in_place: memory did not hold both sides, so tensors were replaced one after the other.
+    beside_s: seconds of preparation in another thread during steps of the old strategy. They are not part of the pause.
+    pause_s: seconds without a step, not including proof_s. proof_s: seconds for which the training waited for the
+    proof. prepare_s: the part of pause_s before anything moved. identical: whether weights and optimizer state are the
+    same as before; None if not checked. in_place: True if memory did not hold both states, so that tensors were
+    replaced one by one.
     """
 
     kind: ClassVar[str] = "switch"
@@ -103,10 +106,10 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Rebalanced(Event):
-    """Ranks are slower or faster than was assumed, or their experts have unequal work, so it is divided anew.
+    """Ranks are slower or faster than assumed, or their experts get unequal work, so the work is divided again.
 
-    speeds: of each rank, relative. gain: the share of the compute seconds of a step that this should save. experts: how
-    many have moved to other ranks, in all layers.
+    speeds: relative speed of each rank. gain: expected saving, as a share of the compute seconds of a step. experts:
+    how many experts have moved to another rank, in all layers.
     """
 
     kind: ClassVar[str] = "rebalanced"
@@ -119,9 +122,9 @@ class Rebalanced(Event):
 class Replaced(Event):
     """Ranks died, new processes took their places, and the training went on.
 
-    ranks: "2", or "1, 2". why: "rank 2 died (SIGKILL)". steps_lost: finished steps that had to be made again. seconds:
-    from the death until steps could be made again. devices: "rank 2 is on the spare GPU 3 now, since ..."; "" where a
-    new process is on the device of the old one.
+    ranks: "2", or "1, 2". why: "rank 2 died (SIGKILL)". steps_lost: number of finished steps that were repeated.
+    seconds: time from the death until the next step could begin. devices: "rank 2 is on the spare GPU 3 now, since
+    ..."; "" if the new processes use the same devices as the old ones.
     """
 
     kind: ClassVar[str] = "replaced"
@@ -144,9 +147,9 @@ class Replaced(Event):
 
 @dataclass(frozen=True)
 class Resized(Event):
-    """The training goes on with another number of ranks. old, new: strategies. moved_bytes: over all ranks.
+    """The training continues with another number of ranks.
 
-    pause_s: how long no step could be made.
+    old: the strategy before. new: the strategy after. moved_bytes: sum over all ranks. pause_s: seconds without a step.
     """
 
     kind: ClassVar[str] = "resized"
@@ -168,12 +171,13 @@ class Resized(Event):
 
 @dataclass(frozen=True)
 class OutOfMemory(Event):
-    """A step ran out of memory and was taken back. A second event tells with which setting the training goes on.
+    """A step ran out of memory and was undone. A second event has the setting with which the training continues.
 
-    rank: the one that ran out; None if several. what: the first line of the error, and more that the numbers tell.
-    changes: of the setting, such as "microbatch_size=4"; "" in the first of the two events. old_peak, peak: predicted
-    bytes of the fullest rank in a step before and now. room: bytes that it can hold. step_s: predicted seconds of a
-    step now. 0: not known. seconds: until the step is made again.
+    rank: the rank that ran out of memory; None if several did. what: the first line of the error, and causes that nbkit
+    found. changes: the changed settings, such as "microbatch_size=4"; "" in the first of the two events. old_peak:
+    predicted bytes of the fullest rank in a step with the old setting. peak: the same with the new setting. room: bytes
+    that this rank can hold. step_s: predicted seconds of a step with the new setting; 0: not known. seconds: time until
+    the step is repeated.
     """
 
     kind: ClassVar[str] = "out_of_memory"
@@ -200,10 +204,10 @@ class OutOfMemory(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """An error ended a run, or a switch failed and the old strategy went on.
+    """An error ended a run, or a switch failed and the old strategy continued.
 
-    rank: where it began; None if it was the same on all, or is not known. error: the name of its class; "" on a rank
-    that only heard of it. what: its first line.
+    rank: the rank where it began; None if it was the same on all, or is not known. error: the name of the error's
+    class; "" on a rank that only heard of the error. what: the first line of the error.
     """
 
     kind: ClassVar[str] = "failure"

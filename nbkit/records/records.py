@@ -32,10 +32,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Header(Record):
-    """The first line of a part. part: its number. clock: "host", or the kind of device that timed the steps.
+    """The first line of a record file. A rank's records are divided into parts, one file each.
 
-    unix_s and clock_ns: the same moment by the wall clock of this rank's host and by its perf_counter.
-    offset_ns: to add to this rank's perf_counter to get rank 0's. base_bytes: memory of the process before the job.
+    part: number of this part. clock: "host", or the kind of device that timed the steps. unix_s: seconds since 1970 by
+    the host's clock. clock_ns: ns of the rank's perf_counter at the same moment as unix_s. offset_ns: add this to the
+    rank's perf_counter to get rank 0's. base_bytes: memory of the process before the job.
     """
 
     kind: ClassVar[str] = "header"
@@ -62,7 +63,7 @@ class Header(Record):
 
 @dataclass(frozen=True)
 class Group(Record):
-    """A group of ranks. label: the same on all its members. members: global ranks, in the group's order."""
+    """A group of ranks. label: the same on all its ranks. members: global ranks, in the group's order."""
 
     kind: ClassVar[str] = "group"
     label: str
@@ -74,9 +75,9 @@ class Group(Record):
 class Traffic:
     """The use of one operation on one group (with one peer) by one rank in one step.
 
-    peer: global rank of the other end of messages, -1 for anyone; None for a collective. bytes: what this rank
-    contributed. timed: how many of the calls have a duration; seconds: those durations added up, peers that came late
-    included. blocked: seconds that this rank stood still for it.
+    peer: global rank at the other end of messages, -1 for any rank; None for a collective. bytes: bytes that this rank
+    contributed. timed: number of calls with a measured duration. seconds: sum of these durations, with the waiting for
+    late ranks. blocked: seconds for which this rank stood still for the operation.
     """
 
     op: str
@@ -92,15 +93,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepRecord(Record):
-    """A finished step. In an overview: the mean of `span` steps, the last of which is `step`.
+    """A finished step. In an overview file, a line is the mean of `span` steps, and `step` is the last of them.
 
-    start_ns: when it began. seconds: how long it took this rank. parts: seconds by what the training thread did:
+    start_ns: when it began. seconds: how long it took this rank. parts: seconds by the activity of the training thread:
     compute, exposed (waiting for communication), bubble, data, optimizer, other. They add up to `seconds`. Empty if not
-    measured. numbers: loss, lr, tokens and the other values of the history. cpu_seconds: of all threads of this
-    process. own_seconds: spent on measuring and writing. examining: for which the process examined strategies for a
-    panel beside the step. lost: calls that were overwritten before they were read. faults: pages of memory that the
-    process had to wait for because the system had to read them from disk. experts: number of an expert of this rank ->
-    the tokens that it computed, in all layers.
+    measured. numbers: loss, lr, tokens and the other values of the history. cpu_seconds: CPU time of all threads of
+    this process. own_seconds: seconds for measuring and writing records. examining: seconds for which the process
+    examined strategies for a panel, in parallel with the step. lost: number of calls that were overwritten before they
+    were read. faults: number of memory pages that the process waited for, because the system read them from disk.
+    experts: for each expert of this rank, the number of tokens that it computed, over all layers.
     """
 
     kind: ClassVar[str] = "step"
@@ -121,7 +122,7 @@ class StepRecord(Record):
 
 @dataclass(frozen=True)
 class Outside(Record):
-    """Traffic between the steps, or without a training. step: number of finished steps at that time."""
+    """Traffic between two steps, or without a training. step: number of finished steps at that time."""
 
     kind: ClassVar[str] = "outside"
     step: int
@@ -130,9 +131,11 @@ class Outside(Record):
 
 @dataclass(frozen=True)
 class TimedCall:
-    """An operation of a step. place: its number in the group (for messages: in the pair), the same on all its ranks.
+    """A collective or message in a step.
 
-    issued, waited, done: in ns. waited: when this rank began to wait for it. None: not known.
+    place: number of the call in its group, the same on all ranks of the group (for a message, in its pair of ranks).
+    issued: time of the call, in ns. waited: time when this rank began to wait for it, in ns; None: not known. done:
+    time when it was complete, in ns; None: not known.
     """
 
     op: str
@@ -148,7 +151,7 @@ class TimedCall:
 
 @dataclass(frozen=True)
 class PipelineOp:
-    """A forward ("F") or backward ("B") of a micro-batch, or half a backward. Times in ns.
+    """A forward ("F") of a micro-batch, a backward ("B"), or half of a backward. Times in ns.
 
     The halves are the gradient of the input ("I") and the gradients of the weights ("W").
     """
@@ -162,7 +165,10 @@ class PipelineOp:
 
 @dataclass(frozen=True)
 class Detail(Record):
-    """A step in every detail; only some steps are kept so. laps: (state, start_ns, stop_ns) without gaps."""
+    """All operations of one step. Only some steps are recorded in such detail.
+
+    laps: (state, start_ns, stop_ns) of the training thread, without gaps. calls: a row for each collective and message.
+    """
 
     kind: ClassVar[str] = "detail"
     step: int
@@ -212,10 +218,10 @@ activations, and what an operation or the optimizer needs for a moment. other: n
 class MemoryRecord(Record):
     """Bytes of a rank after a backward pass. Tensors that share memory count once.
 
-    peak: bytes at the highest moment of a step, 0 if not counted: of the device's allocator (source: its kind), or of
-    the storages that were alive ("storages"). now: bytes in the allocator, or of the process, which includes
-    Header.base_bytes from before. Records of older releases have the peak of the process (source "rss"). named: the
-    parts of the peak, the largest first; empty if only its sum is known.
+    peak: the most bytes during a step, 0 if not counted. They are bytes in the device's allocator, or in live storages
+    (source "storages"). now: bytes in the allocator, or of the process, including Header.base_bytes. source: the kind
+    of the device, or "storages". In records of older releases it is "rss", and peak is the peak of the process. named:
+    the parts of the peak, the largest first; empty if only the sum is known.
     """
 
     kind: ClassVar[str] = "memory"
@@ -242,7 +248,7 @@ class MemoryRecord(Record):
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """The state of a GPU. None: the driver does not say. busy: share of the time. slowed: why its clocks are low."""
+    """The state of a GPU. None: not reported by the driver. busy: share of the time. slowed: why its clocks are low."""
 
     uuid: str
     index: int
@@ -257,10 +263,11 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class HealthRecord(Record):
-    """The state of a rank at a moment. On the first rank of a host also of the host (cores > 0) and its GPUs.
+    """The state of a rank at one moment. The first rank of a host also records the host (cores > 0) and its GPUs.
 
-    cpu: cores that this process used on average since the last record. rss: bytes. gpu: UUID of the rank's GPU, or "".
-    load: mean number of processes that wanted to run, over a minute. mhz: mean clock of the cores.
+    cpu: cores that this process used on average since the last record. rss: bytes of the process in memory. gpu: UUID
+    of the rank's GPU, or "". load: mean number of processes of the host that were running or ready to run, over a
+    minute. mhz: mean clock of the cores, in MHz.
     """
 
     kind: ClassVar[str] = "health"

@@ -229,7 +229,7 @@ _EXPOSED = {
 _CAUSES = {
     "data": "look at its loader",
     "compute": "look at what else runs there, its clocks, and how evenly the work is split",
-    "optimizer": "look at how evenly the parameters are split",
+    "optimizer": "look at what else runs there, and how evenly the parameters are split",
     "other": "look at what only this rank does",
     "exposed": "look at the link between them",
 }

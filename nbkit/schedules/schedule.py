@@ -105,21 +105,27 @@ def register(
     microbatches_per_rank: int = 0,
     check: bool = True,
 ) -> None:
-    """Add a schedule: from then on `pp schedule=NAME` is a strategy. Do so on all ranks.
+    """Add a schedule. Afterwards `pp schedule=NAME` is a strategy. Call this on all ranks.
 
-    build: `build(ranks, microbatches, rank)` returns the operations of one rank, in order, for any number of
-        micro-batches from 1 on: the last batch of an epoch may be a short one. An operation is an `Op(kind, stage,
-        micro)` of kind "F" (forward), "B" (backward), or in place of "B" both "I" (gradient of the stage's input) and
-        later "W" (gradients of its weights). If `build` has a parameter `stages_per_rank`, it is told how many stages
-        a rank has.
+    build: `build(ranks, microbatches, rank)` returns the operations of one rank, in order. It must work for any number
+    of micro-batches from 1 on, because the last batch of an epoch may be short. An operation is an `Op(kind, stage,
+    micro)`. The kind is "F" (forward) or "B" (backward). Instead of "B" there can be "I" (gradient of the stage's
+    input) and later "W" (gradients of its weights). If `build` has a parameter `stages_per_rank`, it gets the number of
+    stages of a rank.
+
     stages_per_rank: stages on each rank. Stage s is on rank s mod ranks.
-    v_shaped: stages run down the ranks and up again, so that the first and the last are on rank 0; two on each rank.
-    microbatches_per_rank: a strategy with fewer micro-batches than this times pp is refused.
-    check: look at the lists of small pipelines now, and at those of each pipeline that a strategy asks for later.
-        Raises StrategyError, and registers nothing, if an operation is missing or twice in the lists, or if the ranks
-        would wait for each other for ever.
 
-    A further call with the same name replaces the schedule; those that nbkit brings cannot be replaced.
+    v_shaped: each rank has two stages. They run down the ranks and up again, so that the first and the last are on rank
+    0.
+
+    microbatches_per_rank: a strategy with fewer micro-batches than this times pp is refused.
+
+    check: check the operations of small pipelines now, and later those of each pipeline that a strategy uses.
+
+    Raises StrategyError, and registers nothing, if an operation is missing or occurs twice, or if the ranks would
+    deadlock.
+
+    A second call with the same name replaces the schedule. nbkit's own schedules cannot be replaced.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9_]*", name):
         raise StrategyError(

@@ -16,10 +16,11 @@ COLUMNS = (
 
 
 class CSV:
-    """Writes to `path`, and appends to a file that is there. pandas.read_csv(path) reads it, also while it trains.
+    """Writes to `path`. If the file exists, it appends. pandas.read_csv(path) can read the file during the training.
 
-    Columns: COLUMNS. `event` is the text of a row that is not a step. `logged` has what the loop logs, as "name=value".
-    Each row is on disk when the next one is written. Units: see nbkit.sinks.told.numbers.
+    The columns are step, loss, lr, grad_norm, tokens_per_second, samples_per_second, step_seconds, memory_bytes,
+    memory_peak_bytes, strategy, event and logged. `event` has the text of a row that is not a step. `logged` has values
+    that the loop logs, as "name=value". Each row is on disk when the next one is written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

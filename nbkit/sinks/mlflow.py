@@ -9,7 +9,7 @@ from nbkit.sinks.told import line, numbers, require
 
 
 class MLflow:
-    """Logs to a run of MLflow. tracking_uri: as of MLflow; None: its own default, or MLFLOW_TRACKING_URI.
+    """Logs to a run of MLflow. tracking_uri: as for MLflow; None: MLFLOW_TRACKING_URI, or MLflow's default.
 
     Each number of a step is a metric at that step. Other events are tags named "event NUMBER step STEP". Raises
     UsageError if mlflow is not installed.

@@ -10,8 +10,8 @@ from nbkit.sinks.told import line, numbers, require
 class Trackio:
     """Logs to a run of Trackio. The options go to `trackio.init`, such as space_id="team/space".
 
-    Each number of a step is a metric at that step. Other events are lines of text under "event". Raises UsageError if
-    trackio is not installed. `trackio show --project nbkit` in a terminal shows them.
+    Each number of a step is a metric at that step. Other events are lines of text under "event". To see them, type
+    `trackio show --project nbkit` in a terminal. Raises UsageError if trackio is not installed.
     """
 
     def __init__(self, project: str = "nbkit", **options: Any) -> None:

@@ -10,8 +10,8 @@ from nbkit.sinks.told import line, numbers, require
 class WandB:
     """Logs to a run of Weights & Biases. The options go to `wandb.init`, such as mode="offline" or entity="team".
 
-    Each number of a step is a metric over "step", because a rewind makes steps again and wandb's own counter only
-    grows. Other events are lines of text under "event", and a switch changes "strategy" in the run's config. Raises
+    Each number of a step is a metric over "step". (After a rewind, steps are repeated, but wandb's own counter can only
+    grow.) Other events are lines of text under "event". A switch changes "strategy" in the run's config. Raises
     UsageError if wandb is not installed.
     """
 

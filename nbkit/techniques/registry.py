@@ -32,10 +32,11 @@ _built_in: list[str] = []
 
 
 def register(key: Key | type[Key]) -> None:
-    """Add a key: from then on `ddp NAME=VALUE` is a strategy. Do so on all ranks, and in the notebook.
+    """Add a key. Afterwards `ddp NAME=VALUE` is a strategy. Call this on all ranks, and in the notebook.
 
-    key: an object of a subclass of `Key` or `GradientKey`, or the class. A further call with the same name replaces
-    the key; those that nbkit brings cannot be replaced.
+    key: a subclass of `Key` or `GradientKey`, or an object of one.
+
+    A second call with the same name replaces the key. nbkit's own keys cannot be replaced.
     """
     from nbkit.techniques.key import GradientKey, Key
 

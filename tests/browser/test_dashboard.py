@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.javascript import joined, style
 from nbkit.notebook.widgets.run_report import write_report
 from nbkit.notebook.widgets.training_card import card_html
+from nbkit.notebook.widgets.widget_output import STILL_SECONDS
 from nbkit.records.record_file import OVERVIEW_LINES
 
 SOURCE = Path(__file__).resolve().parents[1] / "support" / "fake_run.py"
@@ -129,17 +132,30 @@ def test_the_report_of_the_run_is_a_page(page: Any, lab: dict[str, str]) -> None
     assert page.problems == []
 
 
+def saved_picture(page: Any, lab: dict[str, str]) -> str:
+    """Save the notebook and return the picture of the dashboard in the file, as HTML."""
+    page.page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+    notebook = json.loads((Path(lab["root"]) / "dashboard.ipynb").read_text())
+    pages = ["".join(one["data"].get("text/html", [])) for one in notebook["cells"][NUMBER["dashboard"]]["outputs"]]
+    return next(page for page in pages if "nbkit-still" in page)
+
+
 @pytest.mark.long
 def test_after_a_reload_while_a_cell_trains_and_then_a_restart_it_has_its_history_and_moves(
-    page: Any, tmp_path: Path
+    page: Any, lab: dict[str, str], tmp_path: Path
 ) -> None:
     before = wait_for_step(page, 1)
     page.start(NUMBER["fit"])
     page.wait_for_output(NUMBER["dashboard"], "2 ranks · running")
     page.reload(idle=False)
     page.page.wait_for_selector(SHOWN, timeout=60_000)
+    saved = saved_picture(page, lab)
     before = wait_for_step(page, before + 5, 60)
     assert page.ask("api/kernels")[0]["execution_state"] == "busy"
+    deadline = time.monotonic() + 3 * STILL_SECONDS
+    while (newer := saved_picture(page, lab)) == saved and time.monotonic() < deadline:
+        page.page.wait_for_timeout(1000)
+    assert newer != saved, "a notebook that is saved after a reload has the picture of before"
     page.picture(tmp_path / "reloaded.png")
 
     page.restart_kernel()  # the cell goes on

@@ -415,8 +415,8 @@ def test_a_client_without_a_model_does_20_tasks(before: str, tmp_path: Path) -> 
         assert agent.call("run_cell", code="trainer.lr", at_step=True)["values"] == dict.fromkeys("0123", 0.004)
         # 14: find a planted straggler, and take it away
         agent.call("run_cell", code="lagging[2] = 0.2", at_step=True)
-        late = until(lambda: agent.call("breakdown"), lambda found: (found["late"] or {}).get("rank") == 2)
-        assert "The others wait for rank 2" in late["reading"]
+        said = "The others wait for rank 2"
+        assert until(lambda: agent.call("breakdown"), lambda found: said in found["reading"])["late"]["rank"] == 2
         agent.call("run_cell", code="lagging.clear()", at_step=True)
         # 15: memory, rank by rank
         assert [rank["rank"] for rank in agent.call("memory")["ranks"]] == [0, 1, 2, 3]

@@ -245,7 +245,7 @@ def experts() -> Drawing:
 
 def mesh() -> Drawing:
     """Show eight ranks in a mesh of three axes."""
-    d = Drawing("Eight ranks as a mesh: pp=2 stages, in each dp=2 replicas, in each tp=2 parts of every layer.", 286)
+    d = Drawing("Eight ranks as a mesh: pp=2 stages x dp=2 replicas x tp=2 parts of every layer.", 286)
     d.text(210, 26, "dp=2 tp=2 pp=2: 2 x 2 x 2 = 8 ranks", "bold")
     for stage in range(2):
         left = 14 + stage * 206
@@ -339,7 +339,7 @@ def memory() -> Drawing:
     d.text((left + middle) / 2, base + 24, "forward", "small")
     d.text((middle + end) / 2, base + 24, "backward", "small")
     d.text((end + right) / 2, base + 24, "update", "small")
-    d.text(210, 278, "what does not fit at the peak does not fit", "small soft")
+    d.text(210, 278, "the peak must fit into memory", "small soft")
     return d
 
 
@@ -353,9 +353,9 @@ def precision() -> Drawing:
         for bit in range(1 + exponent + fraction):
             kind = "plain" if bit == 0 else "tp" if bit <= exponent else "dp"
             d.box(76 + bit * 10.4, y, 8.4, 32, kind)
-    d.text(336, 112, "as far, coarser", "small soft")
-    d.text(336, 162, "finer, not as far", "small soft")
-    for x, kind, name in ((12, "plain", "sign"), (82, "tp", "exponent: how far"), (236, "dp", "fraction: how fine")):
+    d.text(336, 112, "same range, less exact", "small soft")
+    d.text(336, 162, "less range, more exact", "small soft")
+    for x, kind, name in ((12, "plain", "sign"), (82, "tp", "exponent: range"), (236, "dp", "fraction: exactness")):
         d.box(x, 196, 16, 16, kind)
         d.left(x + 22, 209, name, "small")
     d.text(210, 244, "2 bytes instead of 4 for each number", "soft")
@@ -364,7 +364,7 @@ def precision() -> Drawing:
 
 def failure() -> Drawing:
     """Show a rank that dies, and the one that takes its place."""
-    d = Drawing("Rank 2 dies in step 7. A new process takes its place and its state, and step 7 is made again.", 268)
+    d = Drawing("Rank 2 dies in step 7. A new process takes its place and its state, and all ranks repeat step 7.", 268)
     for rank in range(4):
         y = 22 + rank * 46
         d.left(8, y + 22, f"rank {rank}", "small")
@@ -379,7 +379,7 @@ def failure() -> Drawing:
         d.box(282, y, 60, 34, "dp", "step 7", "small")
         d.box(346, y, 60, 34, "dp", "step 8", "small")
     d.text(210, 228, "the new rank 2 gets the state of a replica", "bold")
-    d.text(210, 252, "or the backup that a neighbour keeps", "bold")
+    d.text(210, 252, "or the backup that another rank keeps", "bold")
     return d
 
 

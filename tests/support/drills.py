@@ -161,9 +161,9 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     right = [each for each in outcomes if not each.wrong]
     seconds = sorted(each.seconds for each in outcomes)
     return (
-        f"{len(right)} of {len(outcomes)} are answered as they should be; median {statistics.median(seconds):.2f} s, "
-        f"slowest {seconds[-1]:.1f} s. After each, the next cell ran on both ranks, and no process was left. None was "
-        "left after the notebook either."
+        f"In {len(right)} of {len(outcomes)} drills the notebook showed the right answer, after "
+        f"{statistics.median(seconds):.2f} s (median) to {seconds[-1]:.1f} s (slowest). After each drill the next cell "
+        "ran on both ranks, and no process was left over. When the notebook had ended, no process was left either."
     )
 
 
@@ -184,8 +184,9 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = lambda text: pri
     lines = [summary(outcomes), "", *table(outcomes)]
     say("\n".join(["", *lines]))
     if asked.out is not None:
-        does = "After this page you know what a notebook shows after a mistake or a failure. `make drills` does each of"
-        head = ["# Drills", "", f"{does} them in a real notebook with two ranks, and writes this table.", ""]
+        does = "After this page you know what a notebook shows after a mistake or a failure. `make drills` makes each"
+        does += " mistake or failure below in a real notebook with two ranks, and writes the table."
+        head = ["# Drills", "", does, ""]
         asked.out.write_text("\n".join([*head, *lines]) + "\n")
     return int(any(each.wrong for each in outcomes))
 

@@ -117,9 +117,10 @@ _PINNED = [{"plugin": "scalars", "tag": tag} for tag in (tags.LOSS, tags.TOKENS_
 
 
 class Board:
-    """A TensorBoard of this notebook, made by `Board.start`. It shows itself as text, and in a notebook as a page.
+    """A TensorBoard of this notebook, made by `Board.start`. A notebook shows it as a page, a terminal as text.
 
-    logdir: absolute. port: on 127.0.0.1. url: the address to open in the browser. height: of the frame, in pixels.
+    logdir: absolute path. port: port on 127.0.0.1. url: the address to open in the browser. height: height of the frame
+    in pixels.
     """
 
     def __init__(self, logdir: Path, height: int) -> None:

@@ -220,19 +220,19 @@ class Cluster:
         nodes: int | None = None,
         options: Sequence[str] = (),
     ) -> Cluster:
-        """Start a cluster on this machine, or `on` others, and make it the notebook's.
+        """Start a cluster on this machine or on other hosts, and make it the notebook's cluster.
 
-        n: ranks; None (the default): one per idle GPU, one if others use the GPUs, two without a GPU. name: the
-        cluster's name; None (the default): one is made up. gpus: a choice of GPUs, such as "2,3". cpu: make CPU ranks
-        even if there are GPUs. spares: this many extra GPUs, or sets of cores, on each host, in reserve for a rank
-        whose own device fails in a training; they are taken from the end of `gpus`. ttl: the cluster ends after so
-        long without a notebook and a running cell, in seconds or as "12h"; None (the default): two hours, unless
-        nbkit.toml says otherwise. on: a StartRequest of a launcher with options of its own, which gives the number of
-        ranks. launcher: the name of a launcher (docs/reference/extensions.md). nodes: hosts of the launcher. options:
-        words that the launcher gets.
+        n: number of ranks; None (the default): one per idle GPU, one if others use the GPUs, two without a GPU. name:
+        the cluster's name; None (the default): nbkit makes one up. gpus: a choice of GPUs, such as "2,3". cpu: make CPU
+        ranks even if there are GPUs. spares: number of GPUs, or sets of cores, that each host keeps in reserve. If the
+        device of a rank fails in a training, the rank gets a spare. Spares are taken from the end of `gpus`. ttl: how
+        long the cluster lives with no notebook and no running cell, in seconds or as "12h"; None (the default): two
+        hours, unless nbkit.toml says otherwise. on: a StartRequest, for a launcher with options of its own. It gives
+        the number of ranks. launcher: the name of a launcher (docs/reference/extensions.md). nodes: number of hosts for
+        the launcher. options: words for the launcher.
 
-        Returns when every rank has answered and the process group has done an all-reduce.
-        Raises ClusterError, ClusterExists or UsageError, with nothing left running.
+        Returns when every rank has answered and the process group has done an all-reduce. Raises ClusterError,
+        ClusterExists or UsageError, with nothing left running.
         """
         check_platform()
         settings = site_settings.read()
@@ -274,8 +274,8 @@ class Cluster:
     def submit(cls, on: StartRequest, *, name: str | None = None, ttl: str | float | None = None) -> ClusterList:
         """Request the hosts of a cluster and return at once, with the list of clusters. `attach` connects to it.
 
-        It starts when there are hosts, whether this notebook is alive or not; `ttl` counts from then. Arguments and
-        errors are those of `start`.
+        The cluster starts when the hosts are available, even if this notebook has ended. `ttl` counts from then. For
+        arguments and errors see `start`.
         """
         check_platform()
         ttl = site_settings.read().ttl_of(ttl)
@@ -288,9 +288,9 @@ class Cluster:
     def attach(cls, name: str, *, take: bool = False) -> Cluster:
         """Connect to a running cluster. Show the output of its running cell that this notebook has missed.
 
-        A submitted cluster is waited for, as by `start`; an interrupt leaves it in the queue. take: attach even if
-        another notebook is using it. Raises ClusterNotFound, naming the running clusters, and ClusterError if another
-        notebook uses it: with two notebooks that send cells at once, ranks would wait for each other.
+        It waits for a submitted cluster, as `start` does. An interrupt leaves the cluster in the queue. take: attach
+        even if another notebook uses the cluster. Raises ClusterNotFound, with the names of the running clusters, and
+        ClusterError if another notebook uses it. (If two notebooks sent cells at once, ranks could deadlock.)
         """
         found = registry.running(name)
         if found.is_attached() and found.kernel.pid != os.getpid() and not take:
@@ -319,11 +319,12 @@ class Cluster:
     def resize(self, n: int, *, strategy: str = "") -> ControlResult:
         """Change the number of ranks to `n`.
 
-        While a Trainer makes steps, this happens between two of them, with the same global batch. strategy: by default
-        the current one; its tp, pp and cp stay, and dp takes the remaining ranks. New ranks receive what is equal on
-        all ranks, and the Trainer; removed ranks lose what they have. Raises UsageError for more ranks than there are
-        devices, or for several hosts, and StrategyError or TrainingError if the training cannot go on with `n` ranks.
-        The error says what would fit, and nothing has changed.
+        While a Trainer makes steps, this happens between two of them, with the same global batch. strategy: the new
+        strategy; default: the current tp, pp and cp, and dp for the remaining ranks.
+
+        New ranks receive the Trainer and the values that are equal on all ranks. Removed ranks lose their values.
+        Raises UsageError for more ranks than devices, or for several hosts. Raises StrategyError or TrainingError if
+        the training cannot continue with `n` ranks. Then nothing has changed, and the error says what would fit.
         """
         self.connection.check_open()
         if self.pinning is None:
@@ -361,9 +362,9 @@ class Cluster:
         return ClusterList(registry.entries(), registry.unreadable())
 
     def stop(self) -> None:
-        """End the cluster: its ranks and its controller, nothing else.
+        """End the cluster: its ranks and its controller, and no other process.
 
-        Raises ClusterError if another notebook has taken it.
+        Raises ClusterError if another notebook has taken over the cluster.
         """
         self.connection.check_ours()
         waiting, self.before_stop = self.before_stop, []
@@ -380,7 +381,7 @@ class Cluster:
             registry.end(self.entry)
 
     def restart(self) -> Cluster:
-        """End every rank and start again: same name, same devices, same ids; variables are lost."""
+        """End all ranks and start them again with the same name, devices and ids. Their variables are lost."""
         self.connection.check_ours()
         with suppress(OSError):  # a rank may have gone to a spare
             self.pinning = self.pinning and pinning_of(self.entry)
@@ -405,12 +406,12 @@ class Cluster:
         queue: bool = False,
         tabs: bool = False,
     ) -> Any:
-        """Run source text on the ranks (all, or e.g. "0,2-3") and show what they print as it comes.
+        """Run source text on the ranks, show what they print as it comes, and return Results.
 
-        timeout: seconds, or "30s", after which the cell is stopped. detach: do not wait, return a CellHandle. at_step:
-        run at the next step boundary of the running training, on all ranks. queue: wait for a running cell instead of
-        refusing. tabs: in a notebook, show each rank's output in its own tab. Returns Results. Raises CellError (the
-        rank that failed first), CellRunning, UsageError.
+        ranks: such as "0,2-3"; None (the default): all. timeout: seconds, or "30s", after which the cell is stopped.
+        detach: do not wait, and return a CellHandle. at_step: run at the next step boundary of the running training, on
+        all ranks. queue: wait for a running cell instead of raising CellRunning. tabs: in a notebook, show each rank's
+        output in its own tab. Raises CellError (of the rank that failed first), CellRunning, UsageError.
         """
         timeout = seconds_given(timeout)
         while queue and self.connection.busy():
@@ -435,7 +436,7 @@ class Cluster:
         queue: bool = False,
         tabs: bool = False,
     ) -> Any:
-        """Do `run` as a coroutine. Meanwhile the notebook's kernel goes on answering widgets."""
+        """Do the same as `run`, as a coroutine. While it waits, the notebook's kernel still answers widgets."""
         timeout = seconds_given(timeout)
         while queue and self.connection.busy():
             await asyncio.sleep(0.02)
@@ -470,17 +471,18 @@ class Cluster:
     def wait(self, timeout: str | float | None = None) -> Results | None:
         """Wait for the end of the running cell. Raises what the cell raised.
 
-        The stop button ends only the waiting; so does `timeout` (seconds, or "30s"), with a TimeoutError.
+        The stop button ends only the waiting, not the cell. So does `timeout` (seconds, or "30s"), which raises a
+        TimeoutError.
         """
         busy = self.connection.busy()
         return wait_for(self.connection, busy, timeout) if busy else None
 
     def switch(self, strategy: str) -> ControlResult:
-        """Change the strategy, also while a training runs; see TrainingClient.switch. `.training` has more controls."""
+        """Change the strategy, also while a training runs. `cluster.training` has more controls."""
         return self.training.switch(strategy)
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
-        """Return the next steps of the running training, all ranks in one file for Perfetto."""
+        """Record the next steps of the running training, and return one file for Perfetto with all ranks."""
         return self.training.trace(steps, path)
 
     # Values -------------------------------------------------------------------------------------------------------
@@ -506,10 +508,10 @@ class Cluster:
         return values[0] if isinstance(ranks, int) else values
 
     def sync(self, path: str | os.PathLike[str] = ".") -> Synced:
-        """Copy the files of a folder in the notebook's directory to hosts that do not see them; `import` finds them.
+        """Copy the files of a folder in the notebook's directory to hosts that do not share it.
 
-        .gitignore applies, and unchanged files are not copied. Raises UsageError if there is nothing, or it is too
-        large.
+        `import` finds them there. `sync` leaves out unchanged files and files that .gitignore excludes. Raises
+        UsageError if there is nothing to copy, or too much.
         """
         self.connection.check_open()
         self.connection.check_idle("sync")
@@ -526,19 +528,19 @@ class Cluster:
         return Status(entry, rows, self.connection.generation.number, self.notes)
 
     def why(self, *, stacks: bool = False) -> Why:
-        """Return what every rank does, and one sentence that says which rank is stuck where. Takes at most 5 s.
+        """Return what every rank does, and one sentence that names the stuck rank and its place in the code.
 
-        stacks: include the stack of every thread.
+        It takes at most 5 s. stacks: include the stack of every thread.
         """
         self.connection.check_open()
         return ask_why(self.entry, self.connection.client, self.connection.deaths, stacks=stacks)
 
     def debug(self, rank: int | None = None) -> None:
-        """Open a prompt on a rank, with the commands of pdb.
+        """Open a pdb prompt on a rank. It reads commands with `input()` until the user leaves it.
 
-        They are read with `input()` until the person leaves the prompt. It is that of a cell that waits at a
-        `breakpoint()`, or else shows the frames of the cell that failed last. rank: by default the first rank that
-        waits or failed. Raises UsageError if no rank is at either, or nobody can type here.
+        If a cell waits at a `breakpoint()`, the prompt is there. Otherwise it shows the frames of the cell that failed
+        last. rank: default: the first rank that waits or failed. Raises UsageError if no rank waits or failed, or if
+        nobody can type here.
         """
         self.connection.check_open()
         debug(self.connection, rank)

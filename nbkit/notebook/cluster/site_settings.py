@@ -11,7 +11,7 @@
     [clusters]          # %cluster start --on lab
     lab = "--slurm -n 16 --partition gpu --time 4:00:00 -- --account=lab"
 
-A later file wins, but it can only lower settings that begin with max_. The limits prevent accidents; they do not stop a
+A later file wins, but a max_ setting above that of /etc has no effect. The limits prevent accidents; they do not stop a
 user who wants to get around them.
 """
 

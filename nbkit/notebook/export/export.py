@@ -396,13 +396,13 @@ def export(
 
     path: the script to write. notebook: a saved notebook, whose cells are taken in file order. Default: the running
     notebook, in the order in which its cells ran since the ranks were started. slurm: also write an sbatch file. nodes:
-    the number of nodes in it, each with as many ranks as the notebook had. partition: Slurm's name for a set of nodes.
-    time: the limit of the job, such as "4:00:00". gpus, cpus: of each node. requeue: the job goes on later from a
-    checkpoint if its time limit or another job has ended it.
+    the number of nodes in this file, each with as many ranks as the notebook had. partition: Slurm's name for a set of
+    nodes. time: the time limit of the job, such as "4:00:00". gpus: GPUs of each node. cpus: cores of each node.
+    requeue: if the time limit or another job ends this job, run it again later from a checkpoint.
 
-    If the notebook has switched its strategy, the switches are written beside the script, for --switches. A file that
-    was not exported by nbkit is not overwritten. Raises UsageError, with nothing written, for anything that a script
-    cannot have.
+    If the notebook has switched its strategy, a file beside the script has the switches, for the script's option
+    --switches. A file that was not exported by nbkit is not overwritten. Raises UsageError, with nothing written, for
+    anything that a script cannot contain.
     """
     to = user_path(os.fspath(path))
     options = SlurmOptions(nodes, partition, time, gpus, cpus, requeue)

@@ -23,25 +23,27 @@ _LIVE_S = 15.0
 
 
 def read_run(path: str | os.PathLike[str]) -> RunReader:
-    """Read the records of a run: what a training measured on every rank, also while it goes on. Needs no cluster.
+    """Read the records of a run: what a training measured on every rank, also while it runs. Needs no cluster.
 
-    path: the run's directory, for example "runs/NAME". Raises UsageError if it holds no records, or those of
-    another release. The reader has
+    The returned reader has three methods. Each call first reads newly written records.
 
-    - `snapshot()`: everything as plain values (dicts, lists, numbers): "state", "strategies", "points", "events",
-      "step". points: at most 4000 rows of 7 numbers, the oldest first: last step, number of steps that the row
-      stands for, seconds since the run began, tokens since then, loss, tokens per second, index into "strategies";
-      NaN where it was not recorded. events: dicts with "step", "time" (seconds since the run began), "kind" and
-      what belongs to that kind.
-    - `picture(step)`: one step on all ranks; no rows in "ranks" if nobody recorded it. By default the newest, of which
-      "ranks" and the sentence "reading" tell the medians of at most 20 steps: "of" says which. "ranks": rows of
-      [rank, seconds, then seconds of compute, exposed communication, waiting for peers, pipeline bubble, data,
-      optimizer, other]. "table": a dict for each operation and axis, with "bytes" that all ranks together hand to it,
-      "sent", what they send for it, of collectives as in a ring, and "seconds". "memory": a dict for each rank, in
-      bytes. "numbers": loss, lr, tokens of the step.
-    - `state()`: name, world size, and whether it is running.
+    `snapshot()` returns plain values (dicts, lists, numbers): "state", "strategies", "points", "events", "step".
+    "points" has at most 4000 rows of 7 numbers, the oldest first. A row has the last step, the number of steps in the
+    row, seconds since the run began, tokens since then, loss, tokens per second, and an index into "strategies". NaN
+    means not recorded. "events" are dicts with "step", "time" (seconds since the run began), "kind" and the fields of
+    that kind.
 
-    Each call first reads what has been written since the last one.
+    `picture(step)` returns one step on all ranks. Its list "ranks" is empty if no rank recorded the step. By default it
+    is the newest step. Then "ranks" and the sentence "reading" are medians of at most 20 steps, which "of" names.
+    "ranks" has rows of [rank, seconds, then seconds of compute, exposed communication, waiting for peers, pipeline
+    bubble, data, optimizer, other]. "table" has a dict for each operation and axis. Its "bytes" are those that all
+    ranks together pass to the operation, "sent" are the bytes that they send (a collective counts as a ring), and
+    "seconds" is the time. "memory" has a dict for each rank, in bytes. "numbers" has loss, lr and tokens of the step.
+
+    `state()` returns name, world size, and whether the run is active.
+
+    path: the run's directory, for example "runs/NAME". Raises UsageError if it holds no records, or records of another
+    release.
     """
     folder = user_path(path).absolute()
     if not rank_files(folder):

@@ -31,7 +31,7 @@ from nbkit.notebook.cluster.why import RankState, at_work, collect
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.text_view import steps_of
 from nbkit.notebook.widgets.svg import image
-from nbkit.notebook.widgets.widget_output import EMPTY, beside_widget, view_of
+from nbkit.notebook.widgets.widget_output import EMPTY, beside_widget, view_of, with_display_id
 from nbkit.records.event_words import failure
 
 AFTER_SECONDS = 1.5  # most cells are over by then
@@ -188,11 +188,12 @@ class LiveCard:
         if not self._shown:
             for name, text in self._execution.lines.make_way():
                 self._execution.outbox.stream(name, text)
-        transient = {"display_id": f"nbkit-card-{self._execution.request.id}"}
+        name = f"nbkit-card-{self._execution.request.id}"
+        transient, metadata = {"display_id": name}, with_display_id(name)
         page = bundle["text/html"]
         bundle = beside_widget(bundle)
-        self._execution.outbox.put("update" if self._shown else "display", bundle, {}, transient)
-        content = {"data": bundle, "metadata": {}, "transient": transient}
+        self._execution.outbox.put("update" if self._shown else "display", bundle, metadata, transient)
+        content = {"data": bundle, "metadata": metadata, "transient": transient}
         self._execution.shown.add(
             ShownMessage(NOBODY, "update_display_data" if self._shown else "display_data", content)
         )

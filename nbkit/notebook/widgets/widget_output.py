@@ -16,6 +16,7 @@ import html
 import os
 import re
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -112,6 +113,14 @@ _STYLE = (
 EMPTY = {"text/plain": ""}
 
 
+def with_display_id(display_id: str) -> dict[str, Any]:
+    """Return the metadata of an output that is updated: its display id, which a notebook file otherwise loses.
+
+    A page that is loaded anew gets no updates from JupyterLab. nbkit's extension finds the output by this id.
+    """
+    return {"nbkit_display_id": display_id}
+
+
 def with_widget(still: dict[str, Any], widget: Any, **options: Any) -> dict[str, Any]:
     """Return a MIME bundle: the picture for pages and notebooks without widgets, and the widget where it is not
     None."""
@@ -151,7 +160,9 @@ def display_until_stopped(shown: Shown, before_stop: list[Callable[[], object]] 
 
     view = display(view_of(shown.widget), raw=True, display_id=True) if shown.widget is not None else None
     before = shown.still()
-    picture = display(beside_widget(before, words), raw=True, display_id=True)
+    name = f"nbkit-still-{uuid.uuid4().hex}"
+    metadata = with_display_id(name)
+    picture = display(beside_widget(before, words), metadata=metadata, raw=True, display_id=name)
     over = threading.Event()
     lock = threading.Lock()
 
@@ -162,7 +173,7 @@ def display_until_stopped(shown: Shown, before_stop: list[Callable[[], object]] 
                 return
             still = shown.still()
             if last or still != before:
-                picture.update(beside_widget(still, "" if last else words), raw=True)
+                picture.update(beside_widget(still, "" if last else words), metadata=metadata, raw=True)
             before = still
             if last:
                 over.set()

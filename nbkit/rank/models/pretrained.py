@@ -39,10 +39,11 @@ def from_pretrained(
 ) -> Pretrained:
     """Return the model in `directory`, for `Trainer(model=...)` or `prepare`.
 
-    directory: a folder with config.json and one or more safetensors files. Each rank reads from the files exactly what
-    it must hold under the strategy. overrides: settings that replace those of the config (dtype="float32",
-    attn_implementation="sdpa", ...). adapt: a function that takes the module and returns the one to train, for example
-    lambda model: peft.get_peft_model(model, peft.LoraConfig(...)). It initialises what it adds.
+    Other keyword arguments replace settings of the config (dtype="float32", attn_implementation="sdpa", ...).
+
+    directory: a folder with config.json and one or more safetensors files. Each rank reads only the weights that it
+    holds under the strategy. adapt: a function that takes the module and returns the one to train, for example lambda
+    model: peft.get_peft_model(model, peft.LoraConfig(...)). It initialises the weights that it adds.
 
     The Trainer raises TrainingError if the directory does not hold every weight.
     """

@@ -193,17 +193,19 @@ def check(
     hints: ModelHints = ModelHints(),
     loss: Loss | None = None,
 ) -> Check:
-    """Return how `strategy` would split `model`, module by module, and why not. It runs locally and does not change the
-    model.
+    """Return how `strategy` would split `model`, module by module, and the reasons for what it does not split.
 
-    model: the model, or a callable that builds it. strategy: a text such as "dp=2 tp=2", or a Strategy.
-    batch: the number of rows of a global batch, or such a batch. Two rows of a batch are run once, to find where the
-    model can be cut. Without a batch the blocks are guessed by structure. Stages assume that all blocks cost the same,
-    until a job has measured them. world_size: the number of ranks. The default is the current world, or else the
-    product of the strategy's degrees. inputs, hints, loss: as for the Trainer. The example of `hints` is the batch if
-    none is given. If the strategy divides the rows of a batch, the model is run on some rows together and alone. The
-    loss is too, if it is given. Raises StrategyError for a strategy that cannot be parsed, and TrainingError if no part
-    of a batch matches inputs=. Whatever does not fit is in `findings`.
+    It runs locally and does not change the model. `findings` of the result lists what does not fit.
+
+    model: the model, or a callable that builds it. strategy: a text such as "dp=2 tp=2", or a Strategy. batch: the
+    number of rows of a global batch, or such a batch; default: the example of `hints`. Two rows of it are run once, to
+    find where the model can be cut. Without a batch, nbkit guesses the blocks from the structure of the model. Stages
+    assume equal costs of all blocks, until a job has measured them. world_size: the number of ranks; default: the
+    current world, or else the product of the strategy's degrees. inputs, hints: as for the Trainer. loss: as for the
+    Trainer. If the strategy divides the rows of a batch, the model and this loss are run on some rows together and one
+    by one.
+
+    Raises StrategyError for a strategy that cannot be parsed, and TrainingError if no part of a batch matches inputs=.
     """
     check_options(hints=hints)
     check_inputs(inputs)

@@ -134,19 +134,22 @@ def prepare(
     hints: ModelHints = ModelHints(),
     switches: SwitchSchedule = None,
 ) -> Job:
-    """Return a job for a user who has a loop of their own. Collective: every rank calls it.
+    """Return a job, for a training loop that you write yourself. Collective: every rank calls it.
 
-    model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is a
-    module, an optimizer of its parameters; or a list or dict of several, as for the Trainer. loss: (output, target) ->
-    mean or (sum, weight); None if the loop computes the loss itself, by `rows`, `model` and `backward(loss)`. inputs:
-    the names of the entries of a dict batch that the model takes; loss then gets (output, batch). forward_step: in the
-    place of both, a function of (model, batch) that calls the model once and returns a mean, or (sum, weight); it runs
-    under every strategy. precision: None, "bf16" or "fp16".
-    hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on, which pipelines and context
-    parallelism need, and tensor parallelism for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
-    "replace", where a rank that dies in a loop over `batches` is replaced by one that helps to save the job
-    (docs/reference/clusters.md), or "stop". For all other arguments see Trainer.
-    Raises TrainingError or StrategyError if it could not train as asked.
+    model: an nn.Module, or a callable that builds one. optimizer: a function that gets the model and returns an
+    optimizer, or a list or dict of several, as for the Trainer. If `model` is a module, you can also pass the
+    optimizers themselves. loss: a function (output, target) that returns a mean, or (sum, weight). None if the loop
+    computes the loss itself, with `rows`, `model` and `backward(loss)`. inputs: for dict batches, the names of the
+    entries that the model takes; loss then gets (output, batch). forward_step: instead of loss and inputs, a function
+    (model, batch) that calls the model once and returns a mean, or (sum, weight). It works under every strategy.
+    precision: None, "bf16" or "fp16".
+    hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on. Pipelines and context parallelism
+    need it. Tensor parallelism needs it for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
+    "replace" or "stop". With "replace", if a rank dies in a loop over `batches`, a new rank takes its place and helps
+    to save the job (docs/reference/clusters.md).
+
+    The other arguments are those of the Trainer. Raises TrainingError or StrategyError if the job cannot train with
+    these arguments.
     """
     check_options(compute=compute, hints=hints, recovery=recovery)
     taken: Any = inputs
@@ -433,7 +436,7 @@ class Job:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Return one dict per finished step, the same on every rank. Within a run it is one step behind."""
+        """Return one dict per finished step, the same on every rank. During a run it lacks the newest step."""
         if not self.is_running:
             self.ledger.settle()
         return self.ledger.records
@@ -442,10 +445,10 @@ class Job:
     def batches(self, loader: Iterable[Any], *, others: Sequence[Job] = ()) -> Iterator[Any]:
         """Return an iterator over the loader's batches, with a step boundary after each.
 
-        The loader gives *global* batches, in the same order on every rank; `backward` takes this rank's rows. Random
-        numbers of a DataLoader or dataset are seeded here, so that the ranks agree. A loop that was left by an error
-        ends when the next one begins. others: jobs that take part in the loop. They take over this job's strategy now
-        and at each boundary, so that one switch is a switch of all.
+        The loader gives global batches, in the same order on every rank. `backward` takes this rank's rows. The
+        iterator seeds the random numbers of a DataLoader or dataset, so that the ranks agree. others: more jobs that
+        train in this loop. They take over this job's strategy now and at each boundary, so one switch switches all of
+        them.
         """
         argument_checks.check_loader(loader)
         self._leave_loop()
@@ -497,29 +500,30 @@ class Job:
         self._loop = None
 
     def rows(self, batch: Any) -> Any:
-        """Return this rank's rows of a global batch, on its device, for a forward and a loss of the user's own.
+        """Return this rank's rows of a global batch, on its device, for your own forward and loss.
 
-        batch: a tensor, or tensors in a list, tuple or dict; dim 0 is the row. A list stands for a tuple. Every rank
-        gives the same batch. Ranks that share the work on a row (tp, cp) get the same rows. Raises StrategyError under
-        pp, and TrainingError if a rank would have no row.
+        batch: a tensor, or tensors in a list, tuple or dict; dim 0 is the row. A list is returned as a tuple. Every
+        rank passes the same batch. Ranks that share the work on a row (tp, cp) get the same rows. Raises StrategyError
+        under pp, and TrainingError if a rank would have no row.
         """
         return self.own_forward.rows(batch)
 
     def draw(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Return `function(*args, **kwargs)`, a random function of torch, with numbers that belong to the rows.
+        """Return `function(*args, **kwargs)`, a random function of torch, with random numbers that depend on the row.
 
         They depend on the job's seed, the step, the number of the call in the step and each row's place in the global
         batch. So they are the same under every strategy and on any number of ranks. Dim 0 of the result is the row:
         `job.draw(torch.randn_like, x)`, `job.draw(torch.randint, 1000, (len(x),))`. Call it after `rows`, equally often
-        on every rank. Raises TrainingError for a function that draws in another way.
+        on every rank. Raises TrainingError for any other function.
         """
         drawn: Tensor = self.own_forward.draw(function, *args, **kwargs)
         return drawn
 
     def mean(self, value: Tensor | float, weight: Tensor | float | None = None) -> Tensor:
-        """Return the mean of `value`, a mean over this rank's rows, over the rows of all ranks. Collective.
+        """Return the mean over the rows of all ranks, from `value`, the mean over this rank's rows. Collective.
 
-        weight: what `value` is the mean of, if that is not the number of rows. The result is float64, 0-dimensional.
+        The result is a 0-dimensional float64 tensor. weight: how many items `value` is the mean of; default: the number
+        of rows.
         """
         return self.own_forward.mean(value, weight)
 
@@ -532,19 +536,20 @@ class Job:
         retain_graph: bool = False,
         last: bool = False,
     ) -> StepResult:
-        """Make the gradients of a step, of a global batch (see `nbkit.prepare(loss=)`) or of a loss of the user's own.
+        """Compute the gradients of a global batch (see `nbkit.prepare(loss=)`), or of a loss of your own.
 
         batch: a global batch, or this rank's Shard of it. Forward and backward run in micro-batches. Afterwards every
-        rank holds the same gradients: those of the loss over the whole global batch.
+        rank holds the gradients of the whole global batch, or its part of them. Or batch is a loss of this rank's rows:
+        a 0-dimensional tensor that requires a gradient.
 
-        Or a loss of this rank's rows: a 0-dimensional tensor that requires a gradient. There may be any number of
-        losses before a step; their gradients add up. They are summed over the ranks by `clip`, `grad_norm` or
-        `optimizer.step`, and the result's `loss` is known after that. The other arguments are for such a loss:
-        weight: the number of rows, tokens, ... that the loss is the mean of on this rank; default: the rows of `rows`.
-        reduction: "sum" if the loss sums over the rows instead. retain_graph: as in torch. last: no other loss follows
-        in this step, so that the sum over the ranks begins during the backward pass.
+        You may pass any number of losses before a step. Their gradients add up. `clip`, `grad_norm` or `optimizer.step`
+        sums them over the ranks. Only then is `loss` of the result known. The other arguments are for losses of your
+        own. weight: the number of rows, tokens, ... that the loss is the mean of on this rank; default: the rows of
+        `rows`. reduction: "sum" if the loss is a sum over the rows. retain_graph: as in torch. last: True if no other
+        loss follows in this step. Then the sum over the ranks begins during the backward pass.
 
-        On CPU ranks NotFinite is raised before the weights are touched, and on GPUs by `at_boundary`, one step later.
+        If the loss is not finite, CPU ranks raise NotFinite before the weights change. On GPUs, `at_boundary` raises it
+        one step later.
         """
         if isinstance(batch, Tensor) and batch.ndim == 0:
             return self.own_forward.backward(
@@ -617,14 +622,14 @@ class Job:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`.
 
-        Returns the norm before scaling, as a tensor that is not waited for.
+        Returns the norm before scaling, as a tensor. The host does not wait for it.
         """
         with self._passed_over(), self.order():
             self.own_forward.sum_up()
             return self.training_step.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of all gradients, on the device. It is recorded in this step's history."""
+        """Return the 2-norm of all gradients, as a tensor on the device. The history of this step records it."""
         with self._passed_over(), self.order():
             self.own_forward.sum_up()
             return self.training_step.grad_norm()
@@ -640,10 +645,10 @@ class Job:
             raise
 
     def evaluate(self, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any] = default_collate) -> float:
-        """Return the mean loss over one pass of `data`. Collective, between two steps, under any strategy.
+        """Return the mean loss over one pass of `data`, in eval mode. Collective, between two steps.
 
-        data: samples as a DataLoader takes them; each counts once. batch_size: rows of a global batch. The model is in
-        eval mode meanwhile. Raises TrainingError if the total weight of the samples is 0.
+        It works under any strategy. data: samples, as for a DataLoader. Each counts once. batch_size: rows of a global
+        batch. Raises TrainingError if the total weight of the samples is 0.
         """
         self._check_loss_is_known("job.evaluate")
         with self.ledger.clock.stopped():
@@ -652,14 +657,15 @@ class Job:
             return evaluate(self, data, batch_size=batch_size, collate=collate)
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
-        """Train on under another strategy; the global batch stays what it is. Collective, between two steps.
+        """Continue under another strategy, with the same global batch. Collective, between two steps.
 
-        If the first step under it fails, the old one is in force again. beside: compare the states beside the next
-        step, if a Trainer makes it and memory holds both. Then the returned event is not proven yet. Use it only if no
-        weight is touched before that step. A switch that waits for its proof is proven first.
+        If the first step under the new strategy fails, the old strategy is used again. beside: compare the old and the
+        new state during the next step, if a Trainer makes this step and memory holds both. The returned event is not
+        proven yet, so do not change a weight before that step. If an earlier switch is not proven yet, it is proven
+        first.
 
-        Raises StrategyError for a strategy that does not fit, and SwitchError if the change failed on any rank. Either
-        way the old strategy is in force, and nothing has changed.
+        Raises StrategyError for a strategy that does not fit, and SwitchError if the switch failed on any rank. In both
+        cases the old strategy stays, and nothing has changed.
         """
         return self.switcher.switch(strategy, beside=beside)
 
@@ -670,22 +676,27 @@ class Job:
     def save(self, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        Raises TrainingError on every rank if one could not write, the ranks do not share `path`, weights are not
-        finite, or max_disk is reached. What was at `path` then stays intact.
-        beside: a thread writes it after a copy to host memory: see checkpoint/writer.py. then: called on rank 0 when it
-        is whole.
+        beside: copy the state to host memory and return. A thread writes the checkpoint: see checkpoint/writer.py.
+        then: a function that rank 0 calls when the checkpoint is complete.
+
+        Raises TrainingError on every rank if a rank could not write, the ranks do not share `path`, weights are not
+        finite, or max_disk is reached. An earlier checkpoint at `path` then stays intact.
         """
         job_checkpoint.save(self, path, beside=beside, then=then)
 
     def opened(self, path: str | Path) -> Saved:
-        """Open the checkpoint at `path`, if it fits. Changes nothing. Collective. Raises as checkpoint.opened does."""
+        """Open the checkpoint at `path` for `load`, and check that it fits. Changes nothing. Collective.
+
+        Raises TornCheckpoint on every rank if it cannot be read or is not complete, and TrainingError if it does not
+        fit.
+        """
         return job_checkpoint.opened(self, path)
 
     def load(self, saved: Saved) -> None:
-        """Load weights, optimizer, step, seed and history; not the position in the data. Collective.
+        """Load weights, optimizer, step, seed and history, but not the position in the data. Collective.
 
-        It loads in place, without a second copy. If a rank cannot read its part, no rank has whole weights, and the
-        error says so.
+        It loads in place, without a second copy. If a rank cannot read its part, an error says that no rank has whole
+        weights.
         """
         job_checkpoint.load(self, saved)
 
@@ -697,9 +708,10 @@ class Job:
         return job_checkpoint.full_state_dict(self)
 
     def log(self, **numbers: float | Tensor) -> None:
-        """Add numbers to the record of the step just made. 0-dimensional tensors are not waited for.
+        """Add numbers to the record of the newest step. The host does not wait for 0-dimensional tensors.
 
-        Give the same numbers on every rank, so that `history` stays equal on all of them. `loss` is there already.
+        Pass the same numbers on every rank, so that `history` stays equal on all of them. The record already has
+        `loss`.
         """
         if not self.own_forward.log(numbers):
             self.ledger.log(numbers)
@@ -802,9 +814,9 @@ class Job:
             )
 
     def stop_if(self, flag: bool) -> bool:
-        """Return True on every rank if `flag` is true on any: `if job.stop_if(loss < 0.1): break`. Collective.
+        """Return True on every rank if `flag` is true on any rank: `if job.stop_if(loss < 0.1): break`. Collective.
 
-        A rank that leaves a loop alone would leave the others waiting for it.
+        Without it, the other ranks would wait for a rank that leaves the loop alone.
         """
         meeting.meet("stop_if")
         return any_rank(bool(flag), device=self.device)

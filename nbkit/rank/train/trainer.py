@@ -60,32 +60,33 @@ from nbkit.trainer_options import Checkpoints, Compute, Loading, ModelHints, Rec
 class Trainer:
     """Trains `model` on `data`. Collective: every rank makes the same calls.
 
-    model: an nn.Module, or a callable that builds one. loss: a function of (output, target) that returns a mean, or
-    (sum, weight). optimizer: a callable that gets the model. It returns an optimizer, or a list or dict of several that
-    share the parameters: Muon for the matrices and AdamW for the rest. Each parameter that trains is in exactly one of
-    them. lr_schedule, checkpoints and switches treat several as one, and `trainer.optimizer.optimizers` is the list or
-    dict. data: map-style or iterable, with items (input, target) or dicts. batch_size: rows of the global batch, over
-    all ranks. strategy: a text such as "dp=2 tp=2"; "auto" takes the first row of a plan (docs/reference/planner.md)
-    and prints it. precision: "bf16" or "fp16" run forward and loss under autocast, "fp16" with a scale on the loss;
-    None (the default): float32. clip_norm: scale gradients down to this norm; None (the default): never. lr_schedule: a
-    function of the finished steps that returns the factor of the optimizer's lr. eval_data: data for evaluations; their
-    mean loss is `eval_loss` in `history`. eval_every: steps between two evaluations. inputs: for dicts, the names of
-    the entries that the model takes; `loss` then gets (output, batch). seed: the seed of weights, order and dropout.
-    callbacks: functions of (trainer, record), called after each step; a GPU is waited for, so that the model is that of
-    the record. `nbkit.WeightAverage` is one. name: the name of the run. log_dir: the parent of the run's directory,
-    which %dashboard and TensorBoard read; None: keep no records. sinks: objects with a method write(event), which gets
-    each step and event on rank 0. progress: print a line that shows the progress.
+    model: an nn.Module, or a callable that builds one. loss: a function (output, target) that returns a mean, or (sum,
+    weight). optimizer: a function that gets the model and returns an optimizer. It may return a list or dict of
+    several, such as Muon for the matrices and AdamW for the rest. Each trainable parameter must be in exactly one of
+    them. lr_schedule, checkpoints and switches treat them as one optimizer. `trainer.optimizer.optimizers` is the list
+    or dict. data: a map-style or iterable dataset with items (input, target) or dicts. batch_size: rows of the global
+    batch, over all ranks. strategy: a text such as "dp=2 tp=2"; "auto" takes the first row of a plan
+    (docs/reference/planner.md) and prints it. precision: "bf16" and "fp16" run forward and loss under autocast. "fp16"
+    also scales the loss. None (the default): float32. clip_norm: the largest norm of the gradients, to which larger
+    gradients are scaled down; None (the default): no clipping. lr_schedule: a function of the number of finished steps
+    that returns a factor for the optimizer's lr. eval_data: data for evaluations. Their mean loss is `eval_loss` in
+    `history`. eval_every: steps between two evaluations. inputs: for dict batches, the names of the entries that the
+    model takes; `loss` then gets (output, batch). seed: the seed of weights, order and dropout. callbacks: functions
+    (trainer, record), called after each step. The host then waits for the GPU in each step, so that the model and the
+    record belong to the same step. `nbkit.WeightAverage` can be one of them. name: the name of the run. log_dir: the
+    parent of the run's directory. %dashboard and TensorBoard read it. None: keep no records. sinks: objects with a
+    method write(event). It gets each step and event on rank 0. progress: print a line that shows the progress.
 
-    Settings that most trainings leave alone are fields of option values, each with a docstring of its own:
-    loading: how samples become batches, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: what is
-    saved by itself, `nbkit.Checkpoints(every= path= keep= snapshot_every=)`. compute: how a step is computed,
-    `nbkit.Compute(microbatch_size= recompute= loss_chunks= offload= compile= dropout= grad_norm_every=)`. recovery:
-    what happens when ranks die, hang, slow down or run out of memory,
-    `nbkit.Recovery(on_failure= hang_timeout= on_oom= balance= backup_every=)`. hints: facts of the model that nbkit
-    does not find out, `nbkit.ModelHints(stages= tp_plan= example=)`. switches: strategies by finished steps, as a dict
-    or a JSON file of one, for an unattended training; step 0 gives the first strategy.
+    Less common settings are fields of option objects. Each option class has its own docstring.
+    loading: how to make batches from samples, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: when
+    and where to save automatically, `nbkit.Checkpoints(every= path= keep= snapshot_every=)`. compute: how to compute a
+    step, `nbkit.Compute(microbatch_size= recompute= loss_chunks= offload= compile= dropout= grad_norm_every=)`.
+    recovery: what to do when ranks die, hang, slow down or run out of memory, `nbkit.Recovery(on_failure= hang_timeout=
+    on_oom= balance= backup_every=)`. hints: facts about the model that nbkit cannot find out, `nbkit.ModelHints(stages=
+    tp_plan= example=)`. switches: for a training that nobody watches, a dict from numbers of finished steps to
+    strategies, or a JSON file with this dict. Step 0 gives the first strategy.
 
-    Raises TrainingError or StrategyError, before anything trains, if it could not train as asked.
+    Raises TrainingError or StrategyError, before anything trains, if it cannot train with these arguments.
     """
 
     _stream: Stream
@@ -205,12 +206,12 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The model, as this rank holds it."""
+        """The model, with the part of it that this rank holds."""
         return self.job.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, as a stable handle."""
+        """The optimizer. It stays the same object through switches."""
         return self.job.optimizer
 
     @property
@@ -225,17 +226,19 @@ class Trainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Return one dict per finished step, equal on every rank. Inside `fit` it is a step late, except in callbacks.
+        """Return one dict per finished step, equal on every rank.
 
-        Beyond 20,000 steps it keeps the newest 10,000, and every 2nd, 4th, ... of those before (up to 10,000).
+        Inside `fit`, except in callbacks, the newest step is not there yet. Beyond 20,000 steps it keeps the newest
+        10,000. Of the steps before, it keeps every 2nd, 4th, ... (at most 10,000).
         """
         return self.job.history
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first parameter group; set it at any step boundary, on every rank.
+        """The learning rate of the first parameter group. You can set it at any step boundary, on every rank.
 
-        Other groups keep their ratio to it. `lr_schedule` keeps its shape: its factors apply to this rate.
+        Setting it scales the rates of the other groups by the same ratio. The factors of `lr_schedule` then apply to
+        the new rate.
         """
         return self._rate.value
 
@@ -250,12 +253,11 @@ class Trainer:
     def fit(self, steps: int | None = None, *, until: int | None = None, resume: str | None = None) -> Records:
         """Train for `steps` more steps, or until step `until` is finished. Return the records of these steps.
 
-        `until` suits a script that is run again after `load`: it makes the steps that are left, or none. resume="auto":
-        before the first step, load the newest whole checkpoint in the path of `checkpoints`, or of the runs with this
-        `name`.
+        Use `until` in a script that runs again after `load`. It makes only the remaining steps. With resume="auto",
+        `fit` first loads the newest complete checkpoint in the path of `checkpoints`, or of the runs with this `name`.
 
-        Raises Stopped if the user stops it, and NotFinite if the loss is not finite. Both come at a step boundary, on
-        every rank alike, and `fit` may be called again.
+        Raises Stopped if the user stops it, and NotFinite if the loss is not finite. All ranks raise it at the same
+        step boundary, and you may call `fit` again.
         """
         joined, self._joined = self._joined, None
         if joined is None:
@@ -286,7 +288,7 @@ class Trainer:
         self._joined = span
 
     def stop_if(self, flag: bool) -> bool:
-        """End `fit` after this step on all ranks if `flag` is true on any rank. For callbacks. Collective.
+        """End `fit` after this step on all ranks if `flag` is true on any rank. Call it in a callback. Collective.
 
         Returns True on every rank if `fit` ends.
         """
@@ -295,7 +297,7 @@ class Trainer:
         return stops
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
-        """Continue the training under another strategy: see Job.switch. Collective, between two steps."""
+        """Continue under another strategy, as `switch` of a job (docs/reference/prepare.md). Collective."""
         return self.job.switch(strategy, beside=beside)
 
     def undo(self, *, beside: bool = False) -> Switched:
@@ -305,14 +307,14 @@ class Trainer:
     def try_out(self, strategy: str, steps: int = 10) -> dict[str, Any]:
         """Train `steps` steps under another strategy, measure them, and undo them. Collective.
 
-        These steps make no evaluation, checkpoint, callback or record. Raises TrainingError for data that cannot go
-        back.
+        During these steps there is no evaluation, checkpoint, callback or record. Raises TrainingError for data that
+        can be read only once.
         """
         meeting.meet("try_out")
         return try_out(self.job, strategy, steps, self._update, again=self._stream.goes_back)
 
     def compare(self, *strategies: str, steps: int = 20) -> dict[str, Any]:
-        """Measure strategies in turns, and undo the steps: see switch/compare.py. Collective."""
+        """Measure several strategies in alternation, and undo the steps: see switch/compare.py. Collective."""
         meeting.meet("compare")
         return compare(self.job, strategies, steps, self._update, again=self._stream.goes_back)
 
@@ -332,7 +334,7 @@ class Trainer:
         top_k: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """Continue `prompt`, or each of several, by `tokens` tokens, the same on every rank.
+        """Generate `tokens` tokens after `prompt`, or after each of several prompts. All ranks return the same tokens.
 
         See docs/reference/generation.md.
         """
@@ -346,15 +348,15 @@ class Trainer:
     def save(self, path: str | Path, *, beside: bool = False) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        Any strategy on any number of ranks can load it. If the save is killed half-way, what was at `path` before stays
-        intact. beside: go on once the state is copied to host memory; a thread writes it and reports a failure. The end
-        of `fit` and the next save wait for it.
+        Any strategy on any number of ranks can load it. If the process is killed while it saves, an earlier checkpoint
+        at `path` stays intact. beside: copy the state to host memory and continue. A thread writes the checkpoint and
+        reports a failure. The end of `fit` and the next save wait for it.
         """
         meeting.meet("save")
         self.saves.save(user_path(path), beside=beside)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint of `save`, from any number of ranks, or of plain FSDP2 or torchtitan. Collective."""
+        """Load a checkpoint of `save`, from any number of ranks, or one of plain FSDP2 or torchtitan. Collective."""
         path = user_path(path)
         meeting.meet("load")
         self.saves.collect(wait=True)
@@ -370,10 +372,10 @@ class Trainer:
         self.job.ledger.emit(Checkpointed(self.step, path=saved.named, action="loaded", before=before))
 
     def rewind(self, step: int) -> int:
-        """Go back to the newest snapshot that is not beyond `step`, and return its step. Collective.
+        """Go back to the newest snapshot at or before `step`, and return its step. Collective.
 
-        The strategy stays. All else is as it was then, and the next steps repeat exactly. Raises TrainingError if there
-        is no such snapshot.
+        The strategy stays. Everything else has the values of that step, and the next steps are repeated exactly. Raises
+        TrainingError if there is no such snapshot.
         """
         meeting.meet("rewind")
         return self.snapshots.back_to(step)

@@ -188,6 +188,7 @@ def saved(name: str, path: Path) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(700)
 @pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize("tried", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
 def test_an_optimizer_trains_as_in_one_process_or_is_refused(tried: dict[str, tuple[str, ...]], tmp_path: Path) -> None:

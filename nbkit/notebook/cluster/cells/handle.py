@@ -166,17 +166,17 @@ class CellHandle:
     def wait(self, timeout: str | float | None = None) -> Results:
         """Wait until the cell is over.
 
-        The stop button ends only the waiting; `stop()` ends the cell. timeout: seconds, or "30s". Raises CellError if
-        the cell failed, TimeoutError after `timeout`.
+        The stop button ends only the waiting. To end the cell, use `stop()`. timeout: seconds, or "30s". Raises
+        CellError if the cell failed, TimeoutError after `timeout`.
         """
         return wait_for(self._connection, self._execution, timeout)
 
     def stop(self, end_after: str | float | None = None) -> Results:
         """Stop the cell and wait for its end. A training stops at a step boundary with its state intact.
 
-        If a rank does not end, a warning names it. Pressing the stop button then ends its process, and its variables
-        are lost. end_after: seconds (or "30s") after that warning when it is ended without a press, for unattended
-        programs.
+        If a rank does not end, a warning names it. If you then press the stop button, the process of this rank is
+        killed, and its variables are lost. end_after: kill it without a press, this many seconds (or "30s") after the
+        warning. This is for programs without a user.
         """
         return stopped(self._connection, self._execution, seconds_given(end_after))
 
@@ -207,7 +207,7 @@ class CellHandle:
         tick()
 
     def show(self) -> None:
-        """Show a line about this cell where its output goes. The line is updated when the cell ends."""
+        """Show a line about this cell in the output of its notebook cell. The line is updated when the cell ends."""
         execution, client = self._execution, self._connection.client
         transient = {"display_id": f"nbkit-{execution.request.id}"}
         client.soon(lambda: execution.outbox.put("display", self._bundle(age=False), {}, transient))

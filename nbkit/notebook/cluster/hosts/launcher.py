@@ -131,12 +131,15 @@ class LauncherRequest(NodesRequest):
 class LauncherStatus:
     """State of what a launcher has started.
 
-    state "pending": it waits in a queue, for as long as it takes; once it is "running", the agents have 90 s to answer.
-    "ending": it is being ended now; words then say what ends it, unless nbkit does. "over": it has ended.
-    words: a description for people. error: what went wrong, which ends the start of a cluster but not a cluster that
-    runs. save_at: when a training has to be saved because its hosts will soon be taken away, as time.time() gives it;
-    inf if no end is known. why: the reason they are taken away. again: a batch system takes or took them away and
-    nobody asked for that, so other hosts may be requested.
+    state: "pending" while it waits in a queue, for any time. When it is "running", the agents must answer within 90 s.
+    "ending": it is being ended now. "over": it has ended.
+
+    words: a description for people. With "ending" they say what ends it, unless nbkit does. error: what went wrong. It
+    ends the start of a cluster, but not a running cluster.
+
+    save_at: when a training must be saved because its hosts will soon be taken away, as time.time() gives it; inf if no
+    end is known. why: the reason why they are taken away. again: True if a batch system takes or took the hosts away
+    and nobody asked for that. Then other hosts may be requested.
     """
 
     state: Literal["pending", "running", "ending", "over"]
@@ -150,11 +153,11 @@ class LauncherStatus:
 class Launcher:
     """Starts one command, the agent, on each host of a cluster. The agent then starts the ranks of its host.
 
-    A launcher class must have `start`; the rest has defaults. If `start` begins no command with `run`, it needs `poll`
-    and `stop` too. All methods are called in one process, from one thread, and must return soon.
+    A launcher class must have `start`. The other methods have defaults. If `start` does not use `run`, the class also
+    needs `poll` and `stop`. nbkit calls all methods in one process, from one thread. They must return soon.
 
-    n: ranks. nodes: hosts. options: the words behind `--`. request: everything that the user asked for. folder: the
-    cluster's folder, for scripts and logs; only its user can read it.
+    n: number of ranks. nodes: number of hosts. options: the words behind `--`. request: all options of the user.
+    folder: the cluster's folder, for scripts and logs. Only its user can read it.
     """
 
     name: ClassVar[str] = ""

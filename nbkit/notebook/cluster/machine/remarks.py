@@ -162,7 +162,7 @@ def _joined(machine: Machine) -> Iterator[Remark]:
     if text := show_links(machine.links):
         yield Remark("GPU links", text, "by NCCL")
     if text := show_adapters(machine.adapters):
-        yield Remark("network", text, "not used: the ranks of a cluster are on one machine")
+        yield Remark("network", text, "used only by clusters on several hosts")
 
 
 def _visible(machine: Machine) -> list[Gpu]:

@@ -248,14 +248,14 @@ def _cpu_seconds(work: Callable[[], None]) -> float:
 class Dashboard:
     """Follows the newest training of a cluster (default: the notebook's), or the run in a directory.
 
-    Without a cluster, the default is the newest run in the folder of runs. beside: the directory of a run whose curve
-    is laid over the shown one. On the page, each can be exchanged for another run of the same folder. pin: stay with
-    the run that is there now, or with the next one, when another training begins. steps: the first and the last step
-    to show, which pins too; on the page, the button "pin" does it.
+    Without a cluster, the default is the newest run in the folder of runs. beside: the directory of a second run. Its
+    curve is drawn over the first. On the page you can choose other runs of the same folder. pin: stay with the current
+    run, or with the next one if there is none, when another training begins. steps: the first and the last step to
+    show. This pins too. On the page, the button "pin" does both.
 
-    It goes on by itself, also while a cell runs and when another training begins, until the cluster is stopped or
-    `close()` ends it. Without widgets, it shows itself as text and as an SVG picture. Raises ClusterError without a
-    cluster, UsageError without the run.
+    It updates itself until the cluster is stopped or `close()` is called, also while a cell runs and when another
+    training begins. Without widgets, it is shown as text and as an SVG picture. Raises ClusterError without a cluster,
+    UsageError without the run.
     """
 
     def __init__(

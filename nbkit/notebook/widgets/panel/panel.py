@@ -234,9 +234,9 @@ BEAT_SECONDS = 2.0  # panel.js takes three that do not come for a kernel that is
 
 
 class StrategyPanel:
-    """Shows the training on a cluster's ranks and steers it, also while a `%%distributed` cell trains.
+    """Shows the training on a cluster's ranks and controls it, also while a `%%distributed` cell trains.
 
-    cluster: default the notebook's. Several panels on one cluster show the same. `close()` ends one.
+    cluster: default: the notebook's. Several panels of one cluster show the same. `close()` ends one of them.
     """
 
     def __init__(self, cluster: Cluster | None = None) -> None:

@@ -67,11 +67,11 @@ ALIVE = 2.0
 class GradientBucket(Bucket):
     """Gradients of neighbouring parameters in one flat tensor.
 
-    Behind the gradients, `used[i]` counts the ranks on which parameter i has one. A parameter that no rank used keeps
-    `grad` None, as on one process, so that weight decay does not change it. The last element is the canary. Ranks 0 and
-    1 give 1, the others 0. So it is ALIVE if the sum was made, and 1 or 0 if it was broken off.
+    flat: the whole tensor. gradients: the part of `flat` with the gradients.
 
-    flat: all of it. gradients: the part of `flat` that is gradients.
+    After the gradients, `used[i]` counts the ranks on which parameter i has one. If no rank used a parameter, its
+    `grad` stays None, as in one process, so that weight decay does not change it. The last element is the canary. Ranks
+    0 and 1 contribute 1, the others 0. So it is ALIVE (2) if the sum was completed, and 1 or 0 if it was interrupted.
     """
 
     def __init__(self, params: list[nn.Parameter], setup: ReplicaSetup) -> None:

@@ -11,6 +11,7 @@ process: its operations send nothing.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -175,7 +176,7 @@ def trace(
     for count in (rows, 2 * rows):
         plan = ParallelPlan(Strategy(tp=tp, cp=cp), facts, replaced(options, compile=False))
         made = cut(plan, lone_connections(tp, cp), device=torch.device("cpu"))
-        with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
+        with nullcontext() if real else _without_memory():
             module = _filled(made, real=real)
             held = rows_of(config.hints.example)
             batch = pick(config.hints.example, [i % held for i in range(count)], rows=held)
@@ -297,6 +298,18 @@ def _filled(made: ShardedSkeleton, *, real: bool) -> nn.Module:
             nn.init.normal_(memory, std=0.02)
         replace_submodule(places, parameter_like(memory, old))
     return made.module.train()
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Compute shapes only inside. torch logs a traceback of each failure there; the caller gets it as an exception."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager

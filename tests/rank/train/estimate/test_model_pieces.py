@@ -191,3 +191,9 @@ except ValueError as error:
 def test_a_callable_is_looked_at_in_a_process_of_its_own_where_there_is_no_torch_yet() -> None:
     done = subprocess.run([sys.executable, "-c", IN_A_KERNEL], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "no such model 1\n"), done.stderr
+
+
+def test_an_operation_that_fails_on_shapes_raises_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with trace_model._without_memory(), pytest.raises(RuntimeError):
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+    assert caplog.records == []

@@ -204,9 +204,19 @@
         show(false);
       };
       const tellAgain = (_, now) => now === "connected" && begin();
+      // After a reload Lab does not know which output an update is for. The outputs of nbkit keep their display id.
+      const update = (_, { header, content }) => {
+        if (header.msg_type !== "update_display_data") return;
+        const { data, metadata } = content;
+        for (const cell of panel.content.model?.cells ?? [])
+          for (let i = 0; i < (cell.outputs?.length ?? 0); i++)
+            if (metadata.nbkit_display_id && cell.outputs.get(i).metadata.nbkit_display_id === metadata.nbkit_display_id)
+              cell.outputs.get(i).setData({ data, metadata });
+      };
       panel.sessionContext.kernelChanged.connect(begin);
       panel.sessionContext.statusChanged.connect(status);
       panel.sessionContext.connectionStatusChanged.connect(tellAgain);
+      panel.sessionContext.iopubMessage.connect(update);
       NotebookActions.executed.connect(executed);
       show(false);
       void panel.sessionContext.ready.then(begin);
