@@ -89,23 +89,24 @@ def test_one_spelling_says_where_experts_are() -> None:
 
 def test_experts_are_exchanged_only_where_that_saves_enough_of_a_step() -> None:
     now, skewed, even = Strategy.parse("ep=2", 2), [[30, 30, 10, 10]], [[20, 20, 20, 20]]
-    took = [1.0 + 0.01 * 60, 1.0 + 0.01 * 20]
 
-    found = better_places(now, skewed, skewed, took, [60, 20])
+    found = better_places(now, skewed, skewed, 0.01, 1.4)
     assert found is not None and str(found[0]) == "dp=2 ep=2 experts=0:0-2"
     # The rank with 60 tokens computes 1.6 s; each of two with 40 would compute 1.4 s.
     assert found[1:] == pytest.approx((0.2, 0.2 / 1.6))
     # The next step does not show what the steps before it did; tokens take no time; all else takes much longer.
-    assert better_places(now, skewed, even, took, [60, 20]) is None
-    assert better_places(now, skewed, skewed, [1.6, 1.6], [60, 20]) is None
-    assert better_places(now, skewed, skewed, [9.0 + took[0], 9.0 + took[1]], [60, 20]) is None
+    assert better_places(now, skewed, even, 0.01, 1.4) is None
+    assert better_places(now, skewed, skewed, 0.0, 1.4) is None
+    assert better_places(now, skewed, skewed, 0.01, 9.0) is None
 
 
 def test_the_seconds_of_a_token_are_what_ranks_with_more_tokens_take_longer() -> None:
-    tokens = [10.0, 30.0, 20.0, 20.0]
-    slow = [1.0 + 0.01 * each for each in tokens[:2]] + [5.0 + 0.01 * each for each in tokens[2:]]
+    # Both ranks compute equally many tokens, but not in the same layer. A layer and a group have seconds of their own.
+    tokens = [[10.0, 30.0], [30.0, 10.0], [20.0, 25.0], [20.0, 15.0]]
+    slow = [
+        [own + layer + 0.01 * n for layer, n in enumerate(row)] for own, row in zip((1, 1, 5, 5), tokens, strict=True)
+    ]
 
-    assert seconds_of_a_token(slow, tokens, [(0, 1), (2, 3)]) == pytest.approx(0.01)
-    assert seconds_of_a_token(slow[::-1], tokens[::-1], [(0, 1), (2, 3)]) == pytest.approx(0.01)
-    assert seconds_of_a_token([2.0, 1.0, 1.0, 1.0], tokens, [(0, 1), (2, 3)]) == 0
-    assert seconds_of_a_token([1.0] * 4, [20.0] * 4, [(0, 1, 2, 3)]) == 0
+    assert seconds_of_a_token(tokens, slow, [(0, 1), (2, 3)]) == pytest.approx(0.01)
+    assert seconds_of_a_token(tokens, slow[::-1], [(0, 1)]) == 0
+    assert seconds_of_a_token([[20.0]] * 4, [[1.0]] * 4, [(0, 1, 2, 3)]) == 0

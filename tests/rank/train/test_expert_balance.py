@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import warnings
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.mesh import Mesh
+from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.step.step_stats import _imbalance
 
 EXPERTS, WIDTH, LENGTH, BATCH, STEPS = 16, 8, 48, 16, 20
@@ -114,6 +117,33 @@ def test_experts_are_exchanged_until_ranks_compute_equally_many_tokens(tmp_path:
         for mine, theirs in zip(ours["records"], other["records"], strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-12), mine
         assert all(torch.allclose(p, ours["weights"][name], rtol=0, atol=1e-10) for name, p in other["weights"].items())
+
+
+def refused(world: Any, folder: str) -> dict[str, Any]:
+    """Train, where rank 1 has no room to build what the experts would move to."""
+    build, built = Builder.build, list[int]()
+
+    def without_room(builder: Builder, *given: Any, **how: Any) -> Any:
+        built.append(1)
+        if world.place.rank and len(built) > 1:
+            raise MemoryError("no room")
+        return build(builder, *given, **how)
+
+    with patch.object(Builder, "build", without_room), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = trained(world, folder, "ep=2", True)
+    said = [str(each.message) for each in caught if "balance=True" in str(each.message)]
+    return found | {"warned": said, "built": len(built)}
+
+
+@pytest.mark.long
+def test_a_move_that_a_rank_refuses_is_made_by_none_and_not_asked_for_again(tmp_path: Path) -> None:
+    found = run_ranks(refused, 2, str(tmp_path), timeout=120)
+
+    for rank, one in enumerate(found):
+        assert one["strategy"] == "dp=2 ep=2" and len(one["records"]) == STEPS and not one["events"]
+        assert one["built"] == 2 and len(one["warned"]) == (rank == 0)
+    assert "no room" in found[0]["warned"][0]
 
 
 def test_the_imbalance_is_that_of_the_layers_one_after_the_other() -> None:

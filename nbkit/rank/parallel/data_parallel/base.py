@@ -50,6 +50,14 @@ class DataAxis:
         """
         return ()
 
+    @property
+    def expert_times(self) -> Sequence[Sequence[tuple[Any, Any]]]:
+        """Return when experts on this rank began and ended to compute forwards since `reset`, of each layer.
+
+        The times are stamps of the step clock (telemetry/phases.py).
+        """
+        return ()
+
     def _add(
         self,
         name: str,

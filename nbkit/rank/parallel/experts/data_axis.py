@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,10 @@ class SpreadExperts(DataAxis):
     @property
     def routed(self) -> Sequence[Mapping[int, int]]:
         return [dict(layer.routed) for layer in self.layers]
+
+    @property
+    def expert_times(self) -> Sequence[Sequence[tuple[Any, Any]]]:
+        return [tuple(layer.times) for layer in self.layers]
 
     # The protocol of a step.
 

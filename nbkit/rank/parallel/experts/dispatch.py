@@ -30,6 +30,7 @@ from nbkit.rank.loss.output_tensors import with_leaves
 from nbkit.rank.parallel.experts.find import RoutedLayer, called_with, routing_of
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, in_backward, recomputing, wrap
 from nbkit.rank.rng.keyed_dropout import again
+from nbkit.rank.telemetry.phases import clock
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NONE = -1
@@ -88,8 +89,8 @@ class SpreadLayer:
     """The experts of a layer, spread over the ranks of a group, as rank `index` of it sees them.
 
     held: the numbers of the experts of each rank, ascending. forwards: the number of forwards with gradients that this
-    rank has made. routed: the tokens that came for each expert of this rank in forwards with gradients; both since a
-    step began.
+    rank has made. routed: the tokens that came for each expert of this rank in forwards with gradients. times: when
+    its experts began and ended to compute these, by the step clock. All three since a step began.
     """
 
     layer: RoutedLayer
@@ -99,6 +100,7 @@ class SpreadLayer:
     compute: Compute
     forwards: int = 0
     routed: Counter[int] = field(default_factory=Counter)
+    times: list[tuple[Any, Any]] = field(default_factory=list)
     _given: dict[tuple[int, int], torch.dtype] = field(default_factory=dict, init=False)
     _left: list[Tensor] = field(default_factory=list, init=False)
 
@@ -144,6 +146,7 @@ class SpreadLayer:
         self._left.clear()
         self.forwards = 0
         self.routed.clear()
+        self.times.clear()
 
     def _exchanged(
         self, rows: Sequence[Tensor | None], like: Tensor | None, device: torch.device | None = None
@@ -168,8 +171,10 @@ class SpreadLayer:
             for i in range(len(mine))
         ]
         with self._as_others(autocast, nothing.device) if like is None else nullcontext():
-            called = any(each is not None for each in gathered)
+            called, began = any(each is not None for each in gathered), clock.stamp()
             computed = self.compute(gathered) if called else nothing.new_empty(0, self.layer.given)
+        if began is not None and torch.is_grad_enabled() and not in_backward():
+            self.times.append((began, clock.stamp()))
         given = self._dtype_given((dtype, autocast), computed.dtype if called else None, nothing.device)
         parts = computed.to(given).split([max(theirs[i], 0) for i in range(len(mine)) for theirs in counts])
         back = [parts[i * len(ranks) + rank] for rank in ranks for i in range(len(mine))]

@@ -312,7 +312,7 @@ class TrainingStep:
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
             self._drift_unknown = False
         self.reduced = True
-        clock.routed = sharded_model.data.routed
+        clock.routed, clock.experts = sharded_model.data.routed, sharded_model.data.expert_times
         lr, mesh = to_host_async(self.optimizer.param_groups[0]["lr"]), sharded_model.strategy.mesh
         shape: Any = {"mesh": mesh, "strategy": self._strategy, "parts": parts, "losses": losses}
         shape["ep"] = sharded_model.strategy.ep
