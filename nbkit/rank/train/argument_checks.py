@@ -1,4 +1,4 @@
-"""Checks of arguments and of each step: losses that are not finite, ranks that read different data, and so on."""
+"""Check arguments, and the results of each step: losses that are not finite, ranks that read different data, ..."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ prepare_call = says_what_it_takes(
 )
 fit_call = says_what_it_takes(hint=_fit)
 batches_call = says_what_it_takes(hint="for batch in job.batches(loader):")
-"""A user's call that does not fit the function is answered with an example that does."""
+"""Decorators: a call with wrong arguments raises an error that shows an example of a correct call."""
 
 
 def check_counts(**counts: int | None) -> None:
-    """Raise TrainingError for a count that is not a whole number of at least 1. None means not given."""
+    """Raise TrainingError for a count that is not an integer of at least 1. None means not given."""
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise TrainingError(
@@ -53,7 +53,7 @@ def check_counts(**counts: int | None) -> None:
 
 
 def check_clip_norm(clip_norm: float | None) -> None:
-    """Raise TrainingError for a norm that gradients cannot be clipped to."""
+    """Raise TrainingError if `clip_norm` is given and is not more than 0."""
     if clip_norm is not None and not clip_norm > 0:
         raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
 
@@ -87,7 +87,7 @@ def check_whole(numbers: StepNumbers, pending: Pending) -> None:
 def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) -> None:
     """Raise NotFinite, the same on every rank, if a loss is not finite.
 
-    steps_since: optimizer steps made with or after these gradients.
+    steps_since: the number of optimizer steps made with these gradients or later ones.
     """
     if not numbers.not_finite:
         return
@@ -98,7 +98,7 @@ def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) ->
         else "the weights have not been touched"
     )
     again = "; fit() again goes on with the next batch"
-    if steps_since > 0:  # the weights are not finite either way, and they do not show since when
+    if steps_since > 0:  # the weights are not finite by now, so they do not show if this step was the first
         again = " and those of the step before, whose loss was finite and whose gradients need not have been"
     raise NotFinite(
         f"The loss of step {pending.step} is not finite on rank{'s' * (len(numbers.not_finite) > 1)} {ranks}.",
@@ -111,9 +111,9 @@ def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) ->
 
 
 def blame_weights(error: NotFinite, names: str, before: Pending | None) -> None:
-    """Have `error` say that its step began with weights that are not finite, so none of its samples is to blame.
+    """Change `error` to say that the weights were not finite before its step, so its samples are not the cause.
 
-    names: of those weights. before: the step before it, or None if this process has made none.
+    names: the names of these weights. before: the previous step, or None if this process has made none.
     """
     past = "they were so before the first step"
     if before is not None:
@@ -127,7 +127,7 @@ def blame_weights(error: NotFinite, names: str, before: Pending | None) -> None:
 
 
 def _samples_of(pending: Pending, ranks: Sequence[int]) -> str:
-    """Return which samples these ranks had in a step. Ranks of one pipeline or one tensor group have the same."""
+    """Return in words which samples these ranks had in a step. Ranks of a pipeline or tensor group share samples."""
     by_part: dict[int, list[int]] = {}
     for rank in ranks:
         by_part.setdefault(pending.mesh.index(rank)["dp"], []).append(rank)
@@ -143,7 +143,7 @@ def _samples_of(pending: Pending, ranks: Sequence[int]) -> str:
 def check_gradients(norm: float, *, step: int, steps_since: int) -> None:
     """Raise NotFinite, the same on every rank, for gradients that are not finite.
 
-    norm: of all of them. steps_since: see check_finite.
+    norm: the norm of all gradients. steps_since: see check_finite.
     """
     if isfinite(norm):
         return
@@ -179,9 +179,9 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
 
 
 def check_own_loop(recovery: Recovery, compute: Compute, loss: Any) -> None:
-    """Raise TrainingError for settings that a loop of the user's own does not support.
+    """Raise TrainingError for settings that are not supported in the user's own loop.
 
-    loss: None if the loop computes it.
+    loss: None if the loop computes the loss.
     """
     if recovery.on_failure not in ("replace", "stop"):
         raise TrainingError(
@@ -221,7 +221,7 @@ def check_loader(loader: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise TrainingError if `optimizer` is no torch optimizer, needs a closure, or holds tensors not of `model`."""
+    """Raise TrainingError if `optimizer` is no torch optimizer, needs a closure, or has tensors that `model` lacks."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TrainingError(
             "optimizer= gave no torch optimizer.",
@@ -255,10 +255,10 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_parameters(optimizer: Any, model: nn.Module, *, known: Container[int], held: Iterable[nn.Parameter]) -> None:
-    """Raise TrainingError if model or optimizer hold parameters that were added after the job was built.
+    """Raise TrainingError if the model or the optimizer has parameters that were added after the job was built.
 
-    The gradients of such parameters would never be summed over the ranks. known: ids of the parameters that the model
-    had when the job was built. held: the parameters that the optimizer was given.
+    The ranks would never sum the gradients of such parameters. known: ids of the parameters that the model had when the
+    job was built. held: the parameters that the optimizer was given.
     """
     own = {id(p) for p in held}
     new = [name for name, p in model.named_parameters() if id(p) not in known]

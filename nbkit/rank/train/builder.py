@@ -1,4 +1,4 @@
-"""Build every sharded model of a job: make its plan, prove it, make its groups, and cut the model."""
+"""Build every sharded model of a job: make its plan, prove the plan, make process groups, and split the model."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ Optimizer = torch.optim.Optimizer | Several | Callable[[nn.Module], torch.optim.
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The findings of a Builder, the same on every rank. A process that joins a training takes them over.
+    """The findings of a Builder, which are the same on every rank. A process that joins a training takes them over.
 
-    proven: strategies that the ranks have agreed on. synced: strategies for which every rank has the facts about
-    the model that they need. begun: the first step whose batch was looked at. Picklable if the model, the loss and the
-    example are.
+    proven: strategies that the ranks have agreed on. synced: strategies for which every rank has the necessary facts
+    about the model. begun: the first step whose batch was examined. A Blueprint can be pickled if the model, the loss
+    and the example can.
     """
 
     config: TrainConfig
@@ -93,9 +93,9 @@ class Builder:
         device: torch.device,
         asked: Sequence[Strategy] = (),
     ) -> None:
-        """Build the model and look at it. Collective. asked: strategies that are known to come.
+        """Build the model and examine it. Collective. asked: strategies that the job will use, as far as known.
 
-        Raises TrainingError when a rank built another model than rank 0.
+        Raises TrainingError if a rank has built another model than rank 0.
         """
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, config
         self.offload = config.compute.offload is not None
@@ -119,9 +119,9 @@ class Builder:
                 what="numbers in attributes of the model, which nobody sends",
                 hint="register_buffer; or model=lambda: ..., which is built from one seed on every rank",
             )
-        # Before the skeleton: the factory sees weights, and may freeze some of them.
+        # Before the skeleton: the optimizer's factory may read weights, and may freeze some of them.
         self.template = self._template(optimizer, must_not_read=isinstance(model, Pretrained))
-        OutsideState(self.module, config.loss)  # iterators that it finds can be copied and put back from now on
+        OutsideState(self.module, config.loss)  # from now on the iterators that it finds can be copied and restored
         self.skeleton = self._skeleton(model)
         self.options = JobOptions(
             tp_plan=config.hints.tp_plan,
@@ -154,10 +154,10 @@ class Builder:
         device: torch.device,
         module: nn.Module | None = None,
     ) -> Builder:
-        """Return the Builder of a process that joins a running training. Examines nothing again and sends nothing.
+        """Return the Builder of a process that joins a running training. Nothing is examined again.
 
-        Collective if the world has another number of ranks than before, since the links are then measured.
-        module: the module that the user holds, if any.
+        Collective if the number of ranks has changed, because the links are then measured again. Otherwise it sends
+        nothing. module: the module that the user holds, if any.
         """
         self = cls.__new__(cls)
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, blueprint.config
@@ -175,7 +175,7 @@ class Builder:
         return self
 
     def _built(self, model: nn.Module | Callable[[], nn.Module], asked: Sequence[Strategy]) -> nn.Module:
-        """Return the module to train. A callable leaves out large weights if a rank need not hold the whole model."""
+        """Return the module to train. If an asked strategy splits it, a callable builds it without large weights."""
         seed, device, world_size, weightless = self.config.seed, self.device, self.world_size, None
         if isinstance(model, nn.Module) or all(map(keeps_whole, asked)):
             module = build(model, seed=seed, device=device)
@@ -195,21 +195,21 @@ class Builder:
         except ReadsWeights:
             if must_not_read:
                 raise
-        # The factory wants to see the weights of a model that was built without them.
+        # The factory reads weights, but the model was built without them.
         self.shells.pop().make_whole()
         return OptimizerSpec(optimizer, module=self.module)
 
     @property
     def blueprint(self) -> Blueprint:
-        """Return what a process that joins later takes over."""
-        # Without `sample`: the data was looked at already.
+        """Return the findings for a process that joins later."""
+        # Without `sample`: the data has been examined already.
         seen = replace(self.config, sample=None), self.template, self.facts, self.options
         known = frozenset(self._agreed), frozenset(self.finder.synced)
         return Blueprint(*seen, *known, self._first_batches.begun, self.link)
 
     @property
     def facts(self) -> ModelFacts:
-        """Return what is known of the model now."""
+        """Return the facts about the model that are known now."""
         return self.finder.facts
 
     def _finder(self, facts: ModelFacts) -> FactFinder:
@@ -225,9 +225,9 @@ class Builder:
         self.step_proofs: dict[Strategy, StepProof] = {}
         self._classes: dict[Strategy, type] = {}  # the user's class with which a strategy was proven
         self.computing: weakref.ref[ShardedModel] | None = None  # the sharded model that the job uses now
-        self._ready: ShardedSkeleton | None = None  # prepared for the next sharded model, if the strategy is the same
+        self._ready: ShardedSkeleton | None = None  # prepared by `make_ready` for one strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
-        self._changes = 0  # of the skeleton
+        self._changes = 0  # number of changes of the skeleton
         self._first_batches = FirstBatches(
             self.config.loss,
             self.config.inputs,
@@ -238,7 +238,7 @@ class Builder:
         )
 
     def plan(self, strategy: Strategy) -> ParallelPlan:
-        """Return the plan of `strategy`, from what is known of the model now. From any thread; see `make_plan`."""
+        """Return the plan of `strategy`, made from the facts known now. From any thread. See `make_plan`."""
         found, facts, options = self._plans.get(strategy), self.facts, self.options
         if found is None or found.facts is not facts or found.options is not options:
             node_of = self.link.node_of if self.link is not None else ()
@@ -263,7 +263,7 @@ class Builder:
             fill_weights(sharded_model, self.module)
         fill_state(sharded_model, self.template.state, partial(remember, optimizer))
         for p in sharded_model.module.parameters():
-            p.grad = None  # left by a backward pass that the user made before
+            p.grad = None  # drop gradients of an earlier backward pass of the user
         return sharded_model, optimizer
 
     def build(
@@ -274,9 +274,9 @@ class Builder:
         own: nn.Module | None = None,
         like: torch.optim.Optimizer | None = None,
     ) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """Return a sharded model whose weights are still to be filled, and an optimizer without state. Sends nothing.
+        """Return a sharded model whose weights are not filled yet, and an optimizer without state. Sends nothing.
 
-        own: the whole model, for a strategy that splits nothing. like: the optimizer whose settings are taken.
+        own: the whole model, for a strategy that splits nothing. like: copy the settings of this optimizer.
         """
         ready, self._ready = self._ready, None
         if ready is not None and ready.plan == plan and ready.connections is connections and own is None:
@@ -294,30 +294,30 @@ class Builder:
         return optimizer
 
     def _alike(self, strategy: Strategy) -> bool:
-        # A strategy that does not fit is refused by `connect`, on every rank alike.
+        # No check of `strategy` here: `connect` refuses it on every rank with the same error.
         own = 2 * groups_made()
         stamps = all_gather_objects(own, world_size=self.world_size, device=self.device)
         return len(set(stamps)) == 1
 
     def groups_made(self, plan: ParallelPlan) -> int:
-        """Return a number that counts the groups made so far, and tells whether those of `plan` are among them.
+        """Return 2 * (number of groups made so far) + (1 if the groups of `plan` are among them, else 0).
 
-        It is equal on ranks that have made the same groups.
+        The result is equal on ranks that have made the same groups.
         """
         return 2 * groups_made() + (plan in self._connected)
 
     def connect(self, strategy: Strategy, *, alike: bool) -> Connections:
-        """Return the groups of `strategy`. Collective. The first call for a strategy gives its warnings.
+        """Return the process groups of `strategy`. Collective. The first call for a strategy gives its warnings.
 
-        alike: all ranks have made the same groups so far; otherwise all groups are made anew. Raises StrategyError or
-        TrainingError, on every rank alike and before any group is made, for a model that the strategy cannot split.
+        alike: all ranks have made the same groups so far. If not, all groups are made again. Raises StrategyError or
+        TrainingError if the strategy cannot split the model. All ranks raise the same, before any group is made.
         """
         if not alike:
             forget(self.device)
             self._connected.clear()
         self.agree_on(strategy)
         connections = self._connections(self.plan(strategy))
-        # Groups from an earlier call too: in a new generation of the world their ranks have not met.
+        # Also for groups of an earlier call: the world may have been formed again since, and their ranks must meet.
         meet_groups(connections, self.device)
         return connections
 
@@ -328,7 +328,7 @@ class Builder:
             return self._connected[plan]
 
     def close_groups(self, *, kept: Collection[Strategy]) -> None:
-        """Close the groups that no strategy of `kept` uses, if they hold memory of a device.
+        """Close the process groups that no strategy of `kept` uses, if they hold memory of a device.
 
         Collective, between two steps.
         """
@@ -347,9 +347,9 @@ class Builder:
             self.template.check(strategy)
             self._warned.add(strategy)
             warn_of(self._unchecked(strategy))
-        # The places of the ranks do not change a step. So a strategy that differs only in them needs no new proof.
+        # The order of the ranks does not change a step. A strategy that differs only in it needs no new proof.
         composed = strategy.composed
-        # A user may give another class at any time. A strategy with one is proven at each use, on all ranks alike.
+        # The user can replace a class of their own at any time. So a strategy with such a class is proven at each use.
         if composed not in self._agreed or "mine" in composed.settings:
             self.plan(strategy)
             proofs = [self._step_proof(strategy) if self.rank == 0 else StepProof()]
@@ -362,9 +362,10 @@ class Builder:
             self._agreed.add(composed)
 
     def _compare_schedules(self, strategy: Strategy) -> None:
-        """Raise TrainingError, on every rank alike, if ranks have registered different schedules under one name.
+        """Raise TrainingError on every rank if ranks have registered different schedules under the same name.
 
-        Collective for a user's schedule. It is compared at each use, because a later cell may register it again.
+        Collective for a user's schedule. The schedules are compared at each use, because a later cell may register
+        another one.
         """
         if not (name := strategy.schedule):
             return
@@ -382,9 +383,10 @@ class Builder:
             )
 
     def _step_proof(self, strategy: Strategy, *, beside: bool = False) -> StepProof:
-        """Return the comparison of a whole step under `strategy` with one process. Sends nothing and draws nothing.
+        """Return the result of comparing a step under `strategy` with a step in one process.
 
-        beside: run it while the model trains, from any thread. Raises NotAside where that is impossible.
+        Sends nothing and draws no random numbers. beside: run it while the model trains, from any thread. Raises
+        NotAside where that is impossible.
         """
         strategy = strategy.composed
         if (own := class_in(strategy)) is not None and own is not self._classes.get(strategy):
@@ -412,11 +414,11 @@ class Builder:
         return self.step_proofs[strategy]
 
     def aside(self, work: Callable[[], T]) -> T:
-        """Run `work`, which calls user code, while the model trains, and return its result. See nbkit.rank.aside."""
+        """Call `work`, which runs user code, while the model trains. Return its result. See nbkit.rank.aside."""
         return aside(work, device=self.device, live=self._live)
 
     def _live(self) -> Iterable[torch.Tensor]:
-        """Yield the tensors that train."""
+        """Yield all tensors that the training may change."""
         sharded_model = self.computing() if self.computing is not None else None
         if sharded_model is not None:
             yield from sharded_model.held.values()
@@ -424,7 +426,7 @@ class Builder:
         yield from self.module.buffers()
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:
-        """Raise StrategyError if a switch would lose state that the model keeps. See OptimizerSpec.check_moves too."""
+        """Raise StrategyError if a switch would lose state of the model. Also calls OptimizerSpec.check_moves."""
         if (outside := self.facts.outside) is not None and outside.keyed:
             raise StrategyError(
                 f"A switch to {new} would lose {outside.keyed[0]!r}, which the model sets in one pass and reads in the "
@@ -435,34 +437,34 @@ class Builder:
         self.template.check_moves(old, new)
 
     def follow(self, everyone: Sequence[Changes]) -> None:
-        """Build all later sharded models with the changes that the ranks made to the model."""
+        """Build all later sharded models with the changes that users made to the model on any rank."""
         if follow(everyone, self.skeleton):
             self._ready, self._changes = None, self._changes + 1
 
     def make_ready(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds) -> None:
-        """Prepare what a switch from `old` to `new` takes from this builder. Sends nothing; from any thread.
+        """Prepare a switch from `old` to `new`: the exchange, the proof and the module. Sends nothing. From any thread.
 
-        The module is cut only if no process group is missing. Raises as `ExchangeCache.exchange` and `cut` do.
+        The module is split only if no process group is missing. Raises as `ExchangeCache.exchange` and `cut` do.
         """
         began = time.perf_counter()
         self.exchanges.exchange(old, new, kinds)
         if self.rank == 0:
-            with suppress(NotAside):  # otherwise the proof is made between two steps
+            with suppress(NotAside):  # then `connect` makes the proof, between two steps
                 self._step_proof(new.strategy, beside=True)  # `connect` sends it to all ranks
         self._beside = new.strategy, time.perf_counter() - began
         with self._connecting:
             there = new in self._connected or groups_exist(new)
             if there:
-                self._connections(new)  # marks them as in use, so that nobody closes them
+                self._connections(new)  # marks the groups as used, so that they are not closed
         if there:
             self.create_groups(new)
 
     def connected(self, plan: ParallelPlan) -> bool:
-        """Return True if the groups of `plan` exist and this builder knows them."""
+        """Return True if this builder has made or found the groups of `plan`."""
         return plan in self._connected
 
     def create_groups(self, new: ParallelPlan) -> None:
-        """Make the groups that are missing, and cut the module with them. From any thread; collective if one is made.
+        """Make the missing groups, and split the module with them. From any thread. Collective if a group is missing.
 
         Raises as `connect` and `cut` do.
         """
@@ -473,33 +475,33 @@ class Builder:
         self._beside = new.strategy, self._beside[1] + time.perf_counter() - began
 
     def beside(self, new: Strategy) -> float:
-        """Return the seconds that `make_ready` took for this switch, or 0 if it was not called."""
+        """Return the seconds that `make_ready` and `create_groups` took for a switch to `new`, or 0."""
         (made, seconds), self._beside = self._beside, (None, 0.0)
         return seconds if made == new else 0.0
 
     def look_at_first(self, sharded_model: ShardedModel, shard: Shard, step: int) -> None:
-        """Examine the batch of `step`, if it is one of the first, for coupled rows. Collective for those batches.
+        """Examine the first batches for coupled rows, whose outputs depend on each other. Collective for these batches.
 
-        If rows are coupled, strategies that part rows are refused or warned of from then on. Raises StrategyError, on
-        every rank alike, if the strategy in force parts them.
+        If rows are coupled, strategies that split the rows of a batch are refused or give a warning from then on.
+        Raises StrategyError, on every rank, if the strategy in force splits them.
         """
         if (found := self._first_batches.look(sharded_model, shard, step)) is None:
             return
-        # Where this look cannot tell, the result of an earlier one still holds.
+        # None means that this batch does not show it. Then the earlier result stays valid.
         known = {name: value for name, value in vars(found).items() if value is not None}
         if self.facts.collectives:
-            known.pop("coupled", None)  # a whole step has shown it
+            known.pop("coupled", None)  # the proof of a whole step has shown it
         self.finder.set_facts(**known)
         need_rows(sharded_model.strategy, self.facts, self.options)
         for finding in warn_of_coupled(self._unchecked(sharded_model.strategy)):
             warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
 
     def took(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the job now updates with `optimizer`."""
+        """Note that the job now uses `optimizer`."""
         self.template.follow(optimizer)
 
     def _skeleton(self, model: Model) -> nn.Module:
-        """Return the shapes of the model. Raises TrainingError where it can neither be copied nor built again."""
+        """Return a copy of the model without weights. Raises TrainingError if it can be neither copied nor rebuilt."""
         try:
             return skeleton_of(self.module)
         except Exception as error:
@@ -514,19 +516,19 @@ class Builder:
             return skeleton
 
     def may_cut(self) -> None:
-        """Prepare a single process to cut its rows into micro-batches. Examines the rows now and in the next batches.
+        """Prepare a single process to split batches into micro-batches. Examines the rows now and in the next batches.
 
-        Does nothing with several ranks, or if rows are cut already.
+        Does nothing with several ranks, or if batches are split already.
         """
         if self.world_size == 1 and not self.options.cut:
             self._first_batches.part()
             self.finder.examine_rows()
 
     def choose(self, **options: Any) -> None:
-        """Change attributes of JobOptions within a job. All sharded models made from now on have them."""
+        """Change attributes of JobOptions. They apply to all sharded models that are made from now on."""
         self.options = replace(self.options, **options)
         self._ready, self._changes = None, self._changes + 1
 
     def _unchecked(self, strategy: Strategy) -> ParallelPlan:
-        """Return the plan of `strategy` even if it is refused, to warn of what is known about it."""
+        """Return the plan of `strategy` even if it would be refused. Only for warnings about it."""
         return ParallelPlan(strategy, self.facts, self.options)

@@ -1,6 +1,6 @@
-"""The settings of a job beside its model, optimizer and strategy, and those of a Trainer's loop around it.
+"""Define the settings of a job (besides its model, optimizer and strategy), and the settings of a Trainer's loop.
 
-They are the same under every strategy, and frozen: another process can take them over.
+They do not depend on the strategy, and they are frozen, so that another process can take them over.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from nbkit.trainer_options import Checkpoints, Compute, Loading, ModelHints, Rec
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a job; see `prepare` for each. Raises TrainingError for a value that does not exist.
+    """Settings of a job; see `prepare`. Raises TrainingError for an unknown precision.
 
-    sample: reads the rows on which the loss is examined; None: the rows of `hints.example`.
-    batch: rows of a global batch, if known beforehand.
+    sample: reads the rows on which the loss is examined; default: the rows of `hints.example`. batch: rows of a global
+    batch, if known in advance.
     """
 
     loss: Loss
@@ -60,12 +60,12 @@ class TrainConfig:
 
     @property
     def own_loss(self) -> bool:
-        """Return True if the user's loop computes the loss, and `loss` stands for it in trials."""
+        """Return True if the user's loop computes the loss. Then `loss` replaces it in trials."""
         return self.loss is loss_of_outputs
 
     @property
     def model_example(self) -> ModelExample:
-        """Return the example, and how the model and the loss run on it."""
+        """Return the example, with the settings to run the model and the loss on it."""
         return ModelExample(
             self.hints.example,
             self.loss,
@@ -89,7 +89,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LastCheckpoint:
-    """The last checkpoint that was written or read. path: None before the first. tried: step of the last save begun."""
+    """The last checkpoint that was written or read. path: None if there is none. tried: step of the last begun save."""
 
     path: Path | None = None
     step: int = 0
@@ -98,10 +98,10 @@ class LastCheckpoint:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings of a Trainer's loop; see Trainer for each.
+    """Settings of a Trainer's loop; see Trainer.
 
-    saves_if_detached: the user gave no `checkpoints.every`, so that only a detached cell saves. name: the run's.
-    grad_norm_every: of Compute.
+    saves_if_detached: the user gave no `checkpoints.every`, so only a detached cell saves. name: the name of the run.
+    grad_norm_every: see Compute.
     """
 
     data: Any = None
@@ -121,11 +121,11 @@ class LoopSettings:
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        """The function that makes a batch of samples."""
+        """The function that makes a batch from samples."""
         return self.loading.collate or default_collate
 
     def stream(self, axes: Axes, strategy: Strategy, seed: int, device: torch.device) -> Stream:
-        """Open the data at its beginning, as a rank at this place reads it. Collective: ranks compare their data."""
+        """Open the data at its beginning, for a rank at this place. Collective: the ranks compare their data."""
         return open_stream(
             self.data,
             batch_size=self.batch_size,
@@ -142,13 +142,13 @@ class LoopSettings:
 
 
 OWN_LOOP = LoopSettings(loading=Loading(shuffle=False, collate=list), recovery=Recovery(on_oom="raise"))
-"""Settings of a loop that the user writes over `job.batches`."""
+"""The settings of a user's own loop over `job.batches`."""
 
 
 def warn_without_effect(
     data: Any, loading: Loading, checkpoints: Checkpoints, eval_data: Any, eval_every: int | None
 ) -> None:
-    """Warn of every setting of a Trainer that has no effect given the others. Raises TrainingError for a DataLoader."""
+    """Warn of settings that have no effect together with the others. Raises TrainingError for a DataLoader."""
     refuse_loader(data)
     never = not (checkpoints.every or (checkpoints.every is None and DETACHED.get()))
     whole = "" if is_map_style(data) or not isinstance(data, Iterable) else why_whole(data)
@@ -180,10 +180,10 @@ def warn_without_effect(
 
 
 def example_of(data: Any, collate: Callable[[list[Any]], Any], given: Any = None) -> Any:
-    """Return `given`, or two rows to run the model on; None if reading them would use up the data."""
+    """Return `given`, or else two rows to run the model on; None if reading them would consume the data."""
     if given is not None:
         return given
-    # An error of the data is reported in full when it is read to train.
+    # If reading fails here, the training reports the error when it reads the data.
     with suppress(Exception), alike():
         if not is_map_style(data):
             shards = data_shards(data)

@@ -1,4 +1,4 @@
-"""A training job on this rank: forward, backward and the work of a step boundary. The Trainer is built on it.
+"""A training job on this rank: forward, backward and the work between two steps. The Trainer is built on it.
 
 A user's own loop looks like this:
 
@@ -8,12 +8,12 @@ for batch in job.batches(loader):       # global batches, the same on every rank
     job.clip(1.0); job.optimizer.step(); job.optimizer.zero_grad()
     job.log(loss=result.loss)
 
-Or with a forward and a loss of the user's own, and no `loss=`:
+Without `loss=`, the loop calls the model and computes the loss itself:
 
     x, y = job.rows(batch)
     job.backward(F.mse_loss(job.model(x), y))
 
-`evaluate` computes the loss on other data, weighted over all samples and ranks. Each sample counts once.
+`evaluate` computes the mean loss on other data over all ranks. Each sample counts once.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ from nbkit.trainer_options import Compute, ModelHints, Recovery, check_options
 
 
 def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any]) -> float:
-    """Return the mean loss of the job's model over one pass of `data`. Collective. The model is in eval mode meanwhile.
+    """Return the mean loss of the job's model over one pass of `data`, with the model in eval mode. Collective.
 
     Raises TrainingError if the total weight of the samples is 0.
     """
@@ -175,9 +175,10 @@ def prepare(
 
 
 class Job:
-    """A training driven by a loop, the user's own or the Trainer's. See nbkit.rank.train.step.step for the step.
+    """A training that a loop drives, either the user's or the Trainer's. See nbkit.rank.train.step.step for the step.
 
-    `model` and `optimizer` stay the same objects throughout. own_loop: the settings of a loop over `batches`.
+    `model` and `optimizer` stay the same objects for the whole training. own_loop: the settings of a loop over
+    `batches`.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Job:
         chosen = None if strategy == AUTO else _parsed(strategy, self.world_size, link)
         asked = Strategy.every(self.world_size, schedules=("1f1b",)) if chosen is None else [chosen]
         for text in self.plan.ahead:
-            with suppress(StrategyError):  # the plan is checked later, when the batch is known too
+            with suppress(StrategyError):  # check_plan checks the plan later, when the batch size is known too
                 asked = [*asked, _parsed(text, self.world_size, link)]
         builder = Builder(model, optimizer, config, asked=asked, **here)
         self._begin(builder)
@@ -220,7 +221,7 @@ class Job:
     ) -> Job:
         """Return the job of a process that joins a running training. It has no sharded model before `start`.
 
-        like: this process's job in an earlier world. The new job takes over the model object that its user holds.
+        like: this process's job in an earlier world. The new job takes over its model object, which the user holds.
         """
         self = cls.__new__(cls)
         here = self._take_place()
@@ -254,13 +255,13 @@ class Job:
         self._cost_model: CostModel | None = None
 
     def start(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
-        """Compute with `sharded_model`, the first of this process, and update with `inner`."""
+        """Compute with `sharded_model`, the first one of this process, and update it with `inner`."""
         self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten, fits=self._fits)
         self._take(sharded_model, inner)
         # Weak, so that a `break` ends the loop. After an error the traceback keeps it alive: `_leave_loop` ends it.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.own_loop = OWN_LOOP
-        self._own: Any = None  # the OwnLoop that read batches last, if ranks are replaced in it
+        self._own: Any = None  # the OwnLoop of the newest loop over batches, if dead ranks are replaced in it
         note(self)
         user_gradients.watch_clipping(self)
         user_gradients.watch_backward(self)
@@ -268,7 +269,7 @@ class Job:
     def _take(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
         self.sharded_model = sharded_model
         self.optimizer.inner = inner
-        # The user's model object now shows what this rank holds. What it showed before is freed.
+        # The user's model object now shows the modules of this sharded model. Those of the old one are freed.
         self.model_handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
         self.own_forward.begin_again()
@@ -289,7 +290,7 @@ class Job:
         )
 
     def parsed(self, text: str) -> Strategy:
-        """Return the strategy that `text` means on these ranks, which may be on several nodes. Raises StrategyError."""
+        """Parse `text` for this number of ranks and for the nodes they are on. Raises StrategyError."""
         return _parsed(text, self.world_size, self.builder.link)
 
     @property
@@ -304,17 +305,17 @@ class Job:
 
     @property
     def switches(self) -> list[Switched]:
-        """The switches that were made, and not taken back."""
+        """The switches that were made and not taken back."""
         return self.switcher.made
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         return self.ledger.step
 
     @property
     def state(self) -> TrainingState:
-        """Return what is in force now, between two steps."""
+        """Return the state that is in force now, between two steps."""
         sharded_model, inner = self.sharded_model, self.optimizer.inner
         position, precision = self.feed.position(), self.precision.state_dict()
         return TrainingState(sharded_model, inner, shown_by(sharded_model.module), self.step, position, precision)
@@ -327,12 +328,12 @@ class Job:
         self.feed.recut()
 
     def restore(self, state: TrainingState) -> None:
-        """Go back to `state`, as if later steps had not been made. Closes the later sharded model. Not collective."""
+        """Go back to `state`, and undo later steps. Close the sharded model of a later switch. Not collective."""
         self.optimizer.zero_grad()
         if (other := self.sharded_model) is not state.sharded_model:
             self.adopt(state)
             other.close()
-        # If anything was broken off, it was in the other sharded model. The weights of `state` are whole.
+        # Only the other sharded model can have been interrupted in a step. The weights of `state` are whole.
         self.integrity.restored(ranks_agree=False)
         self.ledger.step = state.step
         self.precision.load_state_dict(state.precision)
@@ -340,23 +341,23 @@ class Job:
 
     @property
     def progress(self) -> TrainingProgress:
-        """Return the state of this rank between two steps, without weights and optimizer."""
+        """Return the state of this rank between two steps, without the weights and the optimizer state."""
         precision, position = self.precision.state_dict(), self.feed.position()
         return TrainingProgress(precision, self.step, list(self.ledger.records), position)
 
     def stand_at(self, progress: TrainingProgress) -> None:
-        """Take over step, history and position of `progress`. The weights stay as they are. Not collective."""
+        """Set step, history and position to those of `progress`. The weights do not change. Not collective."""
         self.ledger.replace(progress.step, progress.records)
         self.precision.load_state_dict(progress.precision)
         self.feed.go_to(progress.position)
 
     def go_on(self, progress: TrainingProgress) -> None:
-        """Continue from `progress`, whose weights are in place already. Not collective; `sync.sync_step` follows."""
+        """Continue from `progress`, after its weights were restored. Not collective. Call `sync.sync_step` after it."""
         self.stand_at(progress)
         self.integrity.restored(ranks_agree=False)
 
     def rewind(self, progress: TrainingProgress) -> None:
-        """Go back to the earlier step of `progress`, whose weights are in place already. Collective."""
+        """Go back to the earlier step of `progress`, after its weights were restored. Collective."""
         self.backups.back_to(progress.step)
         self.ledger.replace(progress.step, progress.records, loaded=True)
         self.precision.load_state_dict(progress.precision)
@@ -364,16 +365,16 @@ class Job:
         self.sync.restored()
 
     def read_from(self, feed: DataHooks) -> None:
-        """Take the position in the data, and set it, by these hooks from now on."""
+        """Get and set the position in the data with the hooks `feed` from now on."""
         self.feed = feed
 
     def reseed(self, seed: int) -> None:
-        """Draw random numbers by `seed` from the next step on."""
+        """Use `seed` for random numbers from the next step on."""
         self.seed = seed
         self.training_step.reseed(seed)
 
     def configure(self, **changed: Any) -> None:
-        """Compute in another way from the next step on. changed: fields of nbkit.Compute."""
+        """Change fields of nbkit.Compute from the next step on."""
         compute = replace(self.config.compute, **changed)
         self.config = self.builder.config = replace(self.config, compute=compute)
         self.training_step.microbatch_size = compute.microbatch_size
@@ -387,9 +388,9 @@ class Job:
         return self.training_step.reduced and bool(pending) and not pending[-1].made
 
     def check_model(self) -> None:
-        """Take over tensors or memory that the user has put in the place of the model's parameters.
+        """Use the new tensors if the user has replaced the model's parameters or their memory.
 
-        Raises TrainingError if that is impossible, or if the model is another job's.
+        Raises TrainingError if that is impossible, or if the model belongs to another job.
         """
         self.model_handle.check()
         self.own_forward.close()
@@ -399,7 +400,7 @@ class Job:
         )
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
-        """Record everything from now on in a new directory under `log_dir`; None: nothing. Collective."""
+        """Record everything from now on in a new directory under `log_dir`. None records nothing. Collective."""
         if log_dir is not None:
             made = new_run_dir(
                 str(user_path(log_dir)),
@@ -413,7 +414,7 @@ class Job:
             self.record_on(made)
 
     def record_on(self, run_dir: Path | None) -> None:
-        """Record into a directory that exists, such as that of a training that this process joins. Collective."""
+        """Record into an existing directory, for example of a training that this process joins. Collective."""
         self.run_dir = run_dir
         if run_dir is not None:
             self.recorder.record_into(
@@ -421,7 +422,7 @@ class Job:
             )
 
     def listen(self, sinks: Sequence[Sink], *, name: str | None) -> None:
-        """Hand all events to these sinks on rank 0. The other ranks keep theirs for a process that replaces rank 0."""
+        """Send all events to `sinks` on rank 0. The other ranks keep theirs in case rank 0 must be replaced."""
         self.sinks = tuple(sinks)
         if self.rank != 0:
             return
@@ -466,7 +467,7 @@ class Job:
                 for other in others:
                     other._own = own
                     other.follow(self)
-                # Batches between two steps, as where losses of several batches are accumulated, draw other numbers.
+                # A step may read several batches, to accumulate their losses. Each batch gets another seed.
                 read = self.step, read[1] + 1 if read[0] == self.step else 0
                 with phase("data"):
                     data_rng.seed(self.seed + read[1] * _READ, self.step, SHARED)
@@ -477,22 +478,22 @@ class Job:
                         self.arrive()
                     return
                 yield batch
-                if not self.own_forward.losses:  # else their gradients are not summed yet: this is no boundary
+                if not self.own_forward.losses:  # otherwise a step is under way: its gradients are not summed yet
                     with self.order():
                         self.at_boundary()
 
     def follow(self, other: Job) -> None:
-        """Switch to the strategy of another job, and read the numbers of finished steps. Collective if it differs."""
+        """Switch to the strategy of `other`, and read the results of finished steps. Collective if they differ."""
         self.ledger.settle(keep=1)
         if str(self.strategy) != str(other.strategy):
             self.switch(str(other.strategy))
 
     def order(self) -> AbstractContextManager[None]:
-        """Return a context for waiting on other ranks. In a loop of the user's own it saves the job if one dies."""
+        """Return a context for code that waits for other ranks. In the user's loop it saves the job if a rank dies."""
         return nullcontext() if self._own is None else self._own.saved_if_a_rank_dies()
 
     def _leave_loop(self, error: BaseException | None = None) -> None:
-        """End the newest loop over `batches`. error: what ends it, if it is running."""
+        """End the newest loop over `batches`, if it is running. error: the reason."""
         if self._loop is not None and (batches := self._loop()) is not None:
             if error is not None:
                 self.ledger.ended_by(error)
@@ -578,7 +579,7 @@ class Job:
         self.ledger.begun = True
         while True:
             try:
-                # This covers taking the rows, seeding, and the check that the loss is finite too.
+                # The context also covers taking the rows, seeding, and the check that the loss is finite.
                 self.own_forward.end()
                 with self.order(), self.own_forward.left_out(), self.switcher.first_step() as first, phase("backward"):
                     result = self.training_step.backward(self.training_step.rows(batch))
@@ -595,14 +596,17 @@ class Job:
                 )
 
     def broken(self, error: BaseException) -> None:
-        """Drop the step that `error` has broken off, and leave the loop. Raises what has parted the ranks instead."""
+        """Drop the step that `error` has interrupted, and leave the loop.
+
+        If this rank was cut off from the others, raises the error that says so.
+        """
         self.ledger.begun = False
         self.integrity.broken_off = not isinstance(error, NotFinite)
         self.own_forward.begin_again()
         self.optimizer.zero_grad()
         if isinstance(error, NotFinite) and not error.spoiled and (names := job_checkpoint.not_finite(self)):
             argument_checks.blame_weights(error, names, self.ledger.made_last)
-        self._leave_loop(error)  # its generator does not know that the body of the loop was left
+        self._leave_loop(error)  # the generator does not notice that an error left the loop's body
         if isinstance(error, Exception) and (parted := meeting.parted()) is not None:
             raise parted from None
 
@@ -615,7 +619,7 @@ class Job:
             )
 
     def _place(self) -> tuple[int, int]:
-        """Return (number of this rank's part of a global batch, number of parts)."""
+        """Return (index of this rank's part of a global batch, number of parts)."""
         axes = self.sharded_model.axes
         return axes.index("dp"), axes.size("dp")
 
@@ -636,7 +640,7 @@ class Job:
 
     @contextmanager
     def _passed_over(self) -> Iterator[None]:
-        """Drop the gradients and leave the loop if NotFinite is raised inside. Another batch may follow."""
+        """Drop the gradients and leave the loop if NotFinite is raised inside. The job may go on with another batch."""
         try:
             yield
         except NotFinite as error:
@@ -701,9 +705,9 @@ class Job:
         job_checkpoint.load(self, saved)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole model on the CPU, on every rank. Collective.
+        """Return the state dict of the whole model, on the CPU, on every rank. Collective.
 
-        Every parameter and buffer has its own name.
+        Its keys are the names of the unsplit model.
         """
         return job_checkpoint.full_state_dict(self)
 
@@ -720,9 +724,9 @@ class Job:
     def running(
         self, *, total: int = 0, owner: Any = None, arithmetic: str = "", joins: bool = False
     ) -> Iterator[None]:
-        """Make steps inside. Requests are served at step boundaries, and the history is complete afterwards.
+        """Open a context for making steps. Requests are served at step boundaries. The history is complete afterwards.
 
-        joins: other ranks are inside already. Collective if they are not.
+        joins: the other ranks are in this context already. Collective if they are not.
         """
         if isinstance(other := step_boundary.training(), Job):
             other._leave_loop()
@@ -736,7 +740,7 @@ class Job:
         if not joins:
             if owner is None:
                 meeting.meet("a loop over job.batches")
-            self.sync.resync()  # a ZeRO 3 step that was broken off shows whole parameters until this call
+            self.sync.resync()  # after an interrupted ZeRO 3 step, whole parameters are visible until this call
             self.sync.compare_settings()
         else:
             self.check_model()
@@ -761,7 +765,7 @@ class Job:
             reason = "done"
         except BaseException as error:
             if isinstance(error, GeneratorExit):
-                meeting.leave()  # the loop was left on this rank; ranks that go on are told
+                meeting.leave()  # this rank has left the loop; tell the ranks that go on
             if lost := accelerator().context_lost(error):
                 reason = self.ledger.ended_by(error)
                 raise TrainingError(
@@ -784,29 +788,29 @@ class Job:
             self.ledger.emit(RunStopped(self.step, reason=reason))
 
     def break_off(self) -> None:
-        """Drop what is left of a step that was broken off, and read the numbers of the steps that were made."""
+        """Drop the rest of an interrupted step, and read the results of the finished steps."""
         here, half_way = world.current(), self.ledger.torn() | self.integrity.half_way
         self.integrity.half_way = True  # in case this is interrupted
         whole = self.sharded_model.data.break_off(broken=here is None or bool(here.dirty))
         self.integrity.half_way = half_way or not whole
         self.switcher.commit()
-        with suppress(NotFinite):  # the error that has broken the step off is raised
+        with suppress(NotFinite):  # the caller raises the error that interrupted the step
             self.ledger.settle()
         self.ledger.pending.clear()
         self.own_forward.begin_again()
         self.optimizer.zero_grad()
 
     def arrive(self) -> None:
-        """Wait at the end of a run until all ranks are there. Collective.
+        """Wait at the end of a run until all ranks have arrived. Collective.
 
-        So no rank has left the training while one that dies can still be replaced.
+        So if a rank dies before the end, all other ranks are still there to replace it.
         """
         self.sharded_model.data.settle()
         self.ledger.settle(act=True)
         meeting.arrive()
         here = torch.ones((), device=self.device)
         dist.all_reduce(here)
-        if (found := int(here)) != self.world_size:  # broken off on a device, where no call raises
+        if (found := int(here)) != self.world_size:  # on a device, an aborted collective does not raise
             raise TrainingError(
                 "The ranks did not meet at the end of the training.",
                 numbers=f"{found} of {self.world_size}",
@@ -822,7 +826,7 @@ class Job:
         return any_rank(bool(flag), device=self.device)
 
     def at_boundary(self) -> None:
-        """Act between two steps: read the numbers of the step before last, and serve requests that all ranks hold."""
+        """Do the work between two steps: read the results of the step before last, serve requests, switch, back up."""
         self.recorder.at_boundary(self.step)
         self.training_step.boundary()
         if self.step % EVERY == 0:
@@ -833,7 +837,7 @@ class Job:
         self.back_up()
 
     def back_up(self, *, now: bool = False) -> None:
-        """Take a backup of this boundary if one is due, or `now`. Collective if one is taken."""
+        """Back up the state between these two steps if a backup is due, or `now`. Collective if one is taken."""
         if not self.backups.on:
             return
         if self.ledger.newest is not None:
@@ -848,9 +852,9 @@ class Job:
 
     @contextmanager
     def late_weights(self) -> Iterator[None]:
-        """Let updates inside finish late: weights that other ranks updated are waited for only when they are read.
+        """Let updates inside finish late: wait for weights from other ranks only when they are read.
 
-        The caller promises that until the next step no code reads weights through tensors that it kept.
+        The caller promises that before the next step no code reads weights through tensors that it has stored.
         """
         self._late = self.is_running
         try:
@@ -859,14 +863,14 @@ class Job:
             self._late = False
 
     def check_plan(self) -> None:
-        """Raise now what a planned switch would raise for its ranks, data, optimizer or model. Collective."""
+        """Check all planned switches, and raise now what they would raise later. Collective."""
         for old, new in itertools.pairwise([self.strategy, *self.plan.check(self.parsed, self.feed.fits)]):
             if str(old) != str(new):
                 self.builder.template.check_moves(old, new)
                 self.builder.agree_on(new)
 
     def follow_plan(self) -> None:
-        """Switch, if the plan says so for this step."""
+        """Switch if the plan has a switch for this step."""
         if (strategy := self.plan.due(self.step)) is None:
             return
         try:
@@ -874,16 +878,16 @@ class Job:
         except (SwitchError, StrategyError):
             self.plan.done(self.step)
             raise
-        # Only now: a switch that is broken off, as by a lack of memory on another rank, stays due on all ranks.
+        # Only now: a switch that another error interrupted, such as MemoryError on a rank, stays due on all ranks.
         self.plan.done(self.step)
         if (pending := self.switcher.pending) is not None:
-            # Nobody waits for this result. If the switch is taken back, training goes on under the old strategy.
+            # No caller waits for this result. If the switch is taken back, training goes on under the old strategy.
             pending.add_done_callback(lambda pending: _warn_if_taken_back(pending.exception()))
 
     def seed_data(self, *, own: bool) -> tuple[int, int, int]:
         """Seed the random numbers drawn while reading the next batch, and return the seed.
 
-        own: another seed for each rank's part of the data; otherwise the same on every rank.
+        own: use a different seed for each part of the data; otherwise the seed is the same on every rank.
         """
         rank = self.world_size + 1 + self.sharded_model.axes.index("dp") if own else SHARED
         data_rng.seed(self.seed, self.step, rank)
@@ -902,7 +906,7 @@ class Job:
         return seen
 
     def forget_estimates(self) -> None:
-        """Drop the estimates, since the cost of a step has changed although the strategy has not."""
+        """Drop the estimates. Call it when the cost of a step changes although the strategy does not."""
         self._cost_model = None
 
     def _update(self) -> None:
@@ -925,9 +929,10 @@ class Job:
             )
 
     def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:
-        """Return True if state of this shape fits `param`: see OptimizerHandle.
+        """Return True if state of shape `shape` may belong to `param`: see OptimizerHandle.
 
-        Only the optimizer can judge state of other shapes, such as sums of rows.
+        State of another shape does not fit if it has the whole parameter's shape, or if the optimizer keeps it per
+        element. Only the optimizer can judge other state, such as sums of rows.
         """
         held, layouts = self.sharded_model.held, self.sharded_model.layouts
         whole = next(layouts[name].shape for name, p in held.items() if p is param)
@@ -936,7 +941,7 @@ class Job:
     def _forgotten(self, are_none: bool) -> None:
         self.training_step.reduced = False
         self.own_forward.forget()
-        # Clear gradients of parameters that are in no group too: the next step would sum them once more.
+        # Also clear gradients of parameters that are in no group: the next step would sum them once more.
         inside = set() if are_none else {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for p in self.sharded_model.data.leaves():
             if p.grad is not None and id(p) not in inside:
@@ -944,7 +949,7 @@ class Job:
 
 
 _READ = 1_000_003
-"""The seed of a further batch of a step differs from that of the one before by this number."""
+"""Within a step, the seeds of two successive batches differ by this number."""
 
 
 def _warn_if_taken_back(error: BaseException | None) -> None:

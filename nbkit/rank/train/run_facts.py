@@ -1,4 +1,4 @@
-"""Describes a run in words: model, optimizer, seed, devices and versions. Its report shows them."""
+"""Describe a run in words, for its report: model, optimizer, seed, devices and versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run_facts(job: Job) -> dict[str, str]:
-    """Return {name: words}. Nothing in it names a person, a host or a folder."""
+    """Return name of a fact -> words. The words name no person, host or folder."""
     optimizer = job.optimizer.inner
     rate = figure(float(optimizer.param_groups[0].get("lr", float("nan"))))
     return {

@@ -1,8 +1,9 @@
-"""Records a job on disk while it trains: records of every rank, TensorBoard's scalars, and the forecast.
+"""Record a job on disk while it trains: records of every rank, scalars for TensorBoard, and the forecast.
 
-A Trainer and `nbkit.prepare` record by themselves, into the directory of their run. log_dir=None turns that off, and
-NBKIT_TELEMETRY=off leaves only rank 0's scalars. A user's own loop has nothing to call: `job.batches`, `job.backward`
-and `job.optimizer` mark where the time goes. `with nbkit.rank.telemetry.phase("data"):` adds detail.
+A Trainer and `nbkit.prepare` record automatically, into the directory of their run. log_dir=None turns recording off.
+NBKIT_TELEMETRY=off leaves only the scalars of rank 0. A user's own loop calls nothing for this: `job.batches`,
+`job.backward` and `job.optimizer` measure the time of each phase. `with nbkit.rank.telemetry.phase("data"):` adds
+detail.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _MEMORY_EVERY = 100
 
 
 class Recorder:
-    """Marks the ends of a job's steps, measures its memory now and then, and writes the forecast of the formulas.
+    """Marks the end of each step of a job, measures memory now and then, and writes the forecast of the formulas.
 
-    It is made before the model, so that memory that the process held already is not counted as the job's. Without a
-    session it does nothing.
+    Make it before the model: memory that the process already uses then is not counted for the job. Without a session
+    it does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,14 +53,14 @@ class Recorder:
         self._session: Session | None = None
         self._run_dir = Path()
         self._due = self._since = 0
-        self._made = False  # a step whose end is not marked
+        self._made = False  # a step was made, and its end is not marked yet
         self._foreseen, self._forecasts = "", False
 
     def record_into(self, run_dir: Path, bus: Bus, *, strategy: str, rank: int, world_size: int) -> None:
-        """Record everything that a job does in `run_dir`, which exists. Collective: see clock_offset.
+        """Record the job in the existing directory `run_dir` from now on. Collective: see clock_offset.
 
-        A process that takes over a rank writes into a further part of that rank's file. A rank on a host that cannot
-        write there warns, and trains without records.
+        A process that replaces a rank adds another part to that rank's file. A rank that cannot write to the directory
+        warns, and trains without records.
         """
         if rank == 0:
             bus.add(tensorboard.job_sink(run_dir))
@@ -87,21 +88,21 @@ class Recorder:
 
     @property
     def recent(self) -> list[StepRecord]:
-        """The newest measured steps of this rank; none without a session."""
+        """The newest measured steps of this rank; empty without a session."""
         return self._session.recent if self._session is not None else []
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that this process has ever held. torch and the kernel count only since the last strategy."""
+        """The most bytes that this process has ever held. The counters of torch and the kernel are reset in between."""
         return max(self._peak, bytes_held(self._device)[1])
 
     def before_count(self) -> None:
-        """Begin to count the peak of a step. What was held before is remembered."""
+        """Begin to measure the peak of a step. `peak_bytes` keeps the earlier peak."""
         self._peak = self.peak_bytes
         reset_peak(self._device)
 
     def write(self, event: dict[str, Any]) -> None:
-        """Take an event. The memory that a strategy needs is known two steps after it came into force."""
+        """Receive an event. After a start or a switch, plan a memory measurement two steps later."""
         if event["kind"] in (RunStarted.kind, Switched.kind):
             self._due, self._since = event["step"] + 2, event["step"]
         if event["kind"] == RunStarted.kind:
@@ -118,9 +119,9 @@ class Recorder:
         cost_model: Callable[[], CostModel],
         counts: Counts,
     ) -> None:
-        """Record memory and forecast, if due, after the optimizer made step number `step`.
+        """Record memory and forecast, if due, after the optimizer has made step number `step`.
 
-        The gradients must still be there. held: see ShardedModel. counts: of a step under this strategy.
+        Call it while the gradients exist. held: see ShardedModel. counts: the counts of a step under this strategy.
         """
         self._made = True
         training = clock.laps is not None and clock.state != OUTSIDE
@@ -133,7 +134,7 @@ class Recorder:
             self._session.memory(told)
             if self._forecasts and self._foreseen != (foreseen := self._seen(strategy, cost_model)):
                 self._foreseen = foreseen
-                # An error in a formula must not end the training. The other ranks compute none, and would wait.
+                # An error in a formula must not end the training. Only rank 0 computes it; the others would wait.
                 try:
                     forecast.append(self._run_dir, cost_model().forecast(strategy, since=self._since))
                 except (NbkitError, OSError):
@@ -142,18 +143,18 @@ class Recorder:
                     warnings.warn(f"no formula for {strategy}: {type(error).__name__}: {error}", stacklevel=2)
 
     def _seen(self, strategy: Strategy, cost_model: Callable[[], CostModel]) -> str:
-        """Return the strategy, and if the formulas know the peak of a step under it: then they are asked again."""
+        """Return the strategy, and whether the formulas know its peak. A change makes a new forecast necessary."""
         return f"{strategy}{', peak' * cost_model().peaks.knows(strategy.tp, strategy.cp)}"
 
     def look_closely(self) -> None:
-        """Record the first steps from here on in detail, as after every switch."""
+        """Record the next FIRST_IN_DETAIL steps in detail, as after every switch."""
         if self._session is not None:
             self._session.detail(FIRST_IN_DETAIL)
 
     def trace(self, steps: int, *, after: int) -> dict[str, Any]:
-        """Record the next `steps` steps in detail and return their numbers: {"first", "last"}. after: finished steps.
+        """Record the next `steps` steps in detail, and return their numbers as {"first", "last"}.
 
-        Raises UsageError if nothing is recorded, or if `steps` is not at least 1.
+        after: the number of finished steps. Raises UsageError if nothing is recorded, or if `steps` is not at least 1.
         """
         if self._session is None or mode() == "off":
             raise UsageError(
@@ -169,7 +170,7 @@ class Recorder:
         return {"first": after + 1, "last": after + steps}
 
     def at_boundary(self, step: int) -> None:
-        """Mark the end of step number `step`, unless no step was made since the last call."""
+        """Mark the end of step number `step`, if a step was made since the last call."""
         if self._session is not None and self._made:
             self._made = False
             clock.step(step)
@@ -185,7 +186,7 @@ def new_run_dir(
     world_size: int,
     device: torch.device,
 ) -> Path:
-    """Make a new directory under `log_dir` for the records of a run. Return it, the same on every rank. Collective.
+    """Make a new directory under `log_dir` for the records of a run, and return it on every rank. Collective.
 
     Raises TrainingError, on every rank, if rank 0 cannot make it or max_disk is reached.
     """
@@ -201,9 +202,9 @@ def new_run_dir(
 
 
 def _made_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
-    """Make log_dir/<name or time>-<strategy>[-b<batch>], with a number if that exists already.
+    """Make log_dir/<name or time>-<strategy>[-b<batch>], with a number if it exists already.
 
-    Returns (its path, "") or ("", the problem).
+    Returns (path, "") or ("", the problem in words).
     """
     short = re.sub(r" experts=\S+", "", strategy)  # a name has at most 255 bytes
     words = [path_part(name) if name else time.strftime("%Y%m%d-%H%M%S"), short.replace("=", "").replace(" ", "-")]

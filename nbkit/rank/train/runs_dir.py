@@ -1,6 +1,6 @@
-"""The default directory of runs, and how much disk it may use: `runs` and `max_disk` of nbkit.toml.
+"""Read the default directory of runs and its limit on disk (`runs` and `max_disk` of nbkit.toml), and check the limit.
 
-A cluster passes both to its ranks as environment variables, so that they are set before anything is imported.
+A cluster passes both to its ranks as environment variables, so that they are set before any import.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _ABOUT = "run.json"
 
 
 def note_name(run_dir: Path, name: str | None) -> None:
-    """Write the `name` that the user gave a run into its directory. The directory's own name does not tell it."""
+    """Write the user's `name` of a run into its directory. The name of the directory can be different."""
     (run_dir / _ABOUT).write_text(json.dumps({"name": name}) + "\n", encoding="utf-8")
 
 
 def runs_named(runs: Path, name: str) -> list[Path]:
-    """Return the directories in `runs` of the runs with exactly this `name`."""
+    """Return the directories in `runs` that belong to runs with exactly this `name`."""
     return [folder for folder in runs.iterdir() if _name_in(folder) == name] if runs.is_dir() else []
 
 
 def _name_in(run_dir: Path) -> str | None:
     try:
         found = json.loads((run_dir / _ABOUT).read_text(encoding="utf-8"))["name"]
-    except (OSError, ValueError, KeyError, TypeError):  # of an older release, or no run
+    except (OSError, ValueError, KeyError, TypeError):  # not a run, or a run of an older release
         return None
     return found if isinstance(found, str) else None
 
@@ -44,8 +44,8 @@ def _name_in(run_dir: Path) -> str | None:
 def check_room(runs: Path, to: Path, what: str, *, run: str = "") -> None:
     """Raise TrainingError, on every rank, if the files in `runs` have reached max_disk bytes. Collective.
 
-    runs: an absolute path. to: where something is to be written; outside of `runs` there is always room. what: the
-    refusal, in words. run: the run that goes on, which the hint must not suggest to delete.
+    runs: an absolute path. to: the path to write to; paths outside of `runs` have no limit. what: the refused action,
+    in words. run: the current run, which the hint must not suggest to delete.
     """
     if not MAX_BYTES:
         return

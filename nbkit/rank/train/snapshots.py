@@ -1,7 +1,7 @@
-"""Savepoints of a training in host memory, every so many steps, for `trainer.rewind`.
+"""Take snapshots of a training in host memory, every n steps, for `trainer.rewind`.
 
-As in a checkpoint, each element is kept once, by a rank that holds it. One exchange restores it under the strategy in
-force at that time. A rank that joins later holds no part of the snapshots, so all ranks drop theirs.
+As in a checkpoint, each element is kept once, by a rank that holds it. One exchange restores a snapshot under the
+strategy that is in force then. A rank that joins later has no part of the snapshots, so all ranks drop theirs.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from nbkit.rank.train.step.weight_average import refuse_shown
 from nbkit.rank.train.transaction import Savepoint
 from nbkit.records.events import Checkpointed
 
-_SHARE_OF_FREE = 0.25  # part of a host's free memory that snapshots may take
+_SHARE_OF_FREE = 0.25  # fraction of a host's free memory for snapshots
 
 
 class Snapshot(Savepoint):
-    """The part of a training that this rank keeps of one step. flat: the memory of its tensors."""
+    """This rank's part of the state after one step. flat: the memory of its tensors."""
 
     def __init__(self, job: Job, taken: Taken, flat: Tensor) -> None:
         super().__init__(job)
         self.flat, self._taken = flat, taken
 
     def restore_all(self, job: Job, error: Exception | None = None) -> None:
-        """Bring all ranks back, under the strategy in force now. Collective."""
+        """Restore the snapshot on all ranks, under the strategy in force now. Collective."""
         taken, about = self._taken, self._taken.about
         inner, sharded_model = job.optimizer.inner, job.sharded_model
         with job.ledger.clock.stopped(), job.integrity.changing():
@@ -55,7 +55,7 @@ class Snapshot(Savepoint):
 
 
 class Snapshots:
-    """The snapshots of one Trainer on this rank, the oldest first. every: steps between two; None: no snapshots."""
+    """The snapshots of one Trainer on this rank, the oldest first. every: take one every n steps; None: take none."""
 
     def __init__(self, job: Job, saves: Autosave, *, every: int | None, say: Callable[[str], None]) -> None:
         self._job, self._saves, self._every, self._say = job, saves, every, say
@@ -68,7 +68,7 @@ class Snapshots:
         return [snapshot.step for snapshot in self._kept]
 
     def take(self) -> None:
-        """Take a snapshot of this boundary if one is due. One is always due if there is none. Collective if due."""
+        """Take a snapshot between these two steps if one is due, or if there is none yet. Collective if one is due."""
         if self._every is None:
             return
         job, step = self._job, self._job.step
@@ -87,9 +87,9 @@ class Snapshots:
             self._kept.append(Snapshot(job, replace(taken, held=copies), flat))
 
     def back_to(self, step: int) -> int:
-        """Go back to the newest snapshot that is not beyond `step`, and return its step.
+        """Go back to the newest snapshot of `step` or an earlier step, and return its step. Collective.
 
-        Collective. Raises TrainingError, on every rank, if there is none.
+        Raises TrainingError, on every rank, if there is none.
         """
         refuse_shown(self._job, "A rewind")
         job, before = self._job, self._job.step
@@ -116,7 +116,7 @@ class Snapshots:
         self._kept.clear()
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Drop the oldest snapshots until one of `num_bytes` fits. Return True if it does. Collective."""
+        """Drop the oldest snapshots until a new one of `num_bytes` fits. Return True if it fits. Collective."""
         sizes = [snapshot.flat.numel() for snapshot in self._kept]
         free = left(torch.device("cpu"))
         most = sum(sizes) + num_bytes if free is None else int(_SHARE_OF_FREE * (free + sum(sizes)))

@@ -1,10 +1,10 @@
-"""Counts what one step of this rank holds at its peak, and what it sends.
+"""Measure the peak memory of one step on this rank, and the bytes that it sends.
 
-A device's allocator tells its peak. On CPU ranks the step runs under a mode that sees every operation, and adds up the
-storages that are alive. That takes microseconds for each operation, so only one step of a strategy is counted. The
-growth of the process is another quantity: it also has what the analysis of the model, threads and caches took.
+On a device, the allocator reports the peak. On CPU ranks the step runs under a dispatch mode that sees every operation
+and adds up the live storages. That takes microseconds for each operation, so only one step of a strategy is measured.
+The growth of the process would be too much: it includes the analysis of the model, threads and caches.
 
-The mode also names the bytes at the peak: `NamedBytes`.
+The mode also says what uses the memory at the peak: `NamedBytes`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _LOSS = "loss"
 
 @dataclass(frozen=True)
 class Counts:
-    """Bytes of a step. peak: held at its highest moment. sent: see `records.readings.sent_bytes`. 0: not known.
+    """Bytes of a step on one rank, or on the ranks that hold and send most.
 
-    On one rank, or on the ranks that hold and send most. named: the parts of the peak of this rank; empty if only the
-    sum is known.
+    peak: the peak memory. sent: see `records.readings.sent_bytes`. 0 means not known. named: the parts of this rank's
+    peak; empty if only the sum is known.
     """
 
     peak: int = 0
@@ -54,21 +54,23 @@ class _Label:
 
 
 class NamedBytes(LiveBytes):
-    """Counts the bytes of live storages, and tells of which kind and module those at the peak are.
+    """Counts the bytes of live storages, and tells the kind and the module of those at the peak.
 
-    A storage gets its name when an operation makes it: an activation of the module whose forward runs, or, in
-    backward, working memory for the module of the operands. What takes part in a collective is a bucket. Parameters,
-    gradients and optimizer state are looked up after forward and backward, and after the update (`look`).
+    A storage gets its label when an operation makes it. In a forward pass it is an activation of the running module. In
+    a backward pass it is working memory of the module that the operands belong to. Working memory that a collective
+    uses becomes a bucket. Parameters, gradients and optimizer state are looked up after forward and backward, and after
+    the update (`look`).
     """
 
     def __init__(self, beside: Iterable[Tensor], names: Mapping[int, str], *, resized: bool) -> None:
         """names: id of a module -> its name."""
-        self._log: list[tuple[int, int, int]] = []  # number of operations before, number of the storage, its change
-        self._labels: dict[int, _Label] = {}  # by number of the storage
-        self._owners: dict[int, dict[tuple[int, int], tuple[_Label, int]]] = {}  # of its parts, by place
+        self._log: list[tuple[int, int, int]] = []  # operations so far, number of the storage, change of its bytes
+        self._labels: dict[int, _Label] = {}  # number of a storage -> label
+        # Number of a storage -> {(offset, bytes) of a tensor in it: (label, bytes)}.
+        self._owners: dict[int, dict[tuple[int, int], tuple[_Label, int]]] = {}
         self._numbers: dict[int, int] = {}
         self._names, self._stack = names, list[str]()
-        self._label = _Label("buckets", "")  # of what is there before and has no owner: buffers of the data axis
+        self._label = _Label("buckets", "")  # for storages from before that `look` does not find: gradient buffers
         self.updates = False
         super().__init__(beside, resized=resized)
 
@@ -115,7 +117,7 @@ class NamedBytes(LiveBytes):
     def _number_of(self, tensor: Tensor) -> int | None:
         try:
             return self._numbers.get(tensor.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+        except (RuntimeError, NotImplementedError):  # a tensor subclass without its own memory
             return None
 
     def _changed(self, key: int, size: int) -> None:
@@ -130,7 +132,7 @@ class NamedBytes(LiveBytes):
         self._numbers.pop(key, None)
 
     def look(self, owned: Iterable[tuple[str, str, Tensor]]) -> None:
-        """Note what storages belong to. owned: (kind, module, tensor)."""
+        """Note the tensors that storages belong to. owned: (kind, module, tensor) of each."""
         for kind, module, tensor in owned:
             number = self._number_of(tensor)
             if number is None:
@@ -139,7 +141,7 @@ class NamedBytes(LiveBytes):
             parts.setdefault((int(tensor.storage_offset()), tensor.nbytes), (_Label(kind, module), tensor.nbytes))
 
     def at_peak(self) -> dict[_Label, int]:
-        """Return the bytes that were alive after the operation with the largest `now`."""
+        """Return label -> bytes that were live at the peak."""
         if not self.levels:
             return {}
         last = self.levels.index(max(self.levels))
@@ -154,18 +156,18 @@ class NamedBytes(LiveBytes):
                 own = min(own, left)
                 found[label] += own
                 left -= own
-            # What is left is the padding of a buffer.
+            # Storages without owners, and the padding of buffers.
             found[self._labels[number]] += left
         return {label: size for label, size in found.items() if size}
 
 
 class StepCount:
-    """The count of a step that is being made. Its parts run in `part`, and `done` ends it."""
+    """Measures a running step. Run each part of the step in `part`, and call `done` at the end."""
 
     def __init__(
         self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, device: torch.device, *, memory: bool
     ) -> None:
-        """memory: count it on CPU ranks too. A compiled model sees no mode."""
+        """memory: count memory on CPU ranks too. This does not work for a compiled model, which ignores the mode."""
         self._model, self._optimizer, self._device = sharded_model, optimizer, device
         self._watches = memory and not accelerator().holds(device)
         self._live: NamedBytes | None = None
@@ -173,12 +175,12 @@ class StepCount:
 
     @contextmanager
     def part(self, *, update: bool = False) -> Iterator[None]:
-        """Count inside. update: the step of the optimizer; else forward and backward."""
+        """Count memory inside. update: the body is the optimizer's step; otherwise forward and backward."""
         if not self._watches:
             yield
             return
         if self._live is None:
-            # Storages that zero 3 fills and empties change their size.
+            # zero 3 resizes storages when it gathers and frees parameters.
             names = {id(part): starred(name) for name, part in self._model.module.named_modules()}
             held = held_by(self._model, self._optimizer)
             self._live = NamedBytes(held, names, resized=self._model.strategy.zero == 3)
@@ -188,7 +190,7 @@ class StepCount:
         self._live.look(self._owned())
 
     def _owned(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield what a rank holds between two steps: (kind, module, tensor)."""
+        """Yield (kind, module, tensor) for the tensors of this rank between two steps."""
         held = self._model.held
         homes = {id(p): starred(name.rpartition(".")[0]) for name, p in held.items()}
         for name, p in held.items():
@@ -201,7 +203,7 @@ class StepCount:
                     yield "optimizer", homes.get(id(of), ""), value
         for name, buffer in self._model.module.named_buffers():
             yield "buffers", starred(name.rpartition(".")[0]), buffer
-        # Under zero 3 the module's own parameters are whole for a moment.
+        # Under zero 3 the module's own parameters are temporary gathered parameters.
         kind = "buckets" if self._model.strategy.zero == 3 else "parameters"
         for name, p in self._model.module.named_parameters():
             if not isinstance(p, nn.Parameter) or id(p) in homes:
@@ -224,7 +226,7 @@ class StepCount:
 
 
 def parts_of(found: Mapping[_Label, int]) -> tuple[MemoryPart, ...]:
-    """Return the parts, the largest first. The smallest of many are one part of each kind, without a module."""
+    """Return the parts, the largest first. If there are many, merge the smallest into one part per kind."""
     parts = [MemoryPart(label.kind, label.module, size) for label, size in found.items()]
     parts.sort(key=lambda part: -part.bytes)
     rest: dict[str, int] = defaultdict(int)
@@ -234,5 +236,5 @@ def parts_of(found: Mapping[_Label, int]) -> tuple[MemoryPart, ...]:
 
 
 def starred(name: str) -> str:
-    """Return a module's name with a star in place of each number: "blocks.*.mlp"."""
+    """Replace each number in a module's name by a star: "blocks.*.mlp"."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -1,1 +1,1 @@
-"""Checkpoints that are written under one strategy and read under any other."""
+"""Write checkpoints under one strategy, and read them under any other."""

@@ -1,4 +1,4 @@
-"""The automatic checkpoints of a Trainer: when one is due, where it goes, which stay, and which one `resume` loads."""
+"""Save a Trainer automatically: decide when and where to save, delete old checkpoints, and find one for `resume`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DETACHED_SAVE_EVERY = "10min"
 
 
 class Autosave:
-    """Saves and resumes checkpoints. last: the newest whole one. pending: result of the one that a thread writes."""
+    """Saves and resumes checkpoints. last: the newest complete one. pending: future of one that is being written."""
 
     def __init__(self, job: Job, loop: LoopSettings) -> None:
         self._job, self._loop = job, loop
@@ -45,21 +45,21 @@ class Autosave:
         return Path(self._loop.checkpoints.path or (self._job.run_dir or Path()) / "checkpoint")
 
     def begin(self) -> None:
-        """Begin a `fit`, or go on with it after ranks were replaced. Collective if saves are due by time."""
+        """Begin a `fit`, or continue it after ranks were replaced. Collective if saves are due by time."""
         self.collect()
         if self._loop.checkpoints.every:
             self._job.builder.template.check_saves(self._job.strategy)
         if self._loop.saves_if_detached:
             self._seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
         if self._seconds is not None:
-            # Some ranks may know more than others of a save that was broken off.
+            # After an interrupted save, some ranks may not know that it was begun.
             (tried,) = largest([self.last.tried], device=self._job.device)
             self._unsaved_s = sum(one["seconds"] for one in self._job.history if one["step"] > tried)
 
     def check_shared(self) -> None:
-        """Raise TrainingError if automatic saves are to go to a folder that the ranks do not share. Collective.
+        """Raise TrainingError if the ranks do not share the folder of automatic saves. Collective.
 
-        Called before a step is made, since checkpoints saved there could not be read.
+        Call it before the first step: checkpoints in such a folder could not be read.
         """
         job, loop = self._job, self._loop
         if job.world_size > 1 and loop.checkpoints.every:
@@ -67,7 +67,7 @@ class Autosave:
             check_shared(self.folder, rank=job.rank, gather=gather)
 
     def trained(self, seconds: float) -> None:
-        """Count the `seconds` of a step. They are the same on every rank, so all ranks save at the same time."""
+        """Add the `seconds` of a step. They are equal on every rank, so all ranks save after the same step."""
         self._unsaved_s += seconds
 
     def after_step(self) -> None:
@@ -78,7 +78,7 @@ class Autosave:
         if by_time or (self._every and step % self._every == 0):
             try:
                 self.save(self.folder if self._keep is None else place(self.folder, step), beside=True)
-            except NbkitError as error:  # on every rank alike
+            except NbkitError as error:  # every rank raises the same
                 self._not_saved(step, error)
 
     def save_at_end(self) -> str:
@@ -88,7 +88,7 @@ class Autosave:
         path = self.folder if self._keep is None else place(self.folder, self._job.step)
         try:
             self.save(path, beside=False)
-        except NbkitError as error:  # on every rank alike
+        except NbkitError as error:  # every rank raises the same
             return f"not saved: {error.what} {error.numbers}"
         return f"saved to {path.absolute()}"
 
@@ -108,7 +108,7 @@ class Autosave:
         self.collect()
 
     def collect(self, *, wait: bool = False) -> None:
-        """Report the result of a save, if it is known by now. Called at a step boundary, or outside of a training."""
+        """Report the result of a save, if it is known. Call this at a step boundary, or outside of a training."""
         outcome = self._job.checkpoint_writer.outcome(wait=wait)
         if outcome is None:
             return
@@ -141,9 +141,9 @@ class Autosave:
         self.last = replace(self.last, tried=min(self.last.tried, step))
 
     def resume(self, asked: str, load: Callable[[Path], None]) -> None:
-        """Call `load` with the newest whole checkpoint of this Trainer or of an earlier one. Collective.
+        """Call `load` with the newest complete checkpoint of this Trainer, or of an earlier run of it. Collective.
 
-        Raises TrainingError if its place cannot be known, or if it is of another model.
+        Raises TrainingError if no setting says where to look, or if the checkpoint belongs to another model.
         """
         job, loop = self._job, self._loop
         if asked != "auto":
@@ -184,16 +184,16 @@ _MANIFEST = ".metadata"
 
 @dataclass(frozen=True)
 class Keep:
-    """Limits on the checkpoints that stay: their number and their age in seconds. None: no limit.
+    """Limits for the checkpoints that are kept: their number and their age in seconds. None: no limit.
 
-    The newest always stays.
+    The newest checkpoint is always kept.
     """
 
     number: int | None
     seconds: float | None
 
     def prune(self, folder: Path, newest: Path) -> None:
-        """Delete the checkpoints of `folder` that exceed the limits, and remains of saves that were broken off."""
+        """Delete the checkpoints of `folder` that exceed the limits, and the remains of interrupted saves."""
         number = 1
         for path in found([folder]):
             if path == newest or not _NAMED.fullmatch(path.name):
@@ -203,17 +203,17 @@ class Keep:
             old = self.seconds is not None and time.time() - _written(path) > self.seconds
             if old or not whole or (self.number is not None and number > self.number):
                 with suppress(OSError):
-                    (path / _MANIFEST).unlink(missing_ok=True)  # first, so that nobody takes it for whole meanwhile
+                    (path / _MANIFEST).unlink(missing_ok=True)  # first, so that nobody reads a half-deleted checkpoint
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def place(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of `step`, if `folder` holds several."""
+    """Return the path of the checkpoint of `step` in a folder of several checkpoints."""
     return folder / f"step-{step}"
 
 
 def found(folders: Iterable[Path]) -> list[Path]:
-    """Return all possible checkpoints: `folders` and the directories in them, whole or not, the newest first."""
+    """Return all checkpoints in `folders`, complete or not, the newest first. A folder can be a checkpoint itself."""
     paths = [
         path
         for folder in folders

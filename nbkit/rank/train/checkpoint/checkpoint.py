@@ -1,10 +1,9 @@
-"""Checkpoints: a directory that is whole or not there, written under one strategy and read under any other.
+"""Write a checkpoint under one strategy, and read it under any other.
 
-Each rank writes boxes of the tensors that it holds, so that every element is written once. When loading, it reads the
-boxes that it needs. Nothing is gathered. The directory has the format of torch.distributed.checkpoint (dcp_io.py), and
-a manifest, which nbkit reads (manifest.py). So no file in a directory from elsewhere can run code here.
-
-`check_fits` and `check_tensors` check, without changing anything, that a checkpoint fits the job.
+A checkpoint is a directory. A save is atomic: it replaces the earlier checkpoint completely or not at all. Each rank
+writes boxes of the tensors that it holds, so that every element is written once. A load reads on each rank the boxes
+that this rank needs. Nothing is gathered. The directory has the format of torch.distributed.checkpoint (dcp_io.py) and
+a manifest (manifest.py). nbkit reads the manifest instead of torch's pickles, so no file can run code here.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ def check_fits(
     groups: Sequence[Sequence[str]],
     settings: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Raise TrainingError if `about` is of another model (names, shapes) or an optimizer with other groups.
+    """Raise TrainingError if `about` is of another model (names, shapes) or another optimizer (groups, settings).
 
-    names, groups, settings: of this job, in the form in which a checkpoint holds them.
+    names, groups, settings: those of this job, in the form of a checkpoint.
     """
     held = {name: shape for name, _, shape in names}
     found = {name: tuple(shape) for name, _, shape in about["names"]}
@@ -84,7 +83,7 @@ def check_fits(
 
 
 def check_tensors(reader: DcpReader, sharded_model: ShardedModel) -> None:
-    """Raise ValueError if something that this rank needs is missing, damaged, or saved with another kind of dtype."""
+    """Raise ValueError if a tensor that this rank needs is missing, damaged, or saved with another kind of dtype."""
     dtypes = reader.kinds
     wanted: dict[str, Layout] = {}
     for key, (tensor, layout) in (job_state.weights(sharded_model) | job_state.buffers(sharded_model)).items():
@@ -98,7 +97,7 @@ def check_tensors(reader: DcpReader, sharded_model: ShardedModel) -> None:
 
 
 def _alike(here: Any, there: Any) -> bool:
-    """Return True if `there` can replace `here`: both are numbers, or sequences of as many."""
+    """Return True if `there` can replace `here`: both are numbers, or sequences of the same length."""
     if here is None or there is None:
         return True
     if isinstance(here, list | tuple):
@@ -117,9 +116,10 @@ _WHOLE = "a directory as trainer.save wrote it, the same for every rank"
 
 @dataclass(frozen=True)
 class Taken:
-    """The part of a checkpoint that this rank writes: `shares` of what it holds (key -> boxes of the global tensor).
+    """The part of a checkpoint that this rank writes.
 
-    kinds: key -> dtype, of all ranks. about: everything that is not a tensor; rank 0 writes it.
+    held: the tensors of this rank. shares: key -> boxes of the global tensor that this rank writes. kinds: key ->
+    dtype, for the tensors of all ranks. about: everything that is not a tensor; rank 0 writes it.
     """
 
     path: Path
@@ -132,9 +132,9 @@ class Taken:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that fits the job and is not read yet. about: step, seed, position, history and settings.
+    """A checkpoint that fits the job, but is not loaded yet. about: step, seed, position, history and settings.
 
-    foreign: the layout that was recognised, if another program wrote it.
+    foreign: the recognised layout if another program wrote the checkpoint, otherwise "".
     """
 
     path: Path
@@ -147,14 +147,15 @@ class Saved:
 
     @property
     def named(self) -> str:
-        """The path, with the layout that was recognised."""
+        """The path, with the recognised layout of a foreign checkpoint."""
         return f"{self.path} ({self.foreign})" if self.foreign else str(self.path)
 
 
 def take(path: str | Path, state: TrainingState, builder: Builder, about: Mapping[str, Any]) -> Taken:
-    """Return the part of `state` that `write` writes to the directory `path`. Collective. about: more values to save.
+    """Return this rank's part of a checkpoint of `state`, for `write`. Collective.
 
-    The result holds the tensors themselves. Write or copy them before they change.
+    path: the directory to write to. about: more values to save. The result refers to the tensors themselves, so write
+    or copy them before they change.
     """
     sharded_model, optimizer = state.sharded_model, state.optimizer
     held = job_state.state(sharded_model, optimizer)
@@ -176,21 +177,22 @@ def take(path: str | Path, state: TrainingState, builder: Builder, about: Mappin
 
 
 def _beginning(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the position at the beginning of the data. It is saved for a user's own loop.
+    """Return the position at the beginning of the data, which is saved for a user's own loop.
 
-    Only the user knows what such a loop has read. A Trainer that loads the checkpoint begins with its data.
+    Only the user knows which data such a loop has read. A Trainer that loads the checkpoint reads its data from the
+    beginning.
     """
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     return {"epoch": 0, "offset": 0, "base_lr": rates}
 
 
 def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """Write `taken`. Collective, from any thread. gather: returns to every rank the arguments of all.
+    """Write `taken`. Collective, from any thread. gather: an all-gather of objects over the ranks.
 
-    Raises TrainingError on every rank if one could not write, or wrote where others do not read. What was at the path
-    before then stays intact.
+    Raises TrainingError on every rank if one could not write, or if the ranks do not share the directory. In that case
+    an earlier checkpoint at the path stays intact.
     """
-    # This import takes a while. Only a save needs it.
+    # Imported here because the import is slow, and only a save needs it.
     from nbkit.rank.train.checkpoint.dcp_io import DcpWriter, Saving
 
     writer = DcpWriter(taken.path, rank)
@@ -198,7 +200,7 @@ def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> Non
         parts = _everywhere(lambda: writer.write(Saving(taken.held, taken.shares)), taken.path, gather)
 
         def put_in_place() -> list[int]:
-            # A rank that sees the files of all ranks writes to the same folder as they do.
+            # If rank 0 sees the files of all ranks, all of them write to the same folder.
             if not (unseen := writer.unseen(parts)):
                 writer.put_in_place(parts, encoded(taken.about))
             return unseen
@@ -225,10 +227,10 @@ def not_shared(folders: Sequence[str], ranks: Sequence[int]) -> TrainingError:
 
 
 def check_shared(folder: Path, *, rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """Raise TrainingError, on every rank, if `folder` is not the same one for all of them. Collective.
+    """Raise TrainingError, on every rank, if the ranks do not share `folder`. Collective.
 
-    Each rank writes a file there, rank 0 looks for all of them, and then they are removed. A folder that a rank cannot
-    write to is not judged here. Its error is reported when something is saved.
+    Each rank writes a file there, rank 0 looks for all files, and then they are removed. A rank that cannot write to
+    the folder is passed over. A save reports its error.
     """
     own, made = folder / f".nbkit-{secrets.token_hex(8)}", not folder.exists()
     told = [("", made, str(folder))]
@@ -252,13 +254,13 @@ def check_shared(folder: Path, *, rank: int, gather: Callable[[Any], list[Any]])
 
 
 def _everywhere(act: Callable[[], Any], path: Path, gather: Callable[[Any], list[Any]]) -> list[Any]:
-    """Return the result of `act` on each rank. Raises TrainingError on every rank if it failed on one."""
+    """Call `act` on every rank, and return the results of all ranks. Raises TrainingError on all if one failed."""
     found, own = None, None
     try:
         found = act()
     except BaseException as error:
         own = error
-    # torch reports a full disk as "unexpected pos 704 vs 598".
+    # Report the free space: torch's error for a full disk is only "unexpected pos 704 vs 598".
     room = f"   ({_free_bytes(path) / 1e6:,.0f} MB are free there)" if own is not None else ""
     told = gather((found, "" if own is None else f"{type(own).__name__}: {own}{room}"))
     if isinstance(own, KeyboardInterrupt):
@@ -276,12 +278,12 @@ def _free_bytes(path: Path) -> int:
 def opened(
     path: str | Path, state: TrainingState, builder: Builder, *, seed: int, place_after: Callable[[int], Any]
 ) -> Saved:
-    """Return the checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
+    """Open the checkpoint at `path`, and check that it fits this model and optimizer. Changes nothing. Collective.
 
-    It is one of nbkit's, or one of torch.distributed.checkpoint in a known layout: see torch_layouts.py, and LoadTarget
-    there for seed and place_after. Raises TornCheckpoint on every rank if it cannot be read or is not whole, and
+    nbkit has written it, or torch.distributed.checkpoint in a known layout: see torch_layouts.py. seed, place_after:
+    see LoadTarget there. Raises TornCheckpoint on every rank if the checkpoint cannot be read or is incomplete, and
     TrainingError if it does not fit.
-    Each rank reads all that it will need, without keeping it. So damage is found before anything is changed.
+    Each rank reads everything that it will need, without keeping it. So damage is found before anything is changed.
     """
     found: list[Saved] = []
     own, names = settings_of(state.optimizer), names_of(builder.skeleton)
@@ -318,10 +320,10 @@ def _agree_whole(act: Callable[[], str | None], what: str) -> None:
 
 
 def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Fill weights and optimizer as they were saved, whatever the strategy was. Collective.
+    """Fill weights, buffers and optimizer state from a checkpoint of any strategy. Collective.
 
-    It reads in place, without a second copy. If a rank cannot read its part, no rank has whole weights, and the error
-    says so.
+    The tensors are filled in place, without a second copy. If a rank cannot read its part, the weights are incomplete
+    on all ranks, and the error says so.
     """
     from nbkit.rank.train.checkpoint.dcp_io import fill
 
@@ -341,9 +343,9 @@ def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Op
 
 
 def full_state_dict(sharded_model: ShardedModel, builder: Builder) -> dict[str, Tensor]:
-    """Return the whole model's `state_dict()` as one process gives it, on the CPU, on every rank. Collective.
+    """Return the same `state_dict()` as in one process, on the CPU, on every rank. Collective.
 
-    Each rank receives what it lacks, in rounds of bounded size. Tied weights are one tensor, as in the model.
+    Each rank receives the parts that it lacks, in rounds of bounded size. Tied weights are one tensor, as in the model.
     """
     own = job_state.weights(sharded_model) | job_state.buffers(sharded_model)
     every = everyone(own, {}, builder.world_size, builder.device)

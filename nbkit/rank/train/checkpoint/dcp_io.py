@@ -1,16 +1,17 @@
-"""Reads and writes a job's tensors in the format of torch.distributed.checkpoint.
+"""Read and write a job's tensors in the format of torch.distributed.checkpoint.
 
 The files of one directory hold boxes of global tensors. A save writes new data files beside those of the existing
 checkpoint. Then a single rename replaces the old `.metadata`, which names the files, by a new one. Until that rename
-the old checkpoint is valid, and after it the new one. Data files that no `.metadata` names are leftovers; the next save
-removes them.
+the old checkpoint is valid, and after it the new one. Data files that `.metadata` does not name are leftovers; the next
+save removes them.
 
-torch.save makes an archive of each tensor, which is a part of a larger file. `elements_in` finds the elements in it.
+torch.save makes an archive of each tensor, and several archives share one file. `elements_in` finds the elements in an
+archive.
 
-torch writes the files (`DcpWriter` is its FileSystemWriter), and its tools can read them. `DcpReader` does not use
-torch's FileSystemReader: that one runs the pickle in `.metadata`, follows links, and unpickles the head of each tensor.
-`DcpReader` takes the places and checksums of the bytes from the manifest, and reads nothing but these bytes, each once.
-With a checksum for each chunk around it, torch's reader would read them twice, and take 1.4 to 2.7 times the CPU.
+torch writes the files (`DcpWriter` is a FileSystemWriter), and its tools can read them. `DcpReader` does not use
+torch's FileSystemReader, which runs the pickle in `.metadata`, follows links, and unpickles the head of each tensor.
+`DcpReader` takes the offsets and checksums of the bytes from the manifest. It reads only these bytes, and each once.
+With checksums for the chunks, torch's reader would read the bytes twice, and take 1.4 to 2.7 times the CPU time.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, SavedTensor, opene
 from nbkit.tensor_layout import Box, Layout
 
 _NAME = "archive/data/0"
-_LENGTHS = 26  # offset in an entry of the lengths of its name and its extra field, two bytes each
-_HEADER = 30  # bytes of an entry before its name and its extra field
+_LENGTHS = 26  # offset in a zip entry, where the lengths of its name and its extra field are, two bytes each
+_HEADER = 30  # bytes of a zip entry before its name and its extra field
 
 
 def elements_in(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
-    """Return (offset of the elements in `file`, their CRC-32). The archive is `length` bytes from `start` on."""
+    """Return (offset of the elements in `file`, their CRC-32). The archive has `length` bytes and begins at `start`."""
     entry = zipfile.ZipFile(_Part(file, start, length)).getinfo(_NAME)
     file.seek(start + entry.header_offset + _LENGTHS)
     name, extra = struct.unpack("<2H", file.read(4))
@@ -63,7 +64,7 @@ def elements_in(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, as a file of its own: zipfile looks for the directory at the end of its file."""
+    """A part of a file that behaves like a whole file. zipfile needs it: it looks for a directory at the file's end."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -96,7 +97,7 @@ State = Mapping[str, tuple[Tensor, Layout]]
 
 
 class Saving(DefaultSavePlanner):
-    """A planner with which this rank writes `shares` (key -> boxes of the global tensor) and nothing else."""
+    """A planner that makes this rank write exactly `shares` (key -> boxes of the global tensor)."""
 
     def __init__(self, held: State, shares: Mapping[str, Sequence[Box]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -121,7 +122,7 @@ class Saving(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
-        # Row by row, as it is read. A tensor that is transposed in memory would be written column by column.
+        # The reader expects rows. Without `contiguous`, a tensor that is transposed in memory is written by columns.
         return self._parts[index.fqn, index.offset].contiguous()
 
 
@@ -142,8 +143,9 @@ class _Placed(StorageInfo):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class WrittenParts:
-    """The parts that one rank has written. plan: torch's. results: the place of each part. files: at least one name.
+    """The parts that one rank has written.
 
+    plan: the SavePlan of torch. results: the file and offset of each part. files: the names of its files, at least one.
     folder: the directory of the files, as this rank sees it.
     """
 
@@ -154,7 +156,7 @@ class WrittenParts:
 
 
 class DcpWriter(FileSystemWriter):
-    """Writes a checkpoint beside the existing one, and replaces that at the end."""
+    """Writes a checkpoint beside the existing one, and replaces the existing one at the end."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path)
@@ -171,7 +173,7 @@ class DcpWriter(FileSystemWriter):
         finally:
             set_crc32_options(before)
         files = {result.storage_data.relative_path for result in results}
-        if not files:  # other ranks write all that this one holds, but rank 0 still checks that it sees a file
+        if not files:  # other ranks write everything, but rank 0 needs a file of each rank for `unseen`
             files = {f"{self._prefix}0.distcp"}
             Path(self.path, *files).touch()
         return WrittenParts(
@@ -181,7 +183,7 @@ class DcpWriter(FileSystemWriter):
     def unseen(self, parts: Sequence[WrittenParts]) -> list[int]:
         """Return the ranks whose files this rank does not see, although they were written. Waits for them a moment.
 
-        The names are new. So no file system has cached that they do not exist.
+        The file names are new, so no file system has cached that they do not exist.
         """
         until = time.monotonic() + _PATIENCE
         while True:
@@ -212,19 +214,19 @@ class DcpWriter(FileSystemWriter):
         content = written(pickle.dumps(metadata), _tensors(metadata, places), sizes, about)
         beside = folder / ".metadata.tmp"
         beside.unlink(missing_ok=True)
-        with beside.open("xb") as file:  # "x": never write through a link that somebody left there
+        with beside.open("xb") as file:  # "x": never write through an existing link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(folder / ".metadata")
         _sync(folder)
-        with suppress(OSError):  # the checkpoint is whole already
+        with suppress(OSError):  # the checkpoint is complete already
             for file_path in folder.iterdir():
                 if OURS.fullmatch(file_path.name) and file_path.name not in sizes:
                     file_path.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove what this rank wrote in a save that failed."""
+        """Remove the files that this rank wrote in a failed save."""
         folder = Path(self.path)
         with suppress(OSError):
             for file_path in folder.glob(f"{self._prefix}*.distcp"):
@@ -234,7 +236,7 @@ class DcpWriter(FileSystemWriter):
 
 
 def _placed(folder: Path, results: list[WriteResult]) -> list[WriteResult]:
-    """Return `results` with the place of the elements. torch writes each tensor as an archive, many in one file."""
+    """Return `results` with the offset of the elements, which are inside an archive for each tensor."""
     found = []
     with ExitStack() as stack:
         names = {result.storage_data.relative_path for result in results}
@@ -261,9 +263,9 @@ def _tensors(metadata: Metadata, places: Mapping[MetadataIndex, _Placed]) -> dic
 
 
 class DcpReader:
-    """An open checkpoint. Raises OSError or another Exception if it is none, or if a data file is not whole.
+    """An open checkpoint. Raises OSError or another Exception if `path` is none, or if a data file is incomplete.
 
-    tensors, about: see Manifest. digest: the same on ranks that see the same checkpoint.
+    tensors, about: see Manifest. digest: equal on ranks that see the same checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -287,13 +289,13 @@ class DcpReader:
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
-        """Key -> dtype of every tensor in it."""
+        """Key -> dtype of every tensor in the checkpoint."""
         return {key: kept.dtype for key, kept in self.tensors.items()}
 
     def reads(self, key: str, layout: Layout) -> list[tuple[Chunk, Box, Box]]:
-        """Return the reads that fill `layout` of tensor `key`: (chunk, box of the global tensor, box of the local one).
+        """Return the reads that fill `layout` of tensor `key`: (chunk, box in the global tensor, box in the local one).
 
-        Raises ValueError if the checkpoint does not hold all of it.
+        Raises ValueError if the checkpoint does not contain all elements of `layout`.
         """
         if not layout.pieces:
             return []
@@ -311,7 +313,7 @@ class DcpReader:
         return found
 
     def verify(self, wanted: Mapping[str, Layout]) -> None:
-        """Read what a rank needs of each of these tensors. Raises ValueError if any of it is missing or damaged."""
+        """Read all chunks that `wanted` (key -> layout) needs. Raises ValueError if one is missing or damaged."""
         found: dict[tuple[str, int], tuple[SavedTensor, Chunk]] = {}
         for key, layout in wanted.items():
             found |= {(chunk.file, chunk.start): (self.tensors[key], chunk) for chunk, _, _ in self.reads(key, layout)}
@@ -321,7 +323,7 @@ class DcpReader:
 
     @contextmanager
     def elements(self) -> Iterator[Callable[[SavedTensor, Chunk], Tensor]]:
-        """Yield a function that reads a chunk. It raises ValueError if the bytes are not those that were written."""
+        """Yield a function that reads a chunk. It raises ValueError if the bytes have another checksum."""
         with ExitStack() as files:
             by_name: dict[str, io.BufferedReader] = {}
 
@@ -362,6 +364,6 @@ def _seen(tensor: Tensor, layout: Layout, box: Box) -> Tensor:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the rename to disk too."""
+    """Flush the rename in `folder` to disk."""
     with suppress(OSError), io.FileIO(os.open(folder, os.O_RDONLY)) as file:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Writes the weights of a checkpoint to one safetensors file, tensor by tensor. Needs no process group and no model.
+"""Write the weights of a checkpoint to one safetensors file, tensor by tensor, without process group and model.
 
 python -m nbkit.rank.train.checkpoint.export_safetensors DIR FILE
 """
@@ -24,12 +24,12 @@ _TYPES = {
 
 
 def export(folder: str | Path, target: str | Path) -> tuple[int, int]:
-    """Write every parameter and buffer of the checkpoint in `folder` to `target`. Return (tensors, bytes) written.
+    """Write all parameters and buffers of the checkpoint in `folder` to `target`. Return (number of tensors, bytes).
 
-    The names are those of the model's state dict: `model.load_state_dict(safetensors.torch.load_file(target))` takes
-    them. A tied weight is written under each of its names, since the format has no references. One tensor at a time is
-    in memory. Raises TrainingError if `folder` cannot be read, is damaged or is no checkpoint, or if `target` cannot be
-    written. What was at `target` before then stays intact.
+    `model.load_state_dict(safetensors.torch.load_file(target))` loads the file: the names are those of the state dict.
+    A tied weight is written under each of its names, because the format has no references. Memory holds one tensor at a
+    time. Raises TrainingError if `folder` is damaged or is no checkpoint, or if `target` cannot be written. In that
+    case an existing file `target` stays intact.
     """
     beside = Path(target).with_name(f"{Path(target).name}.tmp")
     try:
@@ -45,14 +45,14 @@ def export(folder: str | Path, target: str | Path) -> tuple[int, int]:
         for name, key, shape in about["names"]:
             if name in header:
                 raise ValueError(f"it names {name!r:.80} twice")
-            kind = reader.kinds.get(key, torch.float32)  # a tensor without elements is not saved
+            kind = reader.kinds.get(key, torch.float32)  # a tensor without elements has no dtype in a checkpoint
             begin, end = end, end + torch.Size(shape).numel() * kind.itemsize
             header[name] = {"dtype": _TYPES[kind], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         beside.unlink(missing_ok=True)
         try:
-            with beside.open("xb") as file:  # "x": never write through a link that somebody left there
+            with beside.open("xb") as file:  # "x": never write through an existing link
                 file.write(len(text).to_bytes(8, "little") + text)
                 for _, key, shape in about["names"]:
                     tensor = torch.zeros(shape, dtype=reader.kinds.get(key, torch.float32))

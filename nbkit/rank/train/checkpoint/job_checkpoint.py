@@ -1,4 +1,4 @@
-"""Saves and loads a job: what has to hold before, and what is kept beside the tensors."""
+"""Save and load a job: check that this is possible, and add the values that are no tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.weight_average import refuse_shown
 from nbkit.rank.world import meeting
 
-Job = Any  # nbkit.rank.train.job's, which imports this file
+Job = Any  # nbkit.rank.train.job.Job: that file imports this one
 
 
 def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
     """Write a checkpoint: see Job.save. Collective."""
     refuse_shown(job, "A checkpoint")
-    path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory meanwhile
+    path = user_path(path).absolute()  # a thread writes later, and a cell may change the working directory before
     meeting.meet("save")
     job.builder.template.check_saves(job.strategy)
     if job.run_dir is not None:
@@ -54,7 +54,7 @@ def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[],
 
 
 def not_finite(job: Job) -> str:
-    """Return which weights are not finite, and on which ranks; "" if all are. Collective: one small all-gather."""
+    """Return in words which weights are not finite, and on which ranks; "" if there are none. Collective."""
     own = job_state.not_finite(job.sharded_model)
     told = all_gather_objects((own[:1], len(own)), world_size=job.world_size, device=job.device)
     ranks = [rank for rank, (_, count) in enumerate(told) if count]
@@ -67,7 +67,7 @@ def not_finite(job: Job) -> str:
 
 
 def opened(job: Job, path: str | Path) -> checkpoint.Saved:
-    """Open the checkpoint at `path`, if it fits. Changes nothing. Collective. Raises as checkpoint.opened does."""
+    """Open the checkpoint at `path` if it fits. Changes nothing. Collective. Raises as checkpoint.opened does."""
     meeting.meet("load")
     return checkpoint.opened(user_path(path), job.state, job.builder, seed=job.seed, place_after=job.feed.after)
 
@@ -90,7 +90,7 @@ def load(job: Job, saved: checkpoint.Saved) -> None:
 
 
 def full_state_dict(job: Job) -> dict[str, Tensor]:
-    """Return the whole model on the CPU, on every rank. Collective."""
+    """Return the state dict of the whole model, on the CPU, on every rank. Collective."""
     meeting.meet("full_state_dict")
     job.sync.resync()
     return checkpoint.full_state_dict(job.sharded_model, job.builder)

@@ -1,9 +1,9 @@
-"""The part of a job's state that a rank holds, under names that mean the same on every rank and in every strategy.
+"""Collect this rank's part of a job's state, under keys that are the same on every rank and under every strategy.
 
-The names are "weight/NAME", "buffer/NAME", and "KEY/NAME" for what the optimizer keeps per element of a parameter
-(exp_avg, momentum_buffer, ...). Numbers that it keeps per parameter (step) are separate.
+The keys are "weight/NAME", "buffer/NAME", and "KEY/NAME" for optimizer state per element of a parameter (exp_avg,
+momentum_buffer, ...). Optimizer state per parameter (step) is separate.
 
-`everyone` gathers what all ranks hold, and `shares` decides which rank writes which box, each box once.
+`everyone` gathers a description of the state of all ranks. `shares` decides which rank writes which box, each box once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JobState = dict[str, tuple[Tensor, Layout]]
 
 
 def weights(sharded_model: ShardedModel) -> JobState:
-    """Return the weights of a sharded model, by "weight/NAME"."""
+    """Return this rank's weights: "weight/NAME" -> (tensor, layout)."""
     return {
         f"weight/{name}": (tensor.detach(), layout) for name, (tensor, layout) in sharded_model.data.weights.items()
     }
@@ -48,14 +48,14 @@ def not_finite(sharded_model: ShardedModel) -> list[str]:
 
 
 def buffers(sharded_model: ShardedModel) -> JobState:
-    """Return the buffers that a checkpoint holds, of modules that run here, by "buffer/NAME". Each is whole."""
+    """Return the buffers to save, of the modules that run on this rank: "buffer/NAME" -> (whole buffer, layout)."""
     here = {name: buffer for name, buffer in sharded_model.module.named_buffers() if sharded_model.runs(name)}
     kept = kept_buffers(sharded_model.module) if here else ()  # this function runs at each step
     return {f"buffer/{name}": (buffer, Layout.whole(buffer.shape)) for name, buffer in here.items() if name in kept}
 
 
 def per_element(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> JobState:
-    """Return what the optimizer keeps for each element of the parameters here, by "KEY/NAME"."""
+    """Return the optimizer state per element of this rank's parameters: "KEY/NAME" -> (tensor, layout)."""
     found: JobState = {}
     for name, param in sharded_model.held.items():
         for key, value in optimizer_state.per_element(optimizer, param).items():
@@ -64,12 +64,12 @@ def per_element(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -
 
 
 def state(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> JobState:
-    """Return the whole state of this rank: weights, buffers, and what the optimizer keeps per element."""
+    """Return the whole state of this rank: weights, buffers, and optimizer state per element."""
     return weights(sharded_model) | buffers(sharded_model) | per_element(sharded_model, optimizer)
 
 
 def scalars(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Return what the optimizer keeps once per parameter: name -> {key: plain number or small CPU tensor}."""
+    """Return the other optimizer state of each parameter: name -> {key: plain number or small CPU tensor}."""
     return {name: optimizer_state.per_parameter(optimizer, param) for name, param in sharded_model.held.items()}
 
 
@@ -79,11 +79,11 @@ def allocate(
     kinds: Mapping[str, Mapping[str, torch.dtype]],
     numbers: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Give `optimizer` empty state for the parameters here. kinds: name -> {key: dtype}; numbers: see `scalars`.
+    """Allocate state in `optimizer` for this rank's parameters. kinds: name -> {key: dtype}; numbers: see `scalars`.
 
-    The average of weights in a checkpoint is left out if this training keeps none.
+    A checkpoint's average of weights is left out if this training keeps no average.
     """
-    # Fused and capturable optimizers keep their counters beside the parameters.
+    # Fused and capturable optimizers keep their counters on the device of the parameters.
     beside = {
         id(p)
         for group in optimizer.param_groups
@@ -113,10 +113,10 @@ def bytes_per_element(
     skeleton: nn.Module,
     groups: Sequence[Sequence[str]],
 ) -> dict[str, dict[str, int]]:
-    """Return name -> {"weight" or key of optimizer state: bytes of an element}, for every parameter of the model.
+    """Return name -> {"weight" or key of optimizer state: bytes per element}, for every parameter of the model.
 
-    groups: the names of the parameters in each group. It assumes that the optimizer keeps the same state for all
-    parameters of a group that train.
+    groups: the names of the parameters in each group. The function assumes that the optimizer keeps the same state for
+    all trained parameters of a group.
     """
     kept = {key: tensor.element_size() for key, (tensor, _) in per_element(sharded_model, optimizer).items()}
     params = dict(skeleton.named_parameters())
@@ -130,9 +130,10 @@ V = TypeVar("V")
 def alike_in_groups(
     kept: Mapping[str, V], groups: Sequence[Sequence[str]], names: Sequence[str]
 ) -> dict[str, dict[str, V]]:
-    """Return name -> {key: value} for `names`, if all parameters of a group keep what is kept of those here.
+    """Return name -> {key: value} for `names`, extended from the parameters of this rank to all of their groups.
 
-    kept: "KEY/NAME" -> value. A group with no parameter on this rank is assumed to keep what the other groups keep.
+    kept: "KEY/NAME" -> value. groups: see bytes_per_element. A group without a parameter on this rank gets the keys of
+    all other groups.
     """
     found = [key.partition("/") for key in kept]
     of_all = {key: kept[f"{key}/{name}"] for key, _, name in found}
@@ -144,12 +145,15 @@ def alike_in_groups(
 
 
 _BOX_BYTES = 64 << 20
-"""Larger boxes are saved as several, so that reading a small part of one reads little else."""
+"""Larger boxes are saved in several parts. So reading a small part of a tensor reads little else."""
 
 
 @dataclass(frozen=True)
 class Everyone:
-    """The state that all ranks hold. layouts: by rank, key -> layout. kinds: key -> dtype. numbers: see `scalars`."""
+    """A description of the state of all ranks.
+
+    layouts: for each rank, key -> layout. kinds: key -> dtype. numbers: see `scalars`.
+    """
 
     layouts: tuple[Mapping[str, Layout], ...]
     kinds: Mapping[str, torch.dtype]
@@ -159,7 +163,7 @@ class Everyone:
 def everyone(
     own: JobState, numbers: Mapping[str, Mapping[str, Any]], world_size: int, device: torch.device
 ) -> Everyone:
-    """Return what all ranks hold. Collective: one all-gather of layouts and numbers."""
+    """Describe the state of all ranks. Collective: one all-gather of layouts and numbers."""
     # Equal layouts become one object. It is pickled once, and receivers can compare layouts by identity.
     known: dict[Layout, Layout] = {}
     layouts = {key: known.setdefault(layout, layout) for key, (_, layout) in own.items()}
@@ -173,7 +177,7 @@ def everyone(
 
 
 def by_name(kinds: Mapping[str, torch.dtype]) -> dict[str, dict[str, torch.dtype]]:
-    """Return name -> {key: dtype} of optimizer state, selected from the dtypes of all tensors."""
+    """Select the optimizer state from the dtypes of all tensors: return name -> {key: dtype}."""
     found: dict[str, dict[str, torch.dtype]] = {}
     for key, dtype in kinds.items():
         kind, _, name = key.partition("/")
@@ -183,9 +187,9 @@ def by_name(kinds: Mapping[str, torch.dtype]) -> dict[str, dict[str, torch.dtype
 
 
 def counted_once(layouts: Sequence[Mapping[str, Layout]]) -> list[dict[str, Layout]]:
-    """Return layouts by rank with each buffer only at the first rank that has it.
+    """Return `layouts` (one dict per rank) with each buffer only at the first rank that has it.
 
-    Buffers that a forward pass changed differ between ranks at the same step. Those of the first rank count.
+    Buffers that a forward pass changes may differ between ranks. Those of the first rank count.
     """
     given: set[str] = set()
     found = []
@@ -197,9 +201,10 @@ def counted_once(layouts: Sequence[Mapping[str, Layout]]) -> list[dict[str, Layo
 
 
 def shares(every: Everyone, rank: int) -> dict[str, list[Box]]:
-    """Return key -> the boxes that `rank` writes. Every element is written once, by the holder with the least to write.
+    """Return key -> the boxes that `rank` writes.
 
-    The result is the same on every rank, without a message.
+    Every element is written once, by the rank with the fewest bytes to write so far among those that hold it. The ranks
+    compute the same result without messages.
     """
     load = [0] * len(every.layouts)
     cells: dict[tuple[int, ...], list[tuple[Box, tuple[int, ...]]]] = {}
@@ -219,7 +224,7 @@ def shares(every: Everyone, rank: int) -> dict[str, list[Box]]:
 
 
 def _cells(spread: Sequence[Layout | None], most: int) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return disjoint boxes of at most `most` elements that cover all that is held: (box, ranks that hold it)."""
+    """Return (box, ranks that hold it) for disjoint boxes of at most `most` elements that cover the tensor."""
     holders: dict[Box, list[int]] = {}
     for rank, layout in enumerate(spread):
         for box in held(layout):

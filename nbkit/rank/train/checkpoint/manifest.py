@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint, as JSON: the file of each part of each tensor, and everything that is not a tensor.
+"""Read and write the manifest of a checkpoint, as JSON: the offsets of all tensors, and all values that are no tensors.
 
-It is in `.metadata`, after the part that torch's own tools read. That part is a pickle, which may call any function
-when it is read. The headers of the tensors in the data files are pickles too. nbkit reads none of them. The manifest
-holds the places of the bytes of each tensor. Its footer and a checksum for each part show whether anything was changed.
+The manifest is in `.metadata`, after the part that torch's tools read. That part is a pickle, and reading a pickle may
+call any function. The headers of the tensors in the data files are pickles too. nbkit reads none of them. The manifest
+has the file and offset of each part of each tensor. Its footer and a checksum for each part detect any change.
 
-`encoded` and `decoded` convert plain values to JSON and back, with their types and bits: numbers, text, lists, tuples,
-dicts, small tensors. JSON names no classes, so reading it builds nothing but these, whoever wrote it. A type that JSON
-does not have becomes an object with one key, the name of the type.
+`encoded` and `decoded` convert plain values to JSON and back, with their exact types and bits: numbers, text, lists,
+tuples, dicts, sets and small tensors. JSON does not name classes, so reading it can build nothing else, whoever wrote
+it. A type that JSON does not have becomes an object with one key, the name of the type.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MOST_DIMS = 64
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the key of `dtype` in DTYPES. Raises TypeError for a dtype that is not there."""
+    """Return the key of `dtype` in DTYPES. Raises TypeError for any other dtype."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise TypeError(f"a tensor of {dtype} cannot be written to a checkpoint")
@@ -59,17 +59,23 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def viewed(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return bytes as elements of `dtype`. For bool any byte other than 0 is true."""
+    """Return a uint8 tensor as elements of `dtype`. For bool, any byte other than 0 is true."""
     return bits.ne(0) if dtype == torch.bool else bits.view(dtype)
 
 
 def encoded(value: Any) -> str:
-    """Return `value` as one line of JSON. numpy's numbers become Python's, arrays tensors. Else raises TypeError."""
+    """Return `value` as one line of JSON. numpy scalars become Python numbers, and numpy arrays become tensors.
+
+    Raises TypeError for other types.
+    """
     return json.dumps(_tagged(value), separators=(",", ":"))
 
 
 def writable(value: Any) -> Any:
-    """Return `value`, a user's, if a checkpoint can hold it; else None. Plain values, at most MOST_CHARACTERS."""
+    """Return the user's `value` if it can be saved, otherwise None.
+
+    A checkpoint can contain plain values of at most MOST_CHARACTERS of JSON.
+    """
     try:
         return value if len(encoded(value)) <= MOST_CHARACTERS else None
     except TypeError:
@@ -154,7 +160,7 @@ _MOST_EPOCHS = 1 << 32  # so that a seed plus an epoch is a valid seed
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: the file and offset of its elements, row by row, and their CRC-32."""
+    """A box of a tensor. file, start: its elements, row by row. crc: their CRC-32."""
 
     box: Box
     file: str
@@ -177,7 +183,11 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest. tensors: by key. files: name -> bytes. about: see checkpoint.take. digest: of the file, as hex."""
+    """The content of a manifest.
+
+    tensors: key -> tensor. files: name -> size in bytes. about: see checkpoint.take. digest: the SHA-256 of the file
+    without its footer, as hex.
+    """
 
     tensors: Mapping[str, SavedTensor]
     files: Mapping[str, int]
@@ -186,7 +196,7 @@ class Manifest:
 
 
 def written(head: bytes, tensors: Mapping[str, SavedTensor], files: Mapping[str, int], about: str) -> bytes:
-    """Return the content of `.metadata`. head: torch's part. files: name -> bytes. about: as `encoded` returns it."""
+    """Return the content of `.metadata`. head: torch's part. files: name -> size. about: a result of `encoded`."""
     number = {name: index for index, name in enumerate(files)}
     rows = [
         [
@@ -203,7 +213,7 @@ def written(head: bytes, tensors: Mapping[str, SavedTensor], files: Mapping[str,
 
 
 def read(path: Path) -> Manifest:
-    """Return the manifest at the end of `path`. Raises OSError, or any Exception if it is none or was changed."""
+    """Read the manifest at the end of the file `path`. Raises OSError, or any Exception if it is missing or damaged."""
     with opened(path) as file:
         size = file.seek(0, os.SEEK_END) - _FOOTER.size
         file.seek(max(size, 0))
@@ -272,7 +282,7 @@ def _kept(key: str, dtype: torch.dtype, shape: list[int], rows: list[list[int]],
 
 
 def _check(about: Any, tensors: Mapping[str, SavedTensor]) -> None:
-    """Raise ValueError if `about` has another form than checkpoint.take gives it, or names tensors that are missing."""
+    """Raise ValueError if `about` has another form than in checkpoint.take, or if a tensor that it names is missing."""
     for field, fits in _FIELDS.items():
         try:
             good = fits(about[field])

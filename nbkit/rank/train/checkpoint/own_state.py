@@ -1,7 +1,7 @@
-"""Handles models that change their own state dict: by hooks, by extra state, or by a `state_dict` method.
+"""Save and load models that change their own state dict: by hooks, by extra state, or by a `state_dict` method.
 
-`full_state_dict` must equal the whole model's `state_dict()` in one process, so it calls that of a whole copy. A
-checkpoint holds parameters and buffers unchanged, and the extra state beside them.
+`full_state_dict` must equal the whole model's `state_dict()` in one process. So it calls `state_dict()` of a copy of
+the whole model. A checkpoint contains parameters and buffers unchanged, and the extra state separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOOKS = "_state_dict_hooks", "_state_dict_pre_hooks"
 
 
 def names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return (name, key of the tensor, shape) of parameters and buffers, in the order of a state dict.
+    """Return (name, key of the tensor, shape) for each parameter and buffer, in the order of a state dict.
 
     The names of a tied weight share one key. Runs no user code.
     """
@@ -46,7 +46,7 @@ def names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def changed_by(module: nn.Module) -> str:
-    """Return the first part of `module` that changes how torch makes its state dict, or "" if none does."""
+    """Return the path of the first submodule with its own code for the state dict, or "" if there is none."""
     for path, part in module.named_modules():
         own = any(getattr(type(part), name) is not getattr(nn.Module, name) for name in _METHODS)
         if own or any(vars(part)[name] for name in _HOOKS):
@@ -55,10 +55,10 @@ def changed_by(module: nn.Module) -> str:
 
 
 def extra_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, Any]:
-    """Return the extra state of each part that has any, by path, from a rank that runs it. Collective if one has any.
+    """Return path -> extra state, for each submodule that has one. Collective if there is one.
 
-    Raises StrategyError, on every rank alike, if it is computed from weights of which a rank holds only a part, and
-    TrainingError if it fails.
+    The state is that of the first rank that runs the submodule. Raises StrategyError, on every rank, if
+    `get_extra_state` reads a weight of which a rank holds only a part, and TrainingError if it fails.
     """
     paths = [path for path, part in builder.skeleton.named_modules() if _has_extra(part)]
     if not paths:
@@ -93,7 +93,7 @@ def extra_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, Any
 
 
 def writable_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, Any]:
-    """Return `extra_states`. Collective. Raises TrainingError, on every rank, if a checkpoint cannot hold one."""
+    """Return `extra_states`. Collective. Raises TrainingError, on every rank, if one cannot be saved."""
     states = extra_states(sharded_model, builder)
     for path, value in states.items():
         try:
@@ -108,7 +108,7 @@ def writable_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, 
 
 
 def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Give each part of `module` its saved extra state."""
+    """Set the saved extra state of each submodule. states: path -> extra state."""
     parts = dict(module.named_modules())
     for path, value in states.items():
         if path in parts:
@@ -116,9 +116,10 @@ def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 
 def whole_state_dict(whole: Mapping[str, Tensor], sharded_model: ShardedModel, builder: Builder) -> dict[str, Tensor]:
-    """Return the `state_dict()` of the whole model. Collective. whole: all weights and buffers, by key.
+    """Return the `state_dict()` of the whole model. Collective. whole: key -> tensor, for all weights and buffers.
 
-    It comes from a copy of the model with these tensors, and with attributes and extra state of the model that trains.
+    It is made by a copy of the model with these tensors, and with the attributes and extra state of the model that
+    trains.
     """
     states, live = extra_states(sharded_model, builder), sharded_model.module
     own = {at: value for at, value in set_since(live, sharded_model.built).items() if sharded_model.runs(f"{at[0]}.")}

@@ -1,14 +1,14 @@
-"""Reads checkpoints of plain FSDP2 and in torchtitan's layout as if they were nbkit's, and converts nbkit's to them.
+"""Read checkpoints of plain FSDP2 and of torchtitan like nbkit's own, and convert nbkit's checkpoints to these layouts.
 
 python -m nbkit.rank.train.checkpoint.torch_layouts DIR TARGET LAYOUT
 
-Both keep model and optimizer under the names of the model's state dict. Plain FSDP2 has {"model": ..., "optim": ...} of
-`get_state_dict`. torchtitan has the weights without a prefix, and a flattened optimizer. The reader finds the names by
-the text before and after them, so it understands other prefixes ("app.model.") too. torch reads the tensors with
-weights_only, which builds nothing but tensors and plain values.
+Both layouts keep model and optimizer under the names of the model's state dict. Plain FSDP2 has {"model": ..., "optim":
+...} of `get_state_dict`. torchtitan has the weights without a prefix, and a flattened optimizer. The reader searches
+for the names with any prefix, so it also understands other prefixes ("app.model."). torch reads the tensors with
+weights_only, which builds only tensors and plain values.
 
-The `.metadata` of torch.distributed.checkpoint is a pickle, and torch's FileSystemReader runs what it names. Here only
-the plain values of such a file are allowed (sizes, dtypes, places), and anything else is refused.
+The `.metadata` of torch.distributed.checkpoint is a pickle, and torch's FileSystemReader calls the functions that it
+names. Here such a file may contain only plain values (sizes, dtypes, offsets). Anything else is refused.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _NAMED = {
     )
     if not isinstance(kind, Missing)
 }  # fmt: skip
-# The file names the directory that it was written to. That name is not used.
+# The file contains the path of the directory that it was written to, as a pathlib object. The path is not used.
 _PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
 
 
 def is_from_elsewhere(folder: Path) -> bool:
-    """Return True if `folder` is a checkpoint of torch.distributed.checkpoint without nbkit.
+    """Return True if torch.distributed.checkpoint has written `folder` without nbkit.
 
-    It then has data files, none of them named as nbkit names them.
+    Then there are data files, but none has a name in nbkit's form.
     """
     try:
         names = [path.name for path in folder.glob("*.distcp")]
@@ -68,7 +68,7 @@ def is_from_elsewhere(folder: Path) -> bool:
 
 
 def read_metadata(path: Path) -> metadata.Metadata:
-    """Return the metadata in the file `path`. Raises OSError, or any Exception if it is none or names other types."""
+    """Read the metadata in the file `path`. Raises OSError, or any Exception if it is invalid or names other types."""
     with opened(path) as file:
         found = _Unpickler(file).load()
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
@@ -89,10 +89,10 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """Facts about the job that loads, which a foreign checkpoint does not hold or holds in another order.
+    """Facts about the job that loads, which a foreign checkpoint does not contain, or contains in another order.
 
-    names: see own_state.names_of. groups: names of parameters, by group of the optimizer. settings: of each group.
-    place_after: finished steps -> position in the data of a training that has always been this one.
+    names: see own_state.names_of. groups, settings: parameter names and settings of each group of the optimizer.
+    place_after: number of steps of this job -> the position in the data after them.
     """
 
     names: Sequence[tuple[str, str, tuple[int, ...]]]
@@ -103,7 +103,7 @@ class LoadTarget:
 
 
 class TorchReader(DcpReader):
-    """A DcpReader of a foreign checkpoint. Raises OSError, or another Exception if it is none."""
+    """A DcpReader for a foreign checkpoint. Raises OSError, or another Exception if `path` is none."""
 
     def __init__(self, path: Path, wanted: LoadTarget) -> None:
         self.path = path
@@ -128,7 +128,7 @@ class TorchReader(DcpReader):
         return f"a checkpoint {named}" if optimizer is not None else f"weights under {model!r}, no optimizer"
 
     def _weights(self, wanted: LoadTarget) -> dict[str, str]:
-        """Return nbkit's key -> name in the checkpoint, of weights and buffers."""
+        """Return nbkit's key -> name in the checkpoint, for weights and buffers."""
         by_key: dict[str, list[str]] = {}
         for name, key, _ in wanted.names:
             by_key.setdefault(key, []).append(name)  # a tied weight is saved under one of its names, or under all
@@ -142,9 +142,9 @@ class TorchReader(DcpReader):
         return found
 
     def _state(self, keys: Mapping[str, str]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-        """Return the optimizer state: what has a parameter's shape, and what there is once per parameter.
+        """Return the optimizer state: (tensors with the shape of their parameter, other values of each parameter).
 
-        The first is nbkit's key -> name in the checkpoint; the second is parameter -> {key: value}.
+        The first is nbkit's key -> name in the checkpoint. The second is name of a parameter -> {key: value}.
         """
         moments, numbers = dict[str, str](), dict[str, dict[str, Any]]()
         before = {fqn[: fqn.index("state.")] for fqn in self._stored if "state." in fqn and fqn not in keys.values()}
@@ -195,7 +195,7 @@ class TorchReader(DcpReader):
     def _group(self, wanted: LoadTarget, index: int, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a group.
 
-        Plain FSDP2 keeps them by the number of the group, a flattened optimizer by its first parameter.
+        Plain FSDP2 stores them under the group's index, a flattened optimizer under the names of its parameters.
         """
         found = dict(own)
         if self._optimizer is None:
@@ -236,7 +236,7 @@ class TorchReader(DcpReader):
         return file, info.offset
 
     def _value(self, fqn: str) -> Any:
-        """Return the value under a name that is saved in one part: a plain value or a tensor."""
+        """Return the plain value or the tensor that is saved as `fqn`. A tensor must be saved in one part."""
         shape = self._shape(fqn)
         offset = None if shape is None else torch.Size([0] * len(shape))
         file_name, start = self._place(MetadataIndex(fqn, offset))
@@ -282,8 +282,8 @@ LAYOUTS = ("fsdp2", "torchtitan")
 def convert(folder: str | Path, target: str | Path, layout: str) -> tuple[int, int]:
     """Write the checkpoint in `folder` to the new directory `target`. Return (number of tensors, step).
 
-    layout: "fsdp2", {"model": ..., "optim": ...} as `get_state_dict` gives them; or "torchtitan", the weights under
-    their own names, a flattened optimizer and train_state.step. Memory holds the contents of the checkpoint once.
+    layout: "fsdp2" for {"model": ..., "optim": ...} as `get_state_dict` returns them; or "torchtitan" for weights
+    without a prefix, a flattened optimizer and train_state.step. The whole checkpoint must fit into memory.
     Raises TrainingError if `folder` is no checkpoint or is damaged, or if `target` exists or cannot be written.
     """
     try:
@@ -337,7 +337,7 @@ def _optimizer(reader: DcpReader) -> dict[str, dict[str, Any]]:
 
 
 def _tensor(reader: DcpReader, key: str, shape: tuple[int, ...]) -> Tensor:
-    tensor = torch.zeros(shape, dtype=reader.kinds.get(key, torch.float32))  # a tensor without elements is not saved
+    tensor = torch.zeros(shape, dtype=reader.kinds.get(key, torch.float32))  # tensors without elements have no dtype
     fill(reader, {key: (tensor, Layout.whole(shape))})
     return tensor
 

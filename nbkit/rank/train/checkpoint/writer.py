@@ -1,7 +1,7 @@
-"""Writes checkpoints: at once, or in a thread beside the training after a copy was made.
+"""Write checkpoints, either at once, or from a copy in a thread while the training continues.
 
-The training waits only for the copy to host memory. That memory is kept for the next copy. The threads of the ranks
-communicate over a group of their own, which is not part of the training's counts and timings.
+With a thread, the training waits only for the copy to host memory. That memory is kept for the next copy. The threads
+of the ranks communicate over their own group, which is not part of the training's counts and timings.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.replace.backup import Contents, copy_into, host_memory
 
-_SHARE_OF_FREE = 0.5  # part of a host's free memory that copies may take; beyond it the training waits for the write
+_SHARE_OF_FREE = 0.5  # fraction of a host's free memory for copies. Without room, the training waits for the write
 
 
 @dataclass(frozen=True)
 class WriteOutcome:
-    """The result of writing a checkpoint. error: the reason if it was not written."""
+    """The result of writing a checkpoint. error: the reason if it was not written, otherwise None."""
 
     path: Path
     step: int
@@ -45,10 +45,10 @@ class CheckpointWriter:
         self._outcome: WriteOutcome | None = None
 
     def begin(self, taken: Taken, *, beside: bool, then: Callable[[], None] | None = None) -> None:
-        """Write `taken`, or begin to write it in a thread. Collective. The previous `outcome` must have been taken.
+        """Write `taken`, or begin to write it in a thread. Collective. Call `outcome` for the previous write first.
 
-        then: called on rank 0 when the checkpoint is whole; no other rank waits for it.
-        Raises TrainingError, on every rank, if a write without a thread fails.
+        beside: use a thread, if host memory holds a copy. then: called on rank 0 when the checkpoint is complete; no
+        other rank waits for it. Raises TrainingError, on every rank, if a write without a thread fails.
         """
         assert self._thread is None
         if not beside or (copied := self._copied(taken)) is None:
@@ -62,7 +62,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def outcome(self, *, wait: bool) -> WriteOutcome | None:
-        """Return the result of the last write, once. None while it is being written; wait: wait for it instead."""
+        """Return the result of the last write, only once. While the write runs, return None, or wait for its end."""
         if self._thread is not None:
             if self._thread.is_alive() and not wait:
                 return None
@@ -76,7 +76,7 @@ class CheckpointWriter:
         self._group = None
 
     def _copied(self, taken: Taken) -> Taken | None:
-        """Return `taken` with copies in host memory of what this rank writes; None if there is no room. Collective."""
+        """Return `taken` with its tensors copied to host memory; None if there is no room. Collective."""
         contents = Contents.by_key(taken.held, taken.shares)
         if any_rank(self._room.numel() != contents.num_bytes, device=self.device):
             self._room = self._room.new_empty(0)
@@ -94,7 +94,7 @@ class CheckpointWriter:
             write(taken, rank=self.rank, gather=self._gathered_beside)
         except NbkitError as refused:
             error = refused
-        except Exception as broken:  # the connection to a rank that has died
+        except Exception as broken:  # for example, the connection to a rank that has died
             error = TrainingError(
                 f"The checkpoint {str(taken.path)!r} was not written to its end.",
                 numbers=f"{type(broken).__name__}: {broken}",

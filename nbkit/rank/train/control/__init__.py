@@ -1,1 +1,1 @@
-"""Acts on a training from outside: requests at step boundaries, pauses, and recovery after a broken step."""
+"""Control a training from outside: requests at step boundaries, pauses, and recovery after an interrupted step."""

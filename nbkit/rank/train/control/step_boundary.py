@@ -1,27 +1,27 @@
-"""The step boundary: the one place where a request from outside (stop, live cell) acts on a training.
+"""Serve requests from outside (stop, switch, live cell) at a step boundary: after the same step on all ranks.
 
-Requests reach each rank at its own time, from another thread. Their sender numbers them 1, 2, 3, ... In the reduction
-of a step each rank reports whether it holds the next number and has prepared what it can beside the training. When all
-ranks do, all act after the same step. Some things, such as groups, all ranks must make at once. They begin to make them
-after the same step too, and act after a later one. So no rank ever acts alone, and no collective is added.
+Requests reach the ranks at different times, in another thread. Their sender numbers them 1, 2, 3, ... In the reduction
+of a step each rank reports if it holds the next request, and if it has prepared what it can during the training. When
+all ranks have, they all act after the same step. Some things, such as groups, must be made by all ranks at once. The
+ranks begin to make them after the same step, and act after a later one. So no rank ever acts alone, and no collective
+is added.
 
-A request may have been sent to a process that died before it acted. The process that takes its place would never get
-it, and all later requests, even a stop, would wait behind it. So if some ranks have held a request for SHARE_SECONDS
-and others have not, they share it (`share`).
+A process may die before it acts on a request. The process that replaces it would never get the request, and all later
+requests, even a stop, would wait behind it. So if only some ranks have held a request for SHARE_SECONDS, the ranks
+share it (`share`).
 
-A cluster that ends makes its trainings end. This has no number: if one rank is told, all end after the same step, with
-a checkpoint.
+When a cluster ends, its trainings end too. This request has no number: if one rank is told, all ranks end after the
+same step, with a checkpoint.
 
-Pause: `hold` keeps the training at a step boundary and serves requests there. Every rank enters at the same boundary.
-About twenty times a second a small reduction asks whether all hold the next request. So a stop, a switch or a live
-cell acts on all ranks or on none, and so does the request to go on.
+Pause: `hold` keeps the training at a step boundary and serves requests there. Every rank enters it at the same
+boundary. About twenty times a second a small reduction asks if all ranks hold the next request. So a stop, a switch or
+a live cell acts on all ranks or on none, and so does the request to go on.
 
-Signals: schedulers send a signal shortly before a job ends. The training is then saved at its next boundary and ends.
-`heed_end_signals` handles them in scripts under torchrun. On the ranks of a cluster the bridge handles them from the
-start.
+Signals: schedulers send a signal shortly before a job ends. Then the training is saved at its next boundary and ends.
+`heed_end_signals` handles these signals in scripts under torchrun. On the ranks of a cluster the bridge handles them.
 
-`newest` returns the training that was made last on this rank: requests refer to it when none is making steps. DETACHED
-is set by the bridge when the cell that runs on this rank is detached, so that nobody may be there when it ends.
+`newest` returns the training that was made last on this rank. Requests refer to it when no training makes steps. The
+bridge sets DETACHED when the current cell is detached, so that the user may be away when it ends.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from nbkit.errors import Stopped
 from nbkit.rank.comm.agree import all_gather_objects, largest
 from nbkit.wire.cluster_end import end_signals
 
-SHARE_SECONDS = 2.0  # after some ranks alone have held a request for so long, they share it
+SHARE_SECONDS = 2.0  # if only some ranks have held a request for so long, the ranks share it
 LEAST_PATIENCE = 1.5  # seconds after which a training that has made no step is interrupted
 LACKS, READY = 1, 2  # what `Inbox.stage` returns for a request that has arrived
 
 
 class Preparation:
-    """The work for a request that is done beside the training. This base class has none."""
+    """Work for a request that is done during the training. This base class does nothing."""
 
     def alone(self) -> bool:
-        """Return True if this rank has made what it can make by itself, or cannot."""
+        """Return True if this rank has finished its own part of the work, with or without success."""
         return True
 
     def lacks(self) -> bool:
-        """Return True if something is missing that all ranks have to make at once."""
+        """Return True if the part that all ranks must do at once is not finished."""
         return False
 
     def create_groups(self) -> None:
-        """Begin to make what is missing, in a thread. Called on all ranks after the same step.
+        """Begin the part that all ranks must do at once, in a thread. Called on all ranks after the same step.
 
-        `lacks` returns True until it has ended, with or without success.
+        `lacks` returns True until this part has ended, with or without success.
         """
 
 
 @dataclass
 class _Request:
-    """A request. preparation: None until its turn comes. begun: the work that all ranks do at once has begun."""
+    """A request. preparation: None until it is the next request. begun: `create_groups` was called."""
 
     kind: str
     payload: Any
@@ -76,7 +76,7 @@ class _Request:
 
 
 class Inbox:
-    """Requests that have arrived at this rank, by number. Safe between threads."""
+    """The requests that have arrived at this rank, by number. Thread-safe. acted: the last number that was served."""
 
     def __init__(self) -> None:
         self.acted = 0
@@ -84,31 +84,31 @@ class Inbox:
         self._lock = threading.Lock()
 
     def post(self, number: int, kind: str, payload: Any = None) -> None:
-        """Take in a request. A number that was acted on already is ignored."""
+        """Add a request. A number that was served already is ignored."""
         with self._lock:
             if number > self.acted:
                 self._waiting[number] = _Request(kind, payload)
         self.stage(self.acted + 1)
 
     def stage(self, number: int) -> int:
-        """Return how far this rank is with request `number`, which is the next one: READY, LACKS or 0.
+        """Return the state of request `number`, the next one, on this rank: READY, LACKS or 0.
 
-        LACKS: all is ready except what all ranks must make at once. 0: this rank is still preparing, or the request has
-        not arrived.
+        LACKS: only the part that all ranks must do at once is missing. 0: this rank is still preparing its own part, or
+        the request has not arrived.
         """
         with self._lock:
             request = self._waiting.get(number)
             if request is None:
                 return 0
             if request.preparation is None:
-                # Not before its turn: the state that an earlier request leaves behind is not known yet.
+                # Not before it is the next one: an earlier request may still change the state.
                 request.preparation = preparers.get(request.kind, lambda payload: Preparation())(request.payload)
         if not request.preparation.alone():
             return 0
         return LACKS if request.preparation.lacks() else READY
 
     def prepare_collectively(self, number: int, *, begin: bool) -> bool:
-        """Return True if all ranks are making something at once for request `number`. begin: start it now."""
+        """Return True if `create_groups` was called for request `number`. begin: call it now."""
         with self._lock:
             request = self._waiting.get(number)
         if request is None or request.preparation is None:
@@ -119,24 +119,24 @@ class Inbox:
         return request.begun
 
     def highest(self) -> int:
-        """Return the highest number that arrived or was acted on."""
+        """Return the highest number that arrived or was served."""
         with self._lock:
             return max(self._waiting, default=self.acted)
 
     def waiting(self) -> dict[int, tuple[str, Any]]:
-        """Return (kind, payload) of the requests that have arrived and were not acted on, by number."""
+        """Return number -> (kind, payload), for the requests that have arrived and were not served."""
         with self._lock:
             return {number: (each.kind, each.payload) for number, each in self._waiting.items()}
 
     def take(self, number: int) -> tuple[str, Any]:
-        """Return request `number`. From now on it counts as acted on."""
+        """Remove request `number` and return (kind, payload). From now on it counts as served."""
         with self._lock:
             self.acted = number
             request = self._waiting.pop(number)
             return request.kind, request.payload
 
     def drop(self, upto: int) -> list[tuple[int, str, Any]]:
-        """Forget the requests up to `upto`, and return them. They now count as acted on."""
+        """Remove the requests up to `upto`, and return them as (number, kind, payload). They now count as served."""
         with self._lock:
             self.acted = max(self.acted, upto)
             numbers = sorted(number for number in self._waiting if number <= self.acted)
@@ -150,13 +150,13 @@ inbox = Inbox()
 # a request that no boundary will serve, because the training ended first.
 handlers: dict[str, Callable[[Any], None]] = {}
 
-# kind -> function of the payload that begins, in a thread of its own, to prepare what this rank makes by itself.
+# kind -> function of the payload that begins to prepare this rank's own part, in its own thread.
 preparers: dict[str, Callable[[Any], Preparation]] = {}
 
 run = 0
-"""The number of the newest run of steps, the same on all ranks."""
+"""The number of the newest run of steps. It is equal on all ranks."""
 began = 0.0
-"""time.time() at which the newest training of this rank began to make steps."""
+"""The time.time() when the newest training of this rank began to make steps."""
 _training: Any = None
 _told_to_end = ""
 _progress: dict[str, Any] = {}
@@ -171,19 +171,19 @@ def training() -> Any:
 def progress() -> dict[str, Any]:
     """Return the progress of the newest training. From any thread.
 
-    Its keys: step, goal (0: not known), loss, tokens_per_s, step_s (the longest recent step), eta_s, and unit: what
-    tokens_per_s counts, "tokens" or "rows".
+    Its keys: step, goal (the last step; 0: not known), loss, tokens_per_s, unit ("tokens" or "rows", for tokens_per_s),
+    step_s (seconds of the longest recent step), eta_s.
     """
     return _progress | _describe()
 
 
 def report(**numbers: Any) -> None:
-    """Set values that `progress` returns."""
+    """Set entries of the dict that `progress` returns."""
     _progress.update(numbers)
 
 
 def report_by(describe: Callable[[], dict[str, Any]]) -> None:
-    """Have `progress` call `describe`, until the training ends: a step computes nothing that nobody asks for."""
+    """Make `progress` call `describe` until the training ends. So a step computes these numbers only on request."""
     global _describe
     _describe = describe
 
@@ -199,10 +199,9 @@ def patience() -> float:
 
 
 def forget(device: torch.device) -> None:
-    """Drop the requests posted before now, which were meant for an earlier training.
+    """Drop all requests until now, which were meant for an earlier training. Collective: ranks agree on the numbers.
 
-    Collective: ranks agree on the numbers. So a stop that came too late for one training on some ranks does not stop
-    the next one.
+    So a stop that came too late for one training does not stop the next training on some ranks.
     """
     global run
     highest, run = largest([inbox.highest(), run + 1], device=device)
@@ -210,7 +209,7 @@ def forget(device: torch.device) -> None:
 
 
 def meet(device: torch.device) -> None:
-    """Agree, after new ranks have joined, on the request that all act on next. Collective."""
+    """Agree on the next request after new ranks have joined. Collective."""
     global run
     acted, run = largest([inbox.acted, run], device=device)
     _tell_unserved(inbox.drop(acted))
@@ -235,7 +234,7 @@ def enter(job: Any) -> None:
 
 
 def leave() -> None:
-    """Note that there are no more boundaries. Requests that none has served go to handlers["unserved"]."""
+    """Note that there are no more boundaries. Requests that were not served go to handlers["unserved"]."""
     global _training, _describe
     _progress.update(_describe())
     _training, _describe = None, dict
@@ -243,9 +242,9 @@ def leave() -> None:
 
 
 def tell_to_end(why: str) -> None:
-    """Have the training, and any later one, saved and ended at its next boundary, because the cluster ends.
+    """Make this training and any later one save itself and end at its next boundary, because the cluster ends.
 
-    From any thread. why: for example "the parent of the ranks was ended"; "": it does not end after all.
+    From any thread. why: for example "the parent of the ranks was ended". "" revokes an earlier call.
     """
     global _told_to_end
     _told_to_end = why
@@ -257,9 +256,9 @@ def told_to_end() -> bool:
 
 
 def end() -> NoReturn:
-    """Save the training and raise Stopped, at a boundary of all ranks, if at least one was told to end. Collective.
+    """Save the training and raise Stopped, because at least one rank was told to end. Collective, at a boundary.
 
-    On the ranks that know why, handlers["ended"] gets (why, finished steps, what was saved or why nothing was).
+    On ranks that were told, handlers["ended"] gets (why, number of finished steps, result of the save in words).
     """
     saves = getattr(_training, "saves", None)
     saved = saves.save_at_end() if saves is not None else "not saved: a loop of your own saves itself"
@@ -298,11 +297,11 @@ def hold(device: torch.device) -> None:
     if _held:
         return
     _held = True
-    polls = 0  # in a row in which some ranks held the next request and others did not
+    polls = 0  # number of successive polls in which only some ranks held the next request
     try:
         while _held:
             asked = inbox.acted + 1
-            # Even if it lacks something: no step is running beside which that could be made.
+            # LACKS is enough here: there is no running step during which the rest could be prepared.
             here = inbox.stage(asked) > 0
             lacks, ends, held = largest([not here, told_to_end(), here], device=device)
             if ends:
@@ -333,7 +332,7 @@ def is_held() -> bool:
 
 
 def heed_end_signals() -> None:
-    """Handle the signals that announce the end of the job, unless they have a handler. Called as a training begins."""
+    """Handle the signals that announce the end of the job, unless they have a handler. Call it before a training."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in end_signals():

@@ -1,4 +1,4 @@
-"""A plan of switches: which strategy comes after how many finished steps. Scripts use it instead of manual switches."""
+"""Plan switches in advance: number of finished steps -> strategy. For scripts, where nobody can switch by hand."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nbkit.quoting import user_path
 from nbkit.strategy import Strategy
 
 SwitchSchedule = Mapping[int, str] | str | Path | None
-"""Finished steps -> strategy, or the path of a JSON file with that; None: no switch."""
+"""Number of finished steps -> strategy, or the path of a JSON file with such a mapping. None: no switches."""
 
 
 class SwitchPlan:
-    """The switches that are still ahead, the same on every rank.
+    """The planned switches that are not made yet. They are equal on every rank.
 
-    Raises TrainingError for a file that cannot be read, and for steps that are not numbers.
+    Raises TrainingError for a file that cannot be read, and for steps that are not integers of at least 0.
     """
 
     def __init__(self, given: SwitchSchedule) -> None:
@@ -34,13 +34,13 @@ class SwitchPlan:
 
     @property
     def ahead(self) -> tuple[str, ...]:
-        """The strategies that are still to come."""
+        """The strategies of the switches that are not made yet."""
         return tuple(self._ahead.values())
 
     def check(self, parsed: Callable[[str], Strategy], fits: Callable[[Strategy], object]) -> list[Strategy]:
-        """Return the strategies that are still to come, in order.
+        """Return the strategies of the switches that are not made yet, in order.
 
-        Raises StrategyError or TrainingError, before any step, for one that these ranks or `fits` refuse.
+        Raises StrategyError or TrainingError for a strategy that these ranks or `fits` refuse.
         """
         ahead = [parsed(text) for _, text in sorted(self._ahead.items())]
         for strategy in ahead:
@@ -48,9 +48,9 @@ class SwitchPlan:
         return ahead
 
     def due(self, step: int) -> str | None:
-        """Return the strategy that is due after `step` finished steps, until it is `done`. None: nothing is due.
+        """Return the strategy that is due after `step` finished steps, until `done` is called. None: nothing is due.
 
-        If several steps of the plan were passed, as after loading a checkpoint, it is the latest of them.
+        If several switches are due, as after loading a checkpoint, this is the last of them.
         """
         if not self._ahead:
             return None
@@ -58,7 +58,7 @@ class SwitchPlan:
         return self._ahead[max(passed)] if passed else None
 
     def done(self, step: int) -> None:
-        """Remove what was due after `step` finished steps. It has been made, or was refused on all ranks alike."""
+        """Remove the switches that were due after `step` finished steps. They were made, or all ranks refused them."""
         for at in [at for at in self._ahead if at <= step]:
             del self._ahead[at]
 

@@ -1,1 +1,1 @@
-"""Estimate the cost of a strategy for a training before it runs: memory, bytes, seconds."""
+"""Estimate the cost of a strategy before it runs: memory, bytes sent and seconds."""

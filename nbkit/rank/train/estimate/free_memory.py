@@ -1,8 +1,8 @@
-"""Find how much memory a rank can still take. A switch uses it to decide if the new model fits beside the old one.
+"""Find how much memory a rank can still allocate. A switch uses this to decide if two models fit beside each other.
 
-On a GPU: the driver's free memory plus the reserve of torch's allocator. On CPU ranks: what the kernel says is
-available, or what the tightest cgroup leaves, shared by the ranks of the node. NBKIT_MEMORY_LIMIT=BYTES sets a lower
-limit for each rank: for a shared machine, for tests and for benchmarks. NBKIT_TENSOR_LIMIT: see tensor_limit.py.
+On a GPU: the driver's free memory plus the reserve of torch's allocator. On CPU ranks: the memory that the kernel or
+the tightest cgroup has available, divided by the ranks of the node. NBKIT_MEMORY_LIMIT=BYTES sets a lower limit for
+each rank, for a shared machine, for tests and for benchmarks. NBKIT_TENSOR_LIMIT: see tensor_limit.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nbkit.rank.train.out_of_memory import tensor_limit
 from nbkit.rank.world import world
 from nbkit.strategy import Strategy
 
-# Only glibc has it. Other C libraries decide by themselves when to give memory back.
+# Only glibc has malloc_trim. Other C libraries return free memory by themselves.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
@@ -38,15 +38,15 @@ def crowded(num_bytes: int, device: torch.device) -> bool:
 
 
 def roomy(device: torch.device, peak_bytes: int) -> bool:
-    """Return True if at least `peak_bytes` are free: then this rank can make a step beside all that it holds now."""
+    """Return True if at least `peak_bytes` are free, so that this rank can make a step and keep what it holds now."""
     free = left(device)
     return free is None or free >= peak_bytes
 
 
 def side_bytes(builder: Builder, kinds: Mapping[str, Mapping[str, int]], strategy: Strategy, rank: int) -> int:
-    """Return the bytes that `rank` holds on its device between steps under `strategy`, gradient buffers included.
+    """Return the bytes that `rank` holds on its device between steps under `strategy`, including gradient buffers.
 
-    kinds: see job_state.bytes_per_element. Raises StrategyError for what cannot be split.
+    kinds: see job_state.bytes_per_element. Raises StrategyError if the model cannot be split.
     """
     skeleton, rank_layouts = builder.skeleton, builder.plan(strategy).layouts
     weights, held, summed = rank_layouts.weights[rank], rank_layouts.held[rank], rank_layouts.summed[rank]
@@ -66,7 +66,7 @@ def _of_state(kinds: Mapping[str, int]) -> int:
 
 
 def trim(device: torch.device) -> None:
-    """Give back free memory that is held in reserve, by torch's allocator on a device, else by the C library."""
+    """Release unused memory that torch's allocator (on a device) or the C library (on the CPU) has reserved."""
     if accelerator().holds(device):
         accelerator().trim()
     elif _malloc_trim is not None:
@@ -74,9 +74,9 @@ def trim(device: torch.device) -> None:
 
 
 def left(device: torch.device, *, ranks: int | None = None) -> int | None:
-    """Return how many more bytes this rank can take; None if unknown.
+    """Return the bytes that this rank can still allocate; None if unknown.
 
-    ranks: how many ranks share this host's memory; None: all ranks of this host. Raises UsageError if
+    ranks: the number of ranks that share this host's memory; default: all ranks of this host. Raises UsageError if
     NBKIT_MEMORY_LIMIT is not a number of bytes.
     """
     found = [_own_limit(device)]

@@ -1,7 +1,7 @@
-"""Describe a model that can run here, as the subject of a plan. Its splits are proven, its costs are measured.
+"""Describe a model for a plan: prove how it can be split, and measure its costs, before the planned devices exist.
 
-This runs two rows on the CPU of one process, without a process group, before the planned devices exist. Memory and work
-come from runs on tensors without memory (model_trace), with the model cut as each tensor and context axis cuts it.
+This runs two rows on the CPU in one process, without a process group. Memory and work are measured by runs on tensors
+without memory (model_trace), with the model split for each degree of tp and cp.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from nbkit.strategy import Strategy
 from nbkit.trainer_options import ModelHints
 
 LARGEST = 4 << 30
-"""Largest model that is run here, in bytes of parameters."""
+"""A model with more bytes of parameters is refused."""
 _ROWS = 2
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model as it was measured here, with the attributes that a Builder has for a job."""
+    """A measured model, with the same attributes as a Builder."""
 
     skeleton: nn.Module
     facts: ModelFacts
@@ -67,8 +67,9 @@ def describe(
 ) -> ModelPieces:
     """Measure `model` and return its pieces. The model is unchanged afterwards.
 
-    example: a batch, of which two rows are run. optimizer: default AdamW. degrees: sizes of tp to prove. say: is told
-    about progress. Raises UsageError for a model that is too large to run here, and what the model raises.
+    example: a batch; the model runs on two rows of it. optimizer: default AdamW. degrees: degrees of tp to prove. say:
+    called with messages about progress. Raises UsageError if the model is too large to run here, and errors of the
+    model.
     """
     check_inputs(inputs)
     module = model if isinstance(model, nn.Module) else model()
@@ -85,16 +86,15 @@ def describe(
     config = TrainConfig(loss, inputs=inputs, precision=precision, hints=ModelHints(example=example))
     runs = config.model_example.runs(module, look.short, torch.device("cpu"))
     with torch.no_grad():
-        weigh(
-            loss(runs.whole(), pair(example, inputs)[1]), rows_of(example)
-        )  # what is wrong with the model is said here
+        # Raise errors of the model here.
+        weigh(loss(runs.whole(), pair(example, inputs)[1]), rows_of(example))
     skeleton = skeleton_of(module)
     facts = ModelFacts(ModelShapes(skeleton), experts=experts_in(module), draws=look.draws)
     for wanted in ([f"tp={size}" for size in degrees] + ["gathers", "chain"], ["positionwise"]):
         if wanted != ["positionwise"] or (facts.hidden is not None and facts.hidden[0] >= 2 * LEAST_POSITIONS):
             say(f"proves how it can be split: {', '.join(wanted)}")
             facts = facts.updated(find_facts(module, runs, facts, wanted))
-    facts = replace(facts, looked=None)  # no job looks later for what is lacking, such as seconds of the blocks
+    facts = replace(facts, looked=None)  # no job will find the missing facts later, such as seconds of the blocks
     made = OptimizerSpec(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module)
     return ModelPieces(MeasuredModel(skeleton, facts, JobOptions(), config, made, torch.device("cpu")), say)
 
@@ -111,8 +111,8 @@ class Average:
 class ModelPieces:
     """A measured model as the subject of a plan; see planner.choose.load.Subject.
 
-    plain: the same model without recomputation, if this one has it. Both share all measurements except for what is
-    kept. say: is told about progress.
+    plain: the same model without recomputation, if this one recomputes its blocks. The two differ only in the measured
+    memory. say: called with messages about progress.
     """
 
     def __init__(self, of: MeasuredModel, say: Callable[[str], None], *, plain: ModelPieces | None = None) -> None:
@@ -126,7 +126,7 @@ class ModelPieces:
 
     @property
     def name(self) -> str:
-        """Return the class name and the size of the model, for people."""
+        """Return the class name and the size of the model, as text to show."""
         count = sum(p.numel() for p in self._of.skeleton.parameters())
         size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M" if count >= 1e5 else f"{count:,}"
         return f"{type(self._of.skeleton).__name__} of {size} parameters"
@@ -145,7 +145,7 @@ class ModelPieces:
 
     @property
     def element(self) -> int:
-        """Return the bytes per element of what is computed."""
+        """Return the bytes per element of activations."""
         dtype = PRECISIONS.get(self._of.config.precision or "")
         return dtype.itemsize if dtype is not None else torch.get_default_dtype().itemsize
 
@@ -158,36 +158,36 @@ class ModelPieces:
         return ModelPieces(self._of, self._say, plain=self)
 
     def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]:
-        """Return one piece for each block, on a rank of these axes."""
+        """Return one piece for each block, on a rank with these degrees."""
         return self._traced(tp, cp).pieces
 
     def weights(self, tp: int, cp: int) -> list[Weights]:
-        """Return the weights of each piece, not sharded along dp, and what zero 3 gathers less of them."""
+        """Return the weights of each piece, not sharded along dp, and the bytes that zero 3 saves by casting first."""
         traced, axes = self._plain._traced(tp, cp), Strategy(dp=2, tp=tp, cp=cp, zero=3, shard=2)
         return self._peaks.weights(axes, [(0, len(traced.pieces))], traced.partial)
 
     def flops(self, tp: int, cp: int) -> float:
-        """Return the floating-point operations of a row's forward on a rank of these axes."""
+        """Return the floating-point operations of one row's forward pass on a rank with these degrees."""
         return self._plain._traced(tp, cp).flops
 
     def touched(self, tp: int, cp: int) -> float:
-        """Return the bytes that a row's forward touches: those of the whole model, divided by the axes.
+        """Return the bytes that one row's forward pass reads and writes: those of the whole model, divided by tp * cp.
 
-        The cut model is not used, because the stand-ins for its collectives would be counted too.
+        The split model is not measured, because the stand-ins for its collectives would be counted too.
         """
         return self._plain._traced(1, 1).touched / (tp * cp)
 
     def costs(self) -> tuple[float, ...]:
-        """Return the multiplications of each piece; the last one includes the head. Equal if nothing multiplies."""
+        """Return the multiplications of each piece; the last includes the head. All are 1.0 if there are none."""
         found = self._plain._traced(1, 1).costs
         return found if any(found) else (1.0,) * len(found)
 
     def facts(self, batch: int) -> Facts:
-        """Return the facts that a strategy is checked against."""
+        """Return the facts for checking a strategy. batch: rows of the global batch."""
         return replace(self._facts, batch=batch)
 
     def refused(self, strategy: Strategy) -> tuple[str, str] | None:
-        """Return (what, numbers) if the model cannot be split like this, or its costs are unknown; else None."""
+        """Return (what, numbers) if `strategy` cannot split the model or its costs are unknown; otherwise None."""
         if (strategy.tp > 1 or strategy.cp > 1) and self._facts.width is None:
             axes = f"tp={strategy.tp} cp={strategy.cp}"
             return "What it sends is known of a chain of transformer blocks, an attention and an MLP each.", axes

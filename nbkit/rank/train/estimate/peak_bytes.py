@@ -1,7 +1,7 @@
 """Estimate the peak memory of a step on each rank of a job, under any strategy.
 
-This is nbkit.planner.peak with what the model really takes. A model is measured once for each pair of tensor and
-context axes; see model_trace.
+This calls nbkit.planner.peak with measurements of the model. A model is measured once for each pair (tp, cp); see
+model_trace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.strategy import Strategy
 
 _LARGEST_REAL = 2 << 30
-"""Largest model that runs with real numbers, in bytes of parameters."""
+"""A model with more bytes of parameters is not run with real numbers."""
 
 
 class ModelDescription(Protocol):
@@ -55,8 +55,8 @@ class PeakBytes:
     """Peak memory of a model and its optimizer.
 
     real: run the model with real numbers and random weights, unless it is very large. This draws random numbers, so do
-    not use it in a thread beside a training. It is exact where libraries take other paths on shapes alone (HF's
-    attention does), and where shapes depend on numbers.
+    not use it in a thread during a training. It is exact where libraries behave differently on tensors without memory
+    (as HF's attention does), and where shapes depend on values.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PeakBytes:
     ) -> None:
         """before: an estimate of the same model, whose measurements are reused.
 
-        recompute: blocks; None: as the job does.
+        recompute: recompute blocks in backward; default: as the job does.
         """
         self.builder, self.census, self.real, self.recompute = builder, census, real, recompute
         self.facts, self.options = builder.facts, builder.options
@@ -81,8 +81,8 @@ class PeakBytes:
     def of(self, strategy: Strategy, batch: int, *, microbatch_size: int | None = None) -> list[Peak]:
         """Return the peak of the fullest rank at each place along pp; [] if the model could not be measured.
 
-        batch: rows of the global batch. microbatch_size: rows of a forward; default: as the job has it. Raises
-        StrategyError for what cannot be split.
+        batch: rows of the global batch. microbatch_size: rows of a forward pass; default: the job's setting. Raises
+        StrategyError if the model cannot be split.
         """
         traced = self.traced(strategy.tp, strategy.cp)
         if traced is None or (strategy.pp > 1 and self.facts.chain is None):
@@ -95,7 +95,7 @@ class PeakBytes:
         micros = min(strategy.microbatches or -(-rows // (size or rows)), rows)
         rest = self.census.at_rest(strategy)
         ranks: Sequence[int] = strategy.mesh.ranks("pp", 0)
-        if self.options.whole or self.options.whole_in_tp:  # owners hold more than others at their place
+        if self.options.whole or self.options.whole_in_tp:  # owners hold more than other ranks of their stage
             at = [strategy.mesh.index(rank)["pp"] for rank in range(strategy.mesh.size)]
             alike = [[rank for rank, place in enumerate(at) if place == at[one]] for one in ranks]
             ranks = tuple(max(some, key=lambda rank: rest[rank].total) for some in alike)
@@ -120,7 +120,7 @@ class PeakBytes:
         ]
 
     def traced(self, tp: int, cp: int) -> ModelTrace | None:
-        """Return the measurements on these axes; None if the model did not run."""
+        """Return the measurements for these degrees; None if the model did not run."""
         if (tp, cp) not in self._traced:
             builder, options = self.builder, self.options
             if self.recompute is not None:
@@ -131,18 +131,18 @@ class PeakBytes:
                     found = trace(self.facts, options, builder.config, tp=tp, cp=cp, real=real)
                 except NbkitError:
                     raise
-                except Exception:  # whatever a model does that shapes alone cannot answer
+                except Exception:  # many models do not run on tensors without memory
                     continue
                 break
             self._traced[tp, cp] = found
         return self._traced[tp, cp]
 
     def knows(self, tp: int, cp: int) -> bool:
-        """Return True if the model was run on these axes, even if it failed."""
+        """Return True if the model was run for these degrees, even if it failed."""
         return (tp, cp) in self._traced
 
     def measure(self, axes: Collection[tuple[int, int]], aside: Callable[[Callable[[], Any]], Any]) -> bool:
-        """Measure the model on pairs (tp, cp) of axes. Return True if any was measured now.
+        """Measure the model for pairs (tp, cp) of degrees. Return True if any was measured now.
 
         aside: Builder.aside.
         """
@@ -150,7 +150,7 @@ class PeakBytes:
 
         def run() -> dict[tuple[int, int], ModelTrace | None]:
             for pair in wanted:
-                with suppress(NbkitError):  # what cannot be split has no peak
+                with suppress(NbkitError):  # a model that cannot be split has no peak
                     self.traced(*pair)
             return {pair: self._traced.get(pair) for pair in wanted}
 
@@ -171,7 +171,7 @@ class PeakBytes:
         return self._updating
 
     def _levels(self, strategy: Strategy, rank: int) -> int:
-        """Return how many ranks of a node sum their gradients before they are summed between nodes."""
+        """Return the number of ranks of a node that sum their gradients before the sum between nodes."""
         link = self.builder.link
         levels = levels_of(strategy.summed_group(rank), link.node_of) if link is not None else None
         return len(levels.within[0]) if levels is not None else 1
@@ -182,9 +182,9 @@ class PeakBytes:
         return sum(b.nbytes for name, b in here.items() if not stages or name in stages[number].buffers)
 
     def weights(self, strategy: Strategy, own: Sequence[tuple[int, int]], partial: Collection[str]) -> list[Weights]:
-        """Return the weights of every piece, as the rank that runs `own` holds them.
+        """Return the weights of every piece, on the rank that runs the pieces of `own`.
 
-        A tied weight belongs to its last piece.
+        A tied weight belongs to the last piece that uses it.
         """
         skeleton, chain = self.builder.skeleton, self.facts.chain
         params = dict(skeleton.named_parameters())
@@ -225,7 +225,7 @@ class PeakBytes:
 def _without_casts(pieces: Sequence[ModelPiece], weights: Sequence[Weights]) -> list[ModelPiece]:
     """Return `pieces` without the casts of weights that are cast before they are gathered.
 
-    Such weights are not cast again, and no cast is kept. The size of a cast to 16 bits is what the weights have less.
+    Such weights are not cast again in a piece, so it keeps no cast. The size of the cast is subtracted.
     """
     found = []
     for piece, own in zip(pieces, weights, strict=True):
@@ -235,9 +235,10 @@ def _without_casts(pieces: Sequence[ModelPiece], weights: Sequence[Weights]) -> 
 
 
 def _homes(names: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:
-    """Return the piece of each parameter.
+    """Return name of a parameter -> index of its piece.
 
-    It is the piece of its block. Outside the blocks it is the first, or the last for a parameter declared after them.
+    It is the piece of its block. A parameter outside of the blocks belongs to the first piece if it is declared before
+    them, otherwise to the last.
     """
     within = {name: i for name in names for i, block in enumerate(blocks) if name.startswith(f"{block}.")}
     first = min((names.index(name) for name in within), default=0)
@@ -245,5 +246,5 @@ def _homes(names: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:
 
 
 def largest(peaks: Sequence[Peak]) -> Peak | None:
-    """Return the peak of the fullest place along pp; None if there is none."""
+    """Return the peak of the fullest stage; None if there is none."""
     return max(peaks, key=lambda one: one.total, default=None)

@@ -1,7 +1,8 @@
-"""`strategy="auto"`: choose the first row of a plan of the job itself, before its first step.
+"""Implement `strategy="auto"`: before the first step, choose the strategy with the shortest predicted step that fits.
 
-Memory: the peak with activations (peak_bytes.py) is compared with what a rank has left. Seconds: from the times of the
-blocks, measured when they were found, and of the links. Rank 0 decides for all ranks.
+Memory: the peak with activations (peak_bytes.py) must fit into the free memory of a rank. Seconds are predicted from
+the times of the blocks, which were measured when they were found, and from the speeds of the links. Rank 0 decides for
+all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ AUTO = "auto"
 class Recommended:
     """The chosen strategy and its numbers.
 
-    peak_bytes, limit: of the fullest rank; None if unknown. seconds: of a step, predicted; None if unknown.
+    peak_bytes: the peak of the fullest rank. limit: the bytes that a rank has. seconds: predicted seconds of a step.
+    Each is None if unknown. considered, fitting: numbers of strategies.
     """
 
     strategy: Strategy
@@ -52,7 +54,7 @@ class Recommended:
 def recommend(builder: Builder) -> Recommended:
     """Return the strategy that rank 0 chooses. Collective.
 
-    Raises StrategyError, on every rank, if nothing fits or nothing is known.
+    Raises StrategyError, on every rank, if no strategy fits or the batch is not known.
     """
     told: list[Any] = [None]
     if builder.rank == 0:
@@ -73,7 +75,7 @@ def recommend(builder: Builder) -> Recommended:
 def ordered(builder: Builder, strategy: Strategy) -> Strategy:
     """Return `strategy` with its ranks in the order that the measured links between nodes suggest.
 
-    On one node, choose the stages that suit the speeds of its devices. Collective if there is a choice.
+    On one node, choose stages according to the speeds of its devices. Collective if there is a choice.
     """
     link = builder.link
     nodes = len(set(link.node_of)) if link is not None else 1

@@ -1,4 +1,4 @@
-"""Make the table of all strategies and their costs for a job that trains: plain values, from any thread."""
+"""Make the table of all strategies and their costs for a running job, as plain values, from any thread."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ from nbkit.strategy import Strategy
 
 _PROVEN = "a whole step of it was compared with one process"
 _UNPROVEN = "a whole step of it is compared with one process before a switch"
-_REST = 1.0  # pause after each row, as a share of its time: the training thread needs the interpreter too
+_REST = 1.0  # pause after each row, as a multiple of its time: the training thread needs the interpreter too
 
 
 def table(job: Job, *, every: bool = False) -> dict[str, Any]:
-    """Return the job as it is, and every strategy of its world with what a switch to it would take.
+    """Return facts about the job, and a row for every strategy of its world with the cost of a switch to it.
 
-    every: include all schedules of a pipeline, not only 1f1b.
+    every: include all schedules of a pipeline, not only 1f1b and the user's.
 
-    "nodes": the node number of each rank. "limit_bytes": what the fullest rank can hold; None if unknown. "held":
-    distinct rows of fractions by block, and the row of each rank. "recommended": the strategy to choose, "" without
-    evidence. "unpredicted", "unpredicted_pause": why no step or no pause is predicted, "" if they are. "levers": if
-    plain data parallelism waits for its link, its "strategy", its predicted "step_s", and in "each" what levers would
-    leave of that; else {}.
+    "nodes": the node number of each rank. "limit_bytes": bytes that the fullest rank can hold; None if unknown.
+    "held": the distinct rows of fractions by block, and the index of each rank's row. "recommended": the strategy to
+    choose, "" without evidence. "unpredicted", "unpredicted_pause": why steps or pauses are not predicted, "" if they
+    are. "levers": if plain data parallelism waits for its link, its "strategy", its predicted "step_s", and in "each"
+    the predicted seconds of a step with each key that would help; otherwise {}.
 
-    Each row of "options" has these keys; the values are None if unknown. moved_bytes: exact. memory: bytes of the
-    fullest rank at rest now, during the switch, and at rest after a step under the new strategy. peak_bytes: of
-    the fullest rank within a step. step_bytes: what the busiest rank sends in a step. Both are predicted by formulas
-    until they are counted: peak_counted, sent_counted.
-    between_bytes: what all ranks send to other nodes. step_s: measured if the strategy has run in this job, the median
-    of step_steps steps, between step_low_s and step_high_s (None: too few), step_ago steps ago. predicted_step_s:
-    predicted from the steps of the strategy in force, for all others. switch_s: predicted. untried: the model was not
-    run to see whether it fits. It is then not "ok", but may be chosen; see `look_at_all`. proof: what is known of a
-    strategy that is "ok". cut: the stages of a pipeline and what they cost, in words.
+    Each row of "options" has these keys. Values are None if unknown.
+    moved_bytes: exact bytes that a switch moves. memory: bytes of the fullest rank between steps now, during the
+    switch, and between steps under the new strategy. peak_bytes: the peak of the fullest rank in a step. step_bytes:
+    bytes that the busiest rank sends in a step. Formulas predict these two until they are measured (peak_counted,
+    sent_counted). between_bytes: bytes that all ranks send to other nodes in a step.
+    step_s: the measured median of step_steps steps, if the strategy has run in this job. step_low_s, step_high_s: its
+    confidence interval; None for too few steps. step_ago: the number of steps since then. predicted_step_s: seconds of
+    a step, predicted from the steps of the strategy in force, for other strategies. switch_s: the predicted pause.
+    untried: the model was not run to find out if the strategy fits. Then it is not "ok", but can be chosen; see
+    `look_at_all`. proof: the state of the proof, if "ok". cut: the stages of a pipeline and their costs, in words.
     """
     now, seen = job.strategy, job.cost_model()
     ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))
@@ -86,9 +87,9 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
 
 
 def option(job: Job, text: str) -> dict[str, Any]:
-    """Return the row that `table` would have for any strategy of these ranks.
+    """Return the row of `table` for any strategy of these ranks.
 
-    Raises StrategyError if `text` is none.
+    Raises StrategyError if `text` is not a strategy.
     """
     new, seen = job.parsed(text), job.cost_model()
     left = free_memory.left(job.device, ranks=_on_this_node(job))
@@ -96,9 +97,9 @@ def option(job: Job, text: str) -> dict[str, Any]:
 
 
 def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
-    """Return (bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state.
+    """Return (bytes that all ranks receive, the most that one rank receives) in a switch to `new`.
 
-    Raises StrategyError for what cannot be split, and if the model was not examined for `new`; see FactFinder.sync.
+    Raises StrategyError if the model cannot be split, or was not examined for `new`; see FactFinder.sync.
     """
     seen = job.cost_model()
     flow = seen.census.flow(job.strategy, seen.placed(new, now=job.strategy))
@@ -106,9 +107,9 @@ def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
 
 
 def predicted_switch(job: Job, text: str) -> dict[str, Any]:
-    """Return moved_bytes and switch_s of a switch to `text`, and why switch_s is None. Collective.
+    """Return moved_bytes and switch_s of a switch to `text`, and the reason if switch_s is None. Collective.
 
-    The numbers are those of the table's row, without the table. Raises StrategyError for what cannot be split.
+    The numbers are the same as in the table. Raises StrategyError if the model cannot be split.
     """
     new = job.parsed(text)
     job.builder.finder.sync([new])
@@ -182,9 +183,9 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
 
 
 def findings(job: Job) -> Iterator[None]:
-    """Find out what the table lacks and what takes seconds, one thing after the other. Yield after each.
+    """Find the facts that are missing in the table and that take seconds to find. Yield after each.
 
-    Run it in a thread beside a training. What is known is not examined again.
+    Run it in a thread during a training. Known facts are not examined again.
     """
     if look_at_all(job):
         yield
@@ -192,9 +193,9 @@ def findings(job: Job) -> Iterator[None]:
 
 
 def look_at_all(job: Job) -> bool:
-    """Find out, on rank 0, what every strategy needs to know of the model, unless that is known.
+    """Find, on rank 0, the facts about the model that all strategies need.
 
-    Return True if it was found now. The model runs on a few rows, for seconds. Run it in a thread beside a training.
+    Return True if any was missing. The model runs on a few rows, for seconds. Run it in a thread during a training.
     """
     builder, before = job.builder, job.builder.facts
     if builder.rank == 0:
@@ -204,7 +205,7 @@ def look_at_all(job: Job) -> bool:
 
 
 def measure_peaks(job: Job) -> Iterator[None]:
-    """Run the model on shapes for each pair of tensor and context axes, unless that was done.
+    """Run the model on tensors without memory for each pair (tp, cp), if that was not done yet.
 
     A pair takes about a second. Yield once if anything was found.
     """
@@ -216,7 +217,7 @@ def measure_peaks(job: Job) -> Iterator[None]:
 
 
 def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:
-    """Return the bytes of the fullest rank at the peak of a step, with activations; None if unknown."""
+    """Return the peak bytes of the fullest rank in a step, including activations; None if unknown."""
     batch = getattr(job.feed.fits(strategy), "total", None)
     if batch is None or strategy.ep > 1 or not seen.peaks.knows(strategy.tp, strategy.cp):
         return None
@@ -225,7 +226,7 @@ def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:
 
 
 def _levers(job: Job, seen: CostModel) -> dict[str, Any]:
-    """Return the levers that help plain data parallelism. Both times are predicted, because a lever has not run yet."""
+    """Return the keys that help plain data parallelism. Both times are predicted, because the keys have not run yet."""
     plain = Strategy(dp=job.world_size)
     took = predicted_step(job, seen, plain)
     if took is None:
@@ -235,7 +236,7 @@ def _levers(job: Job, seen: CostModel) -> dict[str, Any]:
 
 
 def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], left: int | None) -> int:
-    """Return the bytes of the fullest rank during a switch. It assumes that all ranks have as much left as this one."""
+    """Return the bytes of the fullest rank during a switch. Assumes that all ranks have as much room as this one."""
     buffers = 2 * min(max(received, default=0), ROUND_BYTES)
     return max(during(now, after, buffers=buffers, left=[left] * len(now)).num_bytes)
 

@@ -1,1 +1,1 @@
-"""A step that runs out of memory is taken back on all ranks, and the training goes on with a setting that fits."""
+"""Undo a step that ran out of memory, on all ranks, and continue the training with a setting that fits."""

@@ -1,11 +1,11 @@
-"""Remedies for a training that ran out of memory: other settings of the same global batch, with their costs.
+"""Find remedies for a training that ran out of memory: settings that use less memory for the same global batch.
 
-The remedies: fewer rows in a forward pass, and more passes; blocks computed again in the backward pass; gradients, then
-parameters too, sharded over the data axis; the optimizer's state in host memory; layers split over all ranks. A remedy
-that does not fit alone is combined with fewer rows in a forward pass, if it fits so.
+The remedies: fewer rows in each forward pass, and more passes; recompute blocks in the backward pass; shard gradients,
+then also parameters, over the data axis; keep optimizer state in host memory; split layers over all ranks. A remedy
+that does not fit alone is combined with fewer rows in each forward pass.
 
-Seconds of a step and bytes at the peak are computed as in the panel and in a plan. The shortest step comes first.
-Remedies whose seconds are unknown come last, in the order above: commonly cheap ones before expensive ones.
+Seconds per step and peak bytes are computed as in the panel and in a plan. The remedy with the shortest step comes
+first. Remedies without known seconds come last, in the order above, which is from commonly cheap to expensive.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from nbkit.schedules import type_of
 from nbkit.strategy import Strategy, divisors
 
 _LESS = 0.97
-"""The room is at most this part of the predicted peak of the setting in force, since that setting did not fit."""
+"""The room is at most this fraction of the predicted peak of the setting in force, because that did not fit."""
 
 _SMALL = 64 << 20
-"""Bytes of parameters up to which a model is run on real tensors."""
+"""A model with at most so many bytes of parameters is run on real tensors."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All settings that decide the memory of a step. microbatch_size: rows of a forward; under pp see the strategy."""
+    """The settings that determine the memory of a step.
+
+    microbatch_size: rows in each forward pass. Under pp it follows from the strategy.
+    """
 
     strategy: Strategy
     microbatch_size: int
@@ -51,7 +54,7 @@ class Setting:
         return cls(job.strategy, micro, job.builder.options.recompute, job.builder.offload)
 
     def changes(self, before: Setting) -> str:
-        """Return the changes from `before` as a user writes them: "zero3, microbatch_size=4"."""
+        """Return the changes from `before` in the user's notation: "zero3, microbatch_size=4"."""
         words = []
         if self.strategy != before.strategy:
             words.append(str(self.strategy))
@@ -64,10 +67,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A setting that takes less memory. changes: see Setting.
+    """A setting that uses less memory.
 
-    peak: predicted bytes of the fullest rank in a step. seconds: predicted time of a step. fits: the peak is at most
-    the room. Each of these is None if unknown.
+    changes: see Setting. peak: predicted peak bytes of the fullest rank in a step. seconds: predicted seconds of a
+    step. fits: True if the peak is at most the room. Each of the last three is None if unknown.
     """
 
     setting: Setting
@@ -79,9 +82,9 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Remedies:
-    """All remedies that were found. rows: the shortest step first.
+    """All remedies that were found. rows: the remedies, the shortest step first.
 
-    room: bytes that the fullest rank can hold. peak, seconds: predicted for the setting in force. None: unknown.
+    room: bytes that the fullest rank can hold. peak, seconds: predictions for the setting in force. None: unknown.
     """
 
     room: int | None
@@ -91,20 +94,20 @@ class Remedies:
 
     @property
     def first(self) -> Remedy | None:
-        """The first remedy that fits, else the first one for which that is unknown."""
+        """The first remedy that fits. If there is none, the first one that may fit."""
         ranked = sorted(self.rows, key=lambda row: not row.fits)
         return next((row for row in ranked if row.fits is not False), None)
 
 
 def alternatives(job: Job) -> list[Strategy]:
-    """Return the strategies that may take less memory than the one in force."""
+    """Return strategies that may use less memory than the one in force."""
     now, world = job.strategy, job.world_size
     found = [replace(now, zero=zero, shard=0) for zero in (2, 3) if now.dp > 1 and now.zero < zero]
     return [*found, Strategy(tp=world)] if world > 1 and now.tp < world else found
 
 
 def remedies(job: Job, batch: int, room: int | None, tried: Collection[Setting]) -> Remedies:
-    """Return every setting that takes less than the one in force, except those `tried`. Sends nothing.
+    """Return every setting that may use less memory than the one in force, except those in `tried`. Sends nothing.
 
     batch: rows of the global batch.
     """
@@ -114,7 +117,7 @@ def remedies(job: Job, batch: int, room: int | None, tried: Collection[Setting])
         row = search.row(wanted, tried)
         if row is not None and row.setting not in tried:
             found.setdefault(row.setting, row)
-    # Seconds that are equal to two digits count as equal. Then the commonly cheaper remedy comes first.
+    # Round seconds to two digits. Among equal ones, the commonly cheaper remedy then comes first.
     rows = sorted(found.values(), key=lambda row: inf if row.seconds is None else float(f"{row.seconds:.2g}"))
     return Remedies(room, search.now_peak, tuple(rows), search.seconds(search.now))
 
@@ -123,7 +126,7 @@ class _Search:
     def __init__(self, job: Job, batch: int, room: int | None) -> None:
         self.job, self.batch, self.now = job, batch, Setting.of(job, batch)
         builder = job.builder
-        # The state as the optimizer's first step leaves it. That step may not have been made yet.
+        # Use the optimizer state after a first step, which may not have been made yet.
         self._kinds = builder.template.kinds(builder.skeleton)
         model = CostModel(builder, self._kinds, job.feed.fits)
         self._models: dict[int, CostModel] = {}
@@ -134,7 +137,7 @@ class _Search:
             again: PeakBytes(
                 builder,
                 model.census,
-                real=size <= _SMALL,  # a real run then takes less than a run on shapes
+                real=size <= _SMALL,  # for a small model, a real run is cheaper than a run on shapes
                 recompute=again,
                 before=before if again == now else None,
             )
@@ -146,7 +149,7 @@ class _Search:
             self._room = min(room, int(_LESS * self.now_peak))
 
     def peak(self, setting: Setting) -> int | None:
-        """Return bytes of the fullest rank at the peak of a step, or None if unknown. Raises StrategyError."""
+        """Return the peak bytes of the fullest rank in a step, or None if unknown. Raises StrategyError."""
         peaks = self._peaks[setting.recompute]
         top: Peak | None = largest(peaks.of(setting.strategy, self.batch, microbatch_size=setting.microbatch_size))
         if top is None:
@@ -154,7 +157,7 @@ class _Search:
         return top.total - top.optimizer * setting.offload
 
     def seconds(self, setting: Setting) -> float | None:
-        """Return the seconds of a step, computed as in the panel; None if an input of that is unknown."""
+        """Return the seconds of a step, computed as in the panel; None if they cannot be predicted."""
         if setting.offload:
             return None  # the speed of transfers between device and host memory was not measured
         size = setting.microbatch_size
@@ -167,7 +170,7 @@ class _Search:
         return predicted_step(self.job, self._models[size], setting.strategy, recompute=setting.recompute)
 
     def wanted(self) -> Iterator[Setting]:
-        """Yield each kind of remedy by itself, with as many rows in a forward pass as now."""
+        """Yield each kind of remedy by itself. Where possible, keep the number of rows in a forward pass."""
         now = self.now
         yield now
         again = self._can_recompute and not now.recompute
@@ -199,7 +202,10 @@ class _Search:
         return bool(chain.units if chain is not None else structural_blocks(self.job.builder.skeleton))
 
     def row(self, wanted: Setting, tried: Collection[Setting]) -> Remedy | None:
-        """Return `wanted` with the most rows in a forward pass that fit, or unchanged if none do. None: refused."""
+        """Return `wanted` with the most rows in a forward pass that fit. None: it is refused.
+
+        If no number of rows fits, return it with the most rows; for the setting in force, with the fewest.
+        """
         found: list[Remedy] = []
         for setting in self._sizes(wanted):
             if setting in tried or not self._allowed(setting):
@@ -217,7 +223,7 @@ class _Search:
         return found[0] if found else None
 
     def _sizes(self, wanted: Setting) -> Iterator[Setting]:
-        """Yield `wanted` with fewer and fewer rows in a forward pass."""
+        """Yield `wanted` with a decreasing number of rows in a forward pass."""
         strategy, rows = wanted.strategy, self.batch // wanted.strategy.dp
         if self.batch % strategy.dp or strategy.speeds:
             return
@@ -243,7 +249,7 @@ class _Search:
 
 
 def described(found: Remedies, command: Any) -> list[str]:
-    """Return the table of the remedies, a line for each. command: number of a remedy -> what to type for it."""
+    """Return the lines of the table of remedies. command: number of a remedy -> the command to type for it."""
     rows = [("", "setting", "a step", "peak of a rank", "fits", "to type")]
     rows.append(("", "as it is", _ms(found.seconds), _mb(found.peak), "no", ""))
     for number, row in enumerate(found.rows, 1):

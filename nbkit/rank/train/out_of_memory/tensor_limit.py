@@ -1,7 +1,7 @@
-"""A limit on the tensors of a training on CPU ranks. It raises the error of a device that is out of memory.
+"""Limit the bytes of a training's tensors on CPU ranks, and raise the error of a device that is out of memory.
 
-NBKIT_TENSOR_LIMIT=BYTES per rank imitates a GPU of that size, which holds weights, gradients, optimizer state and
-activations. It is for tests and experiments, and costs time at every operation.
+NBKIT_TENSOR_LIMIT=BYTES (per rank) imitates a GPU with so much memory for weights, gradients, optimizer state and
+activations. It is for tests and experiments. It makes every operation slower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLE = "NBKIT_TENSOR_LIMIT"
 
 
 class TensorLimit(LiveBytes):
-    """A mode in which an operation that leaves more than `num_bytes` alive raises torch.OutOfMemoryError, once.
+    """A dispatch mode that raises torch.OutOfMemoryError when live tensors exceed `num_bytes`.
 
     It raises only once, so that the cleanup after the error can allocate.
     """
@@ -34,7 +34,7 @@ class TensorLimit(LiveBytes):
 
     @property
     def left(self) -> int:
-        """The bytes that tensors can still take."""
+        """The bytes that can still be allocated."""
         return max(self.num_bytes - self.now, 0)
 
     def __torch_dispatch__(
@@ -42,7 +42,7 @@ class TensorLimit(LiveBytes):
     ) -> Any:
         before = self.now
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.levels = [self.peak]  # keep one level only, since a training has any number of operations
+        self.levels = [self.peak]  # keep only one level, because a training has too many operations
         if self.now > max(self.num_bytes, before) and not self._raised:
             self._raised = True
             raise torch.OutOfMemoryError(
@@ -53,7 +53,7 @@ class TensorLimit(LiveBytes):
 
     @contextmanager
     def counting(self, held: Iterable[Tensor]) -> Iterator[None]:
-        """Apply the limit inside. held: tensors that exist already. A tensor that was counted before counts once."""
+        """Apply the limit inside. held: tensors that exist already. Each tensor counts only once."""
         for tensor in held:
             self._see(tensor, there=True)
         self._raised = False
@@ -65,7 +65,7 @@ _in_force: TensorLimit | None = None
 
 
 def in_force() -> TensorLimit | None:
-    """Return the limit of this rank, as the environment sets it now; None if it sets none.
+    """Return the limit that the environment sets for this rank now, or None.
 
     Raises UsageError for a value that is not a number of bytes.
     """
@@ -83,7 +83,7 @@ def in_force() -> TensorLimit | None:
 
 
 def held_by(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors that a training holds between two steps, gradient buffers included."""
+    """Yield the tensors of a training between two steps, including gradient buffers."""
     yield from sharded_model.module.parameters()
     yield from sharded_model.module.buffers()
     for values in list(optimizer.state.values()):

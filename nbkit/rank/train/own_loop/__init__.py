@@ -1,1 +1,1 @@
-"""Loops that users write over `job.batches`: their own forwards and losses, what is refused, and a rank that dies."""
+"""Support loops that users write over `job.batches`: own forwards and losses, refused uses, and the death of a rank."""

@@ -1,4 +1,4 @@
-"""A step's forward and loss as one function of the user, where no rank can run the model alone: `forward_step`.
+"""Run a user's `forward_step`, a function of forward and loss, even if no rank can run the whole model.
 
     def forward_step(model, batch):
         x, y = batch
@@ -9,7 +9,8 @@
         job.backward(batch)
 
 In a pipeline the first stage needs the arguments of the model, and the last stage has its output. So the function runs
-twice: up to the call of the model, for the arguments, and then with the output in the place of that call.
+twice. The first run ends at the call of the model, and gives the arguments. In the second run the call returns the
+output.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _EXAMPLE = "def forward_step(model, batch): x, y = batch; return F.cross_entropy
 
 
 class _Called(BaseException):
-    """Leaves the function at the call of the model. No `except Exception` of the user's code takes it."""
+    """Leaves the function at the call of the model. `except Exception` in the user's code does not catch it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -39,10 +40,10 @@ class _Called(BaseException):
 
 
 def in_two(forward_step: ForwardStep) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
-    """Return (batch -> the input of the model, (output, batch) -> the loss).
+    """Return two functions: (batch -> the input of the model, (output, batch) -> the loss).
 
-    Both raise TrainingError if `forward_step` does not call the model exactly once, or draws random numbers: each stage
-    would draw other ones.
+    Both raise TrainingError if `forward_step` does not call the model exactly once, or if it draws random numbers:
+    every rank and micro-batch would draw the same numbers.
     """
 
     def arguments(batch: Any) -> Any:

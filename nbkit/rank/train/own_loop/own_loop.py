@@ -1,7 +1,7 @@
-"""Saves the job at a step boundary and ends it, if a rank dies in a user's own loop over `job.batches`.
+"""Save the job at a step boundary and end it, if a rank dies in a user's own loop over `job.batches`.
 
-A new process takes the place of the dead one only to save the job. It does not run the body of the loop: the variables
-that the body uses could differ between ranks, and only the user knows which of them matter.
+A new process replaces the dead one only to save the job. It does not run the body of the loop: the variables of the
+body could differ between ranks, and only the user knows which of them matter.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.resume_fit import FitRange, leave_device, meet_again
 
-Job = Any  # nbkit.rank.train.job's, which asks the host for the loop that it is read in
+Job = Any  # nbkit.rank.train.job.Job: that file imports this one
 
 
 class OwnLoop:
-    """Takes the place of a Trainer in `recover`, for a loop over `job.batches`."""
+    """Replaces a Trainer in `recover`, for a loop over `job.batches`."""
 
     def __init__(self, job: Job, *, saved: LastCheckpoint | None = None) -> None:
         self.job, self.loop = job, job.own_loop
@@ -35,13 +35,13 @@ class OwnLoop:
 
     @classmethod
     def joining(cls, job: Job, loop: LoopSettings, *, run_dir: Path | None, saved: LastCheckpoint) -> OwnLoop:
-        """Return the loop of a process that joins a running training. Collective: the others call `reopen`."""
+        """Return the loop of a process that joins a running training. Collective: other ranks call `reopen`."""
         job.own_loop = loop
         job.record_on(run_dir)
         return cls(job, saved=saved)
 
     def reopen(self) -> None:
-        """Prepare to save together with ranks that join. Collective."""
+        """Prepare to save with ranks that join. Collective."""
         self.saves.collect(wait=True)
         self.job.checkpoint_writer.form_again()
         if self.run_dir is not None and mode() != "off":
@@ -65,7 +65,7 @@ class OwnLoop:
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         return int(self.job.step)
 
     @property
@@ -76,7 +76,7 @@ class OwnLoop:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run one pass over the batches inside."""
+        """Open a context for one pass over the batches."""
         assert resume_fit.host is not None
         try:
             with self.job.running():
@@ -92,9 +92,9 @@ class OwnLoop:
 
     @contextmanager
     def saved_if_a_rank_dies(self) -> Iterator[None]:
-        """Wait for other ranks inside. If one has died, all meet at a step boundary and save the job.
+        """Open a context for code that waits for other ranks. If one dies, save the job at a step boundary.
 
-        Raises TrainingError in that case, which says where the job was saved.
+        Then raises TrainingError, which says where the job was saved.
         """
         try:
             yield

@@ -1,13 +1,13 @@
-"""Refuses uses of gradients in a user's own loop that would be wrong under the strategy, although torch accepts them.
+"""Refuse uses of gradients in a user's own loop that torch accepts, but that would be wrong under the strategy.
 
-Torch's own clipping: if a rank holds only a part of the gradients, `clip_grad_norm_` takes the norm of that part for
-the norm of all, and clips by another factor on each rank. Under ZeRO 1 and 2 the optimizer's parameters have the
-gradients, and the model's own parameters have none. There `clip_grad_norm_` and `clip_grad_value_` would clip nothing.
+torch's clipping: if a rank holds only a part of the gradients, `clip_grad_norm_` computes the norm of that part only,
+and so clips by another factor on each rank. Under ZeRO 1 and 2 the optimizer's parameters have the gradients, and the
+model's parameters have none. There `clip_grad_norm_` and `clip_grad_value_` would clip nothing.
 
-Gradients that the user adds by a backward pass of their own, under every strategy: `penalty(job.model).backward()`
-fills `.grad` of this rank's parameters. Before `job.backward` these gradients would be summed over the ranks, and count
-once for each rank. After it they would count on this rank alone, or for a part of each parameter, or not at all, since
-ZeRO updates other tensors. As part of the loss, a penalty counts once.
+Gradients from the user's own backward pass, under every strategy: `penalty(job.model).backward()` adds to `.grad` of
+this rank's parameters. Before `job.backward`, the ranks would sum these gradients, so they would count once per rank.
+After it, they would count only on this rank, or only for a part of each parameter, or not at all, because ZeRO updates
+other tensors. A penalty counts exactly once if it is part of the loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad
 from nbkit.errors import TrainingError
 from nbkit.rank.train.own_loop.own_forward import by_a_job
 
-Job = Any  # nbkit.rank.train.job's, which imports this file
+Job = Any  # nbkit.rank.train.job.Job: that file imports this one
 Standing = list[tuple[Tensor | None, int]]
 
 _jobs: weakref.WeakSet[Job] = weakref.WeakSet()
@@ -33,7 +33,7 @@ _HINT = "loss=lambda output, target: loss_fn(output, target) + penalty(model)   
 
 
 def watch_backward(job: Job) -> None:
-    """Refuse from now on a backward pass, other than that of `job`, that adds to gradients waiting for an update."""
+    """Refuse from now on backward passes outside of `job` that change gradients which the optimizer will use."""
     _jobs.add(job)
     function = torch.autograd.backward
     if hasattr(function, "checked_by_nbkit"):
@@ -98,7 +98,7 @@ def refuse_before(job: Job) -> None:
 
 
 def refuse_unsummed(job: Job) -> None:
-    """Raise TrainingError if a parameter has a nonzero gradient that no `backward` of the job has made."""
+    """Raise TrainingError if a parameter has a nonzero gradient that is not from a `backward` of the job."""
     if any(p.grad is not None and bool(p.grad.any()) for p in job.sharded_model.data.leaves()):
         job.optimizer.zero_grad()
         raise TrainingError(
@@ -112,9 +112,9 @@ _clipped: weakref.WeakSet[Job] = weakref.WeakSet()
 
 
 def watch_clipping(job: Job) -> None:
-    """Refuse from now on that torch clips gradients of `job` by the part that this rank holds."""
+    """Refuse from now on torch's clipping of gradients of `job` where it would see only a part of them."""
     _clipped.add(job)
-    # Wrap what torch's functions call, since a program may have imported the functions themselves already.
+    # Wrap inner functions of torch, because a program may already have imported the public functions.
     _check_before("_get_total_norm", lambda tensors: [tensors] if isinstance(tensors, Tensor) else list(tensors), _norm)
     _check_before("_group_tensors_by_device_and_dtype", lambda lists: lists[0], _none)
     if hasattr(clip_grad, "_get_total_norm"):
@@ -149,8 +149,7 @@ def _norm(gradients: Sequence[Tensor]) -> None:
 
 
 def _none(gradients: Sequence[Tensor]) -> None:
-    """Raise TrainingError if the gradients of a job are not summed yet, or if none are given and it holds them
-    elsewhere."""
+    """Raise TrainingError if a job's gradients are not summed yet, or if they are not where torch looks for them."""
     for job in list(_clipped):
         if job.own_forward.losses:
             own = {id(p.grad) for p in job.sharded_model.data.leaves() if p.grad is not None}

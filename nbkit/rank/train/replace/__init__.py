@@ -1,1 +1,1 @@
-"""Replace a rank that dies in a training: what the others hold for it, and how a new one takes its place."""
+"""Replace a rank that dies in a training by a new process, from the state that the other ranks keep."""

@@ -1,18 +1,19 @@
-"""Keep two copies, in host memory, of what the death of a rank would take away: on that rank and on its buddy.
+"""Back up the state that the death of a rank would destroy, in host memory on that rank and on its buddy rank.
 
-After a step each rank copies its share of the state to host memory, and sends it to its buddy. The buddy is half the
-world away, mostly on another host. The transfer runs beside the next step's forward and backward passes. A rank waits
-for it before it launches the reduction of that step's numbers, which then comes last. So a rank that has the result of
-the reduction knows that every rank holds the newest backup, and that the older one may be overwritten. No collective is
-added. Two backups are held at any time: if a rank dies during a transfer, the training goes back to a boundary that is
-complete everywhere. On the wire: the share, once, and about a hundred bytes.
+After a step each rank copies its share of the state to host memory, and sends it to its buddy. The buddy's rank differs
+by half of the world size, so it is mostly on another host. The transfer runs during the next step's forward and
+backward passes. A rank waits for the transfer before it launches the reduction of that step's results, which comes
+last. So a rank with the result of the reduction knows that every rank has the newest backup, and that the older one may
+be overwritten. This needs no additional collective. There are always two backups: if a rank dies during a transfer, the
+training goes back to the newest backup that is complete on all ranks. Each backup sends the share once, and about a
+hundred bytes more.
 
 Every element is backed up once, by a rank that holds it. The layouts of a strategy say what the optimizer updates, and
-that is shared out; a weight goes together with all that the optimizer keeps of it. CPU ranks that all hold everything
-back up nothing, because each is a backup of all others. GPU ranks still do: when a rank dies, the hosts of the others
-have mostly enqueued the update behind the reduction, which is then broken off, and all weights are torn.
+this is divided among the ranks. A weight and its optimizer state belong to the same share. CPU ranks that all hold
+everything need no backups, because each is a backup of all others. GPU ranks do need them. When a rank dies, the other
+hosts have often already enqueued the update behind a reduction that is then aborted, and so all weights are wrong.
 
-A share at one step is one flat piece of host memory, both in a backup and on the wire.
+A share is one flat tensor in host memory, both when it is kept and when it is sent.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ Shares = Mapping[str, tuple[Box, ...]]
 
 
 def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = False) -> Shares | None:
-    """Return what `rank` backs up; None if no rank backs up anything.
+    """Return the share that `rank` backs up; None if no rank needs backups.
 
-    Every rank applies the same rule, so no message is needed. all_may_tear: one error may leave no rank with whole
-    weights, as it may on GPUs.
+    The ranks compute the same result without messages. all_may_tear: one error may corrupt the weights of all ranks, as
+    on GPUs.
     """
     spread = [
         {
@@ -78,7 +79,7 @@ def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = Fals
 
 
 def _cells(spread: Sequence[Layout | None]) -> list[tuple[Box, list[int]]]:
-    """Return boxes that do not overlap and that cover all that is held, as (box, ranks that hold it)."""
+    """Return (box, ranks that hold it) for disjoint boxes that cover the tensor."""
     holders: dict[Box, list[int]] = {}
     for rank, layout in enumerate(spread):
         for box in held(layout):
@@ -90,7 +91,7 @@ def _cells(spread: Sequence[Layout | None]) -> list[tuple[Box, list[int]]]:
 
 
 def beside(shape: tuple[int, ...], boxes: Sequence[Box]) -> Layout:
-    """Return a layout that holds `boxes` of a global tensor of `shape`, one behind the other along dim 0."""
+    """Return a layout that holds `boxes` of a global tensor of `shape`, concatenated along dim 0."""
     if not shape:
         return Layout.whole(())
     pieces, at = [], 0
@@ -105,16 +106,16 @@ _ALIGN = 16
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a snapshot, in this order: key -> dtype and layout."""
+    """A description of the tensors in one flat tensor, in this order. kinds: key -> dtype. layouts: key -> layout."""
 
     kinds: Mapping[str, torch.dtype]
     layouts: Mapping[str, Layout]
 
     @classmethod
     def of(cls, state: JobState, shares: Shares) -> Contents:
-        """Return the contents for what `shares` name of `state`."""
+        """Return the contents for the boxes of `state` that are in `shares`."""
         named = {key: key if key.startswith("buffer/") else key.partition("/")[2] for key in state}
-        # The state of a whole tensor is on its owner; the weight is where its parts are.
+        # If a tensor has an owner, its optimizer state is on the owner, and its weight on the ranks with its parts.
         owned = {key: f"state/{name}" for key, name in named.items() if not key.startswith(("buffer/", "weight/"))}
         named |= {key: name for key, name in owned.items() if name in shares}
         return cls.by_key(state, {key: shares[name] for key, name in named.items() if name in shares})
@@ -132,11 +133,11 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the flat piece. It is never empty, because it is sent."""
+        """Return the bytes of the flat tensor. It is never empty, because an empty tensor cannot be sent."""
         return _ALIGN + sum(_room(self.layouts[key], kind) for key, kind in self.kinds.items())
 
     def views(self, flat: Tensor) -> JobState:
-        """Return the tensors that lie in `flat`, as views."""
+        """Return the tensors in `flat`, as views: key -> (tensor, layout)."""
         found, at = {}, 0
         for key, kind in self.kinds.items():
             layout = self.layouts[key]
@@ -147,7 +148,7 @@ class Contents:
 
 
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Return memory of the host for copies from `device`."""
+    """Return a uint8 tensor in host memory for copies from `device`. It is pinned if `device` is a GPU."""
     if accelerator().holds(device):
         return accelerator().pinned((num_bytes,), torch.uint8)
     return torch.empty(num_bytes, dtype=torch.uint8)
@@ -159,7 +160,7 @@ def _room(layout: Layout, kind: torch.dtype) -> int:
 
 @torch.no_grad()
 def copy_into(target: JobState, state: JobState) -> None:
-    """Fill `target`, views of a snapshot, from what this rank holds."""
+    """Fill `target`, the views of a flat tensor, with the same elements of `state`, this rank's tensors."""
     on_device: tuple[list[Tensor], list[Tensor]] = [], []
     on_host: tuple[list[Tensor], list[Tensor]] = [], []
     for key, (tensor, layout) in target.items():
@@ -176,15 +177,15 @@ def copy_into(target: JobState, state: JobState) -> None:
 
 
 def _place(layout: Layout, box: Box) -> tuple[slice, ...]:
-    """Return where `box` of the global tensor lies in the local one."""
+    """Return the slices of `box`, a box of the global tensor, in the local tensor."""
     return next(box.moved(there.start, here.start).slices for here, there in layout.pieces if within(box, there))
 
 
 _GENERATIONS = 2
 _FIRST, _MEASURED = 2, 3
-"""The number of first backups that are ignored, and of the next ones that measure the cost."""
+"""Number of first backups that are ignored, and number of following backups that measure the cost."""
 _SHARE_OF_A_STEP = 0.05
-_SHARE_OF_FREE = 0.5  # share of a host's memory that backups may take if the user did not ask for them
+_SHARE_OF_FREE = 0.5  # fraction of a host's free memory for backups that the user did not ask for
 _HEAD, _ABOUT, _STATE = 1, 2, 3  # tags of the three messages
 
 
@@ -192,8 +193,8 @@ _HEAD, _ABOUT, _STATE = 1, 2, 3  # tags of the three messages
 class BackupGeneration:
     """A share of the state after `step` steps.
 
-    about: what the optimizer remembers beside elements, pickled (see OptimizerMemory). point: where the training of its
-    own rank stood; None for another rank's.
+    about: the optimizer state that is not per element, pickled (see OptimizerMemory). point: the settings and progress
+    of the training on this rank; None for a backup of another rank.
     """
 
     step: int
@@ -203,7 +204,7 @@ class BackupGeneration:
     point: Any = None
 
     def state(self) -> JobState:
-        """Return its tensors, as views."""
+        """Return the tensors of the backup, as views."""
         return self.contents.views(self.flat)
 
 
@@ -213,10 +214,10 @@ def buddy_of(rank: int, world_size: int) -> int:
 
 
 class Backups:
-    """Backups of a job: of this rank, and of the rank whose buddy it is. Off before `begin`.
+    """The backups of a job on this rank: its own, and those of its ward, the rank that it is the buddy of.
 
-    asked, every: steps from one backup to the next, as asked for and in force; None while the cost under this strategy
-    is not known.
+    Backups are off before `begin`. asked, every: the number of steps between backups, as the user asked and in force.
+    None: choose by the cost, which is not known yet under this strategy.
     """
 
     def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
@@ -244,14 +245,15 @@ class Backups:
         return self.every != 0 and self.world_size > 1
 
     def begin(self, every: int | None, say: Callable[[str], None] | None = None) -> None:
-        """Make backups from now on, every `every` steps; 0: none; None: as many as cost below 5 % of a step.
+        """Make backups from now on, every `every` steps. Drop backups of an earlier training. Collective.
 
-        Collective. Backups of an earlier training are dropped. say: is told the cost of a backup, when it is known.
+        every: 0 makes no backups; None makes as many as take at most 5 % of the time. say: called with the cost of a
+        backup when it is known.
         """
-        # If another `fit` ended by an error on some ranks, transfers of the others may never complete.
+        # If an error ended another `fit` on some ranks, transfers of the other ranks may never complete.
         if (every != 0 or self.on) and largest([self._under_way is None], device=self.device)[0]:
             self.abandon()
-        self._left_under_way = ()  # all ranks are here: nobody receives any more
+        self._left_under_way = ()  # all ranks are here, so no rank is still receiving
         self.break_off()
         if every != self.asked or self.every == 0:
             self.asked = self.every = every
@@ -260,16 +262,16 @@ class Backups:
         self._keep(-1)
 
     def form_again(self, asked: int | None, step: int) -> None:
-        """Go on after ranks were replaced, over another group. The cost is measured again.
+        """Continue after ranks were replaced, with a new group. The cost is measured again.
 
-        step: all ranks are back at it. Backups of it and before it are kept.
+        step: the step to which all ranks went back. Later backups are dropped.
         """
-        self.wait()  # a buddy would wait for ever for a backup that is dropped before it was sent
+        self.wait()  # the buddy would wait for ever for a backup that is dropped before it was sent
         self._group, self._shares, self.asked, self.every = None, None, asked, asked
         self._keep(step)
 
     def back_to(self, step: int) -> None:
-        """Drop the backups after `step`: those steps have not been made."""
+        """Drop the backups after `step`, because the training went back to it."""
         self.wait()
         self._keep(step)
 
@@ -280,25 +282,22 @@ class Backups:
 
     @property
     def under_way(self) -> bool:
-        """Return True if the newest backup is being sent, as far as this rank knows.
-
-        It is the same on every rank of a training.
-        """
+        """Return True if this rank has not waited for the newest backup yet. The result is equal on all ranks."""
         return self._under_way is not None
 
     def due(self, step: int) -> bool:
-        """Return True if a backup is due after `step` steps. The first is, and each until the cost of one is known."""
+        """Return True if a backup is due after `step` steps. Until the cost is known, one is due after each step."""
         return self.on and (not self.own or step % (self.every or 1) == 0)
 
     def spent(self) -> float:
-        """Return the seconds that the newest backup took of this rank's step. They are returned once."""
+        """Return the seconds of this rank's step that backups have taken since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def measured(self, backup_s: float, step_s: float) -> None:
-        """Take the slowest rank's seconds for a backup, and for the step that it was in.
+        """Note the slowest rank's seconds for a backup and for the step around it, and choose `every` from them.
 
-        They are the same on every rank.
+        Both must be equal on all ranks.
         """
         if self.every is not None or not backup_s or not self._shares or self._shares[1] is None:
             return
@@ -322,10 +321,10 @@ class Backups:
         step: int,
         point: Any,
     ) -> None:
-        """Copy this rank's share, and begin to send it. Collective: all ranks stand at this step's boundary."""
+        """Copy this rank's share, and begin to send it. Collective, at the boundary after `step`."""
         began, strategy = time.perf_counter(), sharded_model.strategy
         self.wait()
-        # After a load or a death, steps are made again.
+        # After a load or a death, steps are repeated.
         self.own = [each for each in self.own if each.step < step]
         self.wards = [each for each in self.wards if each.step < step]
         if first := self._shares is None or self._shares[0] != strategy:
@@ -352,7 +351,7 @@ class Backups:
         self._seconds += time.perf_counter() - began
 
     def _crowded(self, num_bytes: int) -> bool:
-        """Return True, and say so, if backups of `num_bytes` on each rank are too much for a host. Collective."""
+        """Return True, and tell the user, if a host has no room for backups of `num_bytes` per rank. Collective."""
         free = left(torch.device("cpu"))
         lacks = free is not None and num_bytes > _SHARE_OF_FREE * free
         (most,) = largest([num_bytes if lacks else 0], device=self.device)
@@ -364,7 +363,7 @@ class Backups:
         return most > 0
 
     def wait(self) -> None:
-        """Wait until this rank's newest backup has arrived, and it has its ward's."""
+        """Wait until the buddy has this rank's newest backup, and this rank has its ward's."""
         if self._under_way is None:
             return
         began = time.perf_counter()
@@ -376,13 +375,13 @@ class Backups:
         self._seconds += time.perf_counter() - began
 
     def break_off(self) -> None:
-        """Keep what has arrived and drop the rest, after a rank has died."""
-        with suppress(Exception):  # whatever a transfer from a dead rank raises
+        """Keep the backups that have arrived and drop the rest, after a rank has died."""
+        with suppress(Exception):  # a transfer from a dead rank may raise anything
             self.wait()
 
     def abandon(self) -> None:
-        """Abandon transfers after the training has ended within a step: on some ranks they may never begin."""
-        # Keep the memory: a buddy that is receiving it would wait for ever.
+        """Abandon running transfers, after the training has ended within a step. Some ranks may never begin theirs."""
+        # Keep the memory: otherwise a buddy that is receiving would wait for ever.
         self._left_under_way = (*self._left_under_way, self._under_way, self._sending)
         self._under_way, self._group = None, None
 
@@ -393,14 +392,14 @@ class Backups:
         return self._seen[1]
 
     def _room(self, kept: list[BackupGeneration], num_bytes: int) -> Tensor:
-        """Return memory for a new generation: that of the oldest one, which goes, if it has the right size."""
+        """Return memory for a new generation. Drop the oldest one, and reuse its memory if it has the right size."""
         old = kept.pop(0).flat if len(kept) >= _GENERATIONS else None
         if old is not None and old.numel() == num_bytes:
             return old
         return host_memory(num_bytes, self.device)
 
     def _send(self, own: BackupGeneration) -> None:
-        """Send a backup to the buddy, and receive the ward's. Messages of unknown size go first, and are waited for."""
+        """Begin to send a backup to the buddy and to receive the ward's. Wait only for sizes and description."""
         group, contents = self._group, None if own.contents is self._told else own.contents
         packed = torch.frombuffer(bytearray(pickle.dumps((contents, own.about))), dtype=torch.uint8)
         self._told = own.contents

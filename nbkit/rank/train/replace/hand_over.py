@@ -1,4 +1,4 @@
-"""Hand a training to a process that joins it. A rank that has been in it sends all but weights and optimizer state."""
+"""Send a training to a process that joins it. A surviving rank sends all but the weights and the optimizer state."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _HINT = "what a new process can import, or what a cell has defined; or recovery=
 
 @dataclass(frozen=True)
 class TrainingHandover:
-    """A training as the survivors have it.
+    """Everything that a new process needs to join a training, except for weights and optimizer state.
 
-    It is the same on all of them, except for what a forward sets in the parts that it runs. attributes: of the model,
-    set since its strategy began. schedules, keys: those that the user has registered. sinks:
-    see `_sinks_for_new`.
+    It is equal on all survivors, except for attributes that a forward pass sets in the submodules that a rank runs.
+    attributes: attributes of the model that were set since its strategy began. schedules, keys: those that the user has
+    registered. sinks: see `_sinks_for_new`.
     """
 
     blueprint: Blueprint
@@ -55,10 +55,7 @@ class TrainingHandover:
     sinks: Sequence[Sink]
 
     def job(self, like: Job | None = None) -> Job:
-        """Return the job of the new process, without a sharded model.
-
-        like: a job of this process, whose model its user holds.
-        """
+        """Return the job of the new process, without a sharded model. like: see Job.joining."""
         for each in self.schedules:
             schedules.add(each)
         for key in self.keys:
@@ -66,12 +63,12 @@ class TrainingHandover:
         return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches, like=like)
 
     def start(self, job: Job, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
-        """Start `job` with what was built for it, after setting the attributes that the others have changed since."""
+        """Start `job` with the model and the optimizer that were built for it. Set the model's attributes first."""
         put(self.attributes, sharded_model.module)
         job.start(sharded_model, inner)
 
     def trainer(self, job: Job) -> Trainer | OwnLoop:
-        """Return the Trainer of the new process, once `job` has started. Collective: see Trainer.joining."""
+        """Return the Trainer of the new process. Call it after `start`. Collective: see Trainer.joining."""
         kind = Trainer if self.loop.data is not None else OwnLoop
         joined = kind.joining(job, self.loop, run_dir=self.run_dir, saved=self.saved)
         job.listen(self.sinks, name=self.loop.name)
@@ -89,9 +86,8 @@ def hand_over(
 ) -> TrainingHandover | None:
     """Send the training from rank `source` to the ranks `newcomers`. Return it there, and None elsewhere. Collective.
 
-    strategy: the one under which all go on; default: the one in force.
-
-    Raises TrainingError, on every rank, naming what cannot be pickled.
+    strategy: the strategy to continue with; default: the one in force. Raises TrainingError, on every rank, if
+    something cannot be pickled. The error names it.
     """
     packed, found = [b""], list[TrainingHandover]()
 
@@ -119,7 +115,7 @@ def hand_over(
 
 
 def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandover:
-    """Return what makes a Trainer that goes on from `trainer` under `strategy`."""
+    """Return the handover of `trainer`, to continue under `strategy`."""
     job, loop, saved = trainer.job, trainer.loop, trainer.saves.last
     switches, at = tuple(job.switches), trainer.run_dir
     attributes = set_since(job.sharded_model.module, job.sharded_model.built)
@@ -133,8 +129,8 @@ def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandove
 def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy, *, first: bool = False) -> bytes:
     """Return the bytes that `hand_over` sends. first: rank 0 is a new process.
 
-    Raises TrainingError for data that cannot begin again, for state of the model that cannot be given to a new process,
-    and for what cannot be pickled.
+    Raises TrainingError if the data is an iterator, if the model has state that cannot be sent to a new process, or if
+    something cannot be pickled.
     """
     job, loop = trainer.job, trainer.loop
     if loop.data is not None and not job.feed.remakes:
@@ -160,9 +156,9 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy, *, first: boo
 
 
 def _sinks_for_new(job: Job, *, first: bool) -> list[Sink]:
-    """Return what a new process gets of the sinks: this rank's own, which are not open; rank 0 keeps its open ones.
+    """Return the sinks for a new process. They are this rank's, except on rank 0, where the sinks are open.
 
-    first: the new process is rank 0, so warn of sinks that it does not get.
+    An AbsentSink replaces each sink that cannot be sent. first: the new process is rank 0, so warn of these sinks.
     """
     sinks = list[Sink]()
     for sink in job.sinks:

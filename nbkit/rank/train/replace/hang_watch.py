@@ -1,13 +1,13 @@
-"""`hang_timeout=`: end a rank that all others wait for, so that another process takes its place.
+"""Implement `hang_timeout=`: end a rank that all others wait for, so that another process takes its place.
 
-Each rank watches itself from a thread, and reports when it has waited for others for that long. A rank that hangs
-reports nothing: the system may have stopped it, or it may block the interpreter. The process that has started the ranks
-hears which ranks wait, and ends those that do not. If all wait, the program is at fault and nobody is ended: `%nbkit
-why` says who waits for what.
+Each rank watches itself in a thread, and reports when it has waited for others for this time. A rank that hangs reports
+nothing: the system may have stopped it, or it may block the interpreter. The process that has started the ranks
+receives the reports, and ends the ranks that do not wait. If all ranks wait, the program has an error, and no rank is
+ended. Then `%nbkit why` says which rank waits for what.
 
-In a script, as under torchrun, no such process hears the ranks. A link that fails would hold them for ever, because
-nbkit turns off the time limits of torch. So a rank that has waited this long says for which operation, and ends its
-process. torchrun then ends the others.
+In a script, as under torchrun, there is no such process. After a network failure the ranks would wait for ever, because
+nbkit disables torch's timeouts. So a rank that has waited for this time prints the operation, and ends its process.
+torchrun then ends the others.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from nbkit.rank.world.activity import activity
 from nbkit.wire.activity import Activity
 
 SCRIPT_SECONDS = 600.0
-"""The limit in a script whose user has set none: that of torch's own groups of GPUs."""
+"""The default limit in a script. It is torch's default for NCCL groups."""
 
-_LOOKS = 10  # checks within the time after which a rank counts as waiting
+_LOOKS = 10  # number of checks within the limit
 _LEAST_SECONDS = 0.05
 
 
@@ -39,8 +39,8 @@ def hang_watch(
 ) -> Iterator[None]:
     """Watch whether this rank waits for others, while steps are made inside.
 
-    seconds: the limit; None if the user has set none. ranks: of the world. replaceable: a rank that dies is replaced.
-    say: shows the limit to the user; None: the user knows it.
+    seconds: the limit; None if the user has set none. ranks: the size of the world. replaceable: a rank that dies is
+    replaced. say: shows the limit to the user; None if the user knows it.
     """
     watch = _watch
     if resume_fit.host is None:
@@ -74,8 +74,8 @@ def _watch(seconds: float, rank: int, over: threading.Event) -> None:
                 host.waits(0.0)
             continue
         stood = time.monotonic() - since
-        # If all wait for each other, they say so one after the other. So they report at half of the time, and the host
-        # acts at the whole time.
+        # If all ranks wait for each other, their reports do not arrive at the same time. So ranks report after half of
+        # the time, and the host acts after the whole time.
         due = seconds / 2 if not told else seconds
         if told < seconds and stood >= due and (told or host.asks() or activity(rank, {}).waits is not None):
             told = stood
@@ -96,7 +96,7 @@ def _watch_script(seconds: float, rank: int, over: threading.Event) -> None:
 
 
 def _end(rank: int, seconds: float, found: Activity) -> None:
-    """Say what this rank waits for, and end its process."""
+    """Print what this rank waits for, and end its process."""
     assert found.waits is not None
     line = f" ({found.waits.line})" if found.waits.line is not None else ""
     text = [

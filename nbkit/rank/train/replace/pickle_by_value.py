@@ -1,9 +1,9 @@
-"""Pickle for a process of the same program that was forked later: what a cell has defined goes by value.
+"""Pickle objects for a process of the same program that was forked later, with definitions of cells by value.
 
-What can be imported goes by its name, as in pickle. A function of `__main__`, a lambda, and what is defined within a
-function go by value: code, defaults, closure and body. So do classes of `__main__`, unless the other process has them.
-A function finds its global names in the module of the same name in the other process, so that it sees what later cells
-assign. Equal definitions give equal pickles on all ranks, wherever their cells lie on disk.
+Objects that can be imported are pickled by name, as in pickle. Functions of `__main__`, lambdas, and definitions inside
+functions are pickled by value: code, defaults, closure and body. So are classes of `__main__`, unless the other process
+has them. A function uses the globals of the module with the same name in the other process, so it sees values that
+later cells assign. Equal definitions give equal pickles on all ranks, wherever the files of their cells are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from nbkit.rank.device import accelerator
 
-_MARSHAL = 2  # later versions write which objects are shared, which differs between processes
+_MARSHAL = 2  # later versions write which objects are shared, and that differs between processes
 _CACHED = type(functools.lru_cache(lambda: None))
 # Python 3.13 has the last two. Their order and presence vary between processes.
 _OF_THE_CLASS_ITSELF = (
@@ -49,11 +49,11 @@ def dumps(
 ) -> bytes:
     """Return the pickle of `value`.
 
-    classes: pickle classes of `__main__` by value too, because the other process does not have them yet. foreign: ids
-    of objects that may not be in it. parts: id of an object of which the other process has its own -> the name by which
-    `loads` finds it.
+    classes: also pickle classes of `__main__` by value, because the other process does not have them yet. foreign: ids
+    of objects that must not be in the pickle. parts: id of an object -> its name in the `parts` of `loads`, for objects
+    that the other process has itself.
 
-    Raises TooLarge above `limit` bytes, and what pickling raises.
+    Raises TooLarge above `limit` bytes, and errors of pickle.
     """
     stream = _Limited(limit)
     _Pickler(stream, classes, foreign, parts, limit).dump(value)
@@ -61,7 +61,7 @@ def dumps(
 
 
 def loads(packed: bytes, parts: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Return the value of `packed`, which `dumps` has made on a rank of the same world."""
+    """Return the value of `packed`, a result of `dumps` on a rank of the same world. parts: name -> own object."""
     return _Unpickler(io.BytesIO(packed), parts).load()
 
 
@@ -86,13 +86,13 @@ class _Pickler(pickle.Pickler):
         self._storages: dict[int, torch.Tensor] = {}
 
     def persistent_id(self, value: Any) -> str | tuple[str, ...] | None:
-        if type(value) is str:  # use one object for equal strings: which are identical differs between processes
+        if type(value) is str:  # one object for equal strings: which ones are identical differs between processes
             return self._texts.setdefault(value, value)
         if id(value) in self._parts:
             return "part", self._parts[id(value)]
         if id(value) in self._foreign:
             raise pickle.PicklingError("it holds what is not carried")
-        # A function's globals are the names of its module.
+        # Pickle the globals of a function as the name of their module.
         name = value.get("__name__") if type(value) is dict else None
         return (name,) if isinstance(name, str) and value is getattr(sys.modules.get(name), "__dict__", 0) else None
 
@@ -118,7 +118,7 @@ class _Pickler(pickle.Pickler):
         if kind is types.MethodType and not _is_of_its_class(value):
             return _method, (value.__func__, value.__self__)
         if kind in (weakref.ReferenceType, weakref.WeakMethod):
-            # A dead reference becomes one to a set that nothing else holds, so that it is dead after loading.
+            # Pickle a dead reference as one to a new set. Nothing else holds the set, so it is dead after loading.
             return (kind, (alive,)) if (alive := value()) is not None else (weakref.ref, (set(),))
         if kind is weakref.WeakSet:
             return kind, (list(value),)
@@ -139,9 +139,9 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _reduced_tensor(self, tensor: torch.Tensor) -> Any:
-        """Reduce a tensor to a view of its storage, which goes once.
+        """Reduce a tensor to a view of its storage, which is pickled once.
 
-        As torch pickles them, equal tensors of two processes differ.
+        torch's own pickles of equal tensors differ between processes.
         """
         storage = tensor.untyped_storage()
         whole = self._storages.setdefault(storage.data_ptr(), torch.empty(0, dtype=torch.uint8).set_(storage))
@@ -204,7 +204,7 @@ def _reduced_class(value: type) -> Any:
 
 
 def _own_device() -> torch.device:
-    """Return the device of the rank that loads the pickle: each rank computes on another one."""
+    """Return the device of the rank that loads the pickle, because each rank has another one."""
     return accelerator().own()
 
 
@@ -241,13 +241,13 @@ def _code(data: bytes) -> types.CodeType:
 
 
 def _anywhere(code: types.CodeType) -> types.CodeType:
-    """Return the code without the file of its cell, whose name holds a process id."""
+    """Return the code without the file name of its cell, because the name contains a process id."""
     inner = tuple(_anywhere(one) if isinstance(one, types.CodeType) else one for one in code.co_consts)
     return code.replace(co_filename="<cell>", co_consts=inner)
 
 
 def _is_of_its_class(method: types.MethodType) -> bool:
-    """Return True if the class of its object has the method by its name, which is then enough to find it."""
+    """Return True if the method can be found by its name in the class of its object."""
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
     found = getattr(owner, method.__name__, None)
     return found is method.__func__ or getattr(found, "__func__", None) is method.__func__

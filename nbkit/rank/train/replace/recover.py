@@ -1,14 +1,14 @@
-"""Bring a training that lost ranks back to a step boundary, with new processes in their place.
+"""Bring a training that lost ranks back to a step boundary, with new processes in place of the lost ones.
 
-1. All ranks tell what they hold of the training's state, and of which step. The newest complete step is restored.
-2. A survivor hands over what a Trainer is made of.
-3. All ranks build the strategy in force again, because a process that dies takes its groups with it.
-4. An exchange fills it, as in a switch, and all ranks stand at that step.
+1. Each rank tells which parts of the state it holds, and of which steps. The newest complete step will be restored.
+2. A survivor sends the new processes everything that they need to make a Trainer.
+3. All ranks build a sharded model of the strategy in force again, because the death of a process breaks its groups.
+4. An exchange fills the new sharded model, as in a switch. Then all ranks are at the restored step.
 
-Most tensors of the survivors stay what they are: all of them under ddp, each rank's part of a layer under tp. A second
-sharded model beside the first would take its memory, and a copy of all of it. So the new one is built hollow (see
-redistribute.py), and its tensors are pointed at the old memory. Memory that several tensors share, such as the flat
-parts of zero 3, is filled by a copy.
+Most tensors of the survivors do not change: all of them under ddp, and each rank's part of a layer under tp. A second
+full sharded model would need as much memory again, and a copy of everything. So the new one is built without memory
+("hollow", see redistribute.py), and its tensors take over the old memory. Memory that several tensors share, such as
+the flat parts of zero 3, is filled by a copy.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Numbers = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A part of the state at one step. layouts, kinds: by key. numbers: what the optimizer keeps once per parameter."""
+    """A description of the state of one step on one rank. layouts: key -> layout. kinds: key -> dtype."""
 
     layouts: Mapping[str, Layout]
     kinds: Mapping[str, torch.dtype]
@@ -64,9 +64,9 @@ class HeldPart:
 
     @classmethod
     def of(cls, state: JobState, numbers: Numbers) -> HeldPart:
-        """Return the part that is in `state`.
+        """Describe `state`.
 
-        Equal layouts become one object: pickled once, and told apart by identity.
+        Equal layouts become one object. It is pickled once, and layouts can be compared by identity.
         """
         known: dict[Layout, Layout] = {}
         layouts = {key: known.setdefault(layout, layout) for key, (_, layout) in state.items()}
@@ -74,17 +74,17 @@ class HeldPart:
 
     @classmethod
     def kept(cls, generation: BackupGeneration, names: Sequence[str]) -> HeldPart:
-        """Return the part that is in a backup. names: of the model's parameters."""
+        """Describe the state in a backup. names: the names of the model's parameters."""
         contents, numbers = generation.contents, unpacked([pickle.loads(generation.about)], names).numbers
         return cls(contents.layouts, contents.kinds, numbers)
 
 
 @dataclass(frozen=True)
 class Holding:
-    """The report of a rank to the others when ranks were lost. A new rank has nothing to report.
+    """The report of a rank to the others after ranks were lost. A new rank reports the defaults.
 
-    finished: steps. parts: by step, what it can give of the state then. wards: by step, what it keeps of rank `ward`.
-    asked: see Backups. saved: the last checkpoint.
+    finished: the number of finished steps. parts: step -> the state that the rank can send. wards: step -> the backup
+    of rank `ward`. asked: see Backups. saved: the last checkpoint.
     """
 
     strategy: Strategy | None = None
@@ -99,9 +99,9 @@ class Holding:
 
 @dataclass(frozen=True)
 class Restoration:
-    """The newest step that is complete, who gives of it, and the exchange that brings all ranks there.
+    """The newest complete step, the ranks that have its state, and the exchange that restores it on all ranks.
 
-    given: by rank, what it gives; None for nothing. kinds, numbers: of what the optimizer keeps, see
+    given: for each rank, the state that it sends; None for nothing. kinds, numbers: the optimizer state, see
     job_state.allocate.
     """
 
@@ -113,16 +113,16 @@ class Restoration:
 
     @property
     def sources(self) -> list[int]:
-        """Return the ranks that give something."""
+        """Return the ranks that send state."""
         return [rank for rank, part in enumerate(self.given) if part is not None]
 
 
 def newest(everyone: Sequence[Holding], strategy: Strategy, builder: Builder) -> Restoration:
-    """Return the newest step that is complete. It is the same on every rank, without a message.
+    """Return the restoration of the newest complete step. The ranks compute the same result without messages.
 
-    Raises TrainingError if no step is complete, naming what is lost.
+    Raises TrainingError if no step is complete. The error names the lost state.
     """
-    # What a buddy kept goes to the new rank, which then gives it in place of the dead one.
+    # A buddy sends the backup that it kept to the new rank, which then sends it in place of the dead rank.
     kept = {each.ward: each.wards for each in everyone if each.ward is not None}
     why = lacking = ""
     held = {step for each in everyone for step in each.parts}
@@ -166,9 +166,9 @@ def _restoration(step: int, parts: Sequence[HeldPart | None], strategy: Strategy
 
 
 def _check_owners(parts: Sequence[HeldPart | None], plan: ParallelPlan) -> None:
-    """Raise TrainingError if whole tensors have lost their owner, and with it all that was remembered of them.
+    """Raise TrainingError if the owner of a tensor is lost, and the tensor's optimizer state with it.
 
-    No other rank knows what that was, so no exchange would miss it.
+    The exchange does not notice this, because no other rank knows which state the owner had.
     """
     found = [held.keys() for part, held in zip(parts, plan.layouts.held, strict=True) if part is not None]
     if lost := sorted(plan.owned.difference(*found)):
@@ -180,11 +180,11 @@ def _check_owners(parts: Sequence[HeldPart | None], plan: ParallelPlan) -> None:
 
 
 def with_memory(hollow: JobState, tensors: Iterable[Tensor], spaces: Spaces, held: JobState) -> JobState:
-    """Return `hollow` with memory: that of `held` if both are the same part, else new and unfilled memory.
+    """Give memory to the tensors of `hollow`: the memory of the same tensor in `held`, or else new, unfilled memory.
 
-    tensors: every further tensor over the same memory. held: of this rank, at the step at which all go on. Reused
-    tensors appear in the result as the very tensors of `held`, so that an exchange has nothing to copy to them. Raises
-    what the allocator raises.
+    tensors: all other tensors that share the same memory. held: the state of this rank at the restored step. Return key
+    -> (tensor, layout). A reused tensor in the result is the tensor object of `held`, so the exchange does not copy it.
+    Raises errors of the allocator.
     """
     tenants: dict[int, list[str]] = {}
     for key, (tensor, _) in hollow.items():
@@ -207,7 +207,7 @@ def with_memory(hollow: JobState, tensors: Iterable[Tensor], spaces: Spaces, hel
 
 
 def _is_same(hollow: JobState, held: JobState, key: str, num_bytes: int) -> bool:
-    """Return True if `held` has this tensor, laid out in the same way in memory of its own."""
+    """Return True if `held` has this tensor with the same layout, alone in its memory."""
     if key not in held:
         return False
     (new, layout), (old, known) = hollow[key], held[key]
@@ -221,18 +221,19 @@ def _address(tensor: Tensor) -> int:
 
 
 Training: TypeAlias = Trainer | OwnLoop
-"""The object that makes the steps: a Trainer in `fit`, or a loop of the user's own."""
+"""The object that makes the steps: a Trainer in `fit`, or the user's own loop."""
 Settings = list[dict[str, Any]]
 """See settings_of."""
 
 
 def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
-    """Return the training of the surviving ranks, with the ranks `newcomers` in the place of the dead ones. Collective.
+    """Restore the training on the surviving ranks and on the new ranks `newcomers`, and return it. Collective.
 
-    Call it after the world was formed again: the default group works, every other one is broken. trainer: this rank's,
-    broken off anywhere in a step; it is mended in place and returned. On a newcomer it is None, and one is made.
-    Afterwards all ranks stand at the same step boundary under the same strategy, with equal history, data position and
-    schedule. Raises TrainingError, on every rank, naming what is lost, or what cannot be handed to a new process.
+    Call it after the world was formed again. Then the default group works, and every other group is broken. trainer:
+    the training of this rank, interrupted anywhere in a step. It is repaired in place and returned. On a newcomer it is
+    None, and a new one is made. Afterwards all ranks are at the same step boundary under the same strategy, with equal
+    history, data position and schedule. Raises TrainingError, on every rank, if state is lost or cannot be sent to a
+    new process. The error names it.
     """
     place = World.join_from_env().place
     rank, world_size, device = place.rank, place.world_size, accelerator().device(place.device)
@@ -280,7 +281,7 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
         job.adopt(left[0].under(sharded_model, inner))
         free(left)
     if told[0] is not None:
-        # No message since the last line: if another rank dies now, this one stands at a boundary.
+        # This part sends no messages. So even if another rank dies now, this rank gets to a step boundary.
         settings, progress = told[0]
         take_settings(inner, settings)
         job.go_on(progress)
@@ -292,21 +293,22 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
 
 
 def _load(trainer: Training, path: Path, step: int, lost: str) -> None:
-    """Go back to the last checkpoint, because some state is lost. Every rank reads its part. Collective."""
+    """Load the last checkpoint, because some state is lost. Every rank reads its part. Collective."""
     job = trainer.job
-    job.integrity.half_way = True  # what was built holds nothing yet
+    job.integrity.half_way = True  # the new sharded model is not filled yet
     if job.rank == 0:
         warnings.warn(f"{lost}: all go on from the checkpoint {str(path)!r} of step {step}", stacklevel=4)
-    # The run still ends with the same step, however far back it goes.
+    # The run still ends with the same step, although it goes back further.
     job.ledger.replace(step, [])
     trainer.load(path)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """The state that this rank holds. By step: tensors, and (settings of the optimizer, progress).
+    """The state that this rank holds.
 
-    finished: the step of the state it computed with; None if an update was broken off.
+    told: its description for the other ranks. states: step -> tensors. points: step -> (optimizer settings, progress).
+    wards: step -> backup of the ward. finished: the step of the live state; None if an update was interrupted.
     """
 
     told: Holding = field(default_factory=Holding)
@@ -317,12 +319,12 @@ class _Held:
 
     @property
     def live(self) -> JobState:
-        """Return the state it computed with, if that is whole. It is the training's own memory, not a backup."""
+        """Return the live state, in the memory of the training, if it is complete. Otherwise return {}."""
         return {} if self.finished is None else self.states[self.finished]
 
     @classmethod
     def by(cls, trainer: Training) -> _Held:
-        """Return what a rank holds whose training was broken off anywhere."""
+        """Return the state that a rank holds after its training was interrupted anywhere."""
         job = trainer.job
         job.break_off()
         inner, step = job.optimizer.inner, job.step
@@ -348,7 +350,7 @@ class _Held:
     def take_back(
         self, restoration: Restoration, newcomers: Collection[int], *, rank: int, device: torch.device
     ) -> None:
-        """Send new ranks what their buddies kept of the step, if the restoration needs it."""
+        """Send the backups that buddies kept to the new ranks, if the restoration needs them."""
         step, world_size = restoration.step, len(restoration.plan.old)
         for newcomer in sorted(set(newcomers) & set(restoration.sources)):
             buddy = buddy_of(newcomer, world_size)
@@ -367,7 +369,7 @@ class _Held:
 class _Built:
     """A new sharded model and its optimizer.
 
-    target: all of its state, with memory. What this rank had before is there, the rest is to be filled.
+    target: all of its tensors, with memory. Tensors that this rank had before are filled, the others are not.
     """
 
     sharded_model: ShardedModel
@@ -389,14 +391,14 @@ def _common(everyone: Sequence[Holding]) -> Strategy:
 def _built(
     job: Job, strategy: Strategy, restoration: Restoration | None, held: _Held, *, like: torch.optim.Optimizer | None
 ) -> _Built:
-    """Return the sharded model with new groups, and its optimizer. Collective."""
+    """Return a new sharded model with new groups, and its optimizer. Collective."""
     made: list[_Built] = []
     connections = job.builder.connect(strategy, alike=False)
 
     def build() -> None:
         with hollow() as spaces:
             sharded_model, inner = job.builder.build(job.builder.plan(strategy), connections, like=like)
-            sharded_model.data.let_go()  # gradients have no memory until all have met
+            sharded_model.data.let_go()  # gradients get memory later, after all ranks have met
             if restoration is not None:
                 job_state.allocate(sharded_model, inner, restoration.kinds, restoration.numbers)
         live = held.live if restoration is not None and restoration.step == held.finished else {}

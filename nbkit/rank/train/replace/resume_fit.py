@@ -1,11 +1,11 @@
-"""Go on with `fit` after another rank has died and was replaced. A survivor and a new rank act in the same order.
+"""Continue `fit` after another rank has died and was replaced. Survivors and new ranks call the same collectives.
 
-Under torchrun nobody forks another rank: `host` is None, and an error ends the training as usual.
+Under torchrun no process can start another rank: `host` is None, and an error ends the training as usual.
 
-`repair_torn_update` repairs, before a `fit`, what an error of the last one has torn. An error in the middle of an
-update leaves one rank with weights that are partly new, and others before or after the update. Where ranks hold the
-same (ddp, hsdp), those that are whole give to the others; see rank_sync.py. Where each holds its own part, all go on
-from the newest backup of all ranks. Without backups, the error says what to type.
+`repair_torn_update` is called before a `fit`. It repairs weights after an error in the last `fit`. An error in the
+middle of an update leaves one rank with partly new weights, and other ranks before or after the update. If ranks hold
+the same tensors (ddp, hsdp), ranks with complete weights send them to the others; see rank_sync.py. If each rank holds
+its own part, all ranks go back to the newest backup of all ranks. Without backups, the error says what to type.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control import step_boundary
 from nbkit.records.events import Replaced
 
-Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
+Trainer = Any  # nbkit.rank.train.trainer.Trainer: that file imports this one
 
 
 @dataclass(frozen=True)
 class FitRange:
-    """The steps of a `fit`: those after `first` finished ones, up to `goal`.
+    """The steps of a `fit`: after `first` finished steps, up to step `goal`.
 
-    fewer: how many ranks to go on without, because they have died and were replaced.
+    fewer: the number of ranks that died, were replaced and should be removed (on_failure "shrink").
     """
 
     first: int
@@ -42,7 +42,7 @@ class FitRange:
     fewer: int = 0
 
     def without(self, trainer: Trainer, dead: int) -> FitRange:
-        """Return the range after `dead` ranks have died and were replaced."""
+        """Return the range after `dead` more ranks have died and were replaced."""
         return replace(self, fewer=self.fewer + dead * (trainer.loop.recovery.on_failure == "shrink"))
 
 
@@ -59,12 +59,12 @@ def span_of(trainer: Trainer, steps: int | None, until: int | None) -> FitRange:
             hint="trainer.fit(500)   or   trainer.fit(until=2000)",
         )
     if until is not None:
-        trainer.job.sync.resync()  # after an interrupt ranks may differ by a step, and would not make as many
+        trainer.job.sync.resync()  # after an interrupt ranks may differ by a step, and would not make equally many
     return FitRange(trainer.step, trainer.step + (steps or max((until or 0) - trainer.step, 0)))
 
 
 def check_same_goal(goal: int, device: torch.device) -> None:
-    """Raise TrainingError, on every rank, if `fit` is to end after another step on some ranks. Collective."""
+    """Raise TrainingError, on every rank, if `fit` would end after different steps on the ranks. Collective."""
     last, first = largest([goal, -goal], device=device)
     if last != -first:
         raise TrainingError(
@@ -78,8 +78,8 @@ def check_same_goal(goal: int, device: torch.device) -> None:
 class NewWorld:
     """The world after it was formed again.
 
-    newcomers: its new ranks. how: who died, and of what. since: when (time.time()). devices: what to tell of the
-    devices that new ranks are on, or "".
+    newcomers: its new ranks. how: which ranks died and why, in words. since: the time of the death (time.time()).
+    devices: a sentence about the devices of new ranks, or "".
     """
 
     newcomers: tuple[int, ...]
@@ -89,74 +89,75 @@ class NewWorld:
 
 
 class RankHost(Protocol):
-    """The process that has started this rank, and can start another one.
+    """An interface to the process that has started this rank and can start another one.
 
-    enterable: a new rank can enter where `fit` was called. If not, it takes part until the training is saved, and ends.
+    enterable: a new rank can enter the code that called `fit`. If not, it takes part until the training is saved, and
+    ends.
     """
 
     enterable: bool
 
     def enter(self, trainer: Any, caller: FrameType) -> bool:
-        """Note that `caller` calls `fit`, until `leave`. Return True if a rank that dies is replaced."""
+        """Note that `caller` calls `fit`, until `leave` is called. Return True if ranks that die are replaced."""
         ...
 
     def loop(self, job: Any) -> Any:
-        """Return the OwnLoop for a loop over `job.batches` that begins.
+        """Return an OwnLoop for a new loop over `job.batches`.
 
-        Return None if the job does not survive a death in it.
+        Return None if the job cannot survive the death of a rank in this loop.
         """
         ...
 
     def leave(self, why: str = "") -> None:
-        """Report that `fit` is over. why: the error that has ended it."""
+        """Report that `fit` is over. why: the error that ended it, or ""."""
         ...
 
     def kept(self, path: str, step: int) -> None:
-        """Report the newest checkpoint, after an error has ended `fit`, entered or not."""
+        """Report the newest checkpoint after an error has ended `fit`, even if `enter` was not called."""
         ...
 
     def await_world(self, error: BaseException, trainer: Any, span: FitRange) -> NewWorld:
-        """Wait for the world with new ranks, after `error` has broken off a step, and hand them what they lack.
+        """Wait for the world with new ranks after `error` has interrupted a step. Send the new ranks what they need.
 
-        Raises `error` if no rank died, or none is replaced.
+        Raises `error` if no rank died, or if none is replaced.
         """
         ...
 
     def recover(self, trainer: Any, newcomers: tuple[int, ...]) -> Any:
-        """Call nbkit.rank.train.replace.recover, which makes Trainers, whose `fit` imports this file."""
+        """Call nbkit.rank.train.replace.recover. Importing it here would be circular, because of Trainer."""
         ...
 
     def resize(self, wanted: Any, trainer: Any, span: FitRange | None) -> tuple[int, ...]:
-        """Form the world of `wanted.ranks` ranks (see WantedWorld). Return its new ranks. Collective in the old world.
+        """Form a world of `wanted.ranks` ranks (see WantedWorld). Return its new ranks. Collective in the old world.
 
-        Raises ClusterError if it cannot be formed, and Left on a rank that it does not have.
+        Raises ClusterError if it cannot be formed, and Left on a rank that is not part of it.
         """
         ...
 
     def resized(self, trainer: Any, asked: Any, span: FitRange | None) -> None:
-        """Call nbkit.rank.train.resize.resize, which makes Trainers, whose `fit` imports this file.
+        """Call nbkit.rank.train.resize.resize, which cannot be imported here either.
 
-        asked: a ResizeAtBoundary, which is told the result. Raises only what leaves no training to go on with.
+        asked: a ResizeAtBoundary, which gets the result. Raises only errors after which the training cannot go on.
         """
         ...
 
     def waits(self, seconds: float, *, due: bool = False) -> None:
-        """Report that this rank has waited for others for so long; 0: it goes on. Any thread.
+        """Report how long this rank has waited for other ranks; 0: it goes on. From any thread.
 
         due: end the rank that it waits for.
         """
         ...
 
     def leave_device(self, said: str) -> None:
-        """End this process, because its device has failed and said so. Another process takes its place."""
+        """End this process because its device has failed. Another process takes its place. said: the device's error."""
         ...
 
     def asks(self) -> bool:
-        """Return True if this rank waits for a line that a person types. From any thread."""
+        """Return True if this rank waits for input from the user. From any thread."""
         ...
 
     def is_broken(self, error: BaseException) -> bool:
-        """Return True if a rank has died since the world was formed, which may be the cause of `error`."""
+        """Return True if a rank has died since the world was formed. This may be the cause of `error`."""
         ...
 
     def tell(self, said: str) -> None:
@@ -169,7 +170,7 @@ host: RankHost | None = None  # set once, by the bridge
 
 @contextmanager
 def seat(trainer: Trainer, caller: FrameType, *, wanted: bool) -> Iterator[bool]:
-    """Run `fit` inside. Yield True if a rank that dies meanwhile can be replaced."""
+    """Open a context for `fit`. Yield True if a rank that dies inside can be replaced."""
     if host is None:
         yield False
         return
@@ -189,21 +190,21 @@ def seat(trainer: Trainer, caller: FrameType, *, wanted: bool) -> Iterator[bool]
 
 
 def leave_device(error: Exception) -> None:
-    """End this process if `error` says that its device has failed, in a training in which dead ranks are replaced.
+    """End this process if `error` says that its device has failed. Does nothing if dead ranks are not replaced.
 
-    Its part is computed again on a spare device, or in a new process on this one.
+    A new process continues on a spare device, or on the same one.
     """
     if host is not None and (said := accelerator().failed(error)):
         host.leave_device(said)
 
 
 def go_on(trainer: Trainer, span: FitRange, error: Exception) -> FitRange:
-    """Go on after `error` has broken off a step. Return the range of steps that goes on.
+    """Recover after `error` has interrupted a step. Return the range of steps for the rest of `fit`.
 
-    All ranks then stand at one step boundary, with new ranks in the place of dead ones.
+    Afterwards all ranks are at the same step boundary, with new ranks in place of dead ones.
 
     Raises `error`, or a later error, if no rank died or it could not be replaced. Raises TrainingError if a new rank
-    cannot enter the cell: then all ranks are at one boundary, and the training is saved.
+    cannot enter the cell. Even then, all ranks are at the same boundary, and the training is saved.
     """
     assert host is not None
     world = meet_again(trainer, span, error)
@@ -213,9 +214,9 @@ def go_on(trainer: Trainer, span: FitRange, error: Exception) -> FitRange:
 
 
 def meet_again(trainer: Trainer, span: FitRange, error: Exception) -> NewWorld:
-    """Bring all ranks to one step boundary in a world with new ranks, after `error` has broken off a step.
+    """Bring all ranks to the same step boundary in a world with new ranks, after `error` has interrupted a step.
 
-    Raises as `await_world` does. Raises later errors too, unless a further rank has died meanwhile.
+    Raises as `await_world` does. Also raises later errors, unless the death of another rank explains them.
     """
     assert host is not None
     reached = trainer.step
@@ -225,7 +226,7 @@ def meet_again(trainer: Trainer, span: FitRange, error: Exception) -> NewWorld:
             together(trainer, world, reached)
             trainer.job.follow_plan()
             return world
-        except Exception as another:  # a further rank died meanwhile, or this error is final
+        except Exception as another:  # another rank has died since, or this error is final
             leave_device(another)
             if not host.is_broken(another):
                 raise
@@ -233,7 +234,7 @@ def meet_again(trainer: Trainer, span: FitRange, error: Exception) -> NewWorld:
 
 
 def _ended(trainer: Trainer, world: NewWorld, span: FitRange) -> TrainingError:
-    """Save the training, and return the error that ends it. Collective, with `save_and_leave` on a new rank."""
+    """Save the training, and return the error that ends it. Collective: new ranks call `save_and_leave`."""
     saved = trainer.saves.save_at_end()
     return TrainingError(
         "A rank died in fit where a new one cannot go on with the cell: in a loop, a function, or beside another call.",
@@ -243,16 +244,16 @@ def _ended(trainer: Trainer, world: NewWorld, span: FitRange) -> TrainingError:
 
 
 def save_and_leave(trainer: Trainer) -> None:
-    """Take part until the training is saved, on a new rank that cannot enter the cell. Collective."""
+    """Save the training with the other ranks, on a new rank that cannot enter the cell. Collective."""
     with suppress(Stopped), trainer.job.running(owner=trainer, joins=True):
         trainer.saves.save_at_end()
         raise Stopped("a new rank does not make steps where it cannot enter the cell")
 
 
 def resized(trainer: Trainer, asked: Any, span: FitRange) -> FitRange:
-    """Go on with another number of ranks, after a step boundary of `fit` has raised `asked`. Return `span`.
+    """Change the number of ranks, after a step boundary of `fit` has raised `asked`. Return `span`.
 
-    If the new world could not be formed, go on with the old one. Raises Left on a rank that is not needed any more.
+    If the new world cannot be formed, continue with the old one. Raises Left on a rank that is no longer needed.
     """
     assert host is not None
     host.resized(trainer, asked, span)
@@ -260,9 +261,9 @@ def resized(trainer: Trainer, asked: Any, span: FitRange) -> FitRange:
 
 
 def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trainer:
-    """Return the training of all ranks, at one step boundary. Collective.
+    """Recover the training in the new world, tell the user, and return the training. Collective.
 
-    trainer: None on a new rank. reached: steps that were finished when it was broken off.
+    trainer: the training of this rank; None on a new rank. reached: the number of steps that it had finished.
     """
     assert host is not None
     trainer = host.recover(trainer, world.newcomers)
@@ -274,15 +275,15 @@ def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trai
     job.ledger.emit(event)
     if job.rank == min(set(range(job.world_size)) - set(world.newcomers)):
         host.tell(event.said)
-    step_boundary.meet(job.device)  # nobody leaves the training before it is told that it goes on
+    step_boundary.meet(job.device)  # no rank leaves the training before the user is told that it goes on
     job.ledger.begin_again()
     return trainer
 
 
 def repair_torn_update(trainer: Trainer) -> None:
-    """Bring all ranks to one step with whole weights. Collective, before steps are made.
+    """Bring all ranks to the same step with complete weights. Collective, before the first step.
 
-    Raises TrainingError, on every rank, if no step is whole and no backup is kept.
+    Raises TrainingError, on every rank, if no step is complete and there is no backup.
     """
     try:
         trainer.job.sync.resync()

@@ -1,1 +1,1 @@
-"""Change the number of ranks of a training while it lives."""
+"""Change the number of ranks of a running training."""

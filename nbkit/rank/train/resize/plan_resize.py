@@ -1,8 +1,8 @@
-"""Find what a training would be on another number of ranks, or why it cannot be, before anything is changed.
+"""Plan a training on another number of ranks, or say why that is impossible, before anything changes.
 
-`shrink` goes on without the ranks that have died, if memory and mesh allow it, for `on_failure="shrink"`. The state of
-a dead rank has to be somewhere while it moves to the others. So the rank is replaced first, and the number of ranks
-changes at the boundary where all have met. The ranks with the highest numbers leave.
+`shrink` implements `on_failure="shrink"`: it continues without the ranks that have died, if memory and mesh allow it.
+The state of a dead rank must be in some process before it can move to the others. So the rank is replaced first, and
+the number of ranks changes at the next step boundary. The ranks with the highest numbers leave.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
 from nbkit.techniques import DEGREES
 
-Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
+Trainer = Any  # nbkit.rank.train.trainer.Trainer: that file imports this one
 
-_OFFERED = 4  # how many sizes that fit an error offers
+_OFFERED = 4  # number of possible sizes that an error suggests
 
 
 @dataclass(frozen=True)
 class WantedWorld:
     """The world to form.
 
-    ranks: its number of ranks. strategy: the one under which the training goes on there; None if nothing trains. pins:
-    of every rank, as the notebook has planned them (see nbkit.bridge.parent.spec.RankPin), with label and why; () if
-    each rank keeps its own.
+    ranks: its number of ranks. strategy: the strategy of the training there; None if nothing trains. pins: the RankPin
+    of every rank (see nbkit.bridge.parent.spec), as the notebook has planned it, with label and why; () if each rank
+    keeps its own.
     """
 
     ranks: int
@@ -40,9 +40,9 @@ class WantedWorld:
 
 
 class ResizeAtBoundary(Stopped):
-    """Raised on all ranks at one step boundary, to go on with another number of ranks.
+    """Raised on all ranks at the same step boundary, to continue with another number of ranks.
 
-    done: is told the result (event as a dict, or None; error, or None).
+    done: called with the result: (event as a dict, or None; error, or None).
     """
 
     def __init__(self, wanted: WantedWorld) -> None:
@@ -52,10 +52,10 @@ class ResizeAtBoundary(Stopped):
 
 
 def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any], ...]) -> WantedWorld:
-    """Return the world of `ranks` ranks, with strategy `text` or the one in force with another dp. Collective.
+    """Return the world of `ranks` ranks, with strategy `text`, or with the one in force and another dp. Collective.
 
-    Raises StrategyError or TrainingError, on every rank alike, with what would fit. Reasons: the degrees or the global
-    batch do not divide, a planned switch does not fit there, or a rank's memory does not hold its part.
+    Raises StrategyError or TrainingError on every rank, and suggests numbers of ranks that would fit. Reasons: the
+    degrees or the global batch cannot be divided, a planned switch does not fit, or a rank has too little memory.
     """
     job = trainer.job
     job.sync.resync()
@@ -78,16 +78,16 @@ def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any],
 
 
 def scaled(now: Strategy, ranks: int) -> Strategy:
-    """Return `now` on `ranks` ranks: dp takes what the other axes leave.
+    """Return strategy `now` for `ranks` ranks: only dp changes.
 
-    Raises StrategyError if they do not divide.
+    Raises StrategyError if the degrees of the other axes do not divide `ranks`.
     """
     rest, left_over = divmod(ranks, now.mesh.size // now.dp)
     if left_over or not rest:
         others = " ".join(f"{axis}={now.degree(axis)}" for axis in DEGREES if axis != "dp")
-        return Strategy.parse(others, ranks)  # which says why
+        return Strategy.parse(others, ranks)  # raises an error that says why
     shard = now.shard if now.shard < now.dp and rest % now.shard == 0 and now.shard < rest else 0
-    # What was measured on other ranks does not hold for these.
+    # Drop speeds and places, which were measured for the old ranks.
     return replace(now, dp=rest, shard=shard, ep=gcd(now.ep, rest), speeds=(), places=())
 
 
@@ -96,7 +96,7 @@ def _strategy(now: Strategy, ranks: int, text: str) -> Strategy:
 
 
 def _offers(trainer: Trainer, ranks: int, text: str) -> str:
-    """Return commands for the numbers of ranks near `ranks` that would fit."""
+    """Return commands for numbers of ranks that would fit, near `ranks`."""
     job = trainer.job
 
     def fits(other: int) -> bool:
@@ -111,16 +111,16 @@ def _offers(trainer: Trainer, ranks: int, text: str) -> str:
 
 
 def _check_memory(trainer: Trainer, strategy: Strategy, ranks: int) -> None:
-    """Raise TrainingError if the memory of a rank does not hold the training.
+    """Raise TrainingError if a rank does not have enough memory for the training.
 
-    Between the two worlds a rank holds its old part and its new one. With fewer ranks it holds the new one twice.
+    While the world changes, a rank holds its old part and its new one. With fewer ranks it holds the new one twice.
     """
     job, local = trainer.job, max(ranks, World.join_from_env().place.local_world_size)
     kinds = job.bytes_per_element()
     part = max(side_bytes(job.builder, kinds, strategy, rank) for rank in range(ranks))
     times = 2 if ranks < job.world_size else 1
     free = left(job.device, ranks=local)
-    # The least room of any rank. `largest` gets negative numbers; -(1 << 60) if unknown.
+    # The minimum over the ranks, as a maximum of negative numbers. Unknown counts as 1 << 60.
     least = -largest([-free if free is not None else -(1 << 60)], device=job.device)[0]
     if times * part > least:
         raise TrainingError(
@@ -133,9 +133,9 @@ def _check_memory(trainer: Trainer, strategy: Strategy, ranks: int) -> None:
 
 
 def shrink(trainer: Trainer, span: FitRange, say: Callable[[str], None]) -> FitRange:
-    """Raise ResizeAtBoundary, to go on with `span.fewer` ranks less. Collective, at a step boundary.
+    """Raise ResizeAtBoundary, to continue with `span.fewer` fewer ranks. Collective, at a step boundary.
 
-    If that is not possible, say why, and return the span with which all ranks go on, the replaced ones too.
+    If that is impossible, say why, and return the span with which all ranks continue, including the replaced ones.
     """
     now, place = trainer.job.world_size, World.join_from_env().place
     try:

@@ -1,11 +1,12 @@
-"""Go on with a training on another number of ranks: from the request to the first step.
+"""Continue a training on another number of ranks: from the request to the first step.
 
-1. `planned` (plan_resize.py) has chosen the strategy, or said why not. Nothing has changed yet.
-2. With fewer ranks: an exchange in the old world, after which the leaving ranks hold nothing that is needed.
-3. The host forms the next generation of the world. New ranks hold nothing. Leaving ranks leave the training here.
-4. In the new world every rank makes a Job, as a rank that replaces another does, so that everything that depends on the
-   number of ranks is new. An exchange sends each rank what it lacks. What moved in step 2 is not sent again.
-5. The Trainer, the model and the optimizer that the user holds stay the same objects, and show the new ones.
+1. `planned` (plan_resize.py) has chosen the strategy, or has said why it cannot. Nothing has changed yet.
+2. With fewer ranks, an exchange in the old world moves the state from the ranks that will leave to the others.
+3. The host forms the new world. New ranks have no state yet. The leaving ranks leave the training now.
+4. In the new world every rank makes a new Job, like a rank that replaces another. So everything that depends on the
+   number of ranks is new. An exchange sends each rank the state that it lacks. State that moved in step 2 is not sent
+   again.
+5. The Trainer, the model and the optimizer of the user stay the same objects, and show the new ones.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from nbkit.tensor_layout import Layout
 
 @dataclass(frozen=True)
 class LocalShards:
-    """The state that this rank holds, in any layout. numbers: see job_state.scalars. moved_bytes: so far."""
+    """The state of this rank, in any layout. numbers: see job_state.scalars. moved_bytes: bytes moved so far."""
 
     state: JobState = field(default_factory=dict)
     numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -55,17 +56,17 @@ class LocalShards:
 
 
 def held_by(job: Job) -> LocalShards:
-    """Return the state that this rank computes with."""
+    """Return the live state of this rank."""
     inner = job.optimizer.inner
     return LocalShards(job_state.state(job.sharded_model, inner), job_state.scalars(job.sharded_model, inner))
 
 
 @torch.no_grad()
 def onto_first(job: Job, strategy: Strategy) -> LocalShards:
-    """Move the state onto the first ranks. Return what this rank holds then. Collective, in the old world.
+    """Copy the state to the first ranks. Return the copy on this rank. Collective, in the old world.
 
-    strategy: of fewer ranks than there are. Afterwards the other ranks are not needed. The training itself is
-    unchanged.
+    strategy: a strategy for fewer ranks. Afterwards the other ranks are not needed. The training itself does not
+    change.
     """
     own = held_by(job)
     every = everyone(own.state, own.numbers, job.world_size, job.device)
@@ -79,10 +80,10 @@ def onto_first(job: Job, strategy: Strategy) -> LocalShards:
 
 
 def plan_of(every: Everyone, strategy: Strategy, builder: Builder, *, ranks: int, once: bool = True) -> ExchangePlan:
-    """Return the exchange from what `ranks` ranks hold to what the ranks of `strategy` must hold.
+    """Return the exchange from the state of all ranks to the state of the ranks under `strategy`.
 
-    Further ranks hold nothing then. once: buffers that a forward pass changed differ between ranks; use the first
-    rank's, as when a rank is replaced.
+    ranks: the number of all ranks. Ranks beyond those of `strategy` get nothing. once: use the buffers of the first
+    rank, as when a rank is replaced. Buffers that a forward pass changes differ between ranks.
     """
     kinds = builder.exchanges.kinds(by_name(every.kinds))
     new: list[dict[str, Layout]] = builder.exchanges.layouts_by_rank(builder.plan(strategy), kinds)
@@ -92,7 +93,7 @@ def plan_of(every: Everyone, strategy: Strategy, builder: Builder, *, ranks: int
 
 
 def carry_out(plan: ExchangePlan, state: JobState, target: JobState, *, rank: int, device: torch.device) -> None:
-    """Fill `target` from `state`, and compare both. Collective. Raises TrainingError if they differ."""
+    """Fill `target` from `state`, and compare their digests. Collective. Raises TrainingError if they differ."""
     source = {key: state[key] for key in plan.old[rank]}
     Exchange(plan, rank).run(source, target, device=device)
     if digest(source, plan.old, rank=rank, device=device) != digest(target, plan.new, rank=rank, device=device):
@@ -108,7 +109,7 @@ def _where(state: JobState, key: str, job: Job) -> torch.device:
 
 
 def check_handed(trainer: Trainer, wanted: WantedWorld) -> None:
-    """Raise TrainingError, on every rank, if the training could not go on in another world. Collective."""
+    """Raise TrainingError, on every rank, if the training cannot be sent to new ranks. Collective."""
     job, strategy = trainer.job, wanted.strategy
 
     def pack() -> None:
@@ -119,11 +120,11 @@ def check_handed(trainer: Trainer, wanted: WantedWorld) -> None:
 
 
 def resize(trainer: Trainer, wanted: WantedWorld, span: FitRange | None) -> dict[str, Any]:
-    """Go on with `wanted.ranks` ranks. Return the fields of the event.
+    """Continue the training with `wanted.ranks` ranks. Return the fields of the event.
 
-    Collective, between two steps, while no `fit` runs. span: of the `fit` that goes on afterwards, which new ranks
-    enter; None: there is none. Raises what forming the world raised: then nothing has changed. Raises Left on a rank
-    that is not needed any more.
+    Collective, between two steps, while no `fit` runs. span: the steps of the `fit` that continues afterwards, and that
+    new ranks enter; None if there is none. Raises errors of forming the world; then nothing has changed. Raises Left on
+    a rank that is no longer needed.
     """
     assert resume_fit.host is not None and wanted.strategy is not None
     began, job = time.perf_counter(), trainer.job
@@ -157,7 +158,7 @@ def resize(trainer: Trainer, wanted: WantedWorld, span: FitRange | None) -> dict
 
 
 def joined(newcomers: Collection[int]) -> Trainer:
-    """Join a training that is resized, on a new rank. Return its Trainer."""
+    """Join a training that gets more ranks, on a new rank. Return its Trainer."""
     trainer, _ = rebuilt(None, LocalShards(), None, newcomers)
     step_boundary.meet(trainer.job.device)
     trainer.job.ledger.begin_again()
@@ -167,9 +168,9 @@ def joined(newcomers: Collection[int]) -> Trainer:
 def rebuilt(
     trainer: Trainer | None, held: LocalShards, strategy: Strategy | None, newcomers: Collection[int]
 ) -> tuple[Trainer, int]:
-    """Return the training of all ranks of a new world, at one step boundary, and the bytes that moved. Collective.
+    """Rebuild the training in a new world, at a step boundary. Return (its Trainer, bytes that moved). Collective.
 
-    trainer: this rank's, which is changed; None on a newcomer, as is strategy.
+    trainer: the Trainer of this rank, which is changed in place. On a newcomer, trainer and strategy are None.
     """
     place = World.join_from_env().place
     rank, device = place.rank, accelerator().device(place.device)
@@ -195,7 +196,7 @@ def rebuilt(
     settings, progress, asked = told[0]
     handed.start(job, sharded_model, inner)
     new = handed.trainer(job)
-    assert isinstance(new, Trainer)  # a loop of the user's own is refused
+    assert isinstance(new, Trainer)  # a resize refuses a user's own loop
     take_settings(inner, settings)
     job.go_on(progress)
     if trainer is not None:
@@ -205,12 +206,12 @@ def rebuilt(
 
 
 def _shown_by(trainer: Trainer, new: Trainer) -> Trainer:
-    """Let `trainer`, and the optimizer and model that its user holds, show `new` from now on. Return `trainer`."""
+    """Make the user's Trainer, optimizer and model objects show those of `new` from now on. Return `trainer`."""
     left, job = trainer.job, new.job
     left.training_step.release()
     states = [left.state]
     handle, made = left.optimizer, job.optimizer
-    # Share one __dict__: what was made with the new one, such as bound methods, stays valid.
+    # Share one __dict__, so that objects that refer to the new one, such as bound methods, stay valid.
     handle.__dict__ = made.__dict__
     job.optimizer = handle
     trainer.__dict__ = new.__dict__

@@ -1,1 +1,1 @@
-"""A step of a training: gradients, clipping, the optimizer's update, and the record of it."""
+"""Make a step of a training: gradients, clipping, the optimizer's update, and its record."""

@@ -1,4 +1,4 @@
-"""Find the rank on which a run failed, as far as this one can know."""
+"""Find the rank on which a run failed, as far as this rank can know it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nbkit.records.events import Failed
 from nbkit.wire.text_encoding import encodable
 
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited", "was aborted")
-"""Parts of the error that a rank gets if a peer ends while it waits. Such an error is never the root cause."""
+"""Parts of error messages that a rank gets if a peer ends while it waits. Such an error is never the root cause."""
 
-_NEWS_SECONDS = 0.3  # a rank may feel a peer's end a moment before it is told
+_NEWS_SECONDS = 0.3  # a rank may get such an error a moment before it is told about the end of the peer
 
 
 def failure_of(error: BaseException, *, step: int) -> Failed | None:
-    """Return the event for the error that ended a run after `step` steps; None if the user has stopped it."""
+    """Return the event for the error that ended a run after `step` steps; None if the user stopped the run."""
     if isinstance(error, NotFinite):
         return Failed(step, rank=error.rank, error="NotFinite", what=error.what)
     here = world.current()

@@ -1,8 +1,8 @@
-"""The record of a job: one dict per step, equal on all ranks, completed one step after the step was made.
+"""Keep the record of a job: one dict per step, which is equal on all ranks and complete one step later.
 
-A long training keeps the records of its newest steps, and of older steps every 2nd, 4th, ... So memory and checkpoints
+A long training keeps the records of its newest steps, and of every 2nd, 4th, ... older step. So memory and checkpoints
 do not grow. The records on disk have every step. `Clock` measures how long steps take, on every rank. The pace of a
-strategy is the median of the seconds of its newest steps, with an interval around it.
+strategy is the median duration of its newest steps, with a confidence interval.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from nbkit.rank.train.step.step_stats import Pending, StepNumbers
 from nbkit.records.events import Event, StepDone
 from nbkit.records.readings import MEDIAN_OF, STANDS, usual_steps
 
-LEAST = 5  # steps: the median lies between the shortest and the longest with 94 %; fewer say little
-_STRATEGIES = 64  # how many are remembered; beyond that, the one that was left first is forgotten
+LEAST = 5  # steps for an interval: the median is between the shortest and the longest of 5 with 94 % confidence
+_STRATEGIES = 64  # number of strategies to remember; beyond it, the one that was used longest ago is dropped
 
 
 @dataclass(frozen=True)
 class StepPace:
     """The pace of a strategy.
 
-    seconds: the median of `steps` steps, between low and high with 95 %. low, high: None of fewer than `LEAST`. ago:
-    how many steps were made since the newest of them, under other strategies. rate: tokens per second, the median.
+    seconds: the median duration of `steps` steps. low, high: its 95 % confidence interval; None for fewer than `LEAST`
+    steps. ago: the number of later steps, under other strategies. rate: the median of tokens per second.
     """
 
     seconds: float
@@ -51,7 +51,7 @@ class StepPace:
 
 
 def pace_of(seconds: Sequence[float], tokens: Sequence[float] = ()) -> StepPace:
-    """Return the pace of steps with these seconds. tokens: of each step, if they are known."""
+    """Return the pace of steps that took `seconds`. tokens: the number of tokens of each step, if known."""
     few = len(seconds) < LEAST
     low, high = (None, None) if few else interval(seconds)
     rates = [each / took for each, took in zip(tokens, seconds, strict=False) if took]
@@ -61,16 +61,17 @@ def pace_of(seconds: Sequence[float], tokens: Sequence[float] = ()) -> StepPace:
 
 
 def interval(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the two of `seconds` between which the median lies with 95 %, whatever their distribution."""
+    """Return two values of `seconds`: a 95 % confidence interval of the median, for any distribution."""
     ordered, n = sorted(seconds), len(seconds)
     at = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
     return ordered[at], ordered[n - 1 - at]
 
 
 class _Pace:
-    """The newest steps of one strategy. first: its first step since it came into force, or was measured by a trial.
+    """The newest steps of one strategy. first: its first step after the last switch to it, or after its trial.
 
-    steps: (number, seconds, tokens), replaced as a whole. before: the pace at its end before that, and its last step.
+    steps: (number, seconds, tokens) of each step, replaced as a whole. before: the pace before `first`, and the number
+    of the last step that it includes.
     """
 
     def __init__(self, first: int, before: tuple[StepPace, int] | None) -> None:
@@ -78,7 +79,7 @@ class _Pace:
         self.steps: tuple[tuple[int, float, float], ...] = ()
 
     def now(self) -> tuple[StepPace, int] | None:
-        """Return the pace and the last step that it is of. If there are few new steps, older ones say more."""
+        """Return the pace, and the number of its last step. With few new steps, this is the earlier pace."""
         steps = self.steps
         if not steps or steps[-1][0] == self.first:
             return self.before
@@ -90,9 +91,9 @@ class _Pace:
 
 
 class Paces:
-    """The pace of each strategy that has run, however long ago. A single thread writes, any thread reads.
+    """The paces of all strategies that have run. Only one thread writes, any thread may read.
 
-    trials: how many strategies were measured by trials.
+    trials: the number of measurements by trials.
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -103,7 +104,7 @@ class Paces:
             self.add(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a step that has been made. Its `record` follows those of all earlier ones."""
+        """Add the record of the next step."""
         strategy, number = record["strategy"], record["step"]
         pace = self._known.get(strategy)
         if pace is None or strategy != self._last:
@@ -114,7 +115,7 @@ class Paces:
         self._forget()
 
     def measured(self, strategy: str, seconds: Sequence[float]) -> None:
-        """Take over the seconds of steps of a trial, which are in no record. They replace older ones."""
+        """Replace the pace of `strategy` by the seconds of a trial's steps, which are in no record."""
         self._known[strategy] = _Pace(self._step, (pace_of(seconds), self._step))
         self.trials += 1
         self._forget()
@@ -129,7 +130,7 @@ class Paces:
     def of(self, strategy: str) -> StepPace | None:
         """Return the pace of a strategy; None if it is unknown.
 
-        The first step does not count, because it makes what later ones reuse.
+        The first step does not count: it is slower, because it prepares things that later steps reuse.
         """
         pace = self._known.get(strategy)
         found = pace.now() if pace is not None else None
@@ -137,13 +138,13 @@ class Paces:
 
 
 class Clock:
-    """Seconds from loss to loss, without what runs between steps (evaluation, checkpoints, live cells)."""
+    """Measures the seconds of steps, without the work between them (evaluation, checkpoints, live cells)."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a run now."""
+        """Start measuring now."""
         self._mark = time.perf_counter()
 
     def lap(self) -> float:
@@ -154,7 +155,7 @@ class Clock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the clock inside, even if there are laps inside. It may be nested."""
+        """Stop the clock inside, even if `lap` is called inside. May be nested."""
         so_far = time.perf_counter() - self._mark
         try:
             with phase(OUTSIDE):
@@ -163,9 +164,9 @@ class Clock:
             self._mark = time.perf_counter() - so_far
 
 
-KEPT = 10_000  # records of newest steps, and at most as many of the steps before
+KEPT = 10_000  # number of newest records that are kept, and limit for older records
 _THINNED_EVERY = 1024  # steps
-_LAST_STEPS = 5  # the longest of them tells how long a stop waits for a boundary
+_LAST_STEPS = 5  # the longest of the last steps tells how long a stop waits for a step boundary
 
 
 class Records(list[dict[str, Any]]):
@@ -178,7 +179,7 @@ class Records(list[dict[str, Any]]):
         return f"<{len(self)} steps, {first['step']} to {last['step']}: loss {first['loss']:.4g} -> {last['loss']:.4g}>"
 
     def thin(self) -> None:
-        """Keep every 2nd, 4th, ... of the steps before the newest. The number of the newest step alone says which."""
+        """Keep every 2nd, 4th, ... of the older steps. Which ones depends only on the number of the newest step."""
         before = self[-1]["step"] - KEPT
         every = 1 << max((before - 1) // KEPT, 0).bit_length()
         if every > 1:
@@ -186,70 +187,73 @@ class Records(list[dict[str, Any]]):
 
 
 def _nothing(_: dict[str, Any]) -> None:
-    """Stand in for `History.after_step` in a loop of the user's own."""
+    """Do nothing. This is `History.after_step` in the user's own loop."""
 
 
 class History:
-    """Finished records, the steps whose numbers are not read yet, and the bus of the job's events.
+    """The records of a job, its steps whose results are not read yet, and the bus of its events.
 
-    after_step: called with the record of each finished step. Unlike a sink it is a part of the training: it may
+    after_step: called with the record of each finished step. Unlike a sink it is part of the training: it may
     communicate, and its errors end the run.
     """
 
     def __init__(self, *, world_size: int, device: torch.device | str = "cpu") -> None:
         self.records = Records()
-        self.paces = Paces()  # of strategies, whose records may be thinned out by now
-        self.counts: dict[str, tuple[int, int]] = {}  # of strategies: see StepNumbers.counted
+        self.paces = Paces()  # kept apart, because records are thinned out
+        self.counts: dict[str, tuple[int, int]] = {}  # strategy -> see StepNumbers.counted
         self.pending: deque[Pending] = deque()
         self.clock = Clock()
         self.bus = Bus()
         self.after_step: Callable[[dict[str, Any]], None] = _nothing
         self.step = 0
-        self.at_once = False  # read numbers at the boundary right after their step, waiting for a device
+        self.at_once = False  # read the results right after each step, which waits for the device
         self.agreed = 0  # the newest request that all ranks hold
-        self.ends = False  # a rank was told that the training is to end
+        self.ends = False  # a rank was told to end the training
         self.data_ends = False  # a rank has seen shards of the data end: the next batch is read accordingly
         self._shown: dict[str, Any] | None = None  # the last record of this run
-        self.settled: Pending | None = None  # the step whose record is the last
-        self.newest: StepNumbers | None = None  # of the step whose record is the last
+        self.settled: Pending | None = None  # the step of the last record
+        self.newest: StepNumbers | None = None  # the results of that step
         self.remarks: dict[str, str] = {}  # go into the record of the next step
-        self.begun = False  # True if the step after the finished ones has begun
+        self.begun = False  # True if the next step is under way
         self._torn = self._silent = False
-        self._apart = 0.0  # seconds of steps in which some ranks held the next request, and others did not
+        self._apart = 0.0  # seconds of recent steps in which only some ranks had the next request
         self._world_size, self._device = world_size, device
         self._first = self._total = 0
 
     def begin(self, total: int) -> None:
-        """Begin a run of `total` steps (0: not known)."""
+        """Begin a run of `total` steps; 0 if their number is not known."""
         self._first, self._total, self._shown = self.step, total, None
         step_boundary.report_by(self._progress)
         self.clock.restart()
 
     def replace(self, step: int, records: Iterable[dict[str, Any]], *, loaded: bool = False) -> None:
-        """Stand at `step` with `records`. loaded: from a checkpoint; a run still makes as many steps as it had left."""
+        """Set the number of finished steps and the records.
+
+        loaded: they are from a checkpoint. The running `fit` still makes all steps that it had left.
+        """
         self._first += (step - self.step) * loaded
         self.step, self.records[:] = step, records
         self.paces = Paces(self.records)
-        self.newest = self.settled = None  # a rank that has just joined knows nothing of it
+        self.newest = self.settled = None  # on all ranks, because a rank that has just joined does not have them
 
     @property
     def acts(self) -> bool:
-        """Return True if a step boundary has something to serve, as far as the numbers are read."""
+        """Return True if the results that are read say that a step boundary has a request to serve."""
         return self.ends or self.agreed > step_boundary.inbox.acted
 
     @property
     def is_silent(self) -> bool:
-        """Return True within `silent`, where steps are made that will be taken back."""
+        """Return True within `silent`, whose steps will be undone."""
         return self._silent
 
     @property
     def making(self) -> int:
-        """Return the step that is made now, or was made last."""
+        """Return the number of the step that is under way, or else of the last step."""
         return self.step + self.begun
 
     @property
     def goal(self) -> int:
-        """Return the step that a run ends with; 0: not known."""
+        """Return the number of the run's last step; 0 if it is not known."""
         return self._first + self._total if self._total else 0
 
     @property
@@ -259,17 +263,17 @@ class History:
 
     @property
     def made_last(self) -> Pending | None:
-        """Return the newest step that was made; None if none was since the history was replaced."""
+        """Return the newest finished step; None if there is none since the history was replaced."""
         return next((step for step in reversed(self.pending) if step.made), self.settled)
 
     def log(self, numbers: Mapping[str, float | Tensor]) -> None:
-        """Add numbers to the record of the newest step; `loss` is there already."""
+        """Add numbers to the record of the newest step. `loss` is recorded already."""
         if not self.pending:
             raise TrainingError("log() before the first backward().", hint="job.backward(batch), then job.log(...)")
         self.pending[-1].add({name: number for name, number in numbers.items() if name != "loss"})
 
     def made(self) -> None:
-        """Note that the optimizer has taken the newest step."""
+        """Note that the optimizer has made the newest step."""
         self.begun = False
         if self.pending and not self.pending[-1].made:
             self.pending[-1].made = True
@@ -277,7 +281,7 @@ class History:
             self.step += 1
 
     def settle(self, *, keep: int = 0, act: bool = False) -> None:
-        """Read the numbers of finished steps into the records, all but the newest `keep`.
+        """Read the results of finished steps into the records, except for the newest `keep` steps.
 
         act: this is a step boundary, so serve a request that all ranks hold. Raises NotFinite and Stopped.
         """
@@ -290,7 +294,7 @@ class History:
             self.settled, record = pending, pending.record(numbers)
             if any(numbers.counted):
                 self.counts[pending.strategy] = numbers.counted
-            if "loss_scale" not in record:  # with a loss scale, such a step was skipped
+            if "loss_scale" not in record:  # with a loss scale, a step with such gradients was skipped
                 since = self.step - pending.step + 1
                 argument_checks.check_gradients(record.get("grad_norm", 0.0), step=pending.step, steps_since=since)
             self.add(record)
@@ -302,8 +306,8 @@ class History:
                 self.emit(StepDone(record["step"], record=record))
                 if not self._silent:
                     self.after_step(record)
-        # A boundary serves requests even if another caller, such as save(), has read the numbers. The next step's
-        # reduction may still ask about a request that was acted on after this one's.
+        # A boundary serves requests even if another caller, such as save(), has read the results. The reduction of the
+        # next step may still ask about a request that was served already.
         if act and self.agreed > step_boundary.inbox.acted:
             with self.clock.stopped():
                 step_boundary.act(self.agreed)
@@ -314,17 +318,17 @@ class History:
         if act and self.ends and not self._silent:
             try:
                 step_boundary.end()
-            finally:  # saving reads another step's numbers, which may tell of the same end
+            finally:  # saving reads the results of another step, which may ask for the same end again
                 self.ends = False
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the record of the step after the last one."""
         self.records.append(record)
-        if not self._silent:  # the steps of a trial are taken back
+        if not self._silent:  # the steps of a trial are undone
             self.paces.add(record)
 
     def check(self, pending: Pending) -> StepNumbers:
-        """Return the numbers of a step, and take over what the ranks agreed on with them.
+        """Return the results of a step. Note the requests that all ranks agreed on in this step.
 
         CPU ranks call it before the step is over. Raises NotFinite, or TrainingError if the ranks saw different data.
         """
@@ -340,16 +344,16 @@ class History:
         return numbers
 
     def _waits(self, numbers: StepNumbers, asked: int) -> bool:
-        """Return True if what all ranks make together for the request `asked` is being made. Begin it if necessary."""
+        """Return True if the ranks still prepare the request `asked` together. Begin that if necessary."""
         if numbers.ready == self._world_size:
             return False
-        # If only some ranks have it, as after an interrupt, it is made when the request is served.
+        # If only some ranks are prepared, as after an interrupt, the rest is done when the request is served.
         return step_boundary.inbox.prepare_collectively(asked, begin=numbers.ready == 0)
 
     def torn(self) -> bool:
-        """Return True if a step was made with gradients that the ranks had not summed. Then drop the pending steps.
+        """Return True if the optimizer used gradients whose sum over the ranks failed. Then drop the pending steps.
 
-        This happens when a GPU's reduction is aborted: the host had already enqueued the optimizer's step behind it.
+        This happens when a reduction on a GPU is aborted: the host has already enqueued the optimizer's step.
         """
         torn = self._torn or any(step.made and not step.reduction.read().whole for step in self.pending)
         self._torn = False
@@ -358,12 +362,12 @@ class History:
         return torn
 
     def begin_again(self) -> None:
-        """Begin again at one boundary of all ranks. What they had agreed on before is asked again."""
+        """Begin again at the same boundary on all ranks. They must agree again on requests that are not served."""
         self.agreed, self.ends, self._apart, self.begun = step_boundary.inbox.acted, False, 0.0, False
         self.clock.restart()
 
     def forget(self, step: int) -> None:
-        """Forget the steps after `step`, and whatever was wrong with them: they have not been made."""
+        """Drop the steps after `step` with their errors, as if they had not been made."""
         while self.pending and self.pending[-1].step > step:
             self.pending.pop()
         while self.records and self.records[-1]["step"] > step:
@@ -372,7 +376,7 @@ class History:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Tell nobody of what happens inside."""
+        """Emit no events inside."""
         outer, self._silent = self._silent, True
         try:
             yield
@@ -380,12 +384,12 @@ class History:
             self._silent = outer
 
     def emit(self, event: Event) -> None:
-        """Hand an event to the sinks."""
+        """Send an event to the sinks."""
         if not self._silent:
             self.bus.emit(event)
 
     def ended_by(self, error: BaseException) -> str:
-        """Return why a run ends, in a word. The sinks are told of a failure too."""
+        """Return one word for the reason why a run ends. Emit an event if it is a failure."""
         if isinstance(error, Stopped | GeneratorExit):
             return "stopped"
         if (failure := failure_of(error, step=self.step)) is not None:
@@ -393,7 +397,7 @@ class History:
         return type(error).__name__
 
     def _progress(self) -> dict[str, Any]:
-        """Return what `step_boundary.progress` tells of this run. From any thread."""
+        """Return the progress of this run, for `step_boundary.progress`. From any thread."""
         record, goal = self._shown, self.goal
         if record is None:
             return {"step": self._first, "goal": goal, "step_s": self._longest}

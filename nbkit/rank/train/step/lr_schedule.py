@@ -1,4 +1,4 @@
-"""The learning rate: what the optimizer's groups began with, times a factor of the step. It can be changed by hand."""
+"""Set the learning rate of each group: its base rate times a factor that depends on the step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from nbkit.errors import TrainingError
 
 
 class LrSchedule:
-    """Sets the rate of group g, after `step` finished steps, to base[g] x schedule(step). Without schedule it stays.
+    """Sets the rate of group g after `step` finished steps to base[g] * schedule(step). Without a schedule it stays.
 
-    A function of the step alone has no state, so nothing has to be resumed.
+    A function of the step has no state, so there is nothing to resume.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Callable[[int], float] | None) -> None:
@@ -36,7 +36,7 @@ class LrSchedule:
             ) from error
 
     def prepare(self, step: int) -> None:
-        """Set the rate of the step that follows `step` finished ones."""
+        """Set the rate for the next step, after `step` finished steps."""
         if self.schedule is not None:
             self._factor = float(self.schedule(step))
             # Groups that were added later begin with their own rate.
@@ -57,14 +57,14 @@ class LrSchedule:
     def set(self, value: float) -> None:
         """Set the first group's rate from now on. Other groups keep their ratio to it, and a schedule keeps its shape.
 
-        Raises TrainingError unless the rate is at least 0, and if the first group's rate is 0, because then there is no
-        ratio.
+        Raises TrainingError if `value` is negative, or if other groups have a rate and the first group's is 0, because
+        then there is no ratio.
         """
         if not value >= 0:
             raise TrainingError("The learning rate is at least 0.", numbers=f"lr={value}", hint="trainer.lr = 1e-4")
         value = float(value)
         now = [float(group["lr"]) for group in self.optimizer.param_groups]
-        # Where a schedule is at 0, only the base rates show the ratio.
+        # If the schedule's factor is 0 now, only the base rates show the ratio.
         kept = now if now[0] else [*self.base, *now[len(self.base) :]]
         if not kept[0] and any(kept):
             raise TrainingError(

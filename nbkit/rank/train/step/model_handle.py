@@ -1,8 +1,8 @@
-"""The model as its user holds it: stable objects for it and for each of its parts, whatever strategy is in force.
+"""Keep the user's model object and its submodules valid under every strategy.
 
-A strategy computes with modules of its own. Each object that the user may hold (`model`, `head = model.head`) takes the
-class and the attributes of the module at its place, and replaces it there. Parameters cannot do that: those of an
-earlier strategy raise an error when their values are used.
+A strategy computes with its own modules. Each module object that the user may hold (`model`, `head = model.head`) takes
+over the class and the attributes of the strategy's module at the same path, and replaces it there. Parameters cannot be
+replaced in this way. A parameter of an earlier strategy raises an error when its values are used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _handles: weakref.WeakSet[ModelHandle] = weakref.WeakSet()
 
 
 class ModelHandle:
-    """Holds `model` and every module in it, and shows the ones in force.
+    """Makes `model` and every module in it show the modules in force.
 
-    whole: the parameters are those that the user made.
+    whole: the strategy in force splits nothing, so the parameters are the ones that the user made.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,12 +41,12 @@ class ModelHandle:
         self._shows = vars(model)
 
     def check_alone(self, strategy: Strategy) -> None:
-        """Raise TrainingError if this model shares parameters with another job's and they would part under `strategy`.
+        """Raise TrainingError if another job shares parameters with this model, and would not under `strategy`.
 
-        Under ddp both jobs train the same tensors; any other strategy gives a job tensors of its own.
+        Under ddp both jobs train the same tensors. Any other strategy gives each job its own tensors.
         """
         if self._sharing(strategy) is not None:
-            gc.collect()  # frees a job that nobody holds any more
+            gc.collect()  # frees jobs that are no longer referenced
         if (found := self._sharing(strategy)) is not None:
             name, other = found
             raise TrainingError(
@@ -66,7 +66,7 @@ class ModelHandle:
         return None
 
     def show(self, module: nn.Module, strategy: Strategy) -> None:
-        """Let the model and its parts show those of `module` from now on, under `strategy`."""
+        """Make the model and its submodules show those of `module`, which computes under `strategy`."""
         self.whole = keeps_whole(strategy)
         places = list(module.named_modules(remove_duplicate=False))
         stable: dict[int, nn.Module] = {}
@@ -77,11 +77,11 @@ class ModelHandle:
         for _, part in places:
             for name, child in part._modules.items():
                 if child is not None:
-                    # Siblings made by copy.copy share one `_modules`, which may have the handles already.
+                    # Modules made by copy.copy share one `_modules`, so the handles may be in it already.
                     part._modules[name] = stable.get(id(child), child)
         if moved := {id(part): stable[id(part)] for _, part in places if stable[id(part)] is not part}:
             rebind_handles(self.model, moved)
-        self._shown = places  # keep them alive: other objects refer to them weakly
+        self._shown = places  # keep these modules alive: other objects have only weak references to them
         params = dict(module.named_parameters())
         new = set(map(id, params.values()))
         for param in params.values():
@@ -102,20 +102,20 @@ class ModelHandle:
 
 
 def shown_by(module: nn.Module) -> Shown:
-    """Return what `show_again` restores."""
+    """Return the class and attributes of each module, for `show_again`."""
     return [(part, type(part), vars(part)) for part in module.modules()]
 
 
 def show_again(shown: Shown) -> None:
-    """Restore the modules to what they were, whatever they have shown since."""
+    """Restore the class and attributes of the modules to the result of `shown_by`."""
     for part, kind, attributes in shown:
-        # nn.Module's own __setattr__ looks at the parameters, which may wait for a rank that has failed.
+        # nn.Module.__setattr__ reads the parameters, and that may wait for a rank that has failed.
         object.__setattr__(part, "__class__", kind)
         object.__setattr__(part, "__dict__", attributes)
 
 
 class Retired(nn.Parameter):
-    """A parameter that the model had under another strategy. It still has its shape, but no values to use."""
+    """A parameter of the model under an earlier strategy. Its shape can be read. Using its values raises an error."""
 
     retired: tuple[type[nn.Parameter], str, str]
 

@@ -1,10 +1,11 @@
-"""Make an optimizer over what a rank holds, from the user's optimizer over the whole model.
+"""Make an optimizer over this rank's parameters, from the user's optimizer over the whole model.
 
-Groups are those that the user's own code formed, by original names and global shapes, whatever part of a parameter is
-here. An optimizer may hold parameters in more places than its groups: in optimizers within it, lists, dicts and
-closures. A copy over other parameters has to find them all. `copy.deepcopy` does not: Optimizer drops attributes when
-it is copied, and functions are never copied. `Rebinding` copies an object with everything that it refers to, and
-replaces some of it. What a copy cannot follow is found by running copies on small tensors; see optimizer_trial.py.
+The parameter groups are the ones that the user's code formed from original names and global shapes. They do not depend
+on which part of a parameter this rank holds. An optimizer may refer to parameters outside of its groups: in inner
+optimizers, lists, dicts and closures. A copy over other parameters has to replace all of these references.
+`copy.deepcopy` does not: Optimizer drops attributes when it is copied, and functions are never copied. `Rebinding`
+copies an object with everything that it refers to, and replaces some of it. Running copies on small tensors shows
+whether a copy behaves like the original; see optimizer_trial.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from nbkit.strategy import Strategy
 T = TypeVar("T")
 
 ABSENT: Any = object()
-"""Replaces what the copy has to do without. Containers leave it out; elsewhere it becomes None."""
+"""Replaces a value that the copy does not get. Containers leave it out; elsewhere it becomes None."""
 
 _AS_THEY_ARE = (
     *(bool, int, float, complex, str, bytes, type, ModuleType, enum.Enum),
@@ -47,13 +48,13 @@ _AS_THEY_ARE = (
 class Rebinding:
     """Copies values that may refer to each other. Models are not copied.
 
-    memo: id of an object -> its replacement; it grows by the copies. meet: called with each new object; if it returns
-    something else than None, that replaces the object.
+    memo: id of an object -> its replacement; every copy is added to it. meet: called with each new object. A result
+    that is not None replaces the object.
     """
 
     def __init__(self, memo: dict[int, Any], meet: Callable[[Any], Any] | None = None) -> None:
         self._memo, self._meet = memo, meet
-        self._alive: list[Any] = []  # an id is valid only as long as its object lives
+        self._alive: list[Any] = []  # keep the objects: an id is valid only while its object exists
 
     def copy(self, value: Any) -> Any:
         """Return the replacement of `value`: a copy, itself, or ABSENT."""
@@ -68,7 +69,7 @@ class Rebinding:
         return self._memo.setdefault(id(value), found)
 
     def attribute(self, value: Any) -> Any:
-        """Return a copy of `value`; None if it is absent."""
+        """Return the replacement of `value`, with None for ABSENT."""
         new = self.copy(value)
         return None if new is ABSENT else new
 
@@ -107,7 +108,7 @@ class Rebinding:
         return new
 
     def _function(self, value: FunctionType) -> FunctionType:
-        """Return a copy of a function with its own closure variables. It may refer to itself."""
+        """Return a copy of a function with its own closure variables. The function may refer to itself."""
         assert value.__closure__ is not None
         cells, to_fill = [], []
         for cell in value.__closure__:
@@ -135,7 +136,7 @@ class Rebinding:
             if own_way or not hasattr(value, "__dict__"):
                 return copy.deepcopy(value, self._memo)
             new = self._memo[id(value)] = object.__new__(kind)
-        except Exception:  # locks, files, groups of processes: a copy shares them
+        except Exception:  # for example locks, files and process groups: the copy shares them
             return value
         for base in kind.__mro__:
             for name in base.__dict__.get("__slots__", ()):
@@ -150,16 +151,16 @@ _ON_CPU = {"capturable": False, "fused": None}
 
 @dataclass(frozen=True)
 class _Mark:
-    """Stands for an object in the parts of an optimizer. of: the name of a parameter, or the number of an optimizer."""
+    """A placeholder for an object in a _Part. of: the name of a parameter, or the index of an optimizer."""
 
     kind: Literal["parameter", "optimizer", "state"]
     of: str | int
 
 
 class _Part(NamedTuple):
-    """An optimizer in parts.
+    """The class and the attributes of one optimizer.
 
-    kind: its class. refer: its attributes that refer to parameters, with marks in their place. others: the other ones.
+    refer: the attributes that refer to parameters, with a _Mark in place of each parameter. others: all others.
     """
 
     kind: type
@@ -168,7 +169,10 @@ class _Part(NamedTuple):
 
 
 class OptimizerSpec:
-    """The names of the parameters in each group, and everything else that an optimizer holds."""
+    """A description of an optimizer, from which it can be built over other parameters.
+
+    groups: the names of the parameters in each parameter group.
+    """
 
     def __init__(
         self,
@@ -176,10 +180,10 @@ class OptimizerSpec:
         *,
         module: nn.Module,
     ) -> None:
-        """optimizer: a callable given `module`, or an optimizer of its parameters, or a list or dict of several.
+        """optimizer: an optimizer, a list or dict of several, or a callable that takes `module` and returns these.
 
-        Raises TrainingError if it is no optimizer, holds other tensors than the model's, or cannot be copied. For
-        several see `together`.
+        Raises TrainingError if it is not an optimizer, has tensors that are not the model's, or cannot be copied. For
+        several optimizers see `together`.
         """
         given = optimizer if isinstance(optimizer, Optimizer | Sequence | Mapping) else _made_by(optimizer, module)
         made = together(given, module)
@@ -188,7 +192,7 @@ class OptimizerSpec:
         self.name = _named(made)
         self.groups = [tuple(names[id(p)] for p in group["params"]) for group in made.param_groups]
         self._parts, optimizers = _taken_apart(made, names)
-        # The state of an optimizer that has trained before, by parameter.
+        # Parameter -> state, if the optimizer has trained before.
         self.state: dict[str, dict[str, Any]] = {}
         for number, state in enumerate(states_of(made, optimizers)):
             for p, held in state.items():
@@ -206,7 +210,7 @@ class OptimizerSpec:
         self._tried = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the kind of optimizer and its settings, without parameters, for a process that joins the training."""
+        """Return the class and settings, without parameters, for a process that joins the training."""
         return {name: value for name, value in vars(self).items() if name not in ("_made", "_names", "_tried", "state")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -218,8 +222,8 @@ class OptimizerSpec:
     def build(self, held: Mapping[str, nn.Parameter], like: Optimizer | None = None) -> Any:
         """Return an optimizer over `held`, without state.
 
-        like: take settings and attributes from this one, not from the first. Raises TrainingError if it has got more
-        groups.
+        like: copy settings and attributes from this optimizer instead of the original one. Raises TrainingError if it
+        has another number of groups.
         """
         if like is not None and len(like.param_groups) != len(self.groups):
             raise TrainingError(
@@ -232,10 +236,10 @@ class OptimizerSpec:
         return optimizer
 
     def _parts_like(self, like: Optimizer) -> list[_Part]:
-        """Return the parts, with settings and attributes of `like`. What refers to parameters stays as it was made."""
+        """Return the parts, with settings and attributes of `like`. References to parameters stay the original ones."""
         now, _ = _taken_apart(like, self._names.get(like, {}))
         if [part.kind for part in now] != [part.kind for part in self._parts]:
-            now = now[:1]  # it has got another optimizer within it since
+            now = now[:1]  # its inner optimizers have changed since
         copies = _with_marks(lambda mark: mark)
         parts = [part._replace(refer=copies.copy(part.refer)) for part in self._parts]
         for place, (part, given) in enumerate(zip(parts, now, strict=False)):
@@ -248,18 +252,17 @@ class OptimizerSpec:
         return parts
 
     def groups_of(self, optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> list[list[str]]:
-        """Return the names of the parameters in each group of `optimizer`, groups added later included."""
+        """Return the names of the parameters in each group of `optimizer`, including groups that were added later."""
         names = {id(p): name for name, p in held.items()}
         added = optimizer.param_groups[len(self.groups) :]
         found = [[names[id(p)] for p in group["params"] if id(p) in names] for group in added]
         return [list(group) for group in self.groups] + found
 
     def follow(self, inner: Optimizer) -> None:
-        """Let the optimizer that was given show `inner`, which is in force.
+        """Make the user's optimizer object share the attributes of `inner`, the optimizer in force.
 
-        It lives as long as its user holds it, and would otherwise keep the whole model, and two moments of it, in
-        memory. An LR scheduler that its user puts on it, now or before, changes the groups in force, and sees the
-        steps.
+        Otherwise it would keep the whole model and its moments in memory as long as the user keeps the object. An LR
+        scheduler on the user's object, added earlier or later, then changes the groups in force and notices the steps.
         """
         self.state.clear()
         for made, shown in zip(self._made, _with_each(inner), strict=False):
@@ -269,15 +272,16 @@ class OptimizerSpec:
                 made.__dict__.setdefault("step", scheduled)
 
     def needs(self) -> dict[str, Need]:
-        """Return parameter -> what its update has to see at once. This is found by running copies on small tensors.
+        """Return parameter name -> the part of the model that its update has to see at once.
 
-        A parameter needs what tensors of its group with as many dims need.
+        Copies of the optimizer are run on small tensors to find it. Parameters of the same group with the same number
+        of dimensions need the same.
         """
         with self._tried:
             return self._like_tried(self._trial.needs())
 
     def whole(self, cut: str) -> frozenset[str]:
-        """Return the parameters that one rank has to update whole where a strategy cuts them.
+        """Return the names of parameters that one rank has to update as a whole, although a strategy splits them.
 
         cut: "rows", or "columns" for rows and columns.
         """
@@ -285,16 +289,16 @@ class OptimizerSpec:
             return frozenset(self._like_tried(dict.fromkeys(self._trial.owned(cut), True)))
 
     def check(self, strategy: Strategy) -> None:
-        """Raise TrainingError if ranks of `strategy` would not update what they hold as one process does.
+        """Raise TrainingError if ranks under `strategy` would update parameters in another way than one process.
 
-        This is tried on small tensors: parts of them are updated beside the whole.
+        This is tried on small tensors: updates of their parts are compared with an update of the whole.
         """
         for kind in self._cuts(strategy):
             with self._tried:
                 self._trial.check_parts(kind, str(strategy), self._cost)
 
     def _cuts(self, *strategies: Strategy) -> list[str]:
-        """Return how the strategies cut tensors; see OptimizerTrial.lost_in_a_switch."""
+        """Return the ways in which the strategies split tensors; see OptimizerTrial.lost_in_a_switch."""
         columns = any(strategy.tp > 1 for strategy in strategies)
         rows = not columns and any(strategy.zero or strategy.ep > 1 for strategy in strategies)
         stages = any(strategy.pp > 1 or strategy.ep > 1 for strategy in strategies)
@@ -304,7 +308,7 @@ class OptimizerSpec:
         return owned + ["tensors"] * stages
 
     def _like_tried(self, found: Mapping[str, T]) -> dict[str, T]:
-        """Return `found`, which is of the tensors that were tried, for all parameters that are like them."""
+        """Extend `found` from the tensors that were tried to all parameters of the same group and number of dims."""
         every: dict[str, T] = {}
         for names in self.groups:
             by_dims = {self._sizes[name][0]: found[name] for name in names if name in found}
@@ -312,13 +316,13 @@ class OptimizerSpec:
         return every
 
     def _cost(self) -> str:
-        """Return what it would take in a step to make the updates that no strategy can cut, in words."""
+        """Return the cost per step of the updates that no strategy can split, in words."""
         needs = self._like_tried(self._trial.needs())
         size = sum(self._sizes[name][1] for name, need in needs.items() if need > Need.ROW) / 1e6
         what = {Need.GROUP: "all tensors of a group together", Need.ALL: "all parameters together"}
         needed = what.get(max(needs.values()), "whole tensors")
         state = ""
-        with suppress(Exception):  # whatever it wants of real parameters
+        with suppress(Exception):  # the optimizer may need real parameters
             kept = size * sum(self._kept_by(self._firsts[0]).values()) / 4  # it was tried in float32
             state = f", keep {kept:.3g} MB of state"
         return (
@@ -327,7 +331,7 @@ class OptimizerSpec:
         )
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:
-        """Raise SwitchError if what the optimizer remembers under `old` cannot all be taken along to `new`.
+        """Raise SwitchError if a switch from `old` to `new` would lose state of the optimizer.
 
         Raises TrainingError as `check` does.
         """
@@ -342,7 +346,7 @@ class OptimizerSpec:
             )
 
     def check_saves(self, strategy: Strategy) -> None:
-        """Raise TrainingError if a checkpoint would lack something that the optimizer remembers."""
+        """Raise TrainingError if a checkpoint would not contain all state of the optimizer."""
         if lost := self.lost(strategy):
             raise TrainingError(
                 f"A checkpoint would not hold all that {self.name} remembers, and what goes on from it would train "
@@ -353,15 +357,15 @@ class OptimizerSpec:
             )
 
     def lost(self, strategy: Strategy) -> str:
-        """Return evidence that a checkpoint under `strategy` would lack something that it remembers; "" if not.
+        """Return the evidence that a checkpoint under `strategy` would not contain all state; "" if there is none.
 
-        The same holds for a process that takes the place of another.
+        A process that replaces another would lack the same state.
         """
         with self._tried:
             return self._trial.lost_in_a_checkpoint(self._cuts(strategy))
 
     def check_rate(self) -> None:
-        """Raise TrainingError if the learning rate of its groups has no effect."""
+        """Raise TrainingError if a change of "lr" in the optimizer's groups has no effect."""
         with self._tried:
             taken = self._trial.takes_rate()
         if not taken:
@@ -373,26 +377,26 @@ class OptimizerSpec:
 
     @property
     def draws(self) -> bool:
-        """Return True if its steps draw random numbers."""
+        """Return True if the optimizer's steps draw random numbers."""
         return self._trial.draws
 
     def is_adaptive(self) -> bool:
-        """Return True if gradients ten times as large hardly make larger steps, as in Adam, in any of its groups.
+        """Return True if gradients that are ten times larger make steps less than twice as large, as in Adam.
 
-        Tried on a small matrix.
+        This is tried on a small matrix for each group. One such group is enough.
         """
         torch_state = torch.get_rng_state()
         grad = torch.linspace(1.0, 2.0, 24).reshape(4, 6)
         try:
             steps = [[self._one_step(name, grad * times) for times in (1, 10)] for name in self._firsts]
-        except Exception:  # whatever an optimizer wants of real parameters
+        except Exception:  # the optimizer may need real parameters
             return False
         finally:
             torch.set_rng_state(torch_state)
         return any(0 < small and large < 2 * small for small, large in steps)
 
     def _one_step(self, name: str, grad: torch.Tensor) -> float:
-        """Return how far one step goes from zero, with the settings of the group of `name`."""
+        """Return the 2-norm of a weight that was zero before one step, with the settings of the group of `name`."""
         weight = nn.Parameter(torch.zeros_like(grad))
         settings = {"weight_decay": 0.0}
         optimizer = self._small({name: weight}, lambda group: {**settings, "lr": group.get("lr") or 0.1})
@@ -406,9 +410,9 @@ class OptimizerSpec:
         return [names[0] for names in self.groups if names]
 
     def kinds(self, model: nn.Module) -> dict[str, dict[str, int]]:
-        """Return what job_state.bytes_per_element does, before the first step.
+        """Return the result of job_state.bytes_per_element already before the first step.
 
-        It is found by a step of a small optimizer.
+        A step of a small optimizer shows it.
         """
         keys = {name: found for names in self.groups if names for found in [self._kept_by(names[0])] for name in names}
         return {
@@ -418,14 +422,14 @@ class OptimizerSpec:
 
     @property
     def keys_per_element(self) -> set[str]:
-        """Return the keys of what it remembers of each element; none if that cannot be tried."""
+        """Return the keys of the state that is kept per element; an empty set if that cannot be tried."""
         try:
             return {key for name in self._firsts for key in self._kept_by(name)}
-        except Exception:  # whatever it wants of real parameters
+        except Exception:  # the optimizer may need real parameters
             return set()
 
     def _kept_by(self, name: str) -> dict[str, int]:
-        """Return the keys of what the group of `name` remembers of each element, with the bytes of each."""
+        """Return key -> bytes per element, for the state that the group of `name` keeps per element."""
         weight = nn.Parameter(torch.zeros(4, 6))
         small = self._small({name: weight}, lambda group: {})
         weight.grad = torch.zeros_like(weight)
@@ -442,8 +446,8 @@ class OptimizerSpec:
     def on_cpu(self, held: Mapping[str, nn.Parameter], plainly: bool) -> Any:
         """Return an optimizer as `build` does, over tensors on the CPU, for a step of a proof.
 
-        plainly: update tensors one after the other. The largest learning rate becomes 0.1, so that no update is lost
-        where weights are rounded.
+        plainly: update tensors one after the other. All learning rates are scaled so that the largest is 0.1.
+        Otherwise rounding of the weights could hide an update.
         """
         largest = max(float(group.get("lr") or 0) for group in _group_settings(self._parts))
 
@@ -466,8 +470,8 @@ class OptimizerSpec:
     ) -> Any:
         """Return an optimizer as `build` does, for steps outside of the training. It has its own counters.
 
-        settings: what to change in a group. whole: keep groups of which `held` has nothing. hooks: call those that its
-        user has put on it.
+        settings: takes a group and returns the settings to change in it. whole: keep groups that have no parameter in
+        `held`. hooks: keep the user's step hooks.
         """
         optimizer = _assembled(self._parts if like is None else self._parts_like(like), held, shares=False)
         for each in [] if hooks else [optimizer, *vars(optimizer).get("_within", ())]:
@@ -501,12 +505,12 @@ def _made_by(factory: Callable[[nn.Module], Optimizer | Several], model: nn.Modu
 
 
 def _with_each(optimizer: Optimizer) -> list[Optimizer]:
-    """Return `optimizer`, and those that it stands for."""
+    """Return `optimizer`, followed by its members if it combines several."""
     return [optimizer, *(optimizer.each if isinstance(optimizer, SeveralOptimizers) else [])]
 
 
 def _named(made: Optimizer) -> str:
-    """Return the name of its class, and attributes that were set on the object. Join the names of several."""
+    """Return the class name, and mention a replaced `step` or hooks. Join the names of several."""
     if isinstance(made, SeveralOptimizers):
         return " + ".join(map(_named, made.each))
     name, held = type(made).__name__, vars(made)
@@ -518,7 +522,7 @@ def _named(made: Optimizer) -> str:
 
 
 def _taken_apart(made: Optimizer, names: Mapping[int, str]) -> tuple[list[_Part], list[Optimizer]]:
-    """Return the parts of `made` and of the optimizers within it, and these optimizers. names: by id of a parameter."""
+    """Return the parts of `made` and of its inner optimizers, and these optimizers. names: id of parameter -> name."""
     found: list[Optimizer] = []
     memo: dict[int, Any] = {key: _Mark("parameter", name) for key, name in names.items()}
 
@@ -539,7 +543,7 @@ def _taken_apart(made: Optimizer, names: Mapping[int, str]) -> tuple[list[_Part]
         for name, value in vars(one).items():
             if not _is_ours(name, value):
                 own = copies.attribute(value)
-                # What refers to no parameter is not copied: its user may hold it too, such as a list that grows.
+                # A value that refers to no parameter is not copied. The user may share it, such as a list that grows.
                 refers = name == "param_groups" or _refers(own)
                 (part.refer if refers else part.others)[name] = own if refers else value
         parts.append(part)
@@ -547,7 +551,7 @@ def _taken_apart(made: Optimizer, names: Mapping[int, str]) -> tuple[list[_Part]
 
 
 def _is_ours(name: str, value: Any) -> bool:
-    """Return True if this library, or an LR scheduler, put an attribute on that very optimizer."""
+    """Return True if nbkit or an LR scheduler has set this attribute on the optimizer object."""
     if name not in ("step", *MODES):
         return name in ("_within", "state_device")
     made = value.func if isinstance(value, partial) else value
@@ -555,9 +559,9 @@ def _is_ours(name: str, value: Any) -> bool:
 
 
 def _assembled(parts: Sequence[_Part], held: Mapping[str, nn.Parameter], *, shares: bool = True) -> Any:
-    """Return an optimizer made of `parts` over `held`. Other parameters in the parts are left out.
+    """Return an optimizer made of `parts` over `held`. It leaves out parameters that are not in `held`.
 
-    shares: share what refers to no parameter with the parts.
+    shares: do not copy values that refer to no parameter.
     """
     optimizers: list[Any] = [object.__new__(part.kind) for part in parts]
     states: list[Any] = [defaultdict(dict) for _ in parts]
@@ -571,7 +575,7 @@ def _assembled(parts: Sequence[_Part], held: Mapping[str, nn.Parameter], *, shar
     for optimizer, part in zip(optimizers, parts, strict=True):
         optimizer.__dict__.update({name: copies.attribute(value) for name, value in part.refer.items()})
         for name, value in part.others.items():
-            # It has its own hooks, and its own counters that change in place.
+            # Always copy hooks, and counters that change in place.
             copied = not shares or isinstance(value, OrderedDict | torch.Tensor)
             optimizer.__dict__[name] = copies.attribute(value) if copied else value
     if len(optimizers) > 1:
@@ -584,7 +588,7 @@ def _with_marks(found: Callable[[_Mark], Any]) -> Rebinding:
 
 
 def _refers(value: Any) -> bool:
-    """Return True if there is a mark in an attribute of a part."""
+    """Return True if `value` contains a _Mark."""
     seen: list[_Mark] = []
 
     def see(mark: _Mark) -> _Mark:
@@ -596,7 +600,7 @@ def _refers(value: Any) -> bool:
 
 
 def _group_lists(optimizer: Any) -> Iterator[list[dict[str, Any]]]:
-    """Yield the groups of an optimizer and of those within it, each list once."""
+    """Yield the `param_groups` of an optimizer and of its inner optimizers, each list once."""
     every = [optimizer, *vars(optimizer).get("_within", ())]
     yield from {id(each.param_groups): each.param_groups for each in every}.values()
 

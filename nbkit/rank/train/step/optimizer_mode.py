@@ -1,9 +1,9 @@
-"""Changes weights between two steps: `eval()` and `train()` of a schedule-free optimizer, and shown averages.
+"""Change weights between two steps: for `eval()` and `train()` of a schedule-free optimizer, and for shown averages.
 
-A schedule-free optimizer computes gradients at one point and gives another one as the result. Its `eval()` puts the
-result into the parameters, and its `train()` takes it out again. Both see only what this rank updates. `follow_modes`
-lets them share it with the other ranks, as after a step: under zero 1 and 2 a rank updates a part of what it computes
-with, and an owner updates a tensor of which other ranks have parts.
+A schedule-free optimizer computes gradients at one point, but its result is another point. Its `eval()` puts the result
+into the parameters, and its `train()` puts the first point back. Both change only the parameters that this rank
+updates. `follow_modes` makes them share the change with the other ranks, as after a step. Under zero 1 and 2 a rank
+updates only a part of the parameters that it computes with. An owner updates a tensor of which other ranks have parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODES = ("train", "eval")
 
 
 def follow_modes(optimizer: Optimizer, job: Any) -> None:
-    """Let `train()` and `eval()` of `optimizer`, and of those within it, act on all ranks of `job`."""
+    """Make `train()` and `eval()` of `optimizer` and of its inner optimizers act on all ranks of `job`."""
     known, every = weakref.ref(job), [optimizer, *vars(optimizer).get("_within", ())]
     having = [each for each in every if all(callable(getattr(type(each), mode, None)) for mode in MODES)]
     for mode in MODES:
@@ -34,14 +34,14 @@ def follow_modes(optimizer: Optimizer, job: Any) -> None:
 
 
 def to_train(optimizer: Optimizer) -> None:
-    """Put a new copy of an optimizer, without state, into the mode in which it makes steps."""
+    """Put a new copy of an optimizer, which has no state yet, into training mode."""
     for each in [optimizer, *vars(optimizer).get("_within", ())]:
         if all(callable(getattr(type(each), mode, None)) for mode in MODES):
             type(each).train(each)  # type: ignore[attr-defined]
 
 
 def _set_mode(known: weakref.ref[Any], mode: str, optimizers: list[Any]) -> None:
-    """Call a mode of `optimizers`, between two steps. Collective."""
+    """Call `train` or `eval` of `optimizers`, between two steps. Collective."""
     job = known()
     if job is None or job.sharded_model is None:
         return
@@ -57,9 +57,9 @@ def _set_mode(known: weakref.ref[Any], mode: str, optimizers: list[Any]) -> None
 
 
 def meet_between_steps(job: Any, what: str) -> None:
-    """Meet the other ranks between two steps, where the parameters that this rank updates are the weights. Collective.
+    """Meet the other ranks between two steps, and make sure that each rank has the weights it updates. Collective.
 
-    Before the first step under a strategy, the owner of a whole tensor has none of its weights.
+    Before the first step under a strategy, the owner of a whole tensor does not have its weights yet.
     """
     meeting.meet(what)
     job.sync.resync()
@@ -71,10 +71,10 @@ def meet_between_steps(job: Any, what: str) -> None:
 
 @torch.no_grad()
 def change_weights(job: Any, change: Callable[[], Any]) -> None:
-    """Let `change` change the parameters that this rank updates, and share them as after a step. Collective."""
+    """Call `change`, which changes the parameters that this rank updates. Share them as after a step. Collective."""
     with job.integrity.changing():
         change()
-        if job.sharded_model.data.apart == 1:  # replicas that train apart have the same weights here, and count steps
+        if job.sharded_model.data.apart == 1:  # replicas that train apart are equal already, and would count a step
             job.sharded_model.after_step()
             job.sharded_model.data.settle()
     job.training_step.note_versions()

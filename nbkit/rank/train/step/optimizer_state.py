@@ -1,12 +1,12 @@
-"""The state of an optimizer: of each parameter, in its groups and in attributes, with the optimizers within it.
+"""Read and write the state of an optimizer and of its inner optimizers: per parameter, in groups and in attributes.
 
-`OptimizerHandle` is the optimizer as its user holds it: stable, so that what is behind it can be replaced.
+`OptimizerHandle` is the object that the user holds. It stays the same when the optimizer behind it is replaced.
 
 `offload` keeps optimizer state in host memory (`offload="cpu"`), for a GPU that has no room for it. A step takes some
 parameters at a time: their state goes to the device, the optimizer updates them there, and the state goes back. So a
 GPU holds the state of one part, and all weights and gradients. Each step moves the bytes of the state twice over PCIe
-(for Adam in float32, 8 + 8 bytes per parameter that this rank updates) and waits for them. The numbers are those of the
-same optimizer without it. On CPU ranks nothing moves.
+(for Adam in float32, 8 + 8 bytes per parameter that this rank updates) and waits for them. Offloading does not change
+the results. On CPU ranks nothing moves.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from nbkit.rank.train.step.weight_average import KeptAverage
 
 State = MutableMapping[Any, dict[str, Any]]
 
-# These settings belong to the run, not to a checkpoint: they say how an optimizer computes, not what.
+# These settings belong to the run, not to a checkpoint: they choose the implementation, not the algorithm.
 OWN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 _BESIDE = "beside the groups"  # a key of the first group's settings
 _OF_TORCH = ("_step_count",)  # of an LR scheduler
 
 
 def states_of(optimizer: Optimizer, optimizers: Iterable[Optimizer] = ()) -> list[State]:
-    """Return the state of `optimizer` and those of the optimizers within it, each once.
+    """Return the states of `optimizer` and of its inner optimizers, each once.
 
-    optimizers: those within it; default: those that the OptimizerSpec noted.
+    optimizers: the inner optimizers; default: the ones that OptimizerSpec has noted.
     """
     every = [optimizer, *(optimizers or vars(optimizer).get("_within", ()))]
     return list({id(each.state): each.state for each in every}.values())
 
 
 def numbered(number: int, key: str) -> str:
-    """Return the name of `key` in state `number`. In the first state it is the key itself."""
+    """Return `key` with the number of its state as a prefix. The first state (0) has no prefix."""
     return f"{number}.{key}" if number else key
 
 
 def remembered(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
-    """Return all that is remembered of `param`, by numbered key."""
-    # Do not index the defaultdict: it would make an entry, which the optimizer takes for its own.
+    """Return the whole state of `param`: numbered key -> value."""
+    # Do not index the defaultdict: that would make an empty entry, and the optimizer would take it for its state.
     return {
         numbered(number, key): value
         for number, state in enumerate(states_of(optimizer))
@@ -59,12 +59,12 @@ def remembered(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
 
 
 def per_element(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Tensor]:
-    """Return what is remembered of each element of `param`."""
+    """Return the state of `param` that has a value per element: key -> tensor with the shape of `param`."""
     return {key: value for key, value in remembered(optimizer, param).items() if _follows(value, param)}
 
 
 def per_parameter(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
-    """Return what is remembered once of `param`, as copies. Tensors are on the CPU."""
+    """Return copies of the rest of the state of `param`, such as a step count. Tensors are on the CPU."""
     return {
         key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in remembered(optimizer, param).items()
@@ -77,20 +77,20 @@ def _follows(value: Any, param: nn.Parameter) -> bool:
 
 
 def remember(optimizer: Optimizer, param: nn.Parameter, key: str, value: Any) -> None:
-    """Store `value` where `remembered` finds it as `key`."""
+    """Store `value` in the state of `param`. key: a numbered key, as `remembered` returns."""
     first, _, rest = key.partition(".")
     number, own = (int(first), rest) if first.isdigit() and rest else (0, key)
     states_of(optimizer)[number].setdefault(param, {})[own] = value
 
 
 def has_place(optimizer: Optimizer, key: str) -> bool:
-    """Return True if `remember` can store something as `key`: an average of weights may be none of this training."""
+    """Return True if `remember` can store `key`. A checkpoint may have an average of weights that this job has not."""
     first, _, rest = key.partition(".")
     return not (first.isdigit() and rest) or int(first) < len(states_of(optimizer))
 
 
 def forget(optimizer: Optimizer) -> None:
-    """Clear every state."""
+    """Clear the states of `optimizer` and of its inner optimizers."""
     for state in states_of(optimizer):
         state.clear()
 
@@ -98,8 +98,8 @@ def forget(optimizer: Optimizer) -> None:
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each group (learning rate, betas, ...) as plain numbers.
 
-    The first group's settings also hold the numbers that the optimizer keeps in attributes, and all this of the
-    optimizers within it, if there are any.
+    The settings of the first group also contain the numbers in the optimizer's attributes, and the settings and
+    attributes of its inner optimizers.
     """
     settings = _settings(optimizer)
     beside: list[dict[str, Any]] = [{"attributes": _attributes(optimizer)}]
@@ -113,7 +113,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def take_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Set what `settings_of` returned."""
+    """Apply `settings` that `settings_of` returned."""
     beside = settings[0].get(_BESIDE, ()) if settings else ()
     for each, own in zip([optimizer, *_within(optimizer)], beside, strict=False):
         _set(each, own.get("groups", ()))
@@ -124,7 +124,7 @@ def take_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -
 
 
 def _within(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers within it. An average of weights has no settings, so that it may be added later."""
+    """Return the inner optimizers that have settings. An average of weights has none, so it can be added later."""
     return [each for each in vars(optimizer).get("_within", ()) if not isinstance(each, KeptAverage)]
 
 
@@ -144,9 +144,9 @@ def _set(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the numbers that its class keeps in attributes.
+    """Return the numbers in the optimizer's attributes.
 
-    Private booleans are left out: torch notes in them what is true of this run only.
+    Private booleans are left out: torch uses them for facts about this run.
     """
     return {
         name: _plain(value)
@@ -157,9 +157,9 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers of numpy and tensors with one element as Python's.
+    """Return `value` with numpy scalars and tensors of one element as Python numbers.
 
-    So a checkpoint is read without their code.
+    So reading a checkpoint does not need numpy.
     """
     if type(value) in (tuple, list):
         return type(value)(map(_plain, value))
@@ -169,15 +169,15 @@ def _plain(value: Any) -> Any:
 
 
 class OptimizerHandle(torch.optim.Optimizer):
-    """Delegates to the optimizer behind it. It is an Optimizer by type, so that torch's LR schedulers take it.
+    """Delegates to the optimizer `inner`. It is an Optimizer by type, so that torch's LR schedulers accept it.
 
-    update: makes the step. forgotten: is told that the gradients are gone, and whether they are None. fits: returns
-    True if a tensor of this shape can be the optimizer's state of a parameter by this key.
+    update: makes the step. forgotten: called after zero_grad, with True if the gradients are None now. fits: returns
+    True if a tensor of this shape can be state of the parameter under this key.
     """
 
     inner: torch.optim.Optimizer
 
-    # Optimizer.__init__ would build groups and hooks of its own; everything lives in `inner`.
+    # Do not call Optimizer.__init__: it would make groups and hooks, and those of `inner` are the real ones.
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -190,21 +190,21 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise TrainingError: torch's GradScaler asks for this, and would scale by what one rank has found."""
+        """Raise TrainingError. torch's GradScaler reads this; it would use only the gradients of one rank."""
         raise TrainingError(
             "torch's GradScaler would skip a step on one rank and not on another.",
             hint="precision='fp16' of nbkit.prepare, which scales the loss; without a GradScaler: job.backward(loss)",
         )
 
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters once. A closure is not supported: `job.backward` makes the gradients."""
+        """Update the parameters once. A closure is not supported: `job.backward` computes the gradients."""
         if closure is not None:
             raise TypeError("job.optimizer.step takes no closure: job.backward(batch) makes the gradients")
         with phase("optimizer"):
             self._update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         with phase("optimizer"):
             self.inner.zero_grad(set_to_none=set_to_none)
             self._forgotten(set_to_none)
@@ -214,10 +214,10 @@ class OptimizerHandle(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this rank returned, under a strategy that holds the same parts.
+        """Load a result of this rank's `state_dict`. The strategy must give this rank the same parts as then.
 
-        Raises TrainingError, before anything is changed, for a state of other tensors, such as whole parameters where
-        this rank holds parts of them.
+        Raises TrainingError, before anything changes, if the state belongs to other tensors, such as to whole
+        parameters of which this rank holds parts.
         """
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         held = [p for group in self.inner.param_groups for p in group["params"]]
@@ -248,13 +248,13 @@ def _misfit(numbers: str) -> TrainingError:
 
 
 PART_BYTES = 64 << 20
-"""Limit of the parameters that are updated at once."""
+"""The most bytes of parameters that are updated at once."""
 
 
 def offload(optimizer: torch.optim.Optimizer) -> None:
-    """Keep in host memory, from now on, what `optimizer` remembers of each element. In place.
+    """Make `optimizer` keep its state per element in host memory from now on. Changes the optimizer in place.
 
-    Raises TrainingError for an optimizer whose update of some parameters may depend on the others.
+    Raises TrainingError for an optimizer whose update of one parameter may depend on others.
     """
     several = optimizer.each if isinstance(optimizer, SeveralOptimizers) else [optimizer]
     for kind in map(type, several):
@@ -275,7 +275,7 @@ def offload(optimizer: torch.optim.Optimizer) -> None:
 
 
 def to_host(optimizer: torch.optim.Optimizer) -> None:
-    """Move to the host what `optimizer` keeps on a device."""
+    """Move the state of `optimizer` from the device to the host."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             _put_back(optimizer, p, {})
@@ -299,7 +299,7 @@ def _in_parts(optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> No
 
 
 def _parts(whole: Sequence[list[nn.Parameter]]) -> Iterator[list[list[nn.Parameter]]]:
-    """Yield the parameters of all groups in parts of at most PART_BYTES, or of one parameter, each by its group."""
+    """Yield parts of at most PART_BYTES, or of one larger parameter. A part has a list of parameters per group."""
     part: list[list[nn.Parameter]] = [[] for _ in whole]
     size = 0
     for group, params in enumerate(whole):
@@ -315,11 +315,11 @@ def _parts(whole: Sequence[list[nn.Parameter]]) -> Iterator[list[list[nn.Paramet
 
 
 def _fetch(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> list[tuple[str, Tensor]]:
-    """Move the state of `p` to its device.
+    """Move the state of `p` to the device of `p`.
 
-    Return (key, where it rests) of what is kept per element, unlike a fused step.
+    Return (key, the tensor on the host) for all state but scalars, such as the step count of a fused optimizer.
     """
-    # Do not index the defaultdict: it would make an entry, which the optimizer takes for its own.
+    # Do not index the defaultdict: that would make an empty entry, and the optimizer would take it for its state.
     state = optimizer.state[p] if p in optimizer.state else {}
     resting = [(key, value) for key, value in state.items() if isinstance(value, Tensor) and value.ndim]
     for key, value in resting:
@@ -335,6 +335,6 @@ def _put_back(optimizer: torch.optim.Optimizer, p: nn.Parameter, hosts: dict[tup
         host = hosts.get((id(p), key))
         if host is None or accelerator().holds(host) or host.shape != value.shape or host.dtype != value.dtype:
             host = accelerator().pinned(value.shape, value.dtype)
-        # Wait for it: a checkpoint or a switch may read the state on the host next.
+        # A blocking copy: a checkpoint or a switch may read the state on the host next.
         host.copy_(value)
         state[key] = host

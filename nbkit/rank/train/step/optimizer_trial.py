@@ -1,20 +1,21 @@
-"""Try an optimizer on small tensors: what it does with parts of parameters is compared with what it does with all.
+"""Try an optimizer on small tensors: compare its updates of parts of parameters with its updates of whole parameters.
 
 The name of an optimizer decides nothing. Several copies make the same steps side by side: one over whole tensors, the
 others over the parts that ranks of a strategy hold, or with a state that was carried over in between, as a switch does.
 If their weights differ, the strategy (or the switch) would train another model.
 
-Number of steps: in Prodigy and D-Adaptation a number over all parameters counts from the second step on. Slow weights
-are taken every 5 or 6 steps. Preconditioners are made every 10 steps, or from step 25 on. 31 is beyond these, and is no
-multiple of common periods. Whole numbers among the settings are often such periods, so they make it more.
+Number of steps: it must reach everything that an optimizer does late or rarely. Prodigy and D-Adaptation use an
+estimate over all parameters from the second step on. Lookahead updates its slow weights every 5 or 6 steps. Some
+optimizers compute preconditioners every 10 steps, or from step 25 on. 31 steps are enough for all of these, and 31 is
+no multiple of a common period. An integer among the settings is often such a period, so larger integers add steps.
 
 Size of tensors: an optimizer may treat small tensors, vectors or matrices in a special way. So the tensors have the
-dims of the model's parameters, up to a size beyond which known optimizers make no difference: 8-bit states begin at
-4,096 elements, factored ones at 128 rows and columns.
+sizes of the model's parameters, up to a limit. Beyond it known optimizers change nothing: 8-bit states begin at 4,096
+elements, factored ones at 128 rows and columns.
 
-`Need` says how much an update has to see at once. It is found for each tensor: parts of all tensors are updated beside
-the whole, then each tensor alone, then each group alone. The first way in which a tensor stays equal is what it needs.
-A tensor that needs its whole, and no other, can be updated by one rank that owns it.
+`Need` says how much the update of a tensor has to see at once. To find it, parts of all tensors are updated, then each
+tensor alone, then each group alone. The first arrangement that gives the same result as the whole shows the need. A
+tensor whose update needs the whole tensor, but no other tensor, can be updated by one rank that owns it.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from nbkit.rank.train.step.optimizer_state import per_element, per_parameter, re
 
 _STEPS, _MOST_STEPS, _CARRIED_AT = 31, 130, 13
 _LARGEST = ((), (5120,), (136, 128), (64, 40, 2), (64, 40, 2, 2))
-"""Dims of the tensors, by number of dims. 136 x 128 are whole blocks of 256; the parts are not."""
-_SAME_KIND = 2  # tensors of each group that have the same number of dims; one of them is large
+"""Largest shape of the tensors, by number of dims. 136 x 128 consists of whole blocks of 256; its parts do not."""
+_SAME_KIND = 2  # number of tensors tried for each group and number of dims; one of them is large
 _TOLERANCE = {torch.float64: (1e-6, 1e-13), torch.float32: (1e-3, 1e-6)}
-"""(share of the weights' movement, share of the weights): smaller differences are rounding."""
+"""(fraction of the weights' movement, fraction of the weights): smaller differences are rounding."""
 
 Part = tuple[slice, ...]
 Copy = tuple[Any, list[tuple[str, nn.Parameter, Part]]]
-"""An optimizer, and what it updates: (name of a tensor, parameter, part of the tensor)."""
+"""An optimizer and the parameters it updates: (name of a tensor, parameter, part of the tensor)."""
 _SCALES = {_CARRIED_AT + 2: 1e-3, _CARRIED_AT + 6: 1e3}
-"""Factors of the gradients, by step: so that limits on a norm are sometimes passed and sometimes not reached."""
+"""Step -> factor of the gradients. It makes their norm once very small and once very large, to test clipping."""
 _FAILED = "failed: "
 _NEEDS = {"across": 1, "rows": 2, "each": 3, "groups": 4}
 """Arrangement -> the Need of a tensor whose update differs in it."""
@@ -58,11 +59,11 @@ _REACHABLE = "hold them in attributes of the optimizer, or take an optimizer suc
 
 
 class Need(IntEnum):
-    """Values for how much the update of a tensor has to see at once."""
+    """The part of the model that the update of a tensor has to see at once."""
 
     ELEMENT = 0
     ROW = 1
-    """One index along dim 0, with all that belongs to it."""
+    """All elements with the same index along dim 0."""
     TENSOR = 2
     GROUP = 3
     """All tensors of a parameter group."""
@@ -75,7 +76,7 @@ class OptimizerSends(Exception):
 
 
 class _Reads(TorchFunctionMode):
-    """Notes if torch is given one of some tensors, or if the gradient of one is read."""
+    """Notes if a torch function gets one of `tensors`, or if the gradient of one is read."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class _Reads(TorchFunctionMode):
 class OptimizerTrial:
     """Tries an optimizer on small tensors.
 
-    build: (held, settings, like=...) -> a copy of it over `held`, see OptimizerSpec._small.
+    build: (held, settings, like=...) -> a copy of the optimizer over `held`, see OptimizerSpec._small.
     """
 
     def __init__(
@@ -111,15 +112,15 @@ class OptimizerTrial:
         self._found: dict[str, str] = {}
         self._differing: dict[str, dict[str, str]] = {}  # arrangement -> {tensor: where and how far it differs}
         self._owned: dict[str, list[str]] = {}  # by `cut`
-        self._still: list[str] = []  # what it did not update
+        self._still: list[str] = []  # tensors that it did not update
         self._reads = False  # its steps over other tensors read parameters of the model
-        self._keyed = ""  # where its steps look something up by a parameter of the model
+        self._keyed = ""  # the mapping in which its steps use a parameter of the model as a key
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "build": None}
 
     def check(self, made: Any, real: Iterable[nn.Parameter]) -> None:
-        """Raise TrainingError if no strategy trains with it as one process does.
+        """Raise TrainingError if copies of the optimizer do not behave like it, under any strategy.
 
         made: the optimizer itself. real: the parameters of the model.
         """
@@ -130,7 +131,7 @@ class OptimizerTrial:
             differs = self._again(device)
         self._reads, self._keyed = reads.found, _keyed(made, {id(p) for p in real})
         if self._failed:
-            return  # it may refuse only small tensors: without parts it trains as it does in plain torch
+            return  # it may refuse only small tensors. A strategy that does not split trains as plain torch does
         if self._still:
             raise TrainingError(
                 f"{self.name} does not update all parameters of its groups, once it is copied: the optimizers or "
@@ -154,9 +155,9 @@ class OptimizerTrial:
             )
 
     def _again(self, device: torch.device) -> str:
-        """Return how two whole copies differ, "" if they do not.
+        """Return how two copies over whole tensors differ, "" if they do not.
 
-        In float64 or else float32, on the CPU or else on `device`.
+        Tries float64 on the CPU, then float32 on the CPU, then float32 on `device`.
         """
         if not self._tried("saved"):
             return ""
@@ -177,9 +178,9 @@ class OptimizerTrial:
         return ""
 
     def needs(self) -> dict[str, Need]:
-        """Return the name of each tensor that is tried -> what its update has to see at once.
+        """Return name -> Need, for each tensor that is tried.
 
-        A way that cannot be tried, because the optimizer raises an error on parts, counts as one in which it differs.
+        If the optimizer raises an error on an arrangement of parts, the arrangement counts as different.
         """
         found = dict.fromkeys(self._shapes, Need.ELEMENT)
         for kind, need in _NEEDS.items():
@@ -191,9 +192,9 @@ class OptimizerTrial:
         return found
 
     def owned(self, cut: str) -> Sequence[str]:
-        """Return the tried tensors that one rank has to update whole, if that trains as one process does.
+        """Return the tried tensors that one rank has to update as a whole, if that gives the updates of one process.
 
-        cut: "rows" if a strategy cuts tensors in rows, "columns" if in rows and columns.
+        cut: "rows" if a strategy splits tensors by rows, "columns" if by rows and columns.
         """
         if cut not in self._owned:
             self._owned[cut] = []
@@ -205,16 +206,17 @@ class OptimizerTrial:
         return self._owned[cut]
 
     def _apart_in(self, kind: str) -> dict[str, str]:
-        """Return tensor -> where and how far its update differs if copies have parts that are arranged like this."""
+        """Return tensor -> where and how far its update differs under the arrangement `kind`."""
         if not (found := self._tried(kind)):
             return {}
         return dict.fromkeys(self._shapes, found) if found.startswith(_FAILED) else self._differing[kind]
 
     def check_parts(self, kind: str, strategy: str, cost: Callable[[], str] = lambda: "") -> None:
-        """Raise TrainingError if ranks that hold parts would make other updates.
+        """Raise TrainingError if ranks that hold parts would make other updates than one process.
 
-        kind: "rows" or "columns" for parts of tensors; with " and owners" some are whole on one rank. "tensors" for
-        some of the tensors on each rank. cost: returns what it would cost to do otherwise, for the error.
+        kind: "rows" or "columns" if ranks hold parts of tensors; with " and owners" if some tensors are whole on one
+        rank; "tensors" if each rank holds some of the tensors. cost: returns the cost of updating whole tensors, for
+        the error.
         """
         splits = "gives each rank some of the parameters" if kind == "tensors" else "splits parameters over ranks"
         alone = " does not update each element by itself, and "
@@ -244,14 +246,14 @@ class OptimizerTrial:
             )
 
     def lost_in_a_checkpoint(self, cuts: Sequence[str]) -> str:
-        """Return what `lost_in_a_switch` does, for copies that know only what a checkpoint holds."""
+        """Return the same as `lost_in_a_switch`, for copies that get only the contents of a checkpoint."""
         return self._failed or self._tried("saved") or self._lost_in(cuts)
 
     def lost_in_a_switch(self, cuts: Sequence[str]) -> str:
-        """Return evidence that copies that take the state over do not go on as the optimizer does; "" if they do.
+        """Return the evidence that copies with the same state make other steps than the optimizer; "" if they do not.
 
-        cuts: "rows" or "columns", if ranks have parts of tensors before or afterwards; "tensors", if they have some of
-        them.
+        cuts: "rows" or "columns" if ranks have parts of tensors before or after the switch; "tensors" if each has some
+        of the tensors.
         """
         known = self._keyed or self._failed
         if known or (self._tried("saved") and self._tried("carried")):
@@ -268,7 +270,7 @@ class OptimizerTrial:
         return self._found[kind]
 
     def _compared(self, kind: str) -> str:
-        """Return where and how far copies come apart; "" if they do not."""
+        """Return where and how far the copies differ; "" if they do not."""
         draw = torch.Generator().manual_seed(0)
         start = {name: self._drawn(shape, draw) * 0.5 for name, shape in self._shapes.items()}
         pushes = [self._drawn(shape, draw) * 2.0 ** (n % 4) for n, shape in enumerate(self._shapes.values())]
@@ -276,7 +278,7 @@ class OptimizerTrial:
         kept = ExitStack()
         differing: dict[str, str] = {}
         try:
-            hooks = kind != "again"  # a hook may clip or remember; many log, so skip them where they are not needed
+            hooks = kind != "again"  # a hook may clip or keep state. Many log, so run hooks only where necessary
             whole = self._over(start, {name: () for name in start}, hooks=hooks)
             kept.enter_context(outside_kept(nn.Module(), *_hooks_of(whole[0])))
             arranged, moves = self._arranged(kind), kind == "saved" or kind.startswith("carried")
@@ -318,7 +320,7 @@ class OptimizerTrial:
 
     def _drawn(self, shape: Sequence[int], draw: torch.Generator) -> Tensor:
         drawn = torch.randn(tuple(shape), generator=draw, dtype=torch.float64)
-        if drawn.numel() and drawn.ndim:  # no two parts are alike
+        if drawn.numel() and drawn.ndim:  # make all parts different
             rows = torch.linspace(0.5, 2.0, len(drawn), dtype=drawn.dtype)
             drawn *= rows.view(-1, *[1] * (drawn.ndim - 1))
         return drawn.to(self._on, self._dtype)
@@ -328,7 +330,7 @@ class OptimizerTrial:
         return self.build(held, _rate, hooks=hooks), [(name, p, parts[name]) for name, p in held.items()]
 
     def _carried(self, whole: Copy, parts: Mapping[str, Part], *, saved: bool) -> Copy:
-        """Return a copy over `parts` with the optimizer's state, as a switch moves it, or a checkpoint."""
+        """Return a copy over `parts` with the state of `whole`, moved as by a switch. saved: as by a checkpoint."""
         optimizer, updated = whole
         updated = [each for each in updated if each[0] in parts]
         held = {name: nn.Parameter(p.detach()[parts[name]].clone()) for name, p, _ in updated}
@@ -344,7 +346,7 @@ class OptimizerTrial:
         return copy, [(name, p, parts[name]) for name, p in held.items()]
 
     def _arranged(self, kind: str) -> list[dict[str, Part]]:
-        """Return, by rank, which part of which tensor it has."""
+        """Return, for each rank, tensor -> the part that the rank has."""
         names = list(self._shapes)
         if kind in ("again", "saved", "carried"):
             return [dict.fromkeys(names, ())]
@@ -378,7 +380,7 @@ class OptimizerTrial:
         return [first, second]
 
     def takes_rate(self) -> bool:
-        """Return True if steps follow the learning rate of its groups."""
+        """Return True if a change of "lr" in the groups changes the steps."""
         draw = torch.Generator().manual_seed(0)
         start = {name: self._drawn(shape, draw) for name, shape in self._shapes.items()}
         try:
@@ -389,12 +391,12 @@ class OptimizerTrial:
                 for step in range(_CARRIED_AT):
                     for copy in (one, other):
                         _make_step(copy, start, step)
-        except Exception:  # whatever it wants of real parameters
+        except Exception:  # the optimizer may need real parameters
             return True
         return any(not torch.equal(p, q) for (_, p, _), (_, q, _) in zip(one[1], other[1], strict=True))
 
     def _takes_closure(self) -> bool:
-        """Return True if a step can be made with a closure."""
+        """Return True if `step` works with a closure and calls it."""
         self._on, self._dtype = torch.device("cpu"), torch.float64
         draw = torch.Generator().manual_seed(0)
         start = {name: self._drawn(shape, draw) for name, shape in self._shapes.items()}
@@ -411,15 +413,15 @@ class OptimizerTrial:
 
                 closure()
                 optimizer.step(closure)
-        except Exception:  # an optimizer may raise anything; it cannot be stepped in this way
+        except Exception:  # an optimizer may raise anything
             return False
         return len(asked) > 1
 
 
 def _chosen(groups: Sequence[Sequence[str]], params: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors to try: the first ones of each group by number of dims.
+    """Return name -> shape of the tensors to try: the largest ones of each group, for each number of dims.
 
-    The largest is among them. There are at least two, if there are so many, so that one number over all of them shows.
+    Two tensors are taken where possible. With one, an update that depends on other tensors would not show.
     """
     chosen: dict[str, tuple[int, ...]] = {}
     for names in groups:
@@ -438,15 +440,15 @@ def _capped(shape: tuple[int, ...], large: bool) -> tuple[int, ...]:
 
 
 def _hooks_of(optimizer: Any) -> list[Any]:
-    """Return the functions that its user has put around its steps."""
+    """Return the user's hooks around the optimizer's steps."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return [hook for name in names for hook in vars(optimizer).get(name, {}).values()]
 
 
 def _keyed(made: Any, real: Collection[int]) -> str:
-    """Return where a step looks something up by a parameter or its address, which fails in a copy; "" if nowhere.
+    """Return the name of a mapping or set in which a step looks up a parameter or its id; "" if there is none.
 
-    real: the addresses of the model's parameters.
+    Such a lookup fails in a copy. real: the ids of the model's parameters.
     """
     functions = [made.step, *_hooks_of(made), *(each for kind in type(made).__mro__ for each in vars(kind).values())]
     functions = [unwrap(getattr(each, "__func__", each)) for each in functions]  # torch wraps `step`
@@ -466,7 +468,7 @@ def _keyed(made: Any, real: Collection[int]) -> str:
 
 
 def _rate(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a learning rate for a group that waits for one."""
+    """Return a learning rate for a group whose rate is still 0."""
     return {"lr": 0.1} if "lr" in group and not group["lr"] else {}
 
 
@@ -477,7 +479,7 @@ def _steps_for(optimizer: Any) -> int:
 
 
 def _make_step(copy: Copy, grads: Mapping[str, Tensor], step: int) -> bool:
-    """Make a step. Return True if it drew random numbers. All copies draw the same ones in a step."""
+    """Make a step. Return True if step 1 drew random numbers. All copies draw the same numbers in a step."""
     optimizer, updated = copy
     for name, p, part in updated:
         p.grad = grads[name][part].clone()
@@ -488,7 +490,7 @@ def _make_step(copy: Copy, grads: Mapping[str, Tensor], step: int) -> bool:
 
 
 def _apart(whole: Copy, others: Sequence[Copy], start: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield (name, where and how far) of each tensor that `others` have updated otherwise than `whole`."""
+    """Yield (name, where and how far it differs) for each tensor that `others` have updated in another way."""
     of_way, of_weight = _TOLERANCE[start[next(iter(start))].dtype] if start else (0.0, 0.0)
     weights = {name: p.detach() for name, p, _ in whole[1]}
     way = {name: (weight - start[name]).abs().max().item() for name, weight in weights.items() if weight.numel()}
@@ -505,7 +507,7 @@ def _apart(whole: Copy, others: Sequence[Copy], start: Mapping[str, Tensor]) -> 
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """Change nothing but copies inside: the random state is restored, and a message raises OptimizerSends."""
+    """Protect the process inside: restore the random state afterwards, and raise OptimizerSends for a message."""
     state, own, threads = torch.get_rng_state(), get_ident(), torch.get_num_threads()
 
     def refuse(operation: str, group: str, _: int) -> None:
@@ -513,7 +515,7 @@ def _aside() -> Iterator[None]:
             raise OptimizerSends(f"{operation} in {group}")
 
     delegating_group.listeners.append(refuse)
-    torch.set_num_threads(1)  # waking the others takes longer than their work, a hundred times on a busy machine
+    torch.set_num_threads(1)  # waking threads takes longer than their work, 100 times longer on a busy machine
     try:
         yield
     finally:

@@ -1,10 +1,10 @@
-"""Compute in the precision of a job: float32 weights, under autocast if asked; float16 with a scale on the loss.
+"""Compute in the precision of a job: float32 weights, with autocast if asked, and with a loss scale for float16.
 
-float16 loses gradients below 6e-8. So the loss is multiplied before backward, and the gradients are divided after they
-were summed over the ranks (Micikevicius et al. 2018). The scale changes as in torch's GradScaler. When a gradient is
-not finite, it is halved, and no rank updates anything. After many finite steps it is doubled. On the wire: one
-all-reduce of 4 bytes a step over the world, because every rank holds other gradients. The optimizer's step waits for
-its answer, as in GradScaler. No other precision waits.
+float16 loses gradients below 6e-8. So the loss is multiplied by a scale before backward, and the gradients are divided
+by it after they were summed over the ranks (Micikevicius et al. 2018). The scale changes as in torch's GradScaler. When
+a gradient is not finite, the scale is halved, and all ranks skip the update. After many finite steps it is doubled.
+This takes one all-reduce of 4 bytes in each step over all ranks, because every rank holds other gradients. The
+optimizer's step waits for the result, as in GradScaler. No other precision waits.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from nbkit.rank.torch_private import unscale_
 from nbkit.rank.train.step.step_stats import DeviceScalar
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The values that `precision=` may have, beside None."""
+"""The values of `precision=` besides None."""
 
 _FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-20
 
 
 class Precision:
-    """The precision of a job. It lives as long as the job: a switch changes nothing here.
+    """The precision of a job. A switch does not change it.
 
-    name: None, or one of PRECISIONS. scale: of the loss; None if none is needed. finite: steps since it was changed;
-    after `growth_interval` it grows.
+    name: None, or a key of PRECISIONS. scale: the factor of the loss; None if it needs no factor. finite: the number of
+    steps since the scale changed. After `growth_interval` steps the scale grows.
     """
 
     def __init__(self, name: str | None, *, device: torch.device, world_size: int) -> None:
@@ -44,7 +44,7 @@ class Precision:
         self._found: Tensor | None = None
 
     def check(self, model: nn.Module) -> None:
-        """Warn of bf16 on a GPU without it. Raise TrainingError for trained float16 weights, which no scale saves."""
+        """Warn of bf16 on a GPU without bf16. Raise TrainingError if float16 weights train with a loss scale."""
         self._warn_of_emulation()
         halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
         if self.scale is not None and halves:
@@ -67,16 +67,16 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for forward and loss."""
-        # enabled=False would switch off an autocast of the caller's own.
+        # Not torch.autocast(enabled=False): it would disable the caller's own autocast.
         return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss, with which backward begins."""
+        """Return the loss times the scale, for backward."""
         return loss if self.scale is None else loss * self.scale
 
     @torch.no_grad()
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
-        """Divide the summed gradients of `params`, and ask all ranks whether theirs are finite. Collective."""
+        """Divide the summed gradients by the scale, and start to ask all ranks if theirs are finite. Collective."""
         if self.scale is None:
             return
         found = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -92,13 +92,13 @@ class Precision:
 
     @property
     def pending(self) -> bool:
-        """Return True if there are gradients for which `may_step` was not called yet."""
+        """Return True if `may_step` was not called yet after `unscale`."""
         return self._found is not None
 
     def may_step(self) -> bool:
-        """Return True if the gradients of all ranks are finite, the same on each. Waits for the device.
+        """Return True if the gradients of all ranks are finite. All ranks get the same result. Waits for the device.
 
-        Adapts the scale. Raises TrainingError if gradients are not finite whatever the scale.
+        Also adapts the scale. Raises TrainingError if gradients are not finite even with the smallest scale.
         """
         if self.scale is None or self._found is None:
             return True
@@ -121,7 +121,7 @@ class Precision:
         return finite
 
     def level(self) -> None:
-        """Set the same scale on every rank, after a step that was broken off. Collective."""
+        """Set the same scale on every rank after an interrupted step. Collective."""
         if self.scale is None:
             return
         self._found = self._work = None
@@ -131,10 +131,10 @@ class Precision:
         self.scale, self.finite = float(agreed[0]), int(agreed[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
+        """Return the scale and its counter, for a checkpoint."""
         return {"scale": self.scale, "finite": self.finite}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the scale from `state`, unless that is of another precision."""
+        """Load the scale from `state`. Does nothing if this job or `state` has no scale."""
         if self.scale is not None and state.get("scale") is not None:
             self.scale, self.finite = float(state["scale"]), int(state["finite"])

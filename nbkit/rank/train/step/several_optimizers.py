@@ -1,10 +1,10 @@
-"""Several optimizers over parts of a model, as one: Muon for the matrices and AdamW for the rest, for example.
+"""Combine several optimizers over parts of a model into one: for example Muon for the matrices and AdamW for the rest.
 
-`SeveralOptimizers` shows the groups of all of them, in order, and their state as one mapping. The optimizers are
-inside of it, and see the same groups and the same state. So a learning rate, a checkpoint or a switch treats them as
-it treats one optimizer; see optimizer_factory.py for the copies over what a rank holds.
+`SeveralOptimizers` has the groups of all of them, in order, and one mapping with all their states. The inner optimizers
+use the same group and state objects. So learning rates, checkpoints and switches work as for one optimizer. For the
+copies over a rank's parameters see optimizer_factory.py.
 
-An average of the weights (weight_average.py) is kept in the same way: its step follows that of the optimizers.
+An average of the weights (weight_average.py) is kept in the same way. Its step comes after the steps of the optimizers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Several = Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
 class SeveralOptimizers(Optimizer):
-    """Make the steps of several optimizers, one after the other.
+    """Makes the steps of several optimizers, one after the other.
 
-    optimizers: as they were given, a list or a dict. average: a weight_average.KeptAverage, or None.
+    optimizers: the list or dict that the user gave. average: a weight_average.KeptAverage, or None.
     """
 
     average: Any = None
@@ -35,7 +35,7 @@ class SeveralOptimizers(Optimizer):
         self.optimizers = dict(optimizers) if isinstance(optimizers, Mapping) else list(optimizers)
         self.param_groups = [group for each in self.each for group in each.param_groups]
         for each in self.each:
-            # An optimizer around another one keeps two states, in which a parameter may have the same key.
+            # An optimizer that wraps another one has two states, and a parameter may have the same key in both.
             if not any(isinstance(value, Optimizer) or value is each.state for value in _beside_state(each)):
                 self.state.update(each.state)
                 each.state = self.state
@@ -46,7 +46,7 @@ class SeveralOptimizers(Optimizer):
         return list(self.optimizers.values() if isinstance(self.optimizers, dict) else self.optimizers)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make a step of each optimizer. Raise TypeError for a closure: the gradients are there."""
+        """Make a step of each optimizer. Raise TypeError for a closure, because the gradients are computed already."""
         if closure is not None:
             raise TypeError("several optimizers share one backward pass: step() takes no closure")
         if self.average is not None:
@@ -57,7 +57,7 @@ class SeveralOptimizers(Optimizer):
             self.average.step()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take groups and state, as torch does in load_state_dict, and let each optimizer see its own again."""
+        """Set groups and state, as torch does in load_state_dict, and share them with the inner optimizers again."""
         shared = [each.state is self.state for each in self.each]
         super().__setstate__(state)
         first = 0
@@ -77,10 +77,10 @@ def _beside_state(optimizer: Optimizer) -> list[Any]:
 
 
 def together(made: Any, module: nn.Module) -> Any:
-    """Return `made`, or one optimizer that stands for the list or dict of optimizers `made`.
+    """Combine `made` into one optimizer if it is a list or dict of optimizers. Otherwise return `made`.
 
-    Raises TrainingError as check_optimizer does for each of them, and if a parameter of `module` that trains is in
-    none or in two of them.
+    Raises TrainingError as check_optimizer does for each of them, and if a trained parameter of `module` is in none or
+    in two of them.
     """
     if not isinstance(made, list | tuple | Mapping) or not made:
         return made

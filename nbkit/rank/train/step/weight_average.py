@@ -1,7 +1,7 @@
-"""Average the weights over the steps of a training: an exponential moving average, or the mean of Izmailov et al. 2018.
+"""Average the weights over steps: an exponential moving average, or the equal mean of Izmailov et al. 2018 (SWA).
 
-The average of a parameter is kept beside the state of the optimizer, for the elements that this rank updates. So it is
-spread over the ranks as that state is. A switch, a checkpoint, a rewind or a replaced rank carries it like a moment of
+The average of a parameter is part of the optimizer state, for the elements that this rank updates. So it is spread over
+the ranks like that state. A switch, a checkpoint, a rewind and the replacement of a rank keep it, like a moment of
 Adam.
 """
 
@@ -28,13 +28,13 @@ from nbkit.rank.train.step.several_optimizers import SeveralOptimizers, together
 class WeightAverage:
     """An average of the weights, as a callback of the Trainer.
 
-    decay: average = decay * average + (1 - decay) * weight; None gives each step the same weight. start: the number of
-    the step whose weights are the first average. every: steps between two weights that count. These are the numbers of
+    decay: average = decay * average + (1 - decay) * weight; None averages all steps equally. start: the number of the
+    step whose weights are the first average. every: average the weights of every n-th step. The results are those of
     torch.optim.swa_utils.AveragedModel. The average of a 16-bit weight is kept in float32. Buffers are not averaged.
 
-    Give it to `Trainer(callbacks=[average])`, or its `of(optimizer)` to `nbkit.prepare`. `shown` puts the averages in
-    the place of the weights for a while. Raises TrainingError for a decay that is not between 0 and 1, or a `start` or
-    `every` that is no whole number of at least 1.
+    Pass it to `Trainer(callbacks=[average])`, or pass `average.of(optimizer)` to `nbkit.prepare`. `shown` replaces the
+    weights by the averages for a while. Raises TrainingError if `decay` is not between 0 and 1, or if `start` or
+    `every` is not an integer of at least 1.
     """
 
     decay: float | None = None
@@ -54,9 +54,9 @@ class WeightAverage:
         """Do nothing: each step of the optimizer updates the average."""
 
     def of(self, optimizer: Any) -> Callable[[nn.Module], Optimizer]:
-        """Return a factory of `optimizer` that updates this average in its steps.
+        """Return a factory that takes the model and returns `optimizer`, extended to update this average in each step.
 
-        optimizer: an optimizer, a list or dict of several, or a callable that gets the model and returns one of these.
+        optimizer: an optimizer, a list or dict of several, or a callable that takes the model and returns one of these.
         """
 
         def averaged(module: nn.Module) -> Optimizer:
@@ -69,11 +69,11 @@ class WeightAverage:
 
     @contextmanager
     def shown(self, training: Any) -> Iterator[None]:
-        """Put the averages in the place of the weights inside, on every rank. Collective, between two steps.
+        """Replace the weights by the averages inside, on every rank. Collective, between two steps.
 
-        training: a Trainer or a job. Inside, evaluate, generate, or gather the weights by `full_state_dict`. A step, a
-        switch, a save or a load is refused there. Afterwards the weights are what they were. Raises TrainingError if
-        there is no average yet.
+        training: a Trainer or a job. Inside, you can evaluate, generate, or gather the weights by `full_state_dict`. A
+        step, a switch, a save or a load is refused. Afterwards the weights are restored. Raises TrainingError if there
+        is no average yet.
         """
         job = getattr(training, "job", training)
         meet_between_steps(job, "WeightAverage.shown")
@@ -100,7 +100,7 @@ class WeightAverage:
 
 
 def averaging(callbacks: Sequence[Any], optimizer: Any) -> tuple[Any, list[Any]]:
-    """Return `optimizer`, with the average that is among `callbacks`, and the other callbacks.
+    """Return (`optimizer`, which updates the WeightAverage of `callbacks` if there is one; the other callbacks).
 
     Raises TrainingError for two averages.
     """
@@ -121,13 +121,13 @@ def _put(values: dict[nn.Parameter, Tensor]) -> None:
 
 
 def average_of(job: Any) -> KeptAverage | None:
-    """Return the averages that the optimizer of `job` keeps on this rank."""
+    """Return the averages that the optimizer of `job` keeps on this rank, or None."""
     several = job.optimizer.inner
     return several.average if isinstance(several, SeveralOptimizers) else None
 
 
 def refuse_shown(job: Any, what: str) -> None:
-    """Raise TrainingError if the averages are in the place of the weights."""
+    """Raise TrainingError if the model shows the averages now. what: the action to refuse."""
     if (average := average_of(job)) is not None and average.is_shown:
         raise _shown(what, f"step {job.step}")
 
@@ -141,7 +141,7 @@ def _shown(what: str, numbers: str) -> TrainingError:
 
 
 class KeptAverage(Optimizer):
-    """Keeps an average of every parameter of `several`. Its step follows that of the optimizers."""
+    """Keeps an average of every parameter of `several`. Its step comes after the steps of the optimizers."""
 
     def __init__(self, several: SeveralOptimizers, settings: WeightAverage) -> None:
         super().__init__([{"params": []}], {})
@@ -150,11 +150,11 @@ class KeptAverage(Optimizer):
 
     @property
     def is_shown(self) -> bool:
-        """Return True if the averages are in the place of the weights."""
+        """Return True if the model shows the averages instead of the weights."""
         return self._is_shown
 
     def of(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Return those of `params` that have an average -> the average."""
+        """Return parameter -> its average, for each of `params` that has one."""
         every = ((p, self.state[p].get("average")) for p in params if p in self.state)
         return {p: value for p, value in every if value is not None}
 
@@ -165,9 +165,9 @@ class KeptAverage(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take the weights into the averages, if the settings say so for this step."""
+        """Update the averages with the weights, in the steps that the settings select."""
         start, every, decay = self.settings.start, self.settings.every, self.settings.decay
-        # By device, dtype and number of earlier weights: parameters that were loaded, or added later, have other ones.
+        # By device, dtype and number of averaged steps, which differs for parameters that were added later or loaded.
         alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for p in (p for group in self.param_groups for p in group["params"]):
             state = self.state[p]

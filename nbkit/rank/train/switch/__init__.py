@@ -1,1 +1,1 @@
-"""Change the strategy of a live training, from the request to the proof that no bit has changed."""
+"""Change the strategy of a running training, from the request to the proof that no bit of its state has changed."""

@@ -1,7 +1,7 @@
-"""Measure strategies on the live job: one of them (`try_out`), or several in turns (`compare`).
+"""Measure strategies on the live job: one strategy (`try_out`), or several in turns (`compare`).
 
-Each makes some steps from the same state on the same batches. Then the steps are undone. Their times, what they held at
-the peak and what they sent are kept: the ledger has the same numbers for every view of the job.
+Each strategy makes some steps from the same state on the same batches. Then the steps are undone. Their times, peak
+memory and sent bytes stay in the job's ledger, so every view of the job shows the same numbers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nbkit.strategy import Strategy
 
 
 def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, again: bool) -> dict[str, Any]:
-    """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.
+    """Measure a strategy on the live job for some steps, then restore the job completely. Collective.
 
-    make_step: makes one step of the training and nothing else; no listener hears of it. again: the data can be read
-    again. Return strategy, steps, and the median seconds of a step there and here before. Memory must hold both
-    states, else SwitchError is raised. Raises TrainingError for data that cannot be read again, and SwitchError, on
-    every rank alike, if the first step fails on any.
+    text: the strategy. make_step: makes one step of the training without events. again: the data can be read again.
+    Return strategy, steps, the median seconds of a step under it (step_s) and before (before_step_s), and the pause of
+    the switch (switch_s). Raises TrainingError if the data cannot be read again, and SwitchError, on every rank, if
+    memory does not hold both states or the first step fails on any rank.
     """
     check_counts(steps=steps)
     check_again(again)
@@ -56,10 +56,10 @@ def check_again(again: bool) -> None:
 
 
 def measure(job: Job, new: Strategy, steps: int, make_step: Callable[[], None]) -> tuple[Switched, list[float]]:
-    """Return the switch to `new`, and the seconds of `steps` steps under it. Then all is as before. Collective.
+    """Make `steps` steps under `new`, and undo them. Return (the switch, seconds of each step). Collective.
 
-    Two steps come before these. The first one makes what later ones reuse. In the second one, memory and traffic are
-    counted if they are not known (see TrainingStep).
+    Two steps come before the measured ones. The first one prepares things that later steps reuse. The second one
+    measures memory and traffic if they are not known (see TrainingStep).
     """
     with own_draws(), job.switcher.trial(new) as (trial, event):
         records = job.ledger.records
@@ -73,7 +73,7 @@ def measure(job: Job, new: Strategy, steps: int, make_step: Callable[[], None]) 
 
 
 def _first(trial: Transaction, make_step: Callable[[], None]) -> None:
-    """Make the first step, which may well fail. Then it fails on all ranks."""
+    """Make the first step. If it fails on one rank, raise SwitchError on all ranks."""
     job, new = trial.job, trial.job.strategy
     trial.guard(f"{job.step} trial {new}")
     try:
@@ -100,11 +100,11 @@ def compare(
 ) -> dict[str, Any]:
     """Measure each strategy and the one in force for `steps` steps, then undo these steps. Collective.
 
-    Each takes its turn several times, from the same state on the same batches, so that a machine that gets slower slows
-    all of them. The first two steps of each turn are not measured. See try_out for make_step and again. Return steps
-    and, for each strategy: step_s, the median, between low_s and high_s with 95 % (None of few steps); peak_bytes of a
-    step, of the fullest rank; sent_bytes of a step, of the busiest rank; or the error that refused it. The bytes are
-    None if they are not known.
+    Each strategy has several turns, from the same state on the same batches. So if the machine becomes slower, this
+    affects all of them. The first two steps of each turn are not measured. make_step, again: see try_out.
+    Return steps and, for each strategy: step_s, the median seconds of a step; low_s and high_s, its 95 % confidence
+    interval, None for few steps; peak_bytes, the peak of the fullest rank in a step; sent_bytes, the bytes that the
+    busiest rank sends in a step; and error, the reason if it was refused. Bytes are None if they are not known.
     """
     check_counts(steps=steps)
     check_again(again)
@@ -135,7 +135,7 @@ class _Measured:
         trim(job.device)
         try:
             _, seconds = measure(job, strategy, steps, make_step)
-        except (StrategyError, SwitchError) as error:  # on every rank alike
+        except (StrategyError, SwitchError) as error:  # every rank raises the same
             self.error = f"{error.what} {error.numbers}".strip()
             return
         self.seconds += seconds

@@ -1,8 +1,8 @@
-"""Bring ranks to agree around a switch: they fail alike, and they carry out the same exchange.
+"""Make ranks agree before a switch, so that all ranks fail, or all carry out the same exchange.
 
-Before a switch all ranks gather what each rank's optimizer keeps of each parameter, in few bytes, and the digest of the
-plan. Who holds which part follows from the plan, so that is not gathered. Only the rank that holds a parameter knows
-what its optimizer keeps of it. Most of it is alike for all parameters, so it is sent once for each run of them.
+Before a switch all ranks gather a short description of each rank's optimizer state, and the digest of the plan. The
+plan says which rank holds which part, so this is not gathered. But only a rank that holds a parameter knows which state
+its optimizer keeps for it. Most parameters have the same state, so it is sent once for each run of equal parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def planned(
     before: JobState,
     target: JobState,
 ) -> tuple[Exchange, list[int]]:
-    """Return the exchange from `before` to `target` as this rank sees it, and what the ranks compare: see `agreed`."""
+    """Return the exchange from `before` to `target` that this rank plans, and numbers to compare: see `agreed`."""
     exchange = exchanges.exchange(old, new, kinds)
     plan, rank = exchange.plan, exchanges.rank
     fits = _fits(before, plan.old[rank], kinds) and _fits(target, plan.new[rank], kinds)
@@ -46,9 +46,9 @@ def planned(
 
 
 def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target: JobState, *, rank: int) -> Exchange:
-    """Return the exchange, the same on every rank. compared: the largest, over all ranks, of the numbers of `planned`.
+    """Return the same exchange on every rank. compared: the maximum over all ranks of each number of `planned`.
 
-    Collective if a rank holds something else than its strategy says: then all layouts are gathered.
+    If the tensors of a rank differ from its strategy, all layouts are gathered. In this case the call is collective.
     """
     different, most, least = compared
     if not different and most == -least:
@@ -57,7 +57,7 @@ def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target
 
 
 def _fits(held: JobState, planned: Mapping[str, Layout], kinds: Kinds) -> bool:
-    """Return True if a rank holds what its strategy says."""
+    """Return True if the tensors of a rank match the plan of its strategy."""
     return held.keys() == planned.keys() and all(
         layout == planned[key] and tensor.dtype == kinds[key] for key, (tensor, layout) in held.items()
     )
@@ -69,7 +69,10 @@ class _Scalar(NamedTuple):
 
 
 class ParameterRun(NamedTuple):
-    """Neighbouring parameters of which an optimizer keeps the same. kinds: of what it keeps per element."""
+    """Successive parameters for which the optimizer keeps the same state.
+
+    first: index of the first one. kinds: key -> dtype of the state per element. numbers: key -> other state.
+    """
 
     first: int
     length: int
@@ -78,9 +81,9 @@ class ParameterRun(NamedTuple):
 
 
 class OptimizerMemory(NamedTuple):
-    """A description of what an optimizer remembers, without the elements.
+    """A description of the state of an optimizer, without the elements.
 
-    kinds: name -> {key: dtype}; numbers: see job_state.scalars.
+    kinds: name of a parameter -> {key: dtype}. numbers: see job_state.scalars.
     """
 
     kinds: dict[str, dict[str, torch.dtype]]
@@ -89,10 +92,10 @@ class OptimizerMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class RankKnowledge:
-    """Facts that ranks learn of each other before a switch.
+    """Facts that ranks learn from each other before a switch.
 
-    strategy: the one to go to, its ranks in an order that suits all. memory: what their optimizers keep. crowded: a
-    rank lacks room for the new sharded model beside the old one. alike: all have made the same groups so far.
+    strategy: the new strategy, with an order of ranks that all ranks agree on. memory: the state of all optimizers.
+    crowded: a rank lacks room for the new sharded model beside the old one. alike: all ranks have made the same groups.
     """
 
     strategy: Strategy
@@ -109,9 +112,10 @@ def gather(
     new: Strategy,
     ranks: Ballot,
 ) -> RankKnowledge:
-    """Return what ranks know of each other. What users changed on the model counts from now on. One all-gather.
+    """Gather the facts of all ranks, and apply the users' changes of the model to the Builder. One all-gather.
 
-    Raises StrategyError, on every rank, for what cannot be split, and SwitchError if a rank failed to look.
+    Raises StrategyError, on every rank, if the model cannot be split, and SwitchError if another error occurs on a
+    rank.
     """
     own: tuple[Any, ...] = ()
     asked = new
@@ -133,7 +137,7 @@ def gather(
     everyone = ranks.gather(own, "looking at what there is", failure)
     changes, runs, lacking, groups = zip(*everyone, strict=True)
     builder.follow(changes)
-    if len({digest for digest, _ in groups}) > 1:  # a rank may know more of its optimizer than another
+    if len({digest for digest, _ in groups}) > 1:  # ranks know different optimizer states, so their plans may differ
         new = replace(asked, slowest="")
     return RankKnowledge(new, unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
 
@@ -141,7 +145,7 @@ def gather(
 def memory_of(
     sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, names: Sequence[str]
 ) -> list[ParameterRun]:
-    """Return what `optimizer` remembers of the parameters here. names: of the whole model's, the same on every rank."""
+    """Describe the state of `optimizer` on this rank. names: all parameters of the model, in the same order on all."""
     kept = job_state.per_element(sharded_model, optimizer)
     kinds = by_name({key: tensor.dtype for key, (tensor, _) in kept.items()})
     numbers = job_state.scalars(sharded_model, optimizer)
@@ -159,7 +163,7 @@ def memory_of(
 
 
 def unpacked(everyone: Sequence[Sequence[ParameterRun]], names: Sequence[str]) -> OptimizerMemory:
-    """Return what the optimizers of all ranks remember, together."""
+    """Merge the descriptions of the optimizer states of all ranks."""
     memory = OptimizerMemory({}, {})
     for run in (run for runs in everyone for run in runs):
         numbers = {
@@ -174,7 +178,7 @@ def unpacked(everyone: Sequence[Sequence[ParameterRun]], names: Sequence[str]) -
 
 
 def _packed(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `numbers` with tensors of no dim as plain values: a pickled tensor takes half a kilobyte."""
+    """Return `numbers` with 0-dimensional tensors as plain values: a pickled tensor takes half a kilobyte."""
     return {
         key: _Scalar(value.item(), value.dtype) if isinstance(value, Tensor) and value.ndim == 0 else value
         for key, value in numbers.items()
@@ -184,5 +188,5 @@ def _packed(numbers: Mapping[str, Any]) -> dict[str, Any]:
 def _alike(one: ParameterRun, other: ParameterRun) -> bool:
     if one.kinds != other.kinds or one.numbers.keys() != other.numbers.keys():
         return False
-    # Compare plain numbers only: anything else belongs to one parameter.
+    # Only plain numbers can be shared. Any other value belongs to one parameter.
     return all(isinstance(a, int | float | _Scalar) and a == other.numbers[key] for key, a in one.numbers.items())

@@ -1,4 +1,4 @@
-"""Keep the last exchanges between two plans. They follow from the plans, so that no rank asks another."""
+"""Cache the last exchanges between two plans. An exchange depends only on the plans, so ranks need no messages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.tensor_layout import Layout
 
 Kinds = dict[str, torch.dtype]
-"""key of a tensor of the whole job (see job_state) -> dtype."""
+"""Key of a tensor (see job_state) -> dtype, for all tensors of the job."""
 
 KEPT = 8
 
 
 class ExchangeCache:
-    """The exchanges of a job, as `rank` carries them out. It can be used from any thread. skeleton: of the model."""
+    """The exchanges of a job, as `rank` carries them out. Can be used from any thread. skeleton: the model's."""
 
     def __init__(self, skeleton: nn.Module, rank: int) -> None:
         self.rank = rank
@@ -32,7 +32,7 @@ class ExchangeCache:
     def kinds(self, memory: Mapping[str, Mapping[str, torch.dtype]]) -> Kinds:
         """Return the dtype of every tensor of the job.
 
-        memory: name of a parameter -> {key: dtype} of what the optimizer keeps of it.
+        memory: name of a parameter -> {key: dtype} of its optimizer state per element.
         """
         return self._kinds | {f"{key}/{name}": dtype for name, kinds in memory.items() for key, dtype in kinds.items()}
 
@@ -53,7 +53,7 @@ class ExchangeCache:
         return exchange
 
     def layouts_by_rank(self, plan: ParallelPlan, kinds: Kinds) -> list[dict[str, Layout]]:
-        """Return, by rank, key -> layout."""
+        """Return, for each rank, key -> layout."""
         states = [(key, kind, name) for key in kinds for kind, _, name in [key.partition("/")]]
         states = [each for each in states if each[1] not in ("weight", "buffer")]
         layouts = plan.layouts

@@ -1,9 +1,10 @@
-"""Switch within the memory of one sharded model, where memory does not hold two.
+"""Switch in the memory of one sharded model, if there is no room for two.
 
-The new sharded model is built hollow, and gradients are let go. Then every tensor gets memory only when it is its turn,
-and gives its old one back. An error on any rank, at any stage, leads all ranks back: the old strategy trains on. This
-is slower, and there is no way out between the first and the last round. An interrupt waits. If a rank is lost in
-between, the state is in pieces, and the job says so.
+The new sharded model is built without memory ("hollow"), and the gradients are freed. Then tensors move one after the
+other: a tensor gets its new memory when it moves, and its old memory is freed. After an error on any rank at any time,
+all ranks move everything back and continue under the old strategy. This is slower than a switch beside the old model.
+An interrupt must wait until all tensors have moved. If a rank dies before that, no rank has complete weights, and the
+job says so.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from nbkit.rank.train.switch.consensus import OptimizerMemory, agreed, planned
 from nbkit.rank.train.transaction import Ballot, Savepoint, TrainingState
 from nbkit.strategy import Strategy
 
-Job = Any  # nbkit.rank.train.job's, which imports this file
+Job = Any  # nbkit.rank.train.job.Job: that file imports this one
 
 
 class MoveInPlace(Savepoint):
-    """A move from the state in force to another one, in the memory of one. It is the way back too.
+    """A move of the state in force to a new strategy, in the memory of one sharded model. It can move back too.
 
-    Between the first and the last round no rank has whole weights.
+    Between the first and the last round of messages no rank has complete weights.
     """
 
     def __init__(
@@ -40,23 +41,23 @@ class MoveInPlace(Savepoint):
         storages: tuple[SourceStorage, TargetStorage],
         exchange: InPlace,
     ) -> None:
-        """states, storages: the old and the new one."""
+        """states, storages: (old, new)."""
         super().__init__(job)
         self.left, self.state = states
         self.old, self.new = storages
         self.exchange = exchange
         self._job, self._rank, self._device = job, job.rank, job.device
-        self._digest = ""  # of the old state
+        self._digest = ""  # the digest of the old state
         self._moved = self._taken = False
 
     def look(self) -> None:
-        """Take the digest of the old state, to compare with. Collective."""
+        """Compute the digest of the old state, for the comparison with the new one. Collective."""
         self._digest = self._digest_of(self.old)
 
     def make(self, ranks: Ballot) -> float:
-        """Move everything and put the new state in force. Return the seconds of the proof. Collective.
+        """Move all tensors and adopt the new state. Return the seconds of the proof. Collective.
 
-        Raises SwitchError, on every rank, if one of them failed.
+        Raises SwitchError, on every rank, if one rank failed.
         """
         sharded_model = self.state.sharded_model
         self.exchange.run(self.old, self.new, device=self._device, freed=lambda: trim(self._device))
@@ -79,9 +80,9 @@ class MoveInPlace(Savepoint):
         return proof_s
 
     def restore(self, job: Job, error: BaseException | None = None) -> None:
-        """Move everything back after a SwitchError, which all ranks raise. Collective in that case.
+        """Move all tensors back after a SwitchError, which all ranks raise. Collective in this case.
 
-        After another error nothing brings the state back. But the tensors of the model in force get memory again, so
+        After another error the state cannot be restored. But the tensors of the model in force get memory again, so
         that a checkpoint can be loaded into them.
         """
         try:
@@ -114,7 +115,7 @@ class MoveInPlace(Savepoint):
 
     def _let_weights_be_seen(self) -> None:
         gone, shown = (self.old, self.new) if self._taken else (self.new, self.old)
-        with suppress(Exception):  # the error that led here is raised, and says more
+        with suppress(Exception):  # the caller raises the first error, which says more
             for key in gone.state:
                 gone.let_go(key)
             for key in shown.state:
@@ -128,9 +129,9 @@ class MoveInPlace(Savepoint):
 
 @contextmanager
 def without_gradients(sharded_model: ShardedModel, ranks: Ballot) -> Iterator[None]:
-    """Take away the memory of `sharded_model`'s gradients inside. After a SwitchError they have it again.
+    """Free the memory of the gradients of `sharded_model` inside. After a SwitchError, allocate it again.
 
-    Raises MemoryError, on every rank, if one of them does not get it.
+    Raises MemoryError, on every rank, if a rank cannot allocate it.
     """
     sharded_model.data.let_go()
     trim(ranks.device)
@@ -141,7 +142,7 @@ def without_gradients(sharded_model: ShardedModel, ranks: Ballot) -> Iterator[No
             with ranks.all_or_none("taking memory for gradients again"):
                 sharded_model.data.begin_again()
         except SwitchError as failed:
-            # Some ranks can make a step and some cannot. After a SwitchError all would go on, so raise another error.
+            # Only some ranks can make a step now. After a SwitchError all would continue, so raise another error.
             raise MemoryError(f"{error.what} {failed.what} {failed.numbers}") from failed
         raise
 

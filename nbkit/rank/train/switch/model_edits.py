@@ -1,4 +1,4 @@
-"""Take a user's changes of the model along to the next sharded model: frozen or not, its mode, its dropout."""
+"""Carry a user's changes of the model to the next sharded model: frozen parameters, train or eval mode, dropout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from nbkit.rank.torch_private import DropoutNd
 class Changes(NamedTuple):
     """Changes by the user.
 
-    trained: name of a parameter -> True if it trains. modes, drops: path of a module -> its mode, its dropout.
+    trained: name of a parameter -> requires_grad. modes: path of a module -> training. drops: path of a module -> p of
+    its dropout.
     """
 
     trained: dict[str, bool]
@@ -23,7 +24,7 @@ class Changes(NamedTuple):
 
 
 def changes_of(sharded_model: ShardedModel, skeleton: nn.Module) -> Changes:
-    """Return how its module differs from `skeleton` by now. A pipeline stage knows only its own blocks."""
+    """Return how the module of `sharded_model` differs from `skeleton`. A pipeline stage knows only its own blocks."""
     params, parts = dict(skeleton.named_parameters()), dict(skeleton.named_modules())
     modes: dict[str, bool] = {}
     drops: dict[str, float] = {}

@@ -1,14 +1,14 @@
-"""Prepare a switch beside the training, from the moment it is asked for until all ranks have what it needs.
+"""Prepare a switch during the training, from the request until all ranks are prepared.
 
-A thread of this rank makes the plan of the new strategy, plans the exchange and cuts the module. It sends
-nothing, takes no memory for weights and draws no random numbers. If groups are missing, all ranks then make them in a
-second thread, begun after the same step. With NCCL the switch makes them, because there a group costs nothing until it
-is used.
+A thread of this rank makes the plan of the new strategy, plans the exchange and splits the module. It sends nothing,
+allocates no memory for weights and draws no random numbers. If groups are missing, all ranks make them in a second
+thread, which they begin after the same step. With NCCL the switch makes the groups, because there a group costs nothing
+before its first use.
 
-If the model was not examined for the strategy, rank 0 does that first, in its thread. After a step all are told what
-was found, and the rest is made in the second thread.
+If the model was not examined for the strategy, rank 0 does that first, in its thread. After a step it sends the
+findings to all ranks, and the second thread does the rest.
 
-This is only a cache. A switch makes whatever is missing, and uses only what is still true.
+The result is only a cache. A switch makes whatever is missing, and uses only what is still valid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
 
-GROUPS_SECONDS = 30.0  # a rank may not take part: then the switch finds out, and makes them again
+GROUPS_SECONDS = 30.0  # limit, because a rank may not take part. Then the switch makes the groups again
 
 
 class SwitchPreparation(step_boundary.Preparation):
@@ -38,14 +38,14 @@ class SwitchPreparation(step_boundary.Preparation):
 
     def __init__(self, job: Job, text: str) -> None:
         self._job, self._text = job, text
-        self._new: ParallelPlan | None = None  # set when it is known to fit
-        self._unknown: Strategy | None = None  # set if the model was not examined for it on all ranks
+        self._new: ParallelPlan | None = None  # the new plan, once it is known to fit
+        self._unknown: Strategy | None = None  # the new strategy, if the model was not examined for it on all ranks
         self._made = threading.Thread(target=self._run, args=(self._alone,), name="nbkit-ahead", daemon=True)
         self._groups: threading.Thread | None = None
         self._made.start()
 
     def alone(self) -> bool:
-        """Return True if this rank's own part is over: plan and module, or rank 0's examination of the model."""
+        """Return True if this rank's own part is finished: plan and module, or rank 0's examination of the model."""
         return not self._made.is_alive()
 
     def lacks(self) -> bool:
@@ -59,10 +59,7 @@ class SwitchPreparation(step_boundary.Preparation):
         return not self._job.builder.connected(self._new)
 
     def create_groups(self) -> None:
-        """Make the groups, and the module cut with them, in a thread.
-
-        Before that, tell all ranks what rank 0 has found.
-        """
+        """Send rank 0's findings to all ranks. Then make the groups and split the module, in a thread."""
         if self._unknown is not None:
             self._job.builder.finder.sync([self._unknown])
         self._groups = forming.beside(lambda: self._run(self._create_groups), seconds=GROUPS_SECONDS)
@@ -90,9 +87,9 @@ class SwitchPreparation(step_boundary.Preparation):
             with giving_way():
                 make()
         except NbkitError:
-            pass  # the switch will say so
+            pass  # the switch will raise it again
         except Exception as error:
-            # The training may have changed what was examined. The switch does it again in any case.
+            # The training may have changed the model meanwhile. The switch tries again in any case.
             print(f"nothing made ready for {self._text}: {type(error).__name__}: {error}", file=sys.__stderr__)
 
 
@@ -102,9 +99,9 @@ def begin(job: Job | None, text: str | None) -> step_boundary.Preparation:
 
 
 def make_ready(job: Job, text: str) -> ParallelPlan:
-    """Make what a rank makes alone for a switch. Return the plan it is for. Not collective.
+    """Prepare this rank's own part of a switch to `text`. Return the new plan. Not collective.
 
-    Raises StrategyError for a strategy that does not fit.
+    Raises StrategyError if the strategy does not fit.
     """
     accelerator().choose_in_thread(job.device)
     builder = job.builder
@@ -114,7 +111,7 @@ def make_ready(job: Job, text: str) -> ParallelPlan:
 
 
 def _expected(job: Job) -> dict[str, dict[str, torch.dtype]]:
-    """Return name -> {key: dtype} of what the optimizers of all ranks keep, as far as this rank can tell."""
+    """Return name -> {key: dtype} for the optimizer state of all ranks, guessed from the state of this rank."""
     kept = job_state.per_element(job.sharded_model, job.optimizer.inner)
     dtypes = {key: tensor.dtype for key, (tensor, _) in kept.items()}
     trained = [name for name, p in job.builder.skeleton.named_parameters() if p.requires_grad]

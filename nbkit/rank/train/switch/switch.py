@@ -1,28 +1,26 @@
 """Switch a live training to another strategy, from the request to the proof.
 
-1. Request: `switch`, between two steps (`_between_steps`). What needs no message was made beside the training by then,
-   if there is one; see prefetch.py.
-2. Gather: the little that ranks cannot know of each other from the strategies (`gather`, in consensus.py).
-3. Prepare: groups, module, memory and the exchange that fills it (`prepare`), a value.
-4. Exchange: exactly the boxes that are missing; every one is checked to be filled. If memory does not hold both sharded
-   models, tensor by tensor: in_place.py.
-5. Adopt: the training computes with the new one, and a `PendingSwitch` says what comes of it. An error on any rank
-   before that drops the new one on all of them, and the old strategy trains on.
-6. Prove or take back, in the first step under the new strategy (`first_step`). Beside its forward and backward passes
-   threads compare the two states (`Comparison`). If they differ, the old one, which was kept, is in force
-   again, and the switch is made once more and compared at once: a model that changes its weights in its forward passes
-   looks like a mistake here. If the step fails on any rank, all go back to the old strategy. If memory holds both, they
-   go back to the old state, which is kept until the step has been made. If not, they go back by another switch, while
-   the optimizer has not begun. The step is made again from the same batch and random numbers: the losses are those of a
-   run never switched.
+1. Request: `switch` is called between two steps (`_between_steps`). During the training, prefetch.py has already
+   prepared what needs no messages.
+2. Gather: the ranks exchange the facts that do not follow from the strategies (`gather`, in consensus.py).
+3. Prepare: make the groups, the module, its memory and the exchange that fills the memory (`prepare`).
+4. Exchange: send exactly the boxes that are missing, and check that every box is filled.
+5. Adopt: the training computes with the new sharded model. A `PendingSwitch` will tell the result. An error on any rank
+   before that drops the new sharded model on all ranks, and training continues under the old strategy.
+6. Prove or take back, in the first step under the new strategy (`first_step`). During its forward and backward passes,
+   threads compare the two states (`Comparison`).
+   If the states differ, the old one is restored, and the switch is repeated and compared at once. The reason: if the
+   user's model itself changes its weights in its forward passes, the states differ although the switch was right.
+   If the step fails on any rank, all ranks go back to the old strategy. If memory holds both states, they restore the
+   old state, which is kept until the step is finished. If not, they switch back, as long as the optimizer has not
+   begun. The step is then repeated with the same batch and random numbers, so the losses equal those of a run without
+   a switch.
 
-If memory holds both sharded models, the new one is built and filled beside the old one (`prepare`). If not, see
-in_place.py.
+If memory holds both sharded models, the new one is built and filled beside the old one (`prepare`). If not, the state
+moves tensor by tensor: see in_place.py.
 
-A `Comparison` is made beside the first step: nobody waits for it. A thread of each rank hashes what the old sharded
-model and the new one hold, while the new one does its first forward and backward passes, which change no weight. Before
-the optimizer changes any, one all-reduce adds the sums up. On a GPU the thread computes on a stream of its own. A
-`PendingSwitch` says what came of the switch.
+A `Comparison` does not delay the first step. Forward and backward passes change no weights, so during them a thread of
+each rank hashes both sharded models. Then one all-reduce adds up the hashes. On a GPU the thread uses its own stream.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A state that could take over, with empty tensors, and the exchange that fills them from `before`."""
+    """The new state, whose tensors are still empty, and the exchange that fills them from `before`."""
 
     state: TrainingState
     before: JobState
@@ -117,20 +115,20 @@ def prepare(
                 _make_room(exchange, before, target, ranks.device)
     except BaseException:
         if exchange is not None:
-            exchange.give_back()  # plans are kept, with the memory that they hold
+            exchange.give_back()  # the cache keeps the exchange, which would keep its memory
         raise
     there = left.under(sharded_model, inner)
     return Prepared(there, before, target, exchange)
 
 
 def _make_room(exchange: Exchange, before: JobState, target: JobState, device: torch.device) -> None:
-    # Room for the digests, which the exchange's buffers may share: later both get what is reserved here.
+    # Reserve memory for the digests now. The allocator later gives it to the digests or to the exchange's buffers.
     torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=device)
     exchange.make_room(before, target, device=device)
 
 
 class Comparison:
-    """A comparison of two states, made in a thread. Numbers of `new` that a forward pass changes are copied first."""
+    """A comparison of two states in a thread. Tensors of `new` that a forward pass changes are copied first."""
 
     def __init__(self, old: JobState, new: JobState, plan: ExchangePlan, *, rank: int, device: torch.device) -> None:
         self._device, self._failed = device, False
@@ -153,7 +151,7 @@ class Comparison:
         self._thread.start()
 
     def identical(self) -> bool:
-        """Return True if all ranks have found that the states were the same. Collective."""
+        """Wait for the thread, and return True if the states are the same on all ranks. Collective."""
         self._thread.join()
         totals = torch.cat([self._sums.flatten(), torch.tensor([int(self._failed)])]).to(self._device)
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -172,12 +170,13 @@ def _changes(key: str) -> bool:
 
 
 class PendingSwitch(Future[Switched]):
-    """A future: `result()` is the event once the first step under the new strategy was made.
+    """A switch whose first step is not finished yet. As a future, its result is the event of the switch.
 
-    It raises what took it back. old: the strategy of the last step, to which a failure goes back. switches: how many
-    were made before it. event: the switch, with what the comparison found, if known. previous: the state under `old`,
-    if memory keeps it until the first step has been made. comparison: of the two states, until they were found to be
-    the same. guarded: the first step is being made.
+    `result()` raises the error if the switch was taken back.
+    event: the switch, with the result of the comparison, if known. old: the strategy of the last step, which is
+    restored after a failure. switches: the number of switches before this one. previous: the state under `old`, kept
+    until the first step is finished; None if memory does not hold both. comparison: the comparison of the two states,
+    until it has shown that they are the same. guarded: the first step is under way.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class PendingSwitch(Future[Switched]):
         self.guarded = False
 
     def resolve(self, error: BaseException | None = None) -> None:
-        """Set the result: the switch stays, or the ranks have raised `error`. A result that is set is not changed."""
+        """Set the result: the switch stays, or `error` has ended it. Does nothing if the result is already set."""
         if self.done():
             return
         if error is None:
@@ -204,7 +203,7 @@ class PendingSwitch(Future[Switched]):
             self.set_exception(error)
 
     def refusal(self, step: int, why: str) -> SwitchError:
-        """Return the error for a first step, after `step` finished ones, that has failed."""
+        """Return the error for a first step that failed. step: the number of finished steps before it."""
         return SwitchError(
             f"{self.old} → {self.event.new} was taken back after step {step}: the first step under it failed, "
             f"and training goes on under {self.old}.",
@@ -213,7 +212,7 @@ class PendingSwitch(Future[Switched]):
         )
 
     def follow(self, other: Future[Switched]) -> None:
-        """Take over the result of `other`, which was made in its place."""
+        """Take over the result of `other`, which repeats this switch."""
         if (error := other.exception()) is None:
             self.event = other.result()
         self.resolve(error)
@@ -222,7 +221,7 @@ class PendingSwitch(Future[Switched]):
 class Switcher:
     """Changes the strategy of a job between two steps, and takes a switch back if the first step under it fails.
 
-    made: the switches that stay. pending: the last one, until a step has been made under it.
+    made: the switches that stay. pending: the last switch, until a step under it is finished.
     """
 
     def __init__(self, job: Job) -> None:
@@ -238,13 +237,13 @@ class Switcher:
         return self.made[-1].old if self.made else None
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
-        """Train on under another strategy: see Job.switch. Collective, between two steps."""
+        """Continue training under another strategy: see Job.switch. Collective, between two steps."""
         job = self._job
         with job.ledger.clock.stopped():
             meeting.meet("switch")
             self._between_steps()
             job.ledger.settle(keep=1)
-            # In a loop of the user's own, or in a cell, anything may happen to the weights before the next step.
+            # In the user's own loop or in a cell, other code may change the weights before the next step.
             owner = step_boundary.training()
             own_steps = getattr(owner, "job", owner) is job and job.feed.remakes and not step_boundary.is_held()
             self.close_left_groups(new := job.parsed(strategy))
@@ -261,10 +260,10 @@ class Switcher:
         return self.switch(self.previous, beside=beside)
 
     def close_left_groups(self, coming: Strategy | None = None) -> None:
-        """Close the groups that neither the strategy in force nor a way back uses, if they hold memory of a device.
+        """Close process groups that are no longer needed, if they hold memory of a device.
 
-        coming: the strategy that is about to be switched to; the way back then leads to the strategy in force now.
-        Collective, between two steps.
+        Groups of the strategy in force, and of those that an undo or a failure would restore, are needed. coming: the
+        strategy of the switch that follows. Then an undo restores the one in force now. Collective, between two steps.
         """
         job = self._job
         kept = {job.strategy, job.strategy if coming is None else coming}
@@ -275,9 +274,9 @@ class Switcher:
         job.builder.close_groups(kept=kept)
 
     def _between_steps(self) -> None:
-        """Bring the ranks between the same two steps, under a strategy that is proven. Collective.
+        """Bring all ranks to the same step boundary, and prove the strategy in force. Collective.
 
-        Raises TrainingError if gradients wait for the optimizer: another sharded model would not have them.
+        Raises TrainingError if the optimizer has not used the gradients yet: the switch would lose them.
         """
         job = self._job
         refuse_shown(job, "A switch")
@@ -289,14 +288,14 @@ class Switcher:
                 numbers=f"step {job.step + 1}",
                 hint="switch after job.optimizer.step()",
             )
-        # Two comparisons at a time would need two states to go back to. No step was begun, so none begins again.
+        # Two comparisons at a time would need two old states. No step has begun, so no step must be repeated.
         self.prove()
         job.sync.average_replicas()
 
     def _switch(self, new: Strategy, *, keep: bool = False, beside: bool = False) -> Switched:
-        """Switch to `new`. The time of the comparison is no part of the pause.
+        """Switch to `new`. `pause_s` of the event does not include the comparison.
 
-        keep: the caller keeps the old state, to restore it.
+        keep: the caller keeps the old state and will restore it.
         """
         job, old = self._job, self._job.strategy
         job.feed.fits(new)
@@ -319,12 +318,12 @@ class Switcher:
             else:
                 event = self._switch_beside(gathered, ranks, began, keep=keep, beside=beside)
         except SwitchError as error:
-            # All ranks raise it alike.
+            # All ranks raise the same error.
             job.ledger.emit(Failed(job.step, error="SwitchError", what=f"{error.what} {error.numbers}"))
             let_go(error)
             raise
         if self.pending is None or self.pending.previous is None:
-            job.ledger.emit(event)  # else listeners hear of it after the first step
+            job.ledger.emit(event)  # otherwise `commit` emits it after the first step
         return event
 
     def _switch_beside(
@@ -336,14 +335,14 @@ class Switcher:
         connections = job.builder.connect(new, alike=gathered.alike)
         prepared = prepare(left, new, connections, gathered.memory, job.builder, ranks)
         ready = time.perf_counter()
-        # Not guarded: a rank that raises between two messages would wait for ranks that wait for its messages.
+        # Not in `all_or_none`: a rank that raises here would wait for ranks that wait for its messages.
         prepared.exchange.run(prepared.before, prepared.target, device=job.device)
         with ranks.all_or_none("moving the state", numbers=1) as said:
             prepared.state.sharded_model.data.refresh()
             said.numbers = [int(not roomy(job.device, job.recorder.peak_bytes))]
         moved = time.perf_counter()
         plan, before, target = prepared.exchange.plan, prepared.before, prepared.target
-        # A switch back to the strategy of the last step has no first step that could prove it.
+        # A switch back to the strategy of the last step has no first step to prove it: see `_adopted`.
         first = self.pending.old if self.pending is not None else None
         beside = beside and not keep and Alarm.possible() and not said.largest[0] and str(first) != str(new)
         here: Any = {"rank": job.rank, "device": job.device}
@@ -370,7 +369,7 @@ class Switcher:
             if beside:
                 comparison = Comparison(before, target, plan, rank=job.rank, device=job.device)
                 self._adopted(event, old, previous=left, comparison=comparison)
-                # Listeners hear of the switch after the first step under it, which is one of those looked at closely.
+                # The first step under the new strategy is measured in detail. The event is emitted after it.
                 job.recorder.look_closely()
                 return event
             del before, target, prepared
@@ -383,10 +382,11 @@ class Switcher:
         return event
 
     def _switch_in_place(self, gathered: RankKnowledge, ranks: Ballot, began: float) -> Switched:
-        """Switch within the memory of the larger sharded model.
+        """Switch without memory for two sharded models: see in_place.py.
 
-        If it fails, gradients are gone too: no step needs them. Raises TrainingError if the way back failed, and
-        MemoryError, on every rank too, if the old strategy has no memory for gradients any more.
+        A failure also loses the gradients, which no step needs any more. Raises TrainingError if the old state could
+        not be restored, and MemoryError if memory no longer holds gradients under the old strategy. All ranks raise
+        the same.
         """
         job, old, new = self._job, self._job.strategy, gathered.strategy
         beside_s, connections = job.builder.beside(new), job.builder.connect(new, alike=gathered.alike)
@@ -413,11 +413,11 @@ class Switcher:
                         identical=True,
                         in_place=True,
                     )
-                    # Adopted together with the state. Else an undo would lead ranks to different strategies.
+                    # Without an interrupt in between. Otherwise an undo would lead ranks to different strategies.
                     self._adopted(event, old)
                     self.made.append(event)
         except BaseException as error:
-            # An interrupt may leave only some ranks without memory for gradients. All are levelled later.
+            # An interrupt may leave only some ranks without memory for gradients. `resync` repairs this later.
             job.integrity.broken_off |= not isinstance(error, SwitchError)
             raise
         del move
@@ -432,34 +432,35 @@ class Switcher:
         previous: TrainingState | None = None,
         comparison: Comparison | None = None,
     ) -> None:
-        """Keep a way back until a step is made under the strategy in force now."""
+        """Remember how to go back, until a step under the strategy in force is finished."""
         before, self.pending = self.pending, None
         first, switches = (before.old, before.switches) if before is not None else (old, len(self.made))
         if str(first) != str(self._job.strategy):
             self.pending = PendingSwitch(event, first, switches, previous=previous, comparison=comparison)
 
     def first_step(self) -> AbstractContextManager[FirstStep | SteadyStep]:
-        """Return the context around everything that makes a step. It acts in the first one under a strategy."""
+        """Return the context around a whole step. Except in the first step under a strategy it does nothing."""
         pending = self.pending
         if pending is None or pending.guarded or not Alarm.possible():
             return STEADY
         return FirstStep(self._job, self, pending)
 
     def prove(self) -> None:
-        """Finish a comparison that is under way: the switch stays if it holds. Collective, between two steps."""
+        """Finish a running comparison. If the states are equal, the switch stays. Collective, between two steps."""
         if self.pending is not None and self.compare():
             self.commit()
 
     def compare(self, told: Callable[[bool], None] = lambda identical: None) -> bool:
-        """Return True if the step that was begun goes on, False if it begins again.
+        """Finish a running comparison. If the states differ, restore the old state and switch again.
 
-        Collective, before the optimizer steps. told: called with the result, and may raise.
+        Return True if the step that has begun may go on, and False if it must begin again. Collective, before the
+        optimizer steps. told: called with the result of the comparison; it may raise.
         """
         job, pending = self._job, self.pending
         if pending is None or pending.comparison is None:
             return True
         if accelerator().holds(job.device):
-            # The host is ahead of it. Without a wait, the rest of the step would count as time of the proof.
+            # The host runs ahead of the device. Without this wait, proof_s would include the rest of the step.
             accelerator().wait_for_stream(job.device)
         began = time.perf_counter()
         with job.ledger.clock.stopped():
@@ -488,7 +489,7 @@ class Switcher:
         return False
 
     def commit(self, *, step_made: bool = False) -> None:
-        """Let the last switch stay without a further comparison, and tell whoever asked for it. Not collective."""
+        """Let the last switch stay without a further comparison, and set its result. Not collective."""
         job, pending = self._job, self.pending
         if pending is None:
             return
@@ -504,7 +505,7 @@ class Switcher:
             self.pending = None
 
     def forget(self) -> None:
-        """Stop waiting for a first step, and drop what was kept for it."""
+        """Drop the pending switch, with its comparison and the old state."""
         pending, self.pending = self.pending, None
         if pending is not None:
             if pending.comparison is not None:
@@ -513,11 +514,11 @@ class Switcher:
 
     @contextmanager
     def trial(self, new: Strategy) -> Iterator[tuple[Transaction, Switched]]:
-        """Run the body under `new`, then undo all of it. Yield (the transaction, the switch)."""
+        """Run the body under `new`, then restore the earlier state. Yield (the transaction, the switch)."""
         job = self._job
         self._between_steps()
         job.ledger.settle()
-        earlier, self.pending = self.pending, None  # these steps do not count for it
+        earlier, self.pending = self.pending, None  # steps of a trial do not prove an earlier switch
         try:
             with job.ledger.silent(), Transaction(job, KeptState(job, job.state)) as trial:
                 yield trial, self._switch(new, keep=True)
@@ -540,7 +541,7 @@ STEADY = nullcontext(SteadyStep())
 class FirstStep(Transaction):
     """The first step after a switch. If it fails, it takes the switch back.
 
-    taken_back: it failed, and must begin again under the old strategy.
+    taken_back: the step failed, and must begin again under the old strategy.
     """
 
     taken_back = False
@@ -559,12 +560,12 @@ class FirstStep(Transaction):
     def prove(self) -> None:
         """Prove the switch before the optimizer steps. Collective.
 
-        All ranks have come so far, and the switch has kept the state.
+        Proven means: all ranks have come to this point, and the switch did not change the state.
         """
         if self._proven or not self._pending.guarded:
             return
         if self._pending.previous is None:
-            # No other weights are kept: once the optimizer changes these, there is no way back.
+            # No old state is kept. Once the optimizer changes the weights, there is no way back.
             self.agree()
             self.unguard()
         elif not self._switcher.compare(self._compared):
@@ -594,10 +595,10 @@ class FirstStep(Transaction):
     def _compared(self, identical: bool) -> None:
         self.check()
         if not identical:
-            self.savepoint = None  # the old state is in force again, and is left by another switch
+            self.savepoint = None  # `compare` has restored the old state, and switches again
 
     def _end(self) -> BaseException | None:
-        """Check that all ranks have made the step. Return the error if one has not, and None otherwise."""
+        """Check that all ranks have finished the step. Return the error if one has not, and None otherwise."""
         try:
             self.prove()
             if self._pending.previous is not None:
@@ -609,7 +610,7 @@ class FirstStep(Transaction):
     def _take_back(self, error: Exception) -> None:
         """Bring all ranks back to the old strategy.
 
-        If that fails, `error` is raised, with that failure as its cause.
+        If that fails too, the second error becomes the cause of `error`, which is raised.
         """
         job, pending = self.job, self._pending
         try:
@@ -628,4 +629,4 @@ class FirstStep(Transaction):
 
 
 class _Differs(Exception):
-    """The states differ. The old one, or that of a repeated switch, is in force, and the step begins again."""
+    """The states differed. The old state, or the state of the repeated switch, is in force. The step begins again."""
