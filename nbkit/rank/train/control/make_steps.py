@@ -74,7 +74,7 @@ def make_steps(
                         make_step()
                         job.at_boundary()
                         if loop.recovery.balance:
-                            rebalancing.act(job, trainer.arithmetic.total)
+                            rebalancing.act(job, trainer.arithmetic.total, left - 1)
                     left = 0 if trainer.stops else left - 1
                 else:
                     trainer.saves.collect(wait=True)

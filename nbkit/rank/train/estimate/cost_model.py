@@ -225,7 +225,8 @@ class CostModel:
             if (total := getattr(arithmetic, "total", None)) is None or not self.facts.routed.layers:
                 return []
             layers = self.facts.routed.layers
-            routed = tuple(Routed(layer.slots, layer.width, layer.given, layer.count) for layer in layers)
+            again = self.options.recompute
+            routed = tuple(Routed(layer.slots, layer.width, layer.given, layer.count, again) for layer in layers)
             facts = replace(facts, batch=total, routed=routed)
         size, cuts = sizes.pop(), self._cuts(strategy)
         each, mesh = Bytes(size, size, max(self.census.state.values(), default=0)), strategy.mesh
@@ -267,6 +268,7 @@ class CostModel:
         whole = self.facts.parts(strategy.tp, 0, self.options.tp_plan)
         partial = self._partial_of(strategy.tp)[0] if strategy.tp > 1 and strategy.cp == 1 else frozenset()
         found, cast, plan = [], self.facts.casts(strategy), self._plan(strategy)
+        experts = self.facts.routed.place_of
         places = plan.places if plan is not None else {}
         for name, p in self.skeleton.named_parameters():
             shape, inside = tuple(p.shape), any(name.startswith(f"{unit}.") for unit in units)
@@ -281,7 +283,7 @@ class CostModel:
                     trained=name in self.trained,
                     summed=("tp",) * (name in partial) + ("cp",) * inside,
                     gathered=cast.dtype.itemsize if cast is not None and name in cast.names else None,
-                    experts=self.facts.routed.place_of(name),
+                    experts=experts[name][1:] if name in experts else None,
                     owner=places.get(name),
                 )
             )

@@ -21,7 +21,8 @@ from nbkit.planner.traffic import Rest
 from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts
 from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.strategy import Strategy
-from nbkit.tensor_layout import Layout, bounds
+from nbkit.techniques.experts import experts_of
+from nbkit.tensor_layout import Layout, runs_of
 
 Place = tuple[int, int, int, int, int]
 """Place of a rank: along pp, along tp, within its sharding group, among the ranks that share experts, and among those
@@ -76,11 +77,11 @@ class StateBytes:
         self.options = options or JobOptions()
         self._plans: dict[Strategy, ParallelPlan] = {}
         self._same: dict[Layout, Layout] = {}
-        self._classes: dict[tuple[int, ...], list[_Class]] = {}
+        self._classes: dict[tuple[int | bool, ...], list[_Class]] = {}
         self._wholes: dict[int, list[dict[str, Layout]]] = {}
         self._counts: dict[tuple[object, ...], tuple[tuple[str, int], ...]] = {}
         self._shares: dict[tuple[object, ...], int] = {}
-        self._cuts: dict[tuple[int, ...], Layout] = {}
+        self._cuts: dict[tuple[object, ...], Layout] = {}
         self._lacks: dict[tuple[int, int], int] = {}
         buffers, kept = dict(facts.shapes.skeleton.named_buffers()), facts.shapes.buffers
         self._buffers = {name: buffers[name].nbytes for name in kept}
@@ -175,7 +176,7 @@ class StateBytes:
     def _moved(self, old: Strategy, new: Strategy, before: Place, after: Place) -> tuple[int, int]:
         received = kept = 0
         here, there = self._stage(old, before), self._stage(new, after)
-        for alike in self._alike(old.tp, new.tp):
+        for alike in self._alike(old, new):
             wanted = len(alike.names if there is None else alike.names & there)
             if not wanted:
                 continue
@@ -199,7 +200,7 @@ class StateBytes:
 
     def _rest(self, strategy: Strategy, place: Place) -> Rest:
         sums, here = [0, 0, 0], self._stage(strategy, place)
-        for alike in self._alike(strategy.tp):
+        for alike in self._alike(strategy):
             count = len(alike.names if here is None else alike.names & here)
             some = next(iter(alike.names))
             state = 0 if some in self._seen_whole else alike.state
@@ -212,16 +213,17 @@ class StateBytes:
     def _held(self, strategy: Strategy, place: Place, number: int) -> int:
         """Return how many elements of a block the rank at `place` updates. Tensors with owners count as if cut."""
         here, tp = self._stage(strategy, place), strategy.tp
-        where = (number, id(here), tp)
+        where = (number, id(here), tp, bool(strategy.experts))
         if where not in self._counts:
             block = self.blocks[number]
             inside = [
                 [name for name in alike.names if name in block and (here is None or name in here)]
-                for alike in self._alike(tp)
+                for alike in self._alike(strategy)
             ]
             self._counts[where] = tuple((min(names), len(names)) for names in inside if names)
         # Equal blocks of which a rank holds the same part are counted once.
-        key = (self._counts[where], tp, place[1:], strategy.zero > 0 and strategy.shard)
+        spread = strategy.ep, strategy.experts
+        key = (self._counts[where], tp, place[1:], strategy.zero > 0 and strategy.shard, *spread)
         if key not in self._shares:
             self._shares[key] = sum(n * self._cut(name, strategy, place, 1).numel for name, n in self._counts[where])
         return self._shares[key]
@@ -241,8 +243,8 @@ class StateBytes:
         stage: 3 for weights, 2 for gradients, 1 for optimizer state.
         """
         whole = self._whole(strategy.tp)[place[1]][name]
-        if strategy.ep > 1 and (experts := self.facts.routed.place_of(name)) is not None:
-            return self._cut_of_experts(whole, experts, strategy, place, stage)
+        if strategy.ep > 1 and name in self.facts.routed.place_of:
+            return self._cut_of_experts(name, whole, strategy, place, stage)
         if strategy.zero < stage:
             return whole
         key = (id(whole), strategy.shard, place[2])
@@ -251,32 +253,31 @@ class StateBytes:
             self._cuts[key] = self._same.setdefault(layout, layout)
         return self._cuts[key]
 
-    def _cut_of_experts(
-        self, whole: Layout, experts: tuple[int, int, int], strategy: Strategy, place: Place, stage: int
-    ) -> Layout:
-        first, many, every = experts
-        mine = range(*bounds(every, strategy.ep, place[3]))
+    def _cut_of_experts(self, name: str, whole: Layout, strategy: Strategy, place: Place, stage: int) -> Layout:
+        layer, first, many, every = self.facts.routed.place_of[name]
+        mine = experts_of(strategy.experts, layer, every, strategy.ep, place[3])
         if many == 1 and first not in mine:
             return _NOTHING
         shards = strategy.dp // strategy.ep if stage < 3 and strategy.zero >= stage else 1
-        key = id(whole), mine.start, mine.stop, shards, place[4] if shards > 1 else 0
+        key = id(whole), mine, shards, place[4] if shards > 1 else 0
         if key not in self._cuts:
-            held = whole if many == 1 else whole.cut(0, mine.start, mine.stop)
-            layout = self.facts.shapes.shard(held, *key[3:])
+            layout = self.facts.shapes.shard(whole if many == 1 else whole.cut_runs(0, runs_of(mine)), *key[2:])
             self._cuts[key] = self._same.setdefault(layout, layout)
         return self._cuts[key]
 
-    def _alike(self, *sizes: int) -> list[_Class]:
-        """Return the classes of parameters that are cut alike over tp axes of these sizes."""
-        if sizes not in self._classes:
+    def _alike(self, *strategies: Strategy) -> list[_Class]:
+        """Return the classes of parameters that are cut alike under these strategies."""
+        sizes, moved = tuple(each.tp for each in strategies), any(each.experts for each in strategies)
+        if (*sizes, moved) not in self._classes:
             parts = [part for size in sizes for part in self._whole(size)]
             found: dict[tuple[int, int, bool, tuple[Any, ...]], list[str]] = {}
             for name, one in self.kinds.items():
-                marks = (*map(id, (part[name] for part in parts)), self.facts.routed.place_of(name))
+                experts = self.facts.routed.place_of.get(name, ())
+                marks = (*map(id, (part[name] for part in parts)), experts if moved else experts[1:])
                 marks += (name in self._seen_whole,)
                 found.setdefault((one["weight"], self.state[name], name in self.trained, marks), []).append(name)
-            self._classes[sizes] = [_Class(frozenset(names), *key[:3]) for key, names in found.items()]
-        return self._classes[sizes]
+            self._classes[*sizes, moved] = [_Class(frozenset(names), *key[:3]) for key, names in found.items()]
+        return self._classes[*sizes, moved]
 
     def _whole(self, size: int) -> list[dict[str, Layout]]:
         """Return, by place along tp, what a rank holds before dp shards it. Equal layouts are one object."""

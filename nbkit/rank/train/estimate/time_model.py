@@ -76,6 +76,12 @@ def predicted_pause(job: Job, census: StateBytes, strategy: Strategy, flow: Resh
     return _building(strategy, made) + moving * (statistics.median(ratios) if ratios else 1.0)
 
 
+def switch_seconds(job: Job, census: StateBytes, strategy: Strategy, flow: ReshardTraffic) -> float:
+    """Return the predicted seconds without a step. Before the first switch of the job, only bytes count."""
+    pause = predicted_pause(job, census, strategy, flow)
+    return pause if pause is not None else _moving(job, flow) if job.builder.link is not None else 0.0
+
+
 def _flow(census: StateBytes, switched: Switched, world_size: int) -> ReshardTraffic | None:
     """Return what a switch has moved; None if it moved less than it would now, before the optimizer's first step."""
     old, new = (Strategy.parse(text, world_size) for text in (switched.old, switched.new))

@@ -83,7 +83,8 @@ def _cut(job: Job, setting: Setting) -> None:
 def _recompute(job: Job) -> None:
     job.configure(recompute=True)
     job.builder.choose(recompute=True)
-    recompute(job.sharded_model.module, blocks_held(job.sharded_model.module, job.builder.facts, job.builder.skeleton))
+    module, facts = job.sharded_model.module, job.builder.facts
+    recompute(module, blocks_held(module, facts, job.builder.skeleton, job.strategy))
 
 
 COMMAND = "%train fit"

@@ -375,7 +375,7 @@ class OwnForward:
         if self._begun:
             self._job.sharded_model.data.drop()
         if self._reduction is not None:
-            self._reduction = self._new_reduction()
+            self._reduction = self._job.training_step.new_reduction()
         self.losses = self._mark = self._rows_of_losses = 0
         self._newest, self._started, self._logged = (0.0, 0, 0), False, {}
 
@@ -397,13 +397,9 @@ class OwnForward:
         if not job.is_running:
             job.ledger.settle(keep=1)
         data.reset(passes=0)
-        self._begun, self._reduction = True, self._new_reduction()
+        self._begun, self._reduction = True, job.training_step.new_reduction()
         self._trains = [p.requires_grad for p in data.leaves()]
         job.training_step.warn_if_changed()
-
-    def _new_reduction(self) -> StepReduction:
-        job = self._job
-        return StepReduction(rank=job.rank, world_size=job.world_size, device=job.device)
 
     def _pass(self, value: Tensor | None, *, retain_graph: bool, last: bool) -> None:
         """Run the backward pass of a loss; None if nothing on this rank counts, so that it has no gradient."""

@@ -157,7 +157,7 @@ class TrainingStep:
         whole = whole_of(shard, counted, sharded_model, self.device)
         # The divisor of a mean, as far as it is known now. For rows it is complete.
         expected = shard.total * (counted.per_row if counted is not None else 1)
-        reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
+        reduction = self.new_reduction()
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
         apart = sharded_model.data.apart
         sharded_model.data.reset(passes=most_passes(shard, sharded_model, self.microbatch_size))
@@ -243,6 +243,12 @@ class TrainingStep:
         self._note(reduction, request, samples=shard.total, indices=shard.indices, parts=shard.parts)
         return StepResult(reduction)
 
+    def new_reduction(self) -> StepReduction:
+        """Return the reduction of a step's numbers, before it is launched."""
+        plan = self.sharded_model.plan
+        layers = len(plan.facts.routed.layers) if plan.strategy.ep > 1 else 0
+        return StepReduction(rank=self.rank, world_size=self.world_size, device=self.device, layers=layers)
+
     @property
     def next_request(self) -> int:
         """Return the number of the request that the next reduction asks about."""
@@ -275,7 +281,7 @@ class TrainingStep:
             ends=step_boundary.told_to_end(),
             data_ends=data_ends,
             counted=(self.counted.peak, self.counted.sent),
-            routed=sum(self.sharded_model.data.routed.values()),
+            routed=[sum(tokens.values()) for tokens in self.sharded_model.data.routed],
         )
 
     def summed(
@@ -306,9 +312,10 @@ class TrainingStep:
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
             self._drift_unknown = False
         self.reduced = True
-        clock.routed = sharded_model.data.routed
+        clock.routed, clock.experts = sharded_model.data.routed, sharded_model.data.expert_times
         lr, mesh = to_host_async(self.optimizer.param_groups[0]["lr"]), sharded_model.strategy.mesh
         shape: Any = {"mesh": mesh, "strategy": self._strategy, "parts": parts, "losses": losses}
+        shape["ep"] = sharded_model.strategy.ep
         pending = Pending(ledger.step + 1, reduction, request, samples, indices, lr, **shape)
         if not accelerator().holds(self.device):
             ledger.check(pending)

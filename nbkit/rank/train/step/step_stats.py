@@ -67,7 +67,7 @@ def ready(number: float | DeviceScalar) -> float:
 
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
-_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _ROUTED, _EACH = range(8)  # of each rank
+_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _ROUTED = range(7)  # of each rank; the last, of each layer
 _NOT_FINITE, _ENDS, _DATA_ENDS = 1, 2, 4  # flags of a rank
 
 
@@ -80,7 +80,7 @@ class StepNumbers:
     not_finite: ranks whose own loss or weight was NaN or infinite. ends: a rank was told that the training is to end.
     seconds, fingerprints: one per rank. whole: the gradients are sums over all ranks; False if the reduction was broken
     off. backup: seconds of it on the slowest rank. data_ends: see Shard.ends, of any rank. counted: bytes at the peak
-    and bytes sent, of the ranks with most; 0 if not counted yet. routed: see `StepReduction.launch`, one per rank.
+    and bytes sent, of the ranks with most; 0 if not counted yet. routed: see `StepReduction.launch`, of each rank.
     """
 
     loss: float
@@ -97,7 +97,7 @@ class StepNumbers:
     ends: bool = False
     data_ends: bool = False
     counted: tuple[int, int] = (0, 0)
-    routed: list[int] = field(default_factory=list)
+    routed: list[list[int]] = field(default_factory=list)
 
 
 _on_devices: deque[weakref.ref[StepReduction]] = deque(maxlen=4)
@@ -105,10 +105,14 @@ _on_devices: deque[weakref.ref[StepReduction]] = deque(maxlen=4)
 
 
 class StepReduction:
-    """Sums one step's numbers over the ranks. Only `read` waits for them."""
+    """Sums one step's numbers over the ranks. Only `read` waits for them.
 
-    def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
+    layers: the number of layers whose experts are spread over ranks.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, device: torch.device, layers: int = 0) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        self._each = _ROUTED + layers
         self._work: dist.Work | None = None
         self._carried: Tensor | None = None
         self._underway: DeviceScalar | None = None
@@ -117,7 +121,7 @@ class StepReduction:
 
     def carried(self) -> Tensor:
         """Return memory for the numbers. The caller sums them over the ranks, between `launch` and `finish`."""
-        self._carried = torch.zeros(_SHARED + _EACH * self.world_size, dtype=torch.float64)
+        self._carried = torch.zeros(_SHARED + self._each * self.world_size, dtype=torch.float64)
         return self._carried
 
     def launch(
@@ -134,22 +138,23 @@ class StepReduction:
         ends: bool = False,
         data_ends: bool = False,
         counted: tuple[int, int] = (0, 0),
-        routed: int = 0,
+        routed: Sequence[int] = (),
     ) -> None:
         """Start the all-reduce.
 
         loss_sum: this rank's summed loss on the device; weight: what it is divided by. stage: of the request asked
         about (see step_boundary.Inbox). backup: seconds of the last one (see Backups). ends: this rank was told that
         the training is to end. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts.
-        routed: the tokens that this rank's experts have computed in this step, whose own forward passes are made.
+        routed: the tokens that this rank's experts have computed in this step, whose own forward passes are made; of
+        each layer.
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
         """
-        slots = [0.0] * (_SHARED + _EACH * self.world_size)
+        slots = [0.0] * (_SHARED + self._each * self.world_size)
         slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
-        at = _SHARED + _EACH * self.rank
-        slots[at : at + _EACH] = seconds, 0, fingerprint, backup, *counted, routed
+        at = _SHARED + self._each * self.rank
+        slots[at : at + _ROUTED + len(routed)] = seconds, 0, fingerprint, backup, *counted, *routed
         told = _ENDS * ends + _DATA_ENDS * data_ends
         if accelerator().holds(self.device):
             if not isinstance(weight, Tensor):
@@ -228,7 +233,7 @@ class StepReduction:
             # Broken off on a device, where no call raises: the values were never summed, and may be anything.
             none = [0] * self.world_size
             return StepNumbers(math.nan, 0.0, False, 0, 0, 0, [0.0 for _ in none], [], none, whole=False)
-        ranks = [values[_SHARED + column :: _EACH] for column in range(_EACH)]
+        ranks = [values[_SHARED + column :: self._each] for column in range(self._each)]
         weight = values[_WEIGHT]
         return StepNumbers(
             loss=values[_LOSS] / weight if weight > 0 else 0.0,
@@ -242,7 +247,7 @@ class StepReduction:
             fingerprints=[round(value) for value in ranks[_FINGERPRINT]],
             backup=max(ranks[_BACKUP]),
             counted=(round(max(ranks[_PEAK])), round(max(ranks[_SENT]))),
-            routed=[round(value) for value in ranks[_ROUTED]],
+            routed=[list(map(round, layers)) for layers in zip(*ranks[_ROUTED:], strict=True)],
             ends=any(round(flags) & _ENDS for flags in ranks[_FLAGS]),
             data_ends=any(round(flags) & _DATA_ENDS for flags in ranks[_FLAGS]),
         )
@@ -269,15 +274,22 @@ def _break_off() -> None:
 breaking_off.append(_break_off)
 
 
-def _imbalance(routed: Sequence[int], mesh: Mesh) -> float:
-    """Return the most tokens that the experts of a rank computed, over the mean of the ranks.
+def _imbalance(routed: Sequence[Sequence[int]], mesh: Mesh, ep: int) -> float:
+    """Return the tokens that the slowest rank of each layer computed, summed over the layers, over those of the mean.
 
-    The stages of a pipeline may hold unequally many layers of experts, so the worst stage counts.
+    In every layer, the ranks that share experts wait for the one that was sent most. So the layers add up: one in which
+    this rank is the slowest does not make up for another in which that rank is. The worst stage of a pipeline counts,
+    and in it the worst group. routed: the tokens of each layer, by rank. ep: the ranks that share experts.
     """
-    stages: dict[int, list[int]] = {}
-    for rank, tokens in enumerate(routed):
-        stages.setdefault(mesh.index(rank)["pp"], []).append(tokens)
-    return max(max(each) * len(each) / sum(each) for each in stages.values() if any(each))
+    stages: dict[int, list[tuple[int, float]]] = {}
+    for group in mesh.shard_groups(ep)[0]:
+        layers = list(zip(*(routed[rank] for rank in group), strict=True))
+        most, mean = sum(map(max, layers)), sum(map(sum, layers)) / len(group)
+        stages.setdefault(mesh.index(group[0])["pp"], []).append((most, mean))
+    worst = (
+        max(most for most, _ in each) * len(each) / max(sum(mean for _, mean in each), 1e-9) for each in stages.values()
+    )
+    return max(worst)
 
 
 _OWN = ("step", "lr", "strategy", "seconds", "samples", "tokens")
@@ -289,7 +301,7 @@ class Pending:
 
     mesh, strategy, parts: those the step was made under; parts: see Shard. asked: the number of the request its
     reduction asked about. made: the optimizer took the step. remarks: words to add to the record. losses: of the
-    user's own; 0 if `backward` was given a batch.
+    user's own; 0 if `backward` was given a batch. ep: the ranks that share experts.
     """
 
     step: int
@@ -302,6 +314,7 @@ class Pending:
     strategy: str
     parts: Parts = None
     losses: int = 0
+    ep: int = 1
     extra: dict[str, float | DeviceScalar] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
     made: bool = False
@@ -340,7 +353,7 @@ class Pending:
             "seconds": max(numbers.seconds),
             "samples": self.samples,
             "tokens": numbers.tokens,
-            **({"imbalance": _imbalance(numbers.routed, self.mesh)} if any(numbers.routed) else {}),
+            **({"imbalance": _imbalance(numbers.routed, self.mesh, self.ep)} if any(map(any, numbers.routed)) else {}),
             **{name: ready(value) for name, value in self.extra.items()},
             **self.remarks,
         }
