@@ -311,21 +311,42 @@ def test_a_program_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[s
     assert "There is no such program" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+RUN = ["nbkit", "run", "--job", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["torchrun", "--nproc-per-node", "2"], ["torchrun", "--nproc-per-node", "2", "-m", *RUN]),
+        (["accelerate", "launch"], ["accelerate", "launch", "-m", *RUN]),
+        (["srun", "-n", "2", "python3", "-u"], ["srun", "-n", "2", "python3", "-u", "-m", *RUN]),
+        (["srun", "-n", "2"], ["srun", "-n", "2", sys.executable, "-m", *RUN]),
+        (["deepspeed", "--num_gpus", "2"], ["deepspeed", "--num_gpus", "2", "--module", *RUN]),
+    ],
+)
 def test_run_before_a_launcher_stands_before_its_script(
-    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: list[str], after: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(os, "execv", lambda found, command: started.append((found, command)))
-    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name == launcher else None)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name == before[0] else None)
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(0)")
 
     with contextlib.suppress(UsageError):
-        main(["run", "--job", "mine", launcher, "--nproc-per-node", "2", str(script), "--lr", "1"])
+        main(["run", "--job", "mine", *before, str(script), "--lr", "1"])
 
-    words = [launcher, "--nproc-per-node", "2", "-m", "nbkit", "run", "--job", "mine", str(script), "--lr", "1"]
-    assert started == [(f"/bin/{launcher}", words)]
+    assert started == [(f"/bin/{before[0]}", [*after, str(script), "--lr", "1"])]
+
+
+def test_the_number_that_deepspeed_gives_a_module_reaches_the_script_as_its_first_argument(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    command = [sys.executable, "-m", "nbkit", "--local_rank=1", "run", str(script), "--lr", "1"]
+
+    done = subprocess.run(command, capture_output=True, text=True)
+
+    assert done.stdout.strip() == "['--local_rank=1', '--lr', '1']", done.stderr
 
 
 def states_in_a_closure(rank: int, home: str) -> list[str]:
@@ -407,10 +428,10 @@ STEPS = {"metrics": 14, "hf_trainer": 6, "nanogpt": 6, "fsdp2_dcp": 7, "accelera
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 BIN = Path(sys.executable).parent
-LAUNCHERS = {
+LAUNCHERS: dict[str, tuple[Any, ...]] = {  # under Slurm: tests/machines/test_slurm.py
     "torchrun": (BIN / "torchrun", "--nproc-per-node", "2", "--standalone"),
-    "accelerate": (BIN / "accelerate", "launch", "--cpu", "--num_processes", "1"),  # several take GPUs or MPI
-    "srun": ("srun", "-n", "2", sys.executable),
+    "accelerate": (BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", "2"),  # the program asks for the CPU
+    "deepspeed": (BIN / "deepspeed", "--num_gpus", "2", "--no_local_rank"),
 }
 
 
@@ -443,9 +464,12 @@ def test_programs_that_listen_compute_the_same_and_their_steps_are_known(name: s
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_that_nbkit_run_starts_has_ranks_that_listen(launcher: str, tmp_path: Path) -> None:
-    if launcher == "srun" and subprocess.run(["sinfo"], capture_output=True).returncode:
-        pytest.skip("no Slurm runs here")
+def test_a_launcher_that_nbkit_run_starts_has_ranks_that_listen(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not LAUNCHERS[launcher][0].exists():
+        pytest.skip(f"{launcher} is not installed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     program = PROGRAMS / "accelerate_loop.py"
     expected = launched(program, tmp_path / "expected", command=LAUNCHERS[launcher])
 
@@ -453,6 +477,5 @@ def test_a_launcher_that_nbkit_run_starts_has_ranks_that_listen(launcher: str, t
     assert launched(program, tmp_path / "listening", command=(*begin, *LAUNCHERS[launcher])) == expected
 
     (job,) = AttachedJob.list()
-    ranks = 1 if launcher == "accelerate" else 2
-    assert (job.ranks, job.state) == (ranks, "ended")
-    assert len(read_run(job.folder).picture()["ranks"]) == ranks
+    assert (job.ranks, job.state) == (2, "ended")
+    assert len(read_run(job.folder).picture()["ranks"]) == 2
