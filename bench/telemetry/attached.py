@@ -41,7 +41,7 @@ PARTS = ("compute", "exposed", "waiting", "data")
 STEPS = 30
 """The picture shows medians of 20 steps. The first steps are left out."""
 ATTACHED, ATTACH_SECONDS = 5, 1.0
-MBIT = 200
+MBIT = 100
 WITHIN, COUNTS = 0.1, 0.01
 """A part has to be within so much of nbkit's own. COUNTS: seconds from which on a part is compared."""
 READY_SECONDS = 300.0

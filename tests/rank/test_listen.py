@@ -379,6 +379,50 @@ def test_what_a_closure_computes_is_not_the_optimizers_time(tmp_path: Path) -> N
     assert states[1:] == ["forward"] * 3  # the first step is not recorded
 
 
+LATE = 0.3
+
+
+def waits_of_ddp(rank: int, port: int, home: str, unused: bool) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    from nbkit.rank import listen
+    from nbkit.rank.telemetry.phases import clock
+
+    os.environ |= {"NBKIT_HOME": home, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    listen.listen("waits")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    made: list[dict[str, float]] = []
+
+    def note(step: Any) -> None:
+        times: dict[str, float] = {}
+        for state, start, stop in step.intervals():
+            assert start <= stop
+            times[state] = times.get(state, 0.0) + (stop - start) / 1e9
+        made.append(times)
+
+    clock.listeners.append(note)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), find_unused_parameters=unused)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        loss = model(torch.ones(4, 8)).sum()
+        time.sleep(LATE * rank)
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return [step.get("wait world", 0.0) for step in made[1:]]
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_ddp_waits_for_a_late_rank_also_where_it_looks_for_unused_parameters(unused: bool, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    waits, _ = run_ranks(waits_of_ddp, 2, port, str(tmp_path), unused, join=False)
+
+    assert len(waits) == 2 and min(waits) >= 0.9 * LATE  # rank 1 sleeps so long while rank 0 waits
+
+
 # --- Long -------------------------------------------------------------------------------------------------------------
 
 HEAD = """import time, torch, torch.distributed as dist
