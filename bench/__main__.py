@@ -39,7 +39,15 @@ GROUPS = {
     "overlap": ("hidden_gather", "backup_step"),
     "pipeline": ("pipeline_stages", "balance"),
     "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),
-    "telemetry": ("telemetry", "telemetry_truth", "telemetry_long", "long_run", "collective_overhead"),
+    "telemetry": (
+        "telemetry",
+        "telemetry_truth",
+        "telemetry_long",
+        "long_run",
+        "collective_overhead",
+        "listening",
+        "attached",
+    ),
     "slow": ("slow_link", "slow_rank"),
     "": ("checkpoint_pause", "generate", "loading", "proof_seconds"),
 }
