@@ -44,7 +44,8 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
             continue
         key = key_of(axis, ranks)
         if key not in _made:
-            _made[key] = dist.new_group(list(ranks), group_desc=axis)
+            # Beside a device's backend it has no gloo, whose ranks would all connect to each other for nothing.
+            _made[key] = dist.new_group(list(ranks), backend=dist.get_backend(), group_desc=axis)
         if rank in ranks:
             own = _made[key]
     return own
@@ -187,17 +188,17 @@ class Axes:
         """Return the group of this rank along `axis`, or None if it is alone there."""
         return self._groups[axis]
 
-    def used(self, edges: object) -> list[dist.ProcessGroup]:
-        """Return this rank's groups in which a step makes collectives.
+    def used(self) -> list[dist.ProcessGroup | None]:
+        """Return this rank's groups in which a step makes collectives; None where this rank is alone.
 
-        edges: the channels of a pipeline. With them, a pipeline makes no collectives along pp.
+        The axes are the same, and in one order, on all ranks. A pipeline of devices makes no collectives along pp.
         """
         halved = self.shard not in (1, self.mesh.dp)
-        axes = {*AXES} - {"dp", "pp"} | {*(("shard", "replicate") if halved else ("dp",)), *(() if edges else ("pp",))}
+        axes = {*AXES} - {"dp", "pp"} | ({"shard", "replicate"} if halved else {"dp"})
         axes |= {"ep", "edp"} if self.ep > 1 else set()
         levels = {f"{axis} {level}" for axis in axes for level in (WITHIN, BETWEEN)} & self._groups.keys()
         axes = levels | {axis for axis in axes if f"{axis} {WITHIN}" not in levels}
-        return [group for axis in sorted(axes) if (group := self._groups.get(axis)) is not None]
+        return [self._groups.get(axis) for axis in sorted(axes)]
 
     def levels(self, axis: str) -> LevelGroups | None:
         """Return the two levels of an all-reduce along `axis`, or None if it has only one."""
