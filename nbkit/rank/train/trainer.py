@@ -252,7 +252,7 @@ class Trainer:
 
         `until` suits a script that is run again after `load`: it makes the steps that are left, or none. resume="auto":
         before the first step, load the newest whole checkpoint in the path of `checkpoints`, or of the runs with this
-        `name`.
+        `name`. Python's garbage collection runs between two steps only, after the same ones on all ranks.
 
         Raises Stopped if the user stops it, and NotFinite if the loss is not finite. Both come at a step boundary, on
         every rank alike, and `fit` may be called again.
