@@ -132,7 +132,10 @@ EXPORT(nvmlDeviceGetTemperature)(void *gpu, int kind, unsigned *to) { return tol
 EXPORT(nvmlDeviceGetPowerUsage)(void *gpu, unsigned *to) { return told(gpu, to, 698900); }
 EXPORT(nvmlDeviceGetPowerManagementLimit)(void *gpu, unsigned *to) { return told(gpu, to, 700000); }
 EXPORT(nvmlDeviceGetUtilizationRates)(void *gpu, unsigned *to) { return told(gpu, to, 100); }
-EXPORT(nvmlDeviceGetCurrentClocksThrottleReasons)(void *gpu, unsigned long long *to) { *to = 0x24; return gpu == gpus ? 3 : 0; }
+EXPORT(nvmlDeviceGetCurrentClocksThrottleReasons)(void *gpu, unsigned long long *to) {
+    *to = 0x24;
+    return gpu == gpus ? 3 : 0;
+}
 """
 
 
