@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,19 @@ _forgotten = 0
 """The number of times that groups were forgotten; see `forget`."""
 
 
+_made_in: weakref.ref[dist.ProcessGroup] | None = None
+
+
+def _forget_destroyed() -> None:
+    """Forget the groups of an earlier default group: user code has destroyed them with it, on all ranks alike."""
+    global _made_in
+    default: Any = dist.group.WORLD
+    if _made_in is None or _made_in() is not default:
+        if _made_in is not None:
+            _made.clear()
+        _made_in = weakref.ref(default)
+
+
 def key_of(axis: str, ranks: tuple[int, ...]) -> GroupKey:
     """Return the key of the group that `group_of` would make or find now."""
     return axis, ranks, _forgotten
@@ -38,6 +53,7 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
 
     Every rank makes the same groups in the same order, even those it is not in, because torch requires it.
     """
+    _forget_destroyed()
     own: dist.ProcessGroup | None = None
     for ranks in every:
         if len(ranks) == 1:
@@ -53,6 +69,7 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
 
 def all_made(keys: Collection[GroupKey]) -> bool:
     """Return True if all these groups exist. `group_of` then sends nothing for them."""
+    _forget_destroyed()
     return all(key in _made for key in keys)
 
 
@@ -100,6 +117,7 @@ def groups_made() -> int:
     An interrupt may reach one rank before a group was made and another rank after it.
     """
     forming.join()
+    _forget_destroyed()
     made = sorted(key for key in _made if key[-1] == _forgotten)
     return zlib.crc32(repr((made, group_tables.group_count)).encode())
 
