@@ -75,10 +75,16 @@ def letters() -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 6), *blocks()[:4], nn.Linear(6, 8))
 
 
-def writer(strategy: str) -> Any:
+def tied_letters() -> nn.Module:
+    model = letters()
+    model[-1].weight = model[0].weight  # type: ignore[union-attr]
+    return model
+
+
+def writer(strategy: str, model: Callable[[], nn.Module] = letters) -> Any:
     texts = torch.arange(9) % 8
     return quiet(
-        model=letters,
+        model=model,
         strategy=strategy,
         loss=lambda logits, ids: nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()),
         data=[(texts[i : i + 4], texts[i + 1 : i + 5]) for i in range(4)] * 8,
@@ -91,6 +97,17 @@ def generating(world: Any, gpu: PretendAccelerator) -> list[list[int]]:
     found = [job.generate(texts[:3], 3).tolist()]
     next_generation(world)
     return [*found, job.generate(texts[:3], 3).tolist()]
+
+
+def tied(world: Any, gpu: PretendAccelerator) -> tuple[list[list[float]], int]:
+    """Return the losses of a model whose ends share a weight under ddp and pp, and the communicators that pp adds."""
+    losses = []
+    for strategy in ("ddp", "pp=2"):
+        known = list(Communicator.everyone)
+        trainer = writer(strategy, tied_letters)
+        trainer.fit(3)
+        losses.append([record["loss"] for record in trainer.history])
+    return losses, sum(one.met and one not in known for one in Communicator.everyone)
 
 
 CHAIN = ("zero3", "tp", "pp=2", "zero2", "ddp", "pp=2 schedule=zbv", "zero1", "tp", "zero3", "pp=2")
@@ -304,7 +321,7 @@ def lasting() -> list[dict[str, Any]]:
     """Return by rank the results of the scenes after which the ranks go on."""
     first = [ten_switches, connecting, forgotten, failed_switch]  # no other scene has made groups yet
     stuck = [half_done, stuck_in_two, alone_in_a_first_use]
-    scenes = [*first, telemetry, pipeline, generating, *stuck, asserted, queues, leaving]
+    scenes = [*first, tied, telemetry, pipeline, generating, *stuck, asserted, queues, leaving]
     return run_ranks(each, 2, scenes, join=False, generations=6, timeout=180)
 
 
@@ -321,6 +338,15 @@ def test_a_pipeline_goes_on_in_a_world_that_was_formed_again(lasting: list[dict[
 
     assert (losses, new) == other and len(losses) == 4
     assert new == ["all"]
+
+
+def test_the_ends_of_a_pipeline_sum_a_weight_that_they_share_without_a_communicator_of_their_own(
+    lasting: list[dict[str, Any]],
+) -> None:
+    for rank in lasting:
+        (ddp, pp), new = rank["tied"]
+        assert pp == pytest.approx(ddp, rel=1e-5) and ddp[0] != ddp[2]
+        assert new <= 1  # for all messages of the pipeline
 
 
 def test_a_pipeline_generates_where_the_first_use_of_a_group_waits_for_all_members(

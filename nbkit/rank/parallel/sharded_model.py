@@ -244,7 +244,11 @@ class ShardedModel:
             own = [p for p in params if p.dtype == dtype]
             there = [p.grad is not None for p in own]
             grads = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in own]
-            flat = torch.cat([*grads, torch.tensor(there).to(grads[0])])
+            counted = grads[0].new_ones(len(own))  # made on the device: nothing is copied from the host
+            for number, is_there in enumerate(there):
+                if not is_there:
+                    counted[number].zero_()
+            flat = torch.cat([*grads, counted])
             reduce(flat)
             *sums, counts = flat.split([*(p.numel() for p in own), len(own)])
             # A rank that has them all need not read the counts, which would wait for the device.
