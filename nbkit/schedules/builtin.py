@@ -29,11 +29,7 @@ def gpipe(ranks: int, microbatches: int, rank: int) -> list[Op]:
 
 
 def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
-<<<<<<< HEAD
     """Return each backward as soon as possible, so that rank r of n holds activations of at most n - r micro-batches.
-=======
-    """Return a list with each backward as early as possible, so that rank r holds at most ranks - r activations.
->>>>>>> prose-shared
 
     This is PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.
     """
@@ -46,13 +42,8 @@ def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
 def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
     """Return 1F1B with `stages_per_rank` stages on each rank: stage s is on rank s mod ranks.
 
-<<<<<<< HEAD
     Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2: a group of `ranks` micro-batches passes the stages of
     this rank in turn, then the next group does.
-=======
-    This divides the bubble by `stages_per_rank`. Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2: a group of
-    `ranks` micro-batches passes one stage of this rank, then its next stage.
->>>>>>> prose-shared
     """
     groups = -(-microbatches // ranks)
     forwards, backwards = [], []

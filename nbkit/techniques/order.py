@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """order=dp: the axis that crosses nodes. The numbers of the ranks along it are farthest apart."""
-=======
-"""order=dp: the axis that crosses nodes. The ranks of neighbours along it differ the most."""
->>>>>>> prose-shared
 
 from __future__ import annotations
 

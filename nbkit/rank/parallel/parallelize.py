@@ -67,12 +67,13 @@ class ShardedSkeleton:
 
     def build(self, device: torch.device) -> ShardedModel:
         """Give the module memory, and give a pipeline its channels. It sends nothing."""
-        axes, edges, pipeline = self.connections.axes, self.connections.edges, None
+        axes, pipeline = self.connections.axes, None
         if self.schedule is not None:
             group, index = axes.group("pp"), axes.index("pp")
             line = axes.mesh.ranks("pp", axes.rank)
             peers = [sorted(line).index(rank) for rank in line]  # a group numbers its ranks in ascending order
-            pipeline = Pipeline(self.schedule, group, index, device, edges=edges, split=self.split, peers=peers)
+            ordered = self.connections.ordered
+            pipeline = Pipeline(self.schedule, group, index, device, ordered=ordered, split=self.split, peers=peers)
         strategy, found = self.plan.strategy, self.plan.facts.gathers
         gathers = found or GatherPlan()
         all_but_experts = partial(

@@ -255,6 +255,7 @@ class Trainer:
 
         Use `until` in a script that runs again after `load`. It makes only the remaining steps. With resume="auto",
         `fit` first loads the newest complete checkpoint in the path of `checkpoints`, or of the runs with this `name`.
+        Python's garbage is collected between two steps only, after the same steps on all ranks.
 
         Raises Stopped if the user stops it, and NotFinite if the loss is not finite. All ranks raise it at the same
         step boundary, and you may call `fit` again.

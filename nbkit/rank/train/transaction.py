@@ -45,7 +45,7 @@ from nbkit.errors import NotFinite, SwitchError, TrainingError
 from nbkit.rank.comm.agree import all_gather_objects, largest
 from nbkit.rank.comm.background_creation import BROKEN_OFF
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.pipeline.p2p import meet
+from nbkit.rank.parallel.process_groups import meet_groups
 from nbkit.rank.parallel.reshard.plain_attributes import take_along, take_objects_along
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.host_generators import Drawn
@@ -185,7 +185,7 @@ class Savepoint:
         """Bring all ranks back. Collective. Raises SwitchError, on every rank, if one cannot."""
         with Ballot(job.strategy, job.world_size, job.device).all_or_none(f"going back to {self.strategy}"):
             self.restore(job)
-        meet(job.sharded_model.connections.edges, job.device)
+        meet_groups(job.sharded_model.connections, job.device)
 
 
 class BeforeSteps(Savepoint):

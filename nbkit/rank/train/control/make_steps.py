@@ -8,6 +8,7 @@ from typing import Any
 
 from nbkit.errors import NotFinite, Stopped
 from nbkit.rank.comm.agree import any_rank
+from nbkit.rank.train.control.garbage_collection import collect, held_to_boundaries
 from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.control.step_boundary import heed_end_signals
 from nbkit.rank.train.out_of_memory.rescue import rescue
@@ -53,6 +54,7 @@ def make_steps(
             replaceable=replaceable,
             say=None if trainer.step else say,
         ),
+        held_to_boundaries(),
     ):
         trainer.saves.begin()
         # The same on all ranks, since these numbers also carry what they agree on at a boundary.
@@ -73,6 +75,7 @@ def make_steps(
                     with memory.step():
                         make_step()
                         job.at_boundary()
+                        collect(job.step)
                         if loop.recovery.balance:
                             rebalancing.act(job, trainer.arithmetic.total, left - 1)
                     left = 0 if trainer.stops else left - 1

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import all_gather_objects
+from nbkit.rank.parallel.process_groups import has_met_all, meet_groups
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -69,6 +70,7 @@ class Standing:
     """The progress of a rank, in numbers. broken_off, half_way: see Integrity. strategy: a checksum of its text.
 
     leads_back: no step has been made under the strategy yet, so its first step may lead back to the previous one.
+    met: the groups of the strategy have met in this generation of the world.
     """
 
     step: int
@@ -76,6 +78,7 @@ class Standing:
     half_way: bool
     strategy: int
     leads_back: bool
+    met: bool = True
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,9 @@ class RankSync:
         """Do as `resync`, even while steps are being made. Averages no replicas. Collective."""
         job = self._job
         kind, leads_back = zlib.crc32(str(job.strategy).encode()), job.switcher.pending is not None
-        own = Standing(job.step, job.integrity.broken_off, job.integrity.half_way, kind, leads_back)
+        connections = job.sharded_model.connections
+        met = has_met_all(connections)
+        own = Standing(job.step, job.integrity.broken_off, job.integrity.half_way, kind, leads_back, met)
         everyone = compare(own, world_size=job.world_size, device=job.device)
         if len({each.strategy for each in everyone}) > 1:
             raise TrainingError(
@@ -121,6 +126,8 @@ class RankSync:
                 numbers=f"rank {job.rank}: {job.strategy}",
                 hint="build the Trainer again, and trainer.load(path) of a checkpoint",
             )
+        if not all(each.met for each in everyone):
+            meet_groups(connections, job.device)
         if not all(each.leads_back for each in everyone):
             job.switcher.forget()  # some ranks have made the first step under it, or do not know of the switch
         if not (whole := whole_ranks(everyone)):
@@ -219,14 +226,16 @@ def _is_number(value: Any) -> bool:
 
 
 def compare(own: Standing, *, world_size: int, device: torch.device) -> list[Standing]:
-    """Return the progress of all ranks, by rank. Collective: one all-gather of five numbers."""
+    """Return the progress of all ranks, by rank. Collective: one all-gather of six numbers."""
     if world_size == 1:
         return [own]
     mine = torch.tensor([int(each) for each in vars(own).values()], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(gathered, mine)
-    rows = [one.tolist() for one in gathered]
-    return [Standing(step, bool(off), bool(half), kind, bool(back)) for step, off, half, kind, back in rows]
+    return [
+        Standing(step, bool(off), bool(half), kind, bool(back), bool(met))
+        for step, off, half, kind, back, met in (one.tolist() for one in gathered)
+    ]
 
 
 def whole_ranks(everyone: Sequence[Standing]) -> list[int]:

@@ -135,7 +135,7 @@ def lone_connections(tp: int, cp: int) -> Connections:
     """
     groups: dict[str, Any] = {"dp": None, "pp": None, "shard": None, "replicate": None}
     groups |= {"tp": LoneGroup(tp) if tp > 1 else None, "cp": LoneGroup(cp, cp - 1) if cp > 1 else None}
-    return Connections(Axes(Mesh(tp=tp, cp=cp), 0, 1, groups), {}, (), {})
+    return Connections(Axes(Mesh(tp=tp, cp=cp), 0, 1, groups), None, (), {})
 
 
 FEW = 2

@@ -35,7 +35,7 @@ from nbkit.rank.data.batch import BatchSplit
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.forward_wrapper import recompute
 from nbkit.rank.parallel.parallelize import blocks_held
-from nbkit.rank.parallel.pipeline.p2p import meet
+from nbkit.rank.parallel.process_groups import meet_groups
 from nbkit.rank.telemetry.health import storage_bytes
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.step_boundary import DETACHED
@@ -228,7 +228,7 @@ class KeptStep(KeptBuffers):
         if job.step == self.step:
             self.drawn.restore()
         job.switcher.forget()
-        meet(job.sharded_model.connections.edges, job.device)
+        meet_groups(job.sharded_model.connections, job.device)
         job.sync.sync_step(job.backups.asked)
         step_boundary.meet(job.device)
         job.ledger.begin_again()
