@@ -38,8 +38,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     )
     add_json_option(parser)
     parser.epilog = (
-        "It takes about three minutes on the CPU, fifteen on GPUs. The exit status is 1 if an item fails. The report has the "
-        "results, versions, the output of nbkit doctor, and only environment variables of torch, NCCL and CUDA."
+        "It takes about three minutes on the CPU, fifteen on GPUs. The exit status is 1 if an item fails. The report "
+        "has the results, versions, the output of nbkit doctor, and only environment variables of torch, NCCL and CUDA."
     )
 
 

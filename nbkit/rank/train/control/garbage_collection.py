@@ -1,9 +1,9 @@
-"""Hold Python's garbage collection to the boundaries between steps, the same ones on all ranks.
+"""Run Python's garbage collection only between steps, after the same steps on all ranks.
 
-Python collects whenever a process has made enough objects, so each rank pauses at another place, and the others wait
-for it in their next collective. Looking at all objects takes a rank that has imported torch about 0.1 s. torchtitan
-holds it to every 50th step instead. Here the objects of each step are looked at after the step, which takes some
-microseconds. So a reference cycle that holds activations lives for one step at most.
+Python collects whenever a process has made enough objects. So each rank pauses at another time, and the others wait for
+it in their next collective. After an import of torch, a full collection takes about 0.1 s. torchtitan collects after
+every 50th step instead. Here only the objects of the last step are collected after each step, which takes some
+microseconds. So a reference cycle keeps activations alive for at most one step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _held = False
 
 @contextmanager
 def held_to_boundaries() -> Iterator[None]:
-    """Collect only in `collect` inside. Does nothing if the user has disabled the garbage collection."""
+    """Disable automatic collection inside; `collect` does it. Does nothing if the user has disabled it already."""
     global _held
     if not gc.isenabled():
         yield
@@ -34,13 +34,13 @@ def held_to_boundaries() -> Iterator[None]:
 
 
 def collect(step: int) -> None:
-    """Collect what has become garbage since the last boundary, if collection is held. step: how many are finished."""
+    """Collect the garbage since the last call, inside `held_to_boundaries`. step: the number of finished steps."""
     if _held:
         gc.collect(2 if step % _ALL_EVERY == 0 else 1 if step % _MIDDLE_EVERY == 0 else 0)
 
 
 def _in_a_child() -> None:
-    """Collect as usual in a forked process, such as a worker of a data loader. It comes to no boundary."""
+    """Enable automatic collection in a forked process, such as a data loader's worker. It never calls `collect`."""
     global _held
     if _held:
         _held = False

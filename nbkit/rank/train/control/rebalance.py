@@ -30,20 +30,20 @@ from nbkit.rank.train.job import Job
 from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy
 
-_WORTH = 0.05  # the least gain that is worth a change, as a part of the computing of a step
-_NEWEST = 8  # steps whose tokens say which experts are popular, about
-_FINE = 100  # the least speed that a rank is given is that of the fastest divided by this
+_WORTH = 0.05  # the least gain that is worth a change, as a fraction of the computing time of a step
+_NEWEST = 8  # about so many newest steps show which experts are popular
+_FINE = 100  # the least speed of a rank is the speed of the fastest rank divided by this
 
 
 class Rebalancing:
-    """Finds a better division of the work, the same one on every rank. device: used for collectives."""
+    """Finds a better division of the work, equal on all ranks. device: the device for collectives."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._step: StepPhases | None = None
         self._measured: list[tuple[float, ...]] = []
-        self._tokens: list[list[float]] = []  # of each layer and expert, the mean of the newest steps
-        self._seen = 0  # so many
+        self._tokens: list[list[float]] = []  # per layer and expert, the mean of the newest steps
+        self._seen = 0  # number of these steps
         self._strategy: Strategy | None = None
         self._stays: Strategy | None = None  # a better division was refused
 
@@ -53,7 +53,7 @@ class Rebalancing:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen to the steps of this process's training inside."""
+        """Measure the steps that are made inside."""
         clock.listeners.append(self)
         try:
             yield
@@ -61,13 +61,13 @@ class Rebalancing:
             clock.listeners.remove(self)
 
     def forget(self) -> None:
-        """Drop the measurements. Called when ranks have joined that have measured nothing."""
+        """Drop the measurements. Called when ranks have joined, because they have none."""
         self._strategy, self._measured, self._tokens, self._seen = None, [], [], 0
 
     def act(self, job: Job, batch: int, left: int) -> None:
         """Switch to a better division of the work, if there is one. Collective, at a step boundary.
 
-        batch: rows of a global batch. left: the steps that are still to be made.
+        batch: rows of a global batch. left: the number of steps that are still to be made.
         """
         if job.strategy == self._stays:
             return
@@ -108,7 +108,7 @@ class Rebalancing:
             for pair in zip(before, tokens, strict=True)
         ]
         if strategy != self._strategy:
-            self._strategy = strategy  # the first step under it is not typical
+            self._strategy = strategy  # do not use the first step under it, which is not typical
             return
         compute, forward = (sum(row[column] for row in rows) / size for column in (0, 1))
         sums, times = ([row[2 + at : 2 + at + layers] for row in rows] for at in (0, layers))
@@ -155,15 +155,15 @@ class Rebalancing:
     def due(
         self, strategy: Strategy, batch: int, costs: Sequence[float], *, movable: bool = True
     ) -> tuple[Strategy, float] | None:
-        """Return a better strategy and the part of the computing seconds that it saves, or None. Collective.
+        """Return (a better strategy, the fraction of the computing seconds that it saves), or None. Collective.
 
-        batch: rows of a global batch. costs: of each block, if there is a pipeline. movable: see `better`.
+        batch: rows of a global batch. costs: the cost of each block, if there is a pipeline. movable: see `better`.
         """
         seconds = [0.0] * strategy.mesh.size
         seconds[dist.get_rank() if dist.is_initialized() else 0] = self._seconds("forward", "backward")
         seconds = self._summed(seconds)
         if strategy != self._strategy:
-            # The first step under a strategy is not typical: it made buffers and proofs.
+            # The first step under a strategy is not typical, because it makes buffers and proofs.
             self._strategy, self._measured = strategy, []
             return None
         self._measured = [*self._measured[-1:], tuple(seconds)]
@@ -208,9 +208,9 @@ def seconds_of_a_token(tokens: Tokens, seconds: Tokens, groups: Sequence[Sequenc
 def better(
     strategy: Strategy, batch: int, costs: Sequence[float], seconds: Sequence[float], *, movable: bool = True
 ) -> tuple[Strategy, float] | None:
-    """Return `strategy` with speeds= that suit the computing `seconds` of each rank, and the part of time it saves.
+    """Return (`strategy` with speeds= that suit the computing `seconds` of each rank, the fraction of time it saves).
 
-    Returns None if it saves little. movable: a stage may move to another device, as `places=` of the strategy says.
+    Returns None if it saves little. movable: a stage may move to another device, by `places=` of the strategy.
     """
     work, mesh = _work(strategy, batch, costs), strategy.mesh
     if not all(second > 0 for second, own in zip(seconds, work, strict=True) if own):
@@ -224,7 +224,7 @@ def better(
     fastest = max(speeds)
     if fastest == 0:
         return None
-    # A rank that had nothing to do is given a little work, to measure it.
+    # A rank without work gets a little work, so that it can be measured.
     speeds = [speed or fastest / _FINE for speed in speeds]
     if max(seconds) <= (1 + _WORTH) * sum(seconds) / len(seconds):
         return None
@@ -232,7 +232,7 @@ def better(
     new = replace(strategy, speeds=best_speeds(strategy, batch, costs, speeds))
     then = computing_seconds(new, batch, costs, speeds)
     if movable and not strategy.order:
-        # Moving a stage to another device moves all that it holds. It must gain more than a new division alone.
+        # Moving a stage moves its whole state. So this must gain more than a new division alone.
         measured = tuple(max(round(_FINE * speed / fastest), 1) for speed in speeds)
         other = best_places(replace(strategy, speeds=measured), batch, tuple(costs))
         other = replace(other, speeds=best_speeds(other, batch, costs, speeds))

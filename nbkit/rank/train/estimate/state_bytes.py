@@ -1,11 +1,12 @@
-"""Count what every rank holds and lacks under many strategies, without a list of ranks x tensors for each of them.
+"""Compute the bytes that every rank holds and lacks under many strategies, without a list of ranks x tensors for each.
 
-Tensors that are cut alike (the same weight of every block) form one class. The place of a rank along tp and dp decides
-what it holds of a class, and its place along pp decides how many of the class. So a table of all strategies of 64 ranks
-takes less than the plan of one switch. It gives the same bytes (the tests compare).
+Tensors that are split in the same way (the same weight of every block) form a class. The place of a rank along tp and
+dp decides which part of each tensor of a class it holds. Its place along pp decides how many tensors of the class it
+holds. So a table of all strategies of 64 ranks is faster than the plan of one switch. The bytes are the same (the tests
+compare them).
 
-A tensor that its optimizer has to see whole may have an owner, which any rank can be. The plan of each strategy says
-who owns it, so these tensors are counted rank by rank.
+A tensor that its optimizer has to see as a whole may have an owner, which can be any rank. The plan of each strategy
+names the owners, so these tensors are counted rank by rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Place = tuple[int, int, int, int, int]
 that hold the same experts."""
 
 _NOTHING = Layout((1,), (0,), ())
-"""What a rank holds of an expert of another rank."""
+"""The part of another rank's expert that a rank holds: nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,15 @@ class ReshardTraffic:
 
     @property
     def total(self) -> int:
-        """Return the bytes received by all ranks. No exchange can do with less."""
+        """Return the bytes that all ranks receive. No exchange can need fewer."""
         return sum(self.received)
 
 
 @dataclass(frozen=True)
 class _Class:
-    """Parameters that are cut alike.
+    """Parameters that are split in the same way.
 
-    weight, state: bytes per element, of the weight and of all that the optimizer keeps.
+    weight, state: bytes per element of the weight, and of its optimizer state.
     """
 
     names: frozenset[str]
@@ -59,9 +60,9 @@ class _Class:
 
 
 class StateBytes:
-    """Bytes that every rank holds of a model and its optimizer.
+    """The bytes of a model and its optimizer that every rank holds.
 
-    kinds: name -> {"weight" or key of the optimizer's state: bytes of an element}. blocks: of each, name -> elements.
+    kinds: name -> {"weight" or key of optimizer state: bytes per element}. blocks: for each block, name -> elements.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class StateBytes:
 
     @cached_property
     def state(self) -> dict[str, int]:
-        """Return name -> bytes per element of all that the optimizer keeps."""
+        """Return name -> bytes per element of the whole optimizer state."""
         return {name: sum(n for kind, n in one.items() if kind != "weight") for name, one in self.kinds.items()}
 
     def flow(self, old: Strategy, new: Strategy) -> ReshardTraffic:
-        """Return the traffic of a switch. It moves exactly the elements that a rank must hold and does not."""
+        """Return the traffic of a switch. Each rank receives exactly the elements that it needs and does not have."""
         before, after = self.places(old), self.places(new)
         received, kept = [0] * len(after), [0] * len(after)
         known: dict[tuple[Place, Place], tuple[int, int]] = {}
@@ -113,17 +114,17 @@ class StateBytes:
 
     @cached_property
     def _seen_whole(self) -> frozenset[str]:
-        """Return the tensors that the optimizer has to see whole under some strategy."""
+        """Return the tensors that the optimizer has to see as a whole under some strategy."""
         return (self.options.whole | self.options.whole_in_tp) & self.kinds.keys()
 
     def plan(self, strategy: Strategy) -> ParallelPlan:
-        """Return the plan of `strategy`, which says who owns which tensor."""
+        """Return the plan of `strategy`, which names the owners of tensors."""
         if strategy not in self._plans:
             self._plans[strategy] = ParallelPlan(strategy, self.facts, self.options)
         return self._plans[strategy]
 
     def at_rest(self, strategy: Strategy) -> list[Rest]:
-        """Return the bytes that each rank holds between two steps, gradients included."""
+        """Return the bytes that each rank holds between two steps, including gradients."""
         known: dict[Place, Rest] = {}
         for place in self.places(strategy):
             if place not in known:
@@ -132,7 +133,7 @@ class StateBytes:
         return [self._with_owned(strategy, *each) for each in enumerate(found)] if self._seen_whole else found
 
     def _with_owned(self, strategy: Strategy, rank: int, rest: Rest) -> Rest:
-        """Return `rest` with the state of tensors that are seen whole, and with what an owner has beside its parts."""
+        """Add to `rest` the state of tensors that the optimizer sees as a whole, and the whole tensors of an owner."""
         plan, place = self.plan(strategy), self.places(strategy)[rank]
         here, held = self._stage(strategy, place), plan.layouts.held[rank]
         parameters, gradients = rest.parameters, rest.gradients
@@ -147,9 +148,9 @@ class StateBytes:
         return Rest(parameters, gradients, rest.optimizer + state, rest.buffers)
 
     def fractions(self, strategy: Strategy) -> tuple[list[list[float]], list[int]]:
-        """Return (rows, row number of each rank).
+        """Return (rows, index of the row of each rank).
 
-        A row has, for each block, the share of its elements that a rank updates. Ranks that hold the same have the same
+        A row has, for each block, the fraction of its elements that a rank updates. Ranks with equal fractions share a
         row.
         """
         rows: dict[tuple[float, ...], int] = {}
@@ -211,7 +212,7 @@ class StateBytes:
         return Rest(sums[0], sums[1], sums[2], self._all_buffers if here is None else sum(own))
 
     def _held(self, strategy: Strategy, place: Place, number: int) -> int:
-        """Return how many elements of a block the rank at `place` updates. Tensors with owners count as if cut."""
+        """Return the number of elements of a block that the rank at `place` updates. Owners are ignored."""
         here, tp = self._stage(strategy, place), strategy.tp
         where = (number, id(here), tp, bool(strategy.experts))
         if where not in self._counts:
@@ -221,7 +222,7 @@ class StateBytes:
                 for alike in self._alike(strategy)
             ]
             self._counts[where] = tuple((min(names), len(names)) for names in inside if names)
-        # Equal blocks of which a rank holds the same part are counted once.
+        # Equal blocks are counted only once, if a rank holds the same part of them.
         spread = strategy.ep, strategy.experts
         key = (self._counts[where], tp, place[1:], strategy.zero > 0 and strategy.shard, *spread)
         if key not in self._shares:
@@ -229,7 +230,7 @@ class StateBytes:
         return self._shares[key]
 
     def _stage(self, strategy: Strategy, place: Place) -> frozenset[str] | None:
-        """Return the names on its stage; None for all."""
+        """Return the names of the parameters on the stage of `place`; None for all."""
         stages = self.facts.stages(strategy)
         return stages[place[0]].parameters if stages else None
 
@@ -238,7 +239,7 @@ class StateBytes:
         return not stages or buffer in stages[place[0]].buffers
 
     def _cut(self, name: str, strategy: Strategy, place: Place, stage: int) -> Layout:
-        """Return what the rank at `place` holds, of what ZeRO shards from `stage` on.
+        """Return the layout of a tensor at `place`. stage: the first ZeRO stage that shards it.
 
         stage: 3 for weights, 2 for gradients, 1 for optimizer state.
         """
@@ -266,7 +267,7 @@ class StateBytes:
         return self._cuts[key]
 
     def _alike(self, *strategies: Strategy) -> list[_Class]:
-        """Return the classes of parameters that are cut alike under these strategies."""
+        """Return the classes of parameters that are split in the same way under these strategies."""
         sizes, moved = tuple(each.tp for each in strategies), any(each.experts for each in strategies)
         if (*sizes, moved) not in self._classes:
             parts = [part for size in sizes for part in self._whole(size)]
@@ -280,7 +281,7 @@ class StateBytes:
         return self._classes[*sizes, moved]
 
     def _whole(self, size: int) -> list[dict[str, Layout]]:
-        """Return, by place along tp, what a rank holds before dp shards it. Equal layouts are one object."""
+        """Return, for each place along tp, name -> layout before dp shards it. Equal layouts are one object."""
         if size not in self._wholes:
             parts = [self.facts.parts(size, index, self.options.tp_plan) for index in range(size)]
             self._wholes[size] = [
