@@ -436,7 +436,7 @@ def after_a_message(rank: int) -> list[str]:
     if rank < 2:
         (dist.send if rank == 0 else dist.recv)(torch.ones(1), 1 - rank)
     known = list(Communicator.everyone)
-    quiet(strategy="zero3").fit(1)
+    quiet(strategy="zero3", batch_size=6).fit(1)
     return [one.parent.partition("/")[2] for one in Communicator.everyone if one.met and one not in known]
 
 
