@@ -1,15 +1,15 @@
-"""Computes the head of a model and its cross entropy in pieces, so that no rank ever holds all logits.
+"""Compute the head of a model and its cross entropy in pieces, so that no rank ever holds all logits.
 
 The logits (samples, positions, vocabulary) of a language model are often its largest tensor. With
-`Compute(loss_chunks=n)` the head gives `ChunkedLogits`: the hidden states, and how logits are made of them. The usual
-steps of a loss (views, slices, casts, scaling, transposing) are noted. `F.cross_entropy` then takes a part of the
-positions at a time: it computes the logits of that part and their losses, and keeps only the hidden states. The
-backward pass computes the logits of each part again. So at any time there are logits, and gradients of logits, for one
-part in n. The head's matrix product is made three times instead of two, as in the chunked losses of torchtitan.
+`Compute(loss_chunks=n)` the head returns `ChunkedLogits`: the hidden states, and how logits are computed from them. The
+usual steps of a loss (views, slices, casts, scaling, transposing) are recorded. `F.cross_entropy` then processes a part
+of the positions at a time: it computes the logits of this part and their losses, and keeps only the hidden states. The
+backward pass computes the logits of each part again. So at any time, logits and their gradients exist for one of n
+parts. The head's matrix product is computed three times instead of two, as in the chunked losses of torchtitan.
 
-Any other operation gets all logits. It is right, and saves nothing; a warning says so.
+Any other operation gets all logits. This is correct, but saves no memory, and a warning says so.
 
-Under tp each part is split over the vocabulary as before (sharded_tensor.py), and sends its three numbers per position.
+With tp, each part is split over the vocabulary as before (sharded_tensor.py), and sends its three numbers per position.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nbkit.rank.parallel.tensor.sharded_tensor import ELEMENTWISE, SCALING, Shar
 
 
 def find_head(model: nn.Module, blocks: Collection[str], chunks: int) -> str:
-    """Return the name of the map to the vocabulary: the linear map outside of `blocks` that has the most outputs.
+    """Return the name of the map to the vocabulary: the linear map outside of `blocks` with the most outputs.
 
     Raises StrategyError if there is none.
     """
@@ -49,7 +49,7 @@ def find_head(model: nn.Module, blocks: Collection[str], chunks: int) -> str:
 
 
 def chunk_logits(head: nn.Module, whole_head: nn.Module, chunks: int) -> None:
-    """Make `head` give ChunkedLogits of `chunks` parts. In place. whole_head: the same map, not split by tp."""
+    """Make `head` return ChunkedLogits of `chunks` parts. In place. whole_head: the same map, not split by tp."""
     wrap(head, _ChunkedHead(head, sizes(whole_head)[1], chunks))
 
 

@@ -144,7 +144,7 @@ _NUDGE, _NOISE = 1e-11, 30
 input: by `_NUDGE`, or by the rounding inside the block, for example in a router that computes in float32."""
 
 _MODULES, _LEAST = 5, 1 / 3
-"""The number of times that one more module is tried on all positions; the least share of matrix elements left to run on
+"""How often one more module is tried on all positions; the minimum fraction of matrix elements that must run on
 parts."""
 
 Rules = tuple[int | None, ...]

@@ -1,10 +1,11 @@
-"""Sequence parallelism (Korthikanti et al. 2022): between the maps, positions are split instead of repeated.
+"""Sequence parallelism (Korthikanti et al. 2022): between the maps, positions are split instead of repeated on each
+rank.
 
-The code between the maps of a block must treat positions one by one: norms, dropout, activations, residuals. Blocks
-with other modules use plain tensor parallelism, and a note says why.
+The code between the maps of a block must treat each position independently: norms, dropout, activations, residuals.
+Blocks with other modules use plain tensor parallelism, and a note gives the reason.
 
 Each pair sends an all-gather and a reduce-scatter of B x T x D elements, in forward and in backward. These are the same
-bytes as the all-reduces of plain tensor parallelism, but only 1/n of the activations between the maps is in memory.
+bytes as the all-reduces of plain tensor parallelism, but each rank stores only 1/n of the activations between the maps.
 For the code between, before and after the blocks see sharded_tensor.py.
 """
 
@@ -40,10 +41,10 @@ class SequenceParallelChain:
 
 
 class SequenceParallelBlock(Around):
-    """Wrapper of a block that treats positions one by one, except in its pairs.
+    """Wrapper of a block that treats each position independently, except in its pairs.
 
-    It takes hidden states (B, T, D), whole or as a PositionShard, and returns a PositionShard. All other arguments are
-    passed whole.
+    The input is hidden states (B, T, D), whole or as a PositionShard, and the output is a PositionShard. All other
+    arguments are passed whole.
     """
 
     _team: TpGroup
@@ -71,7 +72,7 @@ class SequenceParallelBlock(Around):
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the hidden states (B, T, D) among the arguments. Raises TrainingError if there are none."""
+    """Return the hidden states (B, T, D) from the arguments. Raises TrainingError if there are none."""
     x = first_tensor(args, kwargs)
     if x is None or x.ndim != 3:
         raise TrainingError(
@@ -83,7 +84,7 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def chains(module: nn.Module, plan: TensorPlan) -> list[SequenceParallelChain]:
-    """Return runs of neighbouring modules that hold pairs, in the outermost containers that have such children.
+    """Return runs of neighbouring modules with pairs, in the outermost containers that have such children.
 
     A child without pairs (a block of another pipeline stage, a pooling between blocks) ends a run.
     """

@@ -1,7 +1,8 @@
-"""The splits of a model that are known to be right: plain data, found once by prove.py, the same on every rank.
+"""The splits of a model that are known to be correct: plain data, found once by prove.py, the same on every rank.
 
-The data flow between maps shows where a model may be split. A split is used only if it was run and gave the same as the
-whole. Without an example to run, the names of modules decide, and only known classes are split (choose_plan.py).
+The data flow between maps shows where a model may be split. A split is used only if it was run and gave the same
+results as the whole. Without an example to run, the names of modules decide, and only known classes are split
+(choose_plan.py).
 """
 
 from __future__ import annotations
