@@ -90,7 +90,8 @@ def _plain(value: Tensor) -> bool:
 def gradients(
     of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor | None] | None = None
 ) -> list[Tensor | None]:
-    """Return the gradients in `wanted` of the sum of `of`, each times its cotangent; None for what is not used.
+    """Return the gradients of the sum of all `of` times their cotangents, for each of `wanted`; None for unused
+    tensors.
 
     Without cotangents the tensors must be scalars. The graph is kept.
     """
@@ -103,18 +104,19 @@ def gradients(
 
 
 def run_backward(of: Sequence[Tensor]) -> None:
-    """Run the backward pass of all of `of`, which require gradients, with ones as their gradients."""
+    """Run the backward pass of all tensors in `of`, which require gradients, with gradients of ones."""
     torch.autograd.backward([_weighed(x, torch.ones_like(x)) for x in of])
 
 
 def _weighed(x: Tensor, cotangent: Tensor) -> Tensor:
-    """Return a scalar with that gradient. For other outputs torch imports its symbolic shapes, which takes a second."""
+    """Return a scalar whose gradient is `cotangent`. For other shapes torch imports symbolic shapes, which takes a
+    second."""
     found = x * cotangent.conj()
     return torch.view_as_real(found)[..., 0].sum() if found.is_complex() else found.sum()
 
 
 def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield every node of the graphs behind `tensors`, once. `variable` of a node is the leaf that it gives."""
+    """Yield every node of the graphs of `tensors` once. The attribute `variable` of a node is its leaf tensor."""
     seen, waiting = set[Any](), [x.grad_fn for x in tensors if x.grad_fn is not None]
     while waiting:
         node = waiting.pop()
@@ -137,11 +139,11 @@ SHAPE_ONLY = {
         *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
     )
 }
-"""Operations that use a tensor's shape, dtype or device, and read none of its values."""
+"""Operations that use a tensor's shape, dtype or device, but none of its values."""
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """Return a key of the memory behind a tensor. While the key is kept, no other memory equals it."""
+    """Return a key for the memory of a tensor. While the key is kept, no other memory has an equal key."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -157,7 +159,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves as `pytree.tree_leaves` does, in a quarter of the time for common arguments of operations."""
+    """Yield the leaves like `pytree.tree_leaves`, in a quarter of the time for common arguments of operations."""
     kind = type(value)
     if kind is tuple or kind is list:
         for part in value:

@@ -121,7 +121,7 @@ def _runs(dot: str, container: nn.Module, plan: TensorPlan) -> Iterator[Sequence
 def why_not_split(chain: SequenceParallelChain, heads_of: Collection[str]) -> str:
     """Return why the positions of a chain cannot be split, or "". heads_of: owners whose input may be gathered."""
     covered = {path for pair in chain.pairs for path in (*pair.columns, *pair.rows)}
-    # An attention has all positions inside.
+    # Inside an attention, a rank has all positions.
     covered |= {pair.owner for pair in chain.pairs if pair.kind != "mlp"}
     names = {name for name, _ in chain.blocks}
     for pair in chain.pairs:
@@ -146,7 +146,8 @@ def _is_pointwise(part: nn.Module) -> bool:
     own = [p for p in part._parameters.values() if p is not None]
     if any(p.ndim != 1 for p in own):
         return False
-    # Trust an unknown module if it only scales features, or if its name says that it treats positions one by one.
+    # Trust an unknown module if it only scales features, or if its name suggests that it treats positions
+    # independently.
     name, home = type(part).__name__.lower(), type(part).__module__
     known = home.startswith(("torch.nn.modules.activation", "transformers.activations"))
     harmless = bool(own) or known or any(word in name for word in ("norm", "drop", "identity"))
