@@ -83,8 +83,8 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
 
 def options_of(line: str) -> Any:
-    """Return the options in `line`. Those of --on NAME apply where the line says nothing else."""
-    line, _, rest = line.partition(" -- ")  # argparse would read the rest as its own words
+    """Return the options in `line`. Options of --on NAME are defaults for it."""
+    line, _, rest = line.partition(" -- ")  # argparse would parse the rest as options of its own
     options = parse(cluster_parser(), line)
     words = shlex.split(rest, comments=True)
     if options.verb == "start" and options.on:

@@ -15,13 +15,13 @@ from nbkit.wire.messages import CompleteName
 
 from .arguments import PARSERS
 
-PATIENCE_SECONDS = 0.3  # a rank answers in a few milliseconds, even while it trains; typing must not wait longer
+PATIENCE_SECONDS = 0.3  # a rank answers in milliseconds, even while it trains; typing must not wait longer
 _NAME = re.compile(r"[A-Za-z_][\w.]*$")
 
 
 @context_matcher(identifier="nbkit.ranks")  # type: ignore[misc, untyped-decorator]
 def complete(context: CompletionContext) -> SimpleMatcherResult:
-    """Return a magic's verbs and options on its line; elsewhere the names on the first rank that runs the cell."""
+    """Return a magic's verbs and options on its line, and elsewhere the names on the first rank that runs the cell."""
     nothing: Any = {"completions": []}
     words = context.text_until_cursor.rpartition("\n")[2].removesuffix(context.token).split()
     if words and words[0] in PARSERS:
@@ -44,7 +44,7 @@ def complete(context: CompletionContext) -> SimpleMatcherResult:
 
 
 def _after(magic: str, words: list[str], dash: str) -> list[str]:
-    """Return what may follow `words`: options after a dash, else verbs, if the magic has some and none is there yet."""
+    """Return the words that may follow: options after a dash, else the magic's verbs if none is typed yet."""
     parser: argparse.ArgumentParser = PARSERS[magic]()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

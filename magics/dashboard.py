@@ -1,4 +1,4 @@
-"""`%dashboard`: what the training does, live."""
+"""`%dashboard`: a live view of the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IPython's `%debug` and `%pdb` after a cell that failed on a rank: its frames are there, not in the notebook."""
+"""IPython's `%debug` and `%pdb` after a cell that failed on a rank. The frames are on the rank, not in the notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`%train`: control the training that runs, except its strategy."""
+"""`%train`: control the running training, except for its strategy."""
 
 from __future__ import annotations
 

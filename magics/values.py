@@ -1,4 +1,4 @@
-"""`%push` and `%pull`: copy variables that the user names between the notebook and the ranks."""
+"""`%push` and `%pull`: copy variables between the notebook and the ranks."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class ValueMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
 
 class _Forget:
-    """A callback for the end of a cell that removes a pulled value from Out, because the value has a name of its own.
+    """A callback at the end of a cell that removes a pulled value from Out.
 
-    Otherwise, Out would keep everything that a session pulls.
+    The value has a variable of its own, and Out would keep every pulled value alive.
     """
 
     def __init__(self, shell: Any, value: Any) -> None:

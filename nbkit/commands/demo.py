@@ -23,12 +23,12 @@ from nbkit.notebook.lessons import lesson
 from nbkit.notebook.user_files import write_file
 
 LESSON = "00_switch_live"
-# Ranks that outlive a killed demo release their devices after this time.
+# If the demo is killed, its ranks release their devices after this time.
 TTL_SECONDS = 60
 CPU_RANKS, MOST_RANKS, BATCH = 4, 8, 16
-# With a larger difference the switched training counts as different from the one without switches.
+# The largest difference at which the switched training still counts as equal to the one without switches.
 APART = 1e-8
-# Pause before a switch, as a person would make it, so that switches lie apart on the curve.
+# A pause before each switch, so that the switches are apart on the curve.
 PACE_SECONDS = 2.0
 _PROGRESS = re.compile(r"step \d+[^\r\n]*")
 _LABEL = re.compile(r"^\[[\d,-]+\] ?", re.MULTILINE)
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     story = Story(notebook, terminal)
     # A closed terminal or a `kill` ends the demo like Ctrl-C, with everything that it started. SIGINT is in the list
-    # because a shell that starts the demo in the background ignores it.
+    # because it is ignored in a process that a shell starts in the background.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
@@ -82,14 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     finally:
         terminal.clear()
-        # The notebook up to here is worth reading, above all after a failure.
+        # Keep the executed part of the notebook, above all after a failure.
         write_file(arguments.output, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
     story.tell()
     return _close(terminal, story, arguments.steps, arguments.output, time.monotonic() - began)
 
 
 def _settings(arguments: argparse.Namespace) -> tuple[str, str]:
-    """Return (the ranks in words, the notebook's parameters)."""
+    """Return (description of the ranks, parameters of the notebook)."""
     pins = pins_within(site_settings.read(), read_machine(), arguments.n, cpu=arguments.cpu).pins
     on_gpus = pins[0].kind == "gpu"
     n = arguments.n or (min(max(len(pins) // 2 * 2, 2), MOST_RANKS) if on_gpus else CPU_RANKS)
@@ -103,7 +103,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[str, str]:
 
 
 class Terminal:
-    """Lines, and one live line below them. In a file, the live line is an ordinary line now and then."""
+    """Output with a live line below the other lines. In a file, the live line becomes an ordinary line now and then."""
 
     def __init__(self) -> None:
         self.is_live = sys.stdout.isatty()
@@ -122,12 +122,12 @@ class Terminal:
         sys.stdout.flush()
 
     def say(self, text: str) -> None:
-        """Print a line that stays. The live line is gone until it is drawn again."""
+        """Print a line that stays. The live line disappears until it is drawn again."""
         self.clear()
         print(text, flush=True)
 
     def clear(self) -> None:
-        """Wipe the live line."""
+        """Erase the live line."""
         if self._drawn:
             sys.stdout.write(f"\r{' ' * self._drawn}\r")
             sys.stdout.flush()
@@ -135,7 +135,7 @@ class Terminal:
 
 
 class Story:
-    """The parts of the notebook that the terminal shows: the start, each switch, the proof, a sample."""
+    """Shows parts of the notebook in the terminal: the start, each switch, the proof, a sample."""
 
     def __init__(self, notebook: dict[str, Any], terminal: Terminal) -> None:
         self.notebook, self.terminal = notebook, terminal
@@ -146,7 +146,7 @@ class Story:
         self.apart: float | None = None
 
     def on_cell(self, cell: dict[str, Any]) -> None:
-        """Show that `cell` is next, and report the cells before it, which are finished."""
+        """Show that `cell` is next, and report the finished cells before it."""
         self.tell()
         if "switch" in cell["metadata"].get("tags", []):
             time.sleep(PACE_SECONDS)
@@ -155,12 +155,12 @@ class Story:
         self.terminal.live(f"cell {number} of {len(self.code)}: {(lines or ['...'])[0]}")
 
     def on_text(self, cell: dict[str, Any], text: str) -> None:
-        """Show the progress of a training from the text that a cell prints."""
+        """Show the progress of a training, from the printed text of a cell."""
         if {"train", "again"} & set(cell["metadata"].get("tags", [])) and (found := _PROGRESS.findall(text)):
             self.terminal.live(f"training: {found[-1].rstrip()}")
 
     def tell(self) -> None:
-        """Report finished parts that were not reported yet."""
+        """Report the finished parts that have not been reported yet."""
         while self._unreported and self._unreported[0][1]["execution_count"] is not None:
             tag, cell = self._unreported.pop(0)
             text = _LABEL.sub("", shown_by(cell)).strip("\n")

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("jupyterlab") is None:
         hint = f"{shell_words(sys.executable)} -m pip install 'nbkit-train[lab]'"
         raise NbkitError("JupyterLab is not installed.", numbers=f"{sys.executable} has none", hint=hint)
-    # Not the lesson's path as a word: the address that --no-browser prints would lead to no lesson.
+    # The lesson is not an argument, because the address that --no-browser prints would not open it.
     command = [sys.executable, *OWN_MODULES, "jupyterlab", f"--ServerApp.root_dir={arguments.folder.absolute()}"]
     command.append(f"--LabApp.default_url=/lab/tree/{first.name}")
     command += ["--no-browser"] * arguments.no_browser + ["--allow-root"] * arguments.allow_root

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _own_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return standard input and output for the protocol alone. What is printed from now on goes to standard error."""
+    """Return standard input and output, for the protocol alone. From now on, prints go to standard error."""
     lines, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

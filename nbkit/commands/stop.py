@@ -15,7 +15,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         entry = registry.running(arguments.name)
-    except ClusterNotFound as error:  # its own hint is for a notebook
+    except ClusterNotFound as error:  # the hint of this error is for a notebook
         raise ClusterNotFound(error.what, numbers=error.numbers, hint="nbkit list") from None
     registry.end(entry)
     print(f"{entry.name}: stopped, {entry.n} {'rank' if entry.n == 1 else 'ranks'} ended")

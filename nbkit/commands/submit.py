@@ -90,12 +90,12 @@ def _run_here(path: Path, notebook: dict[str, Any], output: Path) -> int:
     def on_cell(cell: dict[str, Any]) -> None:
         try:
             keep()
-        except NbkitError as error:  # what trains goes on; the last one ends with it
+        except NbkitError as error:  # the training goes on; after the last cell this error ends the command
             print(f"{error.what} {error.numbers}", flush=True)
         first = next((line for line in "".join(cell["source"]).splitlines() if line.strip()), "")
         print(f"cell {code.index(cell) + 1} of {len(code)}: {first}", flush=True)
 
-    # A closed terminal, `kill` and the end of a job's time end it like Ctrl-C, with everything that it started.
+    # A closed terminal, `kill` and a job's time limit end the command like Ctrl-C, with everything that it started.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""Serve tools to a program on this machine, as the Model Context Protocol says: `nbkit mcp`.
+"""Serve tools to a program on this machine over the Model Context Protocol: `nbkit mcp`.
 
-The program starts the server and writes one JSON-RPC 2.0 message on each line of its standard input; the answers come
-on its standard output. There is no port. Of the protocol there are initialize, ping, tools/list and tools/call:
-https://modelcontextprotocol.io/specification/2025-11-25. The official package is not used, because it brings a web
+The program starts the server, writes a JSON-RPC 2.0 message on each line of its standard input, and reads the answers
+from its standard output. There is no port. The server implements initialize, ping, tools/list and tools/call of
+https://modelcontextprotocol.io/specification/2025-11-25. The official package is not used, because it needs a web
 server and 25 other packages.
 
-Each tool belongs to a tier, and the user grants tiers on the command line. Every request, and what came of it, is
-written to a log before its answer is sent. A request that cannot be logged is refused.
+Each tool belongs to a tier, and the user grants tiers on the command line. Every request and its outcome are written to
+a log before the answer is sent. A request that cannot be logged is refused.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ TIERS = {
     "steer": "control a training: strategy, learning rate, pause, save, stop",
     "code": "run code: start and end clusters, run cells, write scripts",
 }
-"""Each tier includes those before it."""
+"""Each tier includes the tiers before it."""
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-"""Revisions of the protocol that the server speaks, the newest first. They do not differ for tools."""
+"""Supported revisions of the protocol, the newest first. For tools they are equal."""
 LONGEST_LINE = 1 << 20
-"""Bytes of a request."""
+"""Largest size of a request in bytes."""
 LONGEST_ANSWER = 60_000
-"""Characters of an answer as JSON: about 20,000 tokens."""
+"""Largest size of an answer in characters of JSON: about 20,000 tokens."""
 MOST_CALLS = 8
-"""Calls at the same time. A cell that hangs must not keep `why` from being asked."""
+"""Largest number of calls at the same time. `why` must still be possible while a cell hangs."""
 _WAIT_AT_END = 2.0
 _PARSE, _INVALID, _NO_METHOD, _WRONG_PARAMS = -32700, -32600, -32601, -32602
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 cancelled: ContextVar[threading.Event] = ContextVar("cancelled", default=threading.Event())  # noqa: B039
-"""Set when the program no longer waits for the call that runs in this context."""
+"""Set when the program has cancelled the call that runs in this context."""
 
 
 def tool(tier: str, **about: str) -> Callable[[_F], _F]:
-    """Mark a method as a tool. about: what each of its parameters means. The docstring describes the tool itself."""
+    """Mark a method as a tool. about: parameter -> its meaning. The method's docstring describes the tool."""
 
     def mark(function: _F) -> _F:
         function.about_tool = tier, about  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def tool(tier: str, **about: str) -> Callable[[_F], _F]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a tool. kind: str, int, float or bool. several: it is a list of these. default: if not needed."""
+    """A parameter of a tool. kind: str, int, float or bool. several: it is a list of `kind`."""
 
     about: str
     kind: type
@@ -75,14 +75,14 @@ class Parameter:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Return it as JSON Schema."""
+        """Return the parameter as JSON Schema."""
         one = {"type": _TYPES[self.kind]}
         whole: dict[str, Any] = {"type": "array", "items": one} if self.several else one
         given = {} if self.needed or self.default is None else {"default": self.default}
         return {**whole, **given, "description": self.about}
 
     def fits(self, value: Any) -> bool:
-        """Return True if a value of JSON has its type."""
+        """Return True if a JSON value has the parameter's type."""
         if self.several:
             return isinstance(value, list) and all(_is_a(each, self.kind) for each in value)
         return _is_a(value, self.kind)
@@ -96,7 +96,7 @@ def _is_a(value: Any, kind: type) -> bool:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that programs can call. tier: the one that it belongs to. call: takes the arguments and returns a dict."""
+    """A tool that programs can call. tier: its tier. call: takes the arguments and returns a dict."""
 
     name: str
     tier: str
@@ -106,7 +106,7 @@ class Tool:
 
     @classmethod
     def of(cls, method: Any) -> Tool:
-        """Return the tool that a method marked by `tool` is."""
+        """Return the tool for a method that `tool` has marked."""
         tier, about = method.about_tool
         hints, parameters = get_type_hints(method), {}
         for name, each in inspect.signature(method).parameters.items():
@@ -121,7 +121,7 @@ class Tool:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Return it as tools/list shows it."""
+        """Return the tool's entry in tools/list."""
         schema = {
             "type": "object",
             "properties": {name: each.schema for name, each in self.parameters.items()},
@@ -132,7 +132,7 @@ class Tool:
         return {"name": self.name, "description": self.about, "inputSchema": schema, "annotations": hints}
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Raise UsageError for arguments that the tool does not take."""
+        """Raise UsageError if the arguments do not fit the tool's parameters."""
         takes = ", ".join(f"{name}{'' if each.needed else '?'}" for name, each in self.parameters.items()) or "nothing"
         for name, value in arguments.items():
             if name not in self.parameters:
@@ -153,17 +153,17 @@ class Tool:
 
 
 def tools_of(offered: object) -> dict[str, Tool]:
-    """Return the tools among the methods of an object, by name, in the order of their tiers."""
+    """Return name -> tool for the tools among an object's methods, in the order of their tiers."""
     methods = [getattr(offered, name) for name in vars(type(offered)) if hasattr(getattr(offered, name), "about_tool")]
     made = sorted(map(Tool.of, methods), key=lambda each: list(TIERS).index(each.tier))
     return {each.name: each for each in made}
 
 
 class AuditLog:
-    """A file of JSON lines that only this user can read, to which lines are only added."""
+    """An append-only file of JSON lines that only this user can read."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, and create it if needed. Raises NbkitError for a file that others own or can read."""
+        """Open the file, or create it. Raises NbkitError if others own it or can read it."""
         self.path = path
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -183,7 +183,7 @@ class AuditLog:
         )
 
     def write(self, **line: Any) -> None:
-        """Add one line, in one write: the lines of two servers do not mix. Raises NbkitError if that fails."""
+        """Append one line in one write, so that lines of two servers do not mix. Raises NbkitError if that fails."""
         when = datetime.now(UTC).isoformat(timespec="milliseconds")
         text = json.dumps({"time": when, "pid": os.getpid(), **line}, ensure_ascii=False, default=str)
         data = text.encode("utf-8", "backslashreplace") + b"\n"
@@ -195,7 +195,7 @@ class AuditLog:
 
 
 class AgentServer:
-    """A server for one program. allow: the highest tier that it was granted. out: gets a line for each answer."""
+    """A server for one program. allow: the highest granted tier. out: gets a line for each answer."""
 
     def __init__(self, tools: Mapping[str, Tool], allow: str, log: AuditLog, out: BinaryIO) -> None:
         granted = list(TIERS)[: list(TIERS).index(allow) + 1]
@@ -205,7 +205,7 @@ class AgentServer:
         self._writing, self._counting = threading.Lock(), threading.Condition()
 
     def serve(self, lines: BinaryIO) -> None:
-        """Answer the lines until there are no more. Calls that still run then get two seconds."""
+        """Answer lines until the input ends. Then wait two seconds for calls that still run."""
         while line := lines.readline(LONGEST_LINE + 1):
             if len(line) > LONGEST_LINE:
                 while not line.endswith(b"\n") and (line := lines.readline(LONGEST_LINE)):
@@ -229,7 +229,7 @@ class AgentServer:
             return
         method, params, id = message.get("method"), message.get("params") or {}, message.get("id")
         if method is None and ("result" in message or "error" in message):
-            return  # an answer, and nothing was asked
+            return  # an answer, although the server sends no requests
         if not isinstance(method, str) or not isinstance(params, dict) or not isinstance(id, str | int | None):
             self._refuse(None, _INVALID, "A request has a method, params as an object, and an id.")
         elif "id" not in message:
@@ -270,7 +270,7 @@ class AgentServer:
         return {}
 
     def _call(self, id: Any, params: Mapping[str, Any]) -> None:
-        """Check a call, and run it in a thread of its own."""
+        """Check a call, and run it in its own thread."""
         name, arguments = params.get("name"), params.get("arguments") or {}
         asked = {"id": id, "tool": name, "arguments": arguments}
         found = self.tools.get(name) if isinstance(name, str) else None
@@ -319,13 +319,13 @@ class AgentServer:
                 self._counting.notify_all()
 
     def _finish(self, asked: Mapping[str, Any], outcome: str, answer: Any, seconds: float) -> None:
-        """Log what came of a call, then send it. The protocol wants an error that the caller can mend as a result."""
+        """Log the outcome of a call, then send it. An error of a tool is sent as a result, as the protocol says."""
         wrong = isinstance(answer, BaseException)
         text = str(answer) or type(answer).__name__
         if wrong and not isinstance(answer, NbkitError):
             text = f"{type(answer).__name__}: {answer}"
         told = {"why": text[:2000]} if wrong else {}
-        told |= {"arguments": asked["arguments"]} if outcome == "refused" else {}  # no line has been written yet
+        told |= {"arguments": asked["arguments"]} if outcome == "refused" else {}  # no line has been written for it yet
         try:
             self._write(outcome=outcome, id=asked["id"], tool=asked["tool"], seconds=round(seconds, 3), **told)
         except NbkitError as error:
@@ -371,9 +371,9 @@ _METHODS: dict[str, Callable[[AgentServer, Mapping[str, Any]], dict[str, Any]]] 
 
 
 def shortened(value: Any, limit: int = LONGEST_ANSWER) -> Any:
-    """Return a value of JSON that has at most about `limit` characters: long texts and lists lose their middle.
+    """Return a JSON value with at most about `limit` characters, by cutting the middle of long texts and lists.
 
-    The end of a text matters most, so it gets three quarters of the room. What is missing is counted in its place.
+    The end of a text matters most, so it gets three quarters of the room. A note with a count replaces the middle.
     """
     room, short = limit, value
     while len(json.dumps(short, ensure_ascii=False)) > limit and room > 100:

@@ -1,7 +1,7 @@
-"""The tools of `nbkit mcp`: what a program can ask of clusters and trainings, and do with them.
+"""The tools of `nbkit mcp`, with which a program inspects and controls clusters and trainings.
 
-A tool of the tier "look" asks the ranks through a client of its own, and a notebook that uses the cluster goes on. The
-other tools attach to the cluster, as a notebook does, so they are refused while a notebook uses it.
+Tools of the tier "look" ask the ranks through a client of their own, which does not disturb a notebook that uses the
+cluster. The other tools attach to the cluster like a notebook, so they are refused while a notebook uses it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from nbkit.wire import cluster_end
 from nbkit.wire.messages import GetStatus, GetStrategies, GetStrategyRow
 
 PATIENCE_SECONDS = 45.0
-"""A program's own limit is often 60 s. A control that takes longer goes on, and the tool says so."""
+"""A program's own timeout is often 60 s. A control that takes longer continues, and the tool's answer says so."""
 TABLE_SECONDS = 20.0
-"""For the first table of a training, while its model is looked at."""
+"""For the first table of a training, which analyzes its model."""
 SHOWN_CHARACTERS = 8_000
 _TICK = 0.05
 _CLUSTER = "name of the cluster; it may be left out if only one runs"
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 class KeptScreen(NoScreen):
-    """The text that a notebook would show for a cell: equal lines of several ranks appear once."""
+    """A screen that keeps the text which a notebook would show for a cell."""
 
     def __init__(self) -> None:
         self._pieces: deque[str] = deque()
@@ -74,7 +74,7 @@ class KeptScreen(NoScreen):
 
     @property
     def text(self) -> str:
-        """Return the newest text, about KEPT_CHARACTERS of it at most."""
+        """Return the newest text, at most about KEPT_CHARACTERS."""
         return "".join(list(self._pieces))
 
 
@@ -87,13 +87,13 @@ class AgentTools:
     def __init__(self) -> None:
         self._clusters: dict[str, Cluster] = {}
         self._clients: dict[tuple[str, float], Client] = {}
-        self._runs: dict[Connection, NewestRun] = {}  # which may keep a copy of the records of another host
+        self._runs: dict[Connection, NewestRun] = {}  # it may keep a copy of another host's records
         self._lock = threading.RLock()
 
     # Which cluster ------------------------------------------------------------------------------------------------
 
     def _entry(self, name: str) -> ClusterEntry:
-        """Return a running cluster of this user. Raises ClusterNotFound, UsageError or ClusterError."""
+        """Return the running cluster `name`, or the only one. Raises ClusterNotFound, UsageError or ClusterError."""
         try:
             entry = registry.running(name) if name else registry.the_only_one()
         except ClusterNotFound as error:
@@ -107,7 +107,7 @@ class AgentTools:
         return entry
 
     def _reached(self, name: str) -> tuple[ClusterEntry, Client]:
-        """Return a cluster and a client that may only ask."""
+        """Return a cluster's entry, and a client for requests that only read."""
         entry = self._entry(name)
         with self._lock:
             own = self._clusters.get(entry.name)
@@ -120,7 +120,7 @@ class AgentTools:
         return repinned(entry), client
 
     def _own(self, name: str, *, take: bool = False) -> Cluster:
-        """Return a cluster that this program is attached to. Raises ClusterError if a notebook uses it."""
+        """Return a cluster, and attach to it if needed. Raises ClusterError if another process uses it."""
         with self._lock:
             entry = self._entry(name)
             own = self._clusters.get(entry.name)
@@ -143,14 +143,14 @@ class AgentTools:
         return dict(client.ask([first], request).get(first, {}))
 
     def _recorded(self, entry: ClusterEntry) -> Path | None:
-        """Return the directory of the cluster's newest training, None if it has not been recorded."""
+        """Return the directory of the cluster's newest training, or None without records."""
         own = self._clusters.get(entry.name)
         if own is not None and not own.connection.why_gone():
             return self._runs.setdefault(own.connection, NewestRun(own.connection))()
         return recorded_by(entry)
 
     def _reader(self, cluster: str, run: str) -> RunReader:
-        """Return the records of a run, or of the newest training of a cluster. Raises UsageError without any."""
+        """Return a reader of a run, or of a cluster's newest training. Raises UsageError without records."""
         if run:
             return read_run(run)
         entry = self._entry(cluster)
@@ -418,7 +418,7 @@ class AgentTools:
         entry = self._entry(cluster)
         own = self._clusters.get(entry.name)
         if own is None and entry.is_attached():
-            self._own(cluster)  # refused, and says who uses it
+            self._own(cluster)  # raises an error that says who uses it
         if own is not None:
             own.stop()
         else:
@@ -443,7 +443,7 @@ class AgentTools:
         execution, deadline = handle._execution, time.monotonic() + timeout
         while not execution.done.done():
             settle([execution.done], _TICK)
-            if execution.prompts:  # nobody can type here, so the ranks are told so
+            if execution.prompts:  # nobody can type here: tell the ranks
                 PromptTalk(own.connection.client, execution).answer_all()
             if time.monotonic() > deadline or cancelled.get().is_set():
                 sentence = own.why().sentence
@@ -486,11 +486,11 @@ class AgentTools:
         return own, own.run(code, ranks or None, detach=True, at_step=at_step)
 
     def _stopped(self, own: Cluster, handle: CellHandle, end_after: float | None) -> dict[str, Any]:
-        """Stop a cell, and say how far the stop is. It goes on in its own thread if a rank does not end."""
+        """Stop a cell, and return its state. If a rank does not end, the stop goes on in its own thread."""
         execution = handle._execution
 
         def climb() -> None:
-            with suppress(Exception, CellStopped):  # the cell's own error, which `_cell` tells
+            with suppress(Exception, CellStopped):  # `_cell` returns the cell's error
                 handle.stop(end_after)
 
         threading.Thread(target=climb, name="nbkit-stop", daemon=True).start()
@@ -504,7 +504,7 @@ class AgentTools:
 
 
 def _patiently(control: Callable[[], ControlResult]) -> dict[str, Any]:
-    """Return the result of a control. After PATIENCE_SECONDS the control goes on, and this says so."""
+    """Return the result of a control, or after PATIENCE_SECONDS the status "waiting". Then the control goes on."""
     found: list[ControlResult | BaseException] = []
 
     def run() -> None:
@@ -531,7 +531,7 @@ def _patiently(control: Callable[[], ControlResult]) -> dict[str, Any]:
 
 
 def _cell(execution: Execution, characters: int = SHOWN_CHARACTERS) -> dict[str, Any]:
-    """Return a cell as it is now. characters: of its newest text."""
+    """Return the current state of a cell. characters: how much of its newest text to return."""
     done, screen = execution.done, execution.outbox.screen
     text = as_shown(screen.text) if isinstance(screen, KeptScreen) else ""
     if (more := len(text) - max(1, characters)) > 0:
@@ -553,7 +553,7 @@ def _ended(end: Any) -> dict[str, Any]:
 
 
 def _thinned(points: Sequence[T], wanted: int) -> list[T]:
-    """Return at most `wanted` of the points at equal distances. The last one is among them."""
+    """Return at most `wanted` points at equal distances, including the last one."""
     if len(points) <= max(1, wanted):
         return list(points)
     every = (len(points) - 1) / max(1, wanted - 1)

@@ -1,4 +1,4 @@
-"""The part of a report about this machine that a stranger may read: versions, environment, what `nbkit doctor` says.
+"""The public part of a bug report about this machine: versions, environment, and the output of `nbkit doctor`.
 
 `nbkit doctor --report` prints it, and `nbkit selftest` ends its report with it.
 """
@@ -33,8 +33,8 @@ def bug_report(found: DoctorReport) -> str:
 
 
 def block(text: str) -> str:
-    """Return `text` as a block of Markdown that is shown as it is."""
-    # Longer than any fence within.
+    """Return `text` as a code block of Markdown."""
+    # Four backticks, in case the text contains a fence.
     return f"````text\n{text.strip() or '(nothing)'}\n````"
 
 
@@ -51,7 +51,7 @@ def _private() -> Iterator[tuple[str, str]]:
     yield from ((place, "~") for place in places if len(place) > 1)
     try:
         user = getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a user without a name, as in containers
+    except (KeyError, OSError, ImportError):  # the user has no name, as in some containers
         user = "root"
     if user != "root":
         yield user, "USER"
@@ -70,7 +70,7 @@ def _versions() -> str:
 
 
 def _environment() -> str:
-    """Return the variables of torch, NCCL and CUDA, and no others."""
+    """Return the environment variables of torch, NCCL and CUDA, and no others."""
     rows = [(name, value) for name, value in sorted(os.environ.items()) if name.startswith(_TELLING)]
     return _columns([(name, "..." if _SECRET.search(name) else value) for name, value in rows])
 

@@ -1,7 +1,7 @@
-"""Check this machine: what it offers, what nbkit would use of it, and what to type for what is missing.
+"""Check this machine for `nbkit doctor`: its devices, what nbkit would use, and what to type if something is missing.
 
-Used by `nbkit doctor`. Versions come from the metadata of installed packages, GPUs from nvidia-smi. Neither torch nor a
-widget library is imported.
+Versions come from the metadata of installed packages, GPUs from nvidia-smi. Neither torch nor a widget library is
+imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OPTIONAL = {
     "ipywidgets": "live widgets; without it the same shows as text and HTML",
     "tensorboard": "%board",
 }
-# Docker gives 64 MiB unless told otherwise: DataLoader workers and NCCL then die with a bus error.
+# Docker's default is 64 MiB, with which DataLoader workers and NCCL die with a bus error.
 _SHARED_MEMORY_MIB = 1024
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
 
@@ -52,7 +52,7 @@ _MARKS: dict[State, str] = {"ok": "✓", "note": "!", "missing": "✗"}
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """A line of the report. "missing": a cluster cannot start without it; "note": worth knowing."""
+    """A line of the report. state "missing": a cluster cannot start without it. "note": worth knowing."""
 
     topic: str
     subject: str
@@ -67,7 +67,7 @@ class DoctorFinding:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """All findings, by topic; shows itself as text and as HTML."""
+    """All findings, by topic. It has a text and an HTML form."""
 
     findings: tuple[DoctorFinding, ...]
 
@@ -126,7 +126,7 @@ class DoctorReport:
 
 
 def doctor() -> DoctorReport:
-    """Check this machine. Takes as long as nvidia-smi does. Raises nothing: errors are in the report."""
+    """Check this machine. It takes as long as nvidia-smi. Errors are not raised, but are in the report."""
     machine = read_machine(links=True)
     return DoctorReport(
         (
@@ -185,9 +185,9 @@ _TORCH_LACKS = "import json; from nbkit.rank import torch_private; print(json.du
 
 
 def _private_symbols(torch: str) -> Iterator[DoctorFinding]:
-    """Yield the private parts of other libraries that nbkit uses but cannot find.
+    """Yield findings about private parts of other libraries that nbkit uses but cannot find.
 
-    torch is imported in a process of its own.
+    A separate process imports torch for this.
     """
     done = subprocess.run([sys.executable, "-c", _TORCH_LACKS], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -230,7 +230,7 @@ def _package(name: str, minimum: Mapping[str, str], state: State, purpose: str) 
 
 
 def required_versions() -> dict[str, str]:
-    """Return package -> lowest version from nbkit's own metadata, including extras; {} if nbkit is not installed."""
+    """Return package -> lowest supported version, from nbkit's metadata with extras; {} if nbkit is not installed."""
     try:
         lines = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -256,7 +256,7 @@ def _devices(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def _settings() -> Iterator[DoctorFinding]:
-    """Yield what the nbkit.toml files of this machine, user and project say."""
+    """Yield findings about the nbkit.toml files of this machine, user and project."""
     try:
         found = site_settings.read()
     except NbkitError as error:
@@ -274,7 +274,7 @@ def _settings() -> Iterator[DoctorFinding]:
 
 
 def _cluster(machine: Machine) -> Iterator[DoctorFinding]:
-    """Yield what `%cluster start` without options would do now."""
+    """Yield findings about what `%cluster start` without options would do now."""
     try:
         yield DoctorFinding("%cluster start would use", "folder", str(registry.check_home()))
     except NbkitError as error:

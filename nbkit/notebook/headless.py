@@ -1,9 +1,9 @@
-"""Run a notebook without a browser: cell after cell in a fresh kernel, each output kept with the cell that sent it.
+"""Run a notebook without a browser: cell after cell in a new kernel. Each output is stored in the cell that sent it.
 
-It is simpler than nbclient and differs from it: what a detached cell prints while later cells run is reported and kept,
-and the kernel is always this Python. Widgets and input() are not supported.
+It is simpler than nbclient and differs from it: output of a detached cell is kept even if it arrives while later cells
+run, and the kernel is always this Python. Widgets and input() are not supported.
 
-`set_parameters` sets a notebook's parameters, the values of its first assignments, before it runs.
+`set_parameters` changes a notebook's parameters, the values of its first assignments, before it runs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from nbkit.notebook.widgets.widget_output import EMPTY
 Cell = dict[str, Any]
 _READY_SECONDS = 120
 _LONGEST_PATH = 90
-"""Characters; a socket's path, which has ten more, may have 107."""
+"""Characters. A socket's path, which is ten characters longer, may have 107."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def read_notebook(path: Path) -> dict[str, Any]:
-    """Return the notebook's JSON, as before it was executed. Raises NbkitError if there is no notebook."""
+    """Return the notebook's JSON without outputs. Raises NbkitError if there is no notebook."""
     try:
         notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         cells = notebook["cells"]
@@ -51,23 +51,23 @@ def read_notebook(path: Path) -> dict[str, Any]:
 
 
 def tagged(notebook: dict[str, Any], tag: str) -> list[Cell]:
-    """Return the cells that carry `tag`, in order."""
+    """Return the cells with the tag, in order."""
     return [cell for cell in notebook["cells"] if tag in cell["metadata"].get("tags", [])]
 
 
 def text_of(cell: Cell) -> str:
-    """Return the text that a cell has printed, as a terminal would finally show it, without colours."""
+    """Return a cell's printed text as a terminal would show it in the end, without colours."""
     printed = "".join(output["text"] for output in cell["outputs"] if output["output_type"] == "stream")
     return as_shown(printed)
 
 
 def as_shown(printed: str) -> str:
-    """Return printed text as a terminal would finally show it, without colours."""
+    """Return printed text as a terminal would show it in the end, without colours."""
     return _ANSI.sub("", _overwritten(printed))
 
 
 def shown_by(cell: Cell) -> str:
-    """Return the text that a cell has printed, followed by the text of its last value."""
+    """Return a cell's printed text, followed by the text of its last value."""
     values = ["".join(output["data"].get("text/plain", "")) for output in cell["outputs"] if "data" in output]
     return "\n".join(text for text in (text_of(cell), *values) if text)
 
@@ -75,18 +75,18 @@ def shown_by(cell: Cell) -> str:
 class Headless:
     """A kernel of this Python. `with Headless(folder) as kernel: kernel.run(notebook)`.
 
-    Leaving the block ends the kernel and every cluster that it has started. on_text: called as (cell, text) with each
-    piece that a cell prints, even after that cell has ended.
+    Leaving the block ends the kernel and every cluster that it has started. on_text: called with (cell, text) for each
+    piece of printed text, even after the cell has ended.
     """
 
     def __init__(self, folder: Path, on_text: Callable[[Cell, str], None]) -> None:
         self.on_text = on_text
-        self._cells: dict[str, Cell] = {}  # by the id of the message that executed them
+        self._cells: dict[str, Cell] = {}  # id of the message that executed it -> cell
         self._displays: dict[str, list[dict[str, Any]]] = {}
         self._log = tempfile.TemporaryFile()
         self._sockets = tempfile.TemporaryDirectory(prefix="nbkit-", ignore_cleanup_errors=True)
         where = os.path.join(self._sockets.name, "kernel.json")
-        # Ports of TCP are chosen before the kernel opens them, and another program may have one by then.
+        # Avoid TCP: its ports are chosen before the kernel opens them, and another program may take one meanwhile.
         transport = "ipc" if len(where) <= _LONGEST_PATH else "tcp"
         self._manager = KernelManager(kernel_spec_manager=_ThisPython(), connection_file=where, transport=transport)
         self._manager.start_kernel(cwd=str(folder), stdout=self._log, stderr=self._log)
@@ -109,7 +109,7 @@ class Headless:
         self.close()
 
     def close(self) -> None:
-        """End the kernel, then its clusters. Nothing is left running."""
+        """End the kernel, then its clusters. Leave nothing running."""
         with uninterrupted():
             self._client.stop_channels()
             self._manager.shutdown_kernel(now=True)
@@ -136,11 +136,11 @@ class Headless:
                 raise CellError(
                     f"Code cell {number} of the notebook failed: {first}", rank=0, numbers="\n".join(shown[-20:])
                 )
-        for cell in code:  # of widgets that were closed; their pictures are outputs of their own
+        for cell in code:  # outputs of closed widgets; their pictures are separate outputs
             cell["outputs"] = [output for output in cell["outputs"] if output.get("data") != EMPTY]
 
     def _execute(self, cell: Cell) -> dict[str, Any]:
-        """Run one cell until its reply is here and the kernel is idle again. All its output has then arrived."""
+        """Run one cell. Return when its reply and all its output have arrived and the kernel is idle."""
         cell["outputs"] = []
         sent = self._client.execute("".join(cell["source"]), allow_stdin=False)
         self._cells[sent] = cell
@@ -164,7 +164,7 @@ class Headless:
         return dict(message["content"]) if message["parent_header"].get("msg_id") == sent else None
 
     def _take(self, message: dict[str, Any]) -> str:
-        """Put an output where it belongs. Return the id of the request that it reports as finished, else ""."""
+        """Store an output in its cell. Return the id of the request that the message reports as finished, else ""."""
         parent = str(message["parent_header"].get("msg_id", ""))
         kind, content = message["msg_type"], message["content"]
         if kind == "status":
@@ -193,13 +193,13 @@ class Headless:
             raise NbkitError("The notebook kernel has died.", numbers=self._log_tail(), hint="nbkit doctor")
 
     def _log_tail(self) -> str:
-        # pread: the kernel's own position in this file is not to be moved.
+        # pread does not move the kernel's position in this file.
         size = os.fstat(self._log.fileno()).st_size
         return _plain(os.pread(self._log.fileno(), 2000, max(0, size - 2000)).decode(errors="replace").strip())
 
 
 class _ThisPython(KernelSpecManager):  # type: ignore[misc]
-    """Knows one kernel. Another environment of the user may own the name "python3"."""
+    """Knows only this Python's kernel. The name "python3" may belong to another environment of the user."""
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -215,7 +215,7 @@ def _append(outputs: list[dict[str, Any]], name: str, text: str) -> None:
 
 
 def _overwritten(text: str) -> str:
-    """Return each line as it looks after `\\r` has restarted it. The last line may still be restarted."""
+    """Return the lines without text that `\\r` has overwritten. The last line may still be overwritten."""
     *complete, last = text.split("\n")
     lines = [_after_returns(line) for line in complete]
     ends_with_return = "\r" if last.endswith("\r") else ""
@@ -223,7 +223,7 @@ def _overwritten(text: str) -> str:
 
 
 def _after_returns(line: str) -> str:
-    # A terminal overwrites from the left: what is longer than the new text stays.
+    # A terminal overwrites from the left, so the end of a longer old text stays.
     shown = ""
     for piece in line.split("\r"):
         shown = piece + shown[len(piece) :]
@@ -235,10 +235,10 @@ def _plain(text: str) -> str:
 
 
 def set_parameters(notebook: dict[str, Any], given: Mapping[str, str]) -> None:
-    """Replace the value of the first assignment to each name by the given text, as a literal of the same type.
+    """Replace the value in the first assignment to each name by the given text, as a literal of the same type.
 
-    Only the cells tagged `parameters` are searched, or all cells of the notebook itself if none has that tag. Comments
-    stay. Raises UsageError for a name that is not assigned there, and for a value of another type.
+    Search the cells with the tag `parameters`, or if there are none, all cells that run in the notebook itself. Keep
+    comments. Raises UsageError for a name that is not assigned there, and for a value of another type.
     """
     cells = tagged(notebook, "parameters") or [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     found: dict[str, tuple[dict[str, Any], ast.expr]] = {}
@@ -252,7 +252,7 @@ def set_parameters(notebook: dict[str, Any], given: Mapping[str, str]) -> None:
                 numbers=f"it assigns: {', '.join(found) or 'nothing'}",
                 hint=f"{name} = ...   in a cell tagged parameters",
             )
-    # From the end, so that the places of the others stay.
+    # From the end, so that earlier places stay valid.
     for name, text in sorted(given.items(), key=lambda each: _start(found[each[0]][1]), reverse=True):
         cell, value = found[name]
         source = "".join(cell["source"])
@@ -268,7 +268,7 @@ def _start(value: ast.expr) -> tuple[int, int]:
 def _assignments(source: str) -> Iterator[tuple[str, ast.expr]]:
     try:
         tree = masked(source, "the cell").tree
-    except UsageError:  # it fails when it runs, and says why
+    except UsageError:  # the cell fails when it runs, with a better message
         return
     for node in tree.body:
         match node:
@@ -281,10 +281,10 @@ def _assignments(source: str) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _literal(name: str, text: str, before: ast.expr) -> str:
-    """Return `text` as a Python literal of the old value's type: "500" is a number for a number, and text for text."""
+    """Return `text` as a literal of the old value's type: "500" becomes a number or a text, as the old value was."""
     try:
         old = ast.literal_eval(before)
-    except ValueError:  # it was computed
+    except ValueError:  # the old value is computed
         old = None
     if isinstance(old, str):
         return repr(text)

@@ -21,12 +21,12 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def json_text(value: Any) -> str:
-    """Return a value that has a table as JSON. Errors are raised as without --json."""
+    """Return a value that is shown as a table, as JSON. Errors are raised as without --json."""
     return json.dumps(plain(value), indent=1, ensure_ascii=False)
 
 
 def plain(value: Any) -> Any:
-    """Return a value as dicts, lists, numbers and texts. What is neither becomes its text."""
+    """Return a value as dicts, lists, numbers and texts. Other objects become their text."""
     if hasattr(value, "as_json"):
         return plain(value.as_json())
     if is_dataclass(value) and not isinstance(value, type):

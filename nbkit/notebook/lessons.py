@@ -1,4 +1,4 @@
-"""The lessons: notebooks that come with nbkit."""
+"""The lessons: notebooks that are part of nbkit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def lesson_names() -> list[str]:
 
 
 def write_lessons(folder: Path) -> list[Path]:
-    """Write the lessons into `folder`, and return their paths in order. A file that is there already stays as it is.
+    """Write the lessons into `folder`, and return their paths in order. Existing files stay unchanged.
 
-    A link to a page of the manual becomes its name, because no page lies beside that folder. Raises NbkitError if they
-    cannot be written.
+    A link to a page of the manual becomes the page's name, because the pages are not there. Raises NbkitError if a
+    lesson cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write_lessons(folder: Path) -> list[Path]:
 
 
 def _folder() -> Path:
-    """Return nbkit/lessons, where a wheel has them, or notebooks/ of a checkout."""
+    """Return the folder of the lessons: nbkit/lessons in a wheel, notebooks/ in a checkout."""
     package = Path(nbkit.__file__).resolve().parent
     places = (package / "lessons", package.parent / "notebooks")
     found = next((place for place in places if place.is_dir()), None)

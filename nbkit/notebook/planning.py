@@ -1,7 +1,7 @@
-"""`nbkit.plan`: choose a strategy for a model, on this machine, a cluster, or hardware described in a line.
+"""`nbkit.plan`: choose a strategy for a model, on this machine, a cluster, or hardware that a line describes.
 
-The plan may run in a fork of this process (`in_a_fork`): what it imports and holds in memory ends with the fork.
-`PlanningLine` shows one line of progress while this takes long, and removes it at the end.
+The plan may be computed in a fork of this process (`in_a_fork`), so that its imports and memory end with the fork.
+`PlanningLine` shows a line of progress during a long computation, and removes it at the end.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Say = Callable[[str], None]
 def in_a_fork(function: Callable[[Say], T], *, heard: Say) -> T:
     """Return what `function` returns, computed in a fork. The result must be picklable.
 
-    The function may use everything that this process holds, and changes none of it. It is given a callable; what it
-    reports there is passed to `heard` here. Raises what it raises, with the traceback as a note, or ChildProcessError
-    if it ends without an answer. Ctrl-C here ends it. Use it only in a process that has not used torch: otherwise the
-    fork may hang in torch's thread pools.
+    The function can use all objects of this process, but cannot change them. It gets a callable, and `heard` is called
+    here with the texts that the function passes to it. Raises the function's error, with its traceback as a note, or
+    ChildProcessError if the fork ends without an answer. Ctrl-C here ends the fork. Use this only in a process that has
+    not used torch. Otherwise the fork may hang in torch's thread pools.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads of a kernel hold no lock that is taken here
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads hold no lock that the fork needs
         pid = os.fork()
     if not pid:
         os.close(reader)
@@ -68,7 +68,7 @@ def in_a_fork(function: Callable[[Say], T], *, heard: Say) -> T:
 
 
 def _next(stream: BinaryIO) -> tuple[str, Any] | None:
-    """Return ("said" | "failed" | "done", value), or None after the last one."""
+    """Read one message: ("said" | "failed" | "done", value), or None at the end."""
     try:
         found: tuple[str, Any] = pickle.load(stream)
     except EOFError:
@@ -77,10 +77,10 @@ def _next(stream: BinaryIO) -> tuple[str, Any] | None:
 
 
 def _answer(function: Callable[[Say], object], writer: int) -> None:
-    """Run the function in the fork and send its result. Never returns."""
+    """Run the function in the fork and send its result. This never returns."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the waiting process ends this one
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a kernel's own are threads, which a fork lacks
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a kernel's streams need threads, which a fork lacks
         with os.fdopen(writer, "wb", buffering=0) as stream:
             try:
                 packed = pickle.dumps(("done", function(lambda text: pickle.dump(("said", text), stream))))
@@ -90,7 +90,7 @@ def _answer(function: Callable[[Say], object], writer: int) -> None:
                     packed = pickle.dumps(("failed", error))
                 except Exception:
                     packed = pickle.dumps(("failed", RuntimeError(f"{type(error).__name__}: {error}")))
-            with os.fdopen(os.dup(writer), "wb") as whole:  # which writes all of it, however much a pipe takes at once
+            with os.fdopen(os.dup(writer), "wb") as whole:  # buffered, to write everything even if the pipe is full
                 whole.write(packed)
     finally:
         os._exit(0)
@@ -101,7 +101,7 @@ def _how(status: int) -> str:
 
 
 _AFTER, _EVERY = 1.5, 1.0
-"""Seconds before the line is first shown, and between two of it."""
+"""Seconds before the line is first shown, and between two updates."""
 
 
 class PlanningLine:
@@ -132,7 +132,7 @@ class PlanningLine:
             self._out.write("\r")
 
     def say(self, what: str) -> None:
-        """Record what is being done from now on."""
+        """Record the current step."""
         self._what = what
 
     def _draw(self) -> None:
@@ -148,9 +148,9 @@ class PlanningLine:
 
 
 PRECISIONS = {None: 4, "bf16": 2, "fp16": 2}
-"""Bytes of what is computed."""
+"""Bytes of an element in computations."""
 _EXAMPLE = 'nbkit.plan(nbkit.GPTConfig(width=768, layers=12, heads=12), batch=64, on="8 H100")'
-_TABLE_SECONDS = 10.0  # for what every strategy would take, which is worked out when somebody asks first
+_TABLE_SECONDS = 10.0  # for the table of strategies, which is computed at the first request
 _IN_THE_RANK_WING = "nbkit.rank.train.estimate.model_pieces"
 
 
@@ -166,7 +166,7 @@ def plan(
     optimizer: Callable[..., Any] | None = None,
     inputs: Sequence[str] | None = None,
 ) -> Plan:
-    """Return every strategy that fits, the best first, with its peak memory, its seconds and the bytes that it sends.
+    """Return every strategy that fits, the best first, with its peak memory, seconds per step, and bytes sent.
 
     model: a GPTConfig, a module, or a callable that builds one. A GPTConfig is not built and needs no torch. For the
     others, two rows of `example` are run on the CPU. batch: rows of a global batch. on: the hardware, such as "128 x 8
@@ -182,7 +182,7 @@ def plan(
 
 
 def explain(model: Any, first: str, second: str, *, batch: int, on: str, **settings: Any) -> Words:
-    """Return how two rows of a plan differ, and the choice with more devices, a faster network, or more rows.
+    """Return text about how two strategies differ, and the choice with more devices, a faster network, or more rows.
 
     settings: the other arguments of `plan`.
     """
@@ -200,10 +200,10 @@ def planned(
     why: list[str] | None,
     **others: str | None,
 ) -> Plan | Words:
-    """Return what `%nbkit plan` shows.
+    """Return the output of `%nbkit plan`.
 
-    variables: the notebook's variables; model and others (example, loss, optimizer) name some of them. Without a model:
-    the running training, see `training_plan`.
+    variables: the notebook's variables. model and others (example, loss, optimizer) are names of variables. Without a
+    model, plan for the running training, see `training_plan`.
     """
     given_too = {"--batch": batch, "--on": on, "--why": why, **{f"--{name}": value for name, value in others.items()}}
     if model is None and not any(value is not None for value in given_too.values()):
@@ -234,9 +234,9 @@ def planned(
 
 
 def training_plan() -> Words:
-    """Return what every strategy would cost for the training on this notebook's cluster, as in the strategy panel.
+    """Return the costs of every strategy for the training on this notebook's cluster, as in the strategy panel.
 
-    Raises UsageError if nothing trains there, ClusterError without a cluster.
+    Raises UsageError if there is no training, ClusterError without a cluster.
     """
     from nbkit.notebook.cluster.cluster import current
     from nbkit.notebook.widgets.panel.view import Looked, State, reduce, text_of
@@ -255,7 +255,7 @@ def training_plan() -> Words:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request for a plan. It is checked when it is made."""
+    """A request for a plan. Creating it checks it."""
 
     model: Any
     batch: int
@@ -275,7 +275,7 @@ class _Asked:
             raise UsageError("A batch has at least one row.", numbers=f"batch={self.batch!r}", hint="batch=64")
         if isinstance(self.model, GPTConfig):
             return
-        if not callable(self.model):  # a module is
+        if not callable(self.model):  # a module is callable too
             raise UsageError(
                 "A plan is made of a GPTConfig, a module, or a callable that builds one.",
                 numbers=f"this is a {type(self.model).__name__}",
@@ -289,7 +289,7 @@ class _Asked:
             )
 
     def answered(self, make: Callable[[Subject], T]) -> T:
-        """Return what `make` returns for the model. Runs in a fork if torch would be imported only for this."""
+        """Return the result of `make` for the model. Run in a fork if torch would be imported only for this."""
         if isinstance(self.model, GPTConfig):
             return make(GPTPieces(self.model, element=PRECISIONS[self.precision]))
         with PlanningLine("nbkit.plan", "imports torch") as line:
@@ -298,7 +298,7 @@ class _Asked:
             return in_a_fork(lambda say: make(self._measured(say)), heard=line.say)
 
     def _measured(self, say: Callable[[str], None]) -> Subject:
-        # Imported by name: the notebook side imports torch only for a user who has a model.
+        # Import by name, because the notebook side must not import torch except for a user's model.
         found: Subject = importlib.import_module(_IN_THE_RANK_WING).describe(
             self.model,
             self.example() if callable(self.example) else self.example,

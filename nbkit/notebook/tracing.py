@@ -1,12 +1,12 @@
-"""Trace the next steps of a running training: one file for all ranks, made from their records.
+"""Trace the next steps of a running training: write one file for all ranks, from their records.
 
-The ranks agree on the steps at a boundary, as they do for a switch, and record them in detail; nothing is added to the
-steps themselves. The files of the run are read until all ranks have written the last of them.
+At a step boundary the ranks agree on the steps, as for a switch. They record these steps in detail, but do nothing else
+in addition. The records are read until all ranks have written the last step.
 
 The file is in Chrome's JSON format, which Perfetto and chrome://tracing open. Each rank is a process of the trace. Its
 threads are the steps, the states of the training thread, the operations of the pipeline, and the communication of each
-axis, on as many lines as overlap. Arrows lead from sends to their receives. Times are microseconds on rank 0's clock.
-The format: Duque and Sigelman, "Trace Event Format", Google 2016.
+axis, with more lines if operations overlap. Arrows lead from sends to their receives. Times are in microseconds, on
+rank 0's clock. The format: Duque and Sigelman, "Trace Event Format", Google 2016.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A written trace: steps first to last of this many ranks. It can be used wherever a path is expected."""
+    """A written trace of the steps `first` to `last`. It can be used as a path."""
 
     path: Path
     first: int
@@ -57,9 +57,9 @@ def trace(
 ) -> TraceFile:
     """Begin a trace, wait for its steps and write them to `path`, by default ./trace-RUN-FIRST-LAST.json.gz.
 
-    directory: the run's, None while there is none. begin: makes the ranks record their next steps in detail; gives the
-    first and the last. check: raises when the ranks cannot make steps any more. Raises TrainingError when the training
-    ends before it makes one of the steps.
+    directory: returns the run's directory, or None if there is none yet. begin: makes the ranks record their next steps
+    in detail, and returns the first and last step. check: raises if the ranks cannot make steps any more. Raises
+    TrainingError if the training ends before the first of these steps.
     """
     kept = KeptRecords()
     if (before := directory()) is not None:
@@ -75,7 +75,7 @@ def trace(
 
 
 class KeptRecords:
-    """The records of steps first to last, read while they are written."""
+    """The records of the steps `first` to `last`, read while they are written."""
 
     def __init__(self) -> None:
         self.first = self.last = 0
@@ -87,12 +87,12 @@ class KeptRecords:
         self._quiet: set[int] = set()  # ranks that had nothing new at the last read
 
     def begin_at_end(self, folder: Path) -> None:
-        """Skip what is already written; read only later records."""
+        """Skip the existing records, to read only later ones."""
         self._folder = folder
         self._cursors = {rank: cursor_near_end(path, num_bytes=0) for rank, path in rank_files(folder).items()}
 
     def read(self, folder: Path) -> None:
-        """Read what is new."""
+        """Read new records."""
         if folder != self._folder:
             self._folder, self._cursors = folder, {}
         for rank, path in rank_files(folder).items():
@@ -104,14 +104,14 @@ class KeptRecords:
     @property
     def complete(self) -> bool:
         """Return True if every rank has recorded the last step, or has ended its training."""
-        # A rank records the end first, then the steps that were in flight.
+        # After the end of a training, a rank still records the steps that were in flight.
         over = self._ended & self._quiet
         return bool(self._cursors) and all(
             self.last in self.details.get(rank, ()) or rank in over for rank in self._cursors
         )
 
     def write(self, path: str | os.PathLike[str] | None) -> TraceFile:
-        """Write the trace of the steps that were read. Raises TrainingError when there is none."""
+        """Write the trace of the steps that were read. Raises TrainingError if there are none."""
         found = sorted({step for those in self.details.values() for step in those})
         if not found or self._folder is None:
             raise TrainingError(
@@ -155,7 +155,7 @@ def chrome_trace(
     groups: Iterable[Group] = (),
     steps: Iterable[tuple[int, StepRecord]] = (),
 ) -> dict[str, Any]:
-    """Return the trace of the `details` of each rank. steps: (rank, record), for the numbers of the steps."""
+    """Return the trace. details: rank -> detailed steps. steps: (rank, record), for the figures of the steps."""
     known = {group.label: group for group in groups}
     records = {(rank, record.step): record for rank, record in steps}
     first = _first_issued(details, headers)
@@ -190,7 +190,7 @@ def _clock(headers: Mapping[int, Header]) -> str:
 
 
 def compressed(trace: dict[str, Any]) -> bytes:
-    """Return the contents of a trace file, compressed. Both viewers open it as it is."""
+    """Return the contents of a compressed trace file. Both viewers can open it."""
     return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), mtime=0)
 
 
@@ -201,7 +201,7 @@ class _Track:
         self.rank, self._header, self._begin = rank, header, begin
         self.events: list[Event] = []
         self._threads: dict[int, str] = {}
-        self._lines: dict[tuple[str, int], int] = {}  # (axis, how many of its lines lie above) -> thread
+        self._lines: dict[tuple[str, int], int] = {}  # (axis, index of the axis's line) -> thread
         self._free: dict[int, int] = {}  # thread -> when its last event ends
 
     def named(self) -> list[Event]:
@@ -215,7 +215,7 @@ class _Track:
         return named
 
     def add_step(self, detail: Detail, record: StepRecord | None) -> None:
-        """Add the step itself, its states and the operations of its pipeline."""
+        """Add the step, its states and its pipeline operations."""
         if detail.laps:
             args: dict[str, Any] = {}
             if record is not None:
@@ -231,7 +231,7 @@ class _Track:
             self._span(_PIPELINE, "pipeline", name, op.start_ns, op.stop_ns, where)
 
     def add_call(self, call: TimedCall, group: Group | None, first: Mapping[tuple[str, str, int], int]) -> Event:
-        """Add a collective or message, from its issue to its end. A call without a time has no length, and says so."""
+        """Add a collective or message, from its issue to its end. Without a time it has no length, but a note."""
         axis = group.axis if group is not None else call.group
         stop = call.done if call.done is not None else call.issued
         args: dict[str, Any] = {"bytes": call.bytes, "group": call.group, "number": call.place}
@@ -250,7 +250,7 @@ class _Track:
         return self._span(line, self._threads[line], name, call.issued, stop, args)
 
     def _line(self, axis: str, start: int, stop: int) -> int:
-        """Return the first free line of the axis. Events of one thread must not overlap."""
+        """Return the first free line of the axis, because events of one thread must not overlap."""
         above = 0
         while True:
             thread = self._lines.setdefault((axis, above), _LINES + len(self._lines))
@@ -277,13 +277,13 @@ class _Track:
 def _moments(detail: Detail) -> Iterator[int]:
     yield from (lap[1] for lap in detail.laps)
     yield from (op.start_ns for op in detail.pipeline)
-    yield from (call.issued for call in detail.calls)  # on CUDA the host runs ahead of the device
+    yield from (call.issued for call in detail.calls)  # on CUDA the host is ahead of the device
 
 
 def _first_issued(
     details: Mapping[int, Sequence[Detail]], headers: Mapping[int, Header]
 ) -> dict[tuple[str, str, int], int]:
-    """Return when the first rank issued each collective. The delay of the others shows who is late."""
+    """Return the time at which the first rank issued each collective. The delays of the others show who is late."""
     first: dict[tuple[str, str, int], int] = {}
     for rank, those in details.items():
         for call in (call for one in those for call in one.calls if call.peer is None):
@@ -293,13 +293,13 @@ def _first_issued(
 
 
 def _arrows(sent: Mapping[tuple[Any, ...], Event], taken: Mapping[tuple[Any, ...], Event]) -> list[Event]:
-    """Return an arrow from send to arrival for each message. A viewer ties each end to the event at that time."""
+    """Return an arrow from send to receive for each message. A viewer attaches each end to the event at that time."""
     arrows: list[Event] = []
     for number, key in enumerate(sorted(sent.keys() & taken.keys(), key=str)):
         send, recv = sent[key], taken[key]
         common = {"name": "message", "cat": "message", "id": number}
         arrows.append({**common, "ph": "s", "ts": send["ts"], "pid": send["pid"], "tid": send["tid"]})
-        # The arrow ends in the last nanosecond: at the end itself the event is over.
+        # The arrow ends a nanosecond before the end, when the event is still there.
         end = max(recv["ts"], round(recv["ts"] + recv["dur"] - 0.001, 3))
         arrows.append({**common, "ph": "f", "bp": "e", "ts": end, "pid": recv["pid"], "tid": recv["tid"]})
     return arrows

@@ -1,8 +1,6 @@
-"""Write the files that a user asks for: completely, or the old content stays and one error says why.
+"""Write a user's files atomically: on an error, such as a full disk, the old content stays and the error says why.
 
-Without this, a library that writes to a full disk leaves half a file and a traceback.
-
-`uninterrupted` protects cleaning up: a second Ctrl-C does not leave it half done.
+`uninterrupted` protects a cleanup from a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from nbkit.errors import NbkitError
 def write_file(path: Path, content: str | bytes) -> Path:
     """Write `content` to `path`, text as UTF-8, and return the absolute path. Raises NbkitError if that fails.
 
-    Text may hold names from a file system that are not UTF-8; their bytes are kept.
+    Text may contain names from a file system that are not valid UTF-8. Their bytes are kept.
     """
     if isinstance(content, str):
         content = content.encode("utf-8", "surrogateescape")
     target = path.absolute()
-    # What a link leads to is written, not the link. A pipe or a device takes what it is given.
+    # Write the target of a link, not the link. A pipe or a device is written directly.
     target = Path(os.path.realpath(target))
     beside = target.with_name(f".nbkit-{secrets.token_hex(6)}")
     try:
@@ -60,12 +58,12 @@ def _free(path: Path) -> str:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore interrupts that arrive inside.
+    """Ignore interrupts inside of the `with` block.
 
     Use it only after an interrupt or an error, and for a few seconds at most.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals act in the main thread alone
+        yield  # only the main thread gets signals
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,9 +1,9 @@
 """Start TensorBoard for a notebook, check that it answers, show it and end it.
 
-TensorBoard's own notebook extension reuses any process that its info files name, with that process's log directory.
-Here each notebook has its own TensorBoard, which is shown only after it has answered.
+TensorBoard's own notebook extension may reuse the process of another notebook, with another log directory. Here each
+notebook has its own TensorBoard, which is shown only after it has answered.
 
-This module also finds the address of a local port for the browser: direct, or through the notebook server.
+This module also finds the address of a local port for the browser: directly, or through the notebook server.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from nbkit.wire.user_code import OWN_MODULES
 
 
 def browser_url(port: int, environment: Mapping[str, str], base_url: str = "") -> str:
-    """Return the address to open, always with a trailing slash: TensorBoard's page uses URLs relative to it.
+    """Return the address to open. It has a trailing slash, because TensorBoard's page uses relative URLs.
 
     environment: these variables are checked in this order: TENSORBOARD_PROXY_URL (with %PORT%),
-    JUPYTERHUB_SERVICE_PREFIX, VSCODE_PROXY_URI (code-server's, with {{port}}) and CODESPACE_NAME. VS Code on a remote
+    JUPYTERHUB_SERVICE_PREFIX, VSCODE_PROXY_URI (of code-server, with {{port}}) and CODESPACE_NAME. VS Code on a remote
     machine forwards the plain address. base_url: the base URL of the Jupyter server if it forwards ports, else "".
-    Behind a server the address has no host, so it works with any name by which the browser knows the server.
+    Behind a server the address has no host, so it works with every host name of the server.
     """
     if template := environment.get("TENSORBOARD_PROXY_URL"):
         return template.replace("%PORT%", str(port)).rstrip("/") + "/"
@@ -58,7 +58,7 @@ def server_base_url(environment: Mapping[str, str], runtime_dir: Path) -> str:
     """Return the base URL of the Jupyter server that started this kernel, if it forwards ports; else ""."""
     if importlib.util.find_spec("jupyter_server_proxy") is None:
         return ""
-    # Each server leaves this file, named by its pid, for the time that it runs.
+    # Each running server has this file, with its pid in the name.
     record = runtime_dir / f"jpserver-{environment.get('JPY_PARENT_PID', '')}.json"
     try:
         return str(json.loads(record.read_text())["base_url"])
@@ -67,14 +67,14 @@ def server_base_url(environment: Mapping[str, str], runtime_dir: Path) -> str:
 
 
 def runtime_dir() -> Path:
-    """Return the folders where this user's Jupyter servers record that they run."""
+    """Return the folder with the records of this user's running Jupyter servers."""
     from jupyter_core.paths import jupyter_runtime_dir
 
     return Path(jupyter_runtime_dir())
 
 
 def in_colab(environment: Mapping[str, str]) -> bool:
-    """Return True if this kernel runs in Google Colab, where only Colab's own page knows the address of a port."""
+    """Return True if this kernel runs in Google Colab, where only Colab's page knows the address of a port."""
     return "COLAB_RELEASE_TAG" in environment
 
 
@@ -96,7 +96,7 @@ def colab_html(port: int, height: int, page: str = "") -> str:
 
 
 def other_way(port: int, environment: Mapping[str, str]) -> str:
-    """Return what the user can do if the address of `browser_url` does not open. environment: as in `browser_url`."""
+    """Return another way for the user if the address of `browser_url` does not open. environment: as there."""
     if "JUPYTERHUB_SERVICE_PREFIX" in environment:
         return "if the Hub does not find it: pip install jupyter-server-proxy   where the server is, then start it anew"
     return f"from another machine: {_ssh_line(port)}   then open http://127.0.0.1:{port}/"
@@ -105,28 +105,28 @@ def other_way(port: int, environment: Mapping[str, str]) -> str:
 def _ssh_line(port: int) -> str:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container whose user id has no name
+    except (KeyError, OSError):  # the user has no name, as in some containers
         user = os.environ.get("USER", "USER")
     return f"ssh -L {port}:127.0.0.1:{port} {user}@{socket.gethostname()}"
 
 
 _current: Board | None = None
 _LOG_LINES = 12
-# TensorBoard sorts its groups by name, which would put the interesting ones below the fold.
+# Pin the important charts to the top, because TensorBoard sorts its groups by name.
 _PINNED = [{"plugin": "scalars", "tag": tag} for tag in (tags.LOSS, tags.TOKENS_PER_SECOND)]
 
 
 class Board:
-    """A TensorBoard of this notebook, made by `Board.start`. A notebook shows it as a page, a terminal as text.
+    """The TensorBoard of this notebook, created by `Board.start`. A notebook shows it as a page, a terminal as text.
 
-    logdir: absolute path. port: port on 127.0.0.1. url: the address to open in the browser. height: height of the frame
-    in pixels.
+    logdir: absolute path. port: port on 127.0.0.1. url: the address to open in the browser. height: of the frame, in
+    pixels.
     """
 
     def __init__(self, logdir: Path, height: int) -> None:
         self.logdir, self.height = logdir, height
-        self._outputs: list[Any] = []  # of cells that show it
-        # In its own session, because the notebook's interrupt goes to the kernel's whole process group.
+        self._outputs: list[Any] = []  # cells' outputs that show it
+        # It needs its own session, because an interrupt of the notebook goes to the kernel's whole process group.
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, *OWN_MODULES, "nbkit.notebook.board.serve", str(os.getpid()), str(logdir)],
@@ -151,7 +151,7 @@ class Board:
 
         logdir: by default runs, or the one in nbkit.toml.
 
-        Returns when it has answered over HTTP. Raises BoardError, with nothing left running.
+        Return when it has answered over HTTP. If it does not, raise BoardError and leave nothing running.
         """
         global _current
         if importlib.util.find_spec("tensorboard") is None:
@@ -173,7 +173,7 @@ class Board:
 
     @staticmethod
     def end() -> str:
-        """Stop this notebook's TensorBoard, if there is one, and return what was done."""
+        """Stop this notebook's TensorBoard, if there is one. Return a sentence about it."""
         global _current
         if _current is None or not _current.is_alive():
             return "This notebook has no TensorBoard."
@@ -201,7 +201,7 @@ class Board:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._log.close()
-        for output in self._outputs:  # else a saved notebook would keep a frame for a dead port
+        for output in self._outputs:  # a saved notebook must not keep a frame for a dead port
             output.update(self._bundle(), raw=True)
         self._outputs.clear()
 
@@ -215,9 +215,9 @@ class Board:
         return port
 
     def _check_answer(self) -> None:
-        """Raise BoardError unless the server on the port is ours, that is, unless it names our log directory."""
+        """Raise BoardError unless the server on the port names our log directory."""
         where = f"http://127.0.0.1:{self.port}/data/environment"
-        # A proxy from the environment would look for the port on the proxy's machine.
+        # Use no proxy: it would connect to the port on its own machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         deadline = time.monotonic() + 20
         problem = ""

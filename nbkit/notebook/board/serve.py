@@ -1,9 +1,10 @@
 """Run TensorBoard as its own process: `python -m nbkit.notebook.board.serve PARENT_PID LOGDIR`.
 
-It loads only TensorBoard's own plugins and nbkit's: a third-party plugin that cannot be imported would end TensorBoard
-at start. It takes a free port, writes its address as the first line of stdout, and ends when its parent does.
+Only TensorBoard's own plugins and nbkit's are loaded, because TensorBoard does not start if a third-party plugin cannot
+be imported. The process takes a free port, writes its address as the first line of stdout, and ends when its parent
+ends.
 
-A script added to TensorBoard's page presses its reload button, so that TensorBoard's own tabs follow a training.
+A script is added to TensorBoard's page. It presses the reload button, so that TensorBoard's own tabs follow a training.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WATCH_SECONDS = 0.5
 
 
 def main(parent: int, logdir: str) -> None:
-    """Serve until the parent is gone."""
+    """Serve until the parent has ended."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     from tensorboard import default, program
 
@@ -38,14 +39,14 @@ def main(parent: int, logdir: str) -> None:
         window_title="TensorBoard · nbkit",
     )
     print(board.launch(), flush=True)
-    # Nobody reads the pipe any more; later output belongs in the log.
+    # Nobody reads the pipe any more, so later output goes to the log.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     while True:
         time.sleep(3600)
 
 
 def _end_with(parent: int) -> None:
-    # PR_SET_PDEATHSIG would follow the *thread* that started us, and a notebook's threads come and go.
+    # Poll, because PR_SET_PDEATHSIG follows the *thread* that started this process, and a notebook's threads end early.
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
     os._exit(0)
@@ -58,7 +59,7 @@ App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def following(app: App) -> App:
-    """Return `app` with the script added to its first page. A page of unexpected form is passed on unchanged."""
+    """Return `app` with the script added to its first page. A page of unexpected form stays unchanged."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ.get("PATH_INFO", "") not in _PAGES or environ.get("REQUEST_METHOD") != "GET":
@@ -69,7 +70,7 @@ def following(app: App) -> App:
             begun[:] = [status, headers, *rest]
             return lambda data: None
 
-        # A compressed page could not be read.
+        # Request an uncompressed page, to change it.
         parts = app({**environ, "HTTP_ACCEPT_ENCODING": "identity"}, hold)
         page = b"".join(parts)
         if callable(close := getattr(parts, "close", None)):

@@ -1,11 +1,11 @@
-"""A program that listens (nbkit/rank/listen.py), from a notebook or a terminal: what its ranks do, and live cells.
+"""Attach to a program that listens (nbkit/rank/listen.py): inspect its ranks, and run live cells in it.
 
     job = AttachedJob.attach("train-3f2a")     # %cluster attach --job train
     job                                        # breakdown of a step, traffic, memory, loss
-    job.why()                                  # who is stuck where
+    job.why()                                  # which rank waits for which
     job.run("optimizer.param_groups[0]['lr'] = 1e-4")      # after the same step on all ranks
 
-Only ranks of this host are asked. What they have measured is read from the job's folder.
+Only ranks on this host are asked. Their measurements are read from the job's folder.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from nbkit.wire.cells import ranks_named
 from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.messages import Death, DecideJobCell, ForJob, GetActivity, GetJobState, JobAnswer, PlanJobCell
 
-_NONCE = 33  # bytes of the first line
-_AHEAD_SECONDS = 1.0  # the step of a live cell is at least this far ahead, so that all ranks learn of it before
+_NONCE = 33  # bytes of a rank's first line, the nonce
+_AHEAD_SECONDS = 1.0  # a live cell runs at least this much later, so that all ranks know its step in time
 _TRIES = 3
 _COLUMNS = ("rank", "step", "takes", "compute", "comm.", "waits", "data", "optim.", "other", "memory", "loss")
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class JobLink:
-    """A connection to one rank. Close it after use; a live cell that is planned by it is withdrawn then."""
+    """A connection to one rank. Close it after use. If it has planned a live cell, closing it withdraws the cell."""
 
     def __init__(self, rank: ListeningRank, secret: str, *, seconds: float) -> None:
         self.rank = rank
@@ -61,7 +61,7 @@ class JobLink:
         )
 
     def ask(self, request: ForJob, *, seconds: float) -> dict[str, Any]:
-        """Return the values of the answer. Raises ClusterError if none comes, UsageError if the rank refuses."""
+        """Send a request. Return the values of the answer. Raises ClusterError if none comes, UsageError if refused."""
         self._sock.settimeout(seconds)
         self._link.send(request)
         answers: list[JobAnswer] | None = []
@@ -113,7 +113,7 @@ class JobList(tuple[JobEntry, ...]):
 
 @dataclass(frozen=True)
 class JobCell:
-    """The result of a live cell on each rank of a program. step: after which it ran, the same on all ranks."""
+    """The result of a live cell on each rank of a program. step: the step after which it ran, on all ranks."""
 
     step: int
     output: Mapping[int, str]
@@ -128,7 +128,7 @@ class JobCell:
 
 
 class AttachedJob:
-    """A program that listens. Make it with `attach`. ranks: by number, as they were then."""
+    """A program that listens. Create it with `attach`. ranks: rank number -> rank, when it was attached."""
 
     def __init__(self, name: str, folder: Path, secret: str, ranks: Mapping[int, ListeningRank]) -> None:
         self.name, self.folder, self._secret, self.ranks = name, folder, secret, ranks
@@ -136,7 +136,7 @@ class AttachedJob:
 
     @classmethod
     def attach(cls, name: str | None = None) -> AttachedJob:
-        """Return the job whose name is `name`, or begins with it; without a name, the only job that runs.
+        """Return the job whose name is or begins with `name`. Without a name, return the only running job.
 
         Raises ClusterNotFound if none runs, UsageError if several do, ClusterError if its files are not private.
         """
@@ -158,7 +158,7 @@ class AttachedJob:
 
     @classmethod
     def list(cls) -> JobList:
-        """Return every job of this user that has a folder, also those that have ended."""
+        """Return every job of this user that has a folder, even if it has ended."""
         found = []
         for name in job_folder.names():
             folder = job_folder.folder_of(name)
@@ -173,14 +173,14 @@ class AttachedJob:
 
     @classmethod
     def clean(cls) -> tuple[str, ...]:
-        """Remove the folders of jobs that have ended, with their records and audit logs. Return a line about each."""
+        """Remove the folders of ended jobs, with their records and audit logs. Return a line about each."""
         ended = [each for each in cls.list() if each.state == "ended"]
         for each in ended:
             shutil.rmtree(each.folder, ignore_errors=True)
         return tuple(f"{each.name}: a job that has ended" for each in ended)
 
     def why(self, *, stacks: bool = False) -> Why:
-        """Say who is stuck where: what each rank does, and one sentence. stacks: with the stack of every thread."""
+        """Return what each rank does, and a sentence about who waits for whom. stacks: include all threads' stacks."""
         began = time.monotonic()
         deaths = {r: Death(r, "its process has ended", 0.0) for r, one in self.ranks.items() if not one.is_alive()}
         asked = [rank for r, rank in self.ranks.items() if r not in deaths and rank.is_here]
@@ -193,7 +193,8 @@ class AttachedJob:
         looks = {}
         for rank in asked:
             if rank.rank not in answers:
-                # Its program may use SIGUSR1 itself, so it is not asked for its stack: there is no log.
+                # The program may use SIGUSR1 itself, so the rank is not signalled for its stack: pass a log that does
+                # not exist.
                 look = process_state.look(rank.process, self.folder / "no log")
                 if look is not None:
                     looks[rank.rank] = look
@@ -201,25 +202,25 @@ class AttachedJob:
         return Why(states, verdict(states), time.monotonic() - began)
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """Return {rank: {"step", "seconds" of a step, "loss", "lr", "memory", "peak" (bytes)}} of ranks that answer."""
+        """Return {rank: {"step", "seconds" per step, "loss", "lr", "memory", "peak" (bytes)}} for ranks that answer."""
         here = [rank for rank in self.ranks.values() if rank.is_here and rank.is_alive()]
         found = self._of_each(here, lambda link: link.ask(GetJobState(), seconds=ANSWER_SECONDS))
         return {rank: values for rank, values in found.items() if not isinstance(values, Exception)}
 
     def picture(self) -> dict[str, Any]:
-        """Return where the time of a step goes, what is sent, and memory: see `nbkit.read_run(...).picture`.
+        """Return a step's time by activity, its traffic, and memory: see `nbkit.read_run(...).picture`.
 
-        Returns {} before the third step.
+        Return {} before the third step.
         """
         with suppress(UsageError):  # no records yet
             return read_run(self.folder).picture()
         return {}
 
     def run(self, source: str, *, timeout: float = 60.0) -> JobCell:
-        """Run a cell on all ranks after the same step of the optimizer; the training then goes on.
+        """Run a cell on all ranks after the same step of the optimizer. Then the training goes on.
 
-        It sees the names of the code that called `optimizer.step()`, and `optimizer`, `rank`, `world_size`. It may
-        change objects; it does not bind names of the program anew. Names that it defines are kept for later cells.
+        The cell sees the names of the code that called `optimizer.step()`, and `optimizer`, `rank`, `world_size`. It
+        can change objects, but it cannot rebind names of the program. Names that it defines are kept for later cells.
 
         Raises CellError if it fails on a rank, ClusterError if not all ranks can be asked, UsageError if the program
         runs no cells, or if no step ends within `timeout` seconds.
@@ -325,7 +326,7 @@ def _of_links(links: Sequence[JobLink], ask: Callable[[JobLink], T]) -> dict[int
 
 
 def _planned(links: Sequence[JobLink], source: str) -> int:
-    """Plan a cell on all ranks for the same step, and return the step. On a refusal it is planned on no rank."""
+    """Plan a cell for the same step on all ranks, and return the step. If a rank refuses, the cell runs on no rank."""
     ahead = 2
     for last in (False,) * (_TRIES - 1) + (True,):
         states = _of_links(links, lambda link: link.ask(GetJobState(), seconds=ANSWER_SECONDS))

@@ -1,4 +1,4 @@
-"""The directory with the records of a cluster's newest training: the run's own, or a copy if it is on another disk."""
+"""Find the records of a cluster's newest training: the run's own directory, or a copy if it is on another disk."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.records.record_file import newest_run, old_part, written
 from nbkit.wire.messages import GetRecords
 
-_PIECES = 8  # of a megabyte, of one file at a time
+_PIECES = 8  # at most, of a megabyte each, of one file in a call
 
 
 class NewestRun:
-    """A callable that returns the directory as it is now.
+    """A callable that returns the current directory.
 
-    mirror: copy the files even if they could be read directly.
+    mirror: copy the files even if they can be read directly.
     """
 
     def __init__(self, connection: Connection, *, mirror: bool = False) -> None:
@@ -31,7 +31,7 @@ class NewestRun:
         self._copies: dict[str, _Copy] = {}
 
     def __call__(self) -> Path | None:
-        """Return the directory, None while there is no training.
+        """Return the directory, or None if there has been no training.
 
         While no rank answers, return the last directory found.
         """
@@ -62,7 +62,7 @@ class NewestRun:
 def recorded_by(entry: ClusterEntry) -> Path | None:
     """Return the newest run of a cluster on this host, or None, without asking its ranks.
 
-    This is the run of the newest record file that the first rank has open, else the newest run in its runs/.
+    This is the run of the newest record file that rank 0 has open, else the newest run in its folder of runs.
     """
     try:
         rank = psutil.Process(entry.ranks[0].pid)
@@ -83,7 +83,7 @@ class _Copy:
         self._heads: dict[str, str] = {}
 
     def bring(self, ask: Any, ranks: int) -> Path:
-        """Copy what is new in all ranks' files. Return the directory of the copy."""
+        """Copy the new data of all ranks' files. Return the directory of the copy."""
         for rank in range(ranks):
             self._follow(ask, rank, "records", f"rank{rank}.jsonl")
         self._follow(ask, 0, "plan", "plan.jsonl")
@@ -95,7 +95,7 @@ class _Copy:
             size = path.stat().st_size if path.exists() else 0
             answer = ask([rank], file=file, offset=size).get(rank, {})
             if "head" not in answer or answer["run"] != self._run:
-                return  # it does not answer, has no such file just now, or trains something newer
+                return  # no answer, no such file now, or a newer training
             if not answer["data"] and answer["head"] == self._heads.get(name):
                 return
             if size and file == "records" and answer["head"] != self._heads.get(name):
@@ -107,7 +107,7 @@ class _Copy:
                 here.write(base64.b64decode(answer["data"]))
 
     def _end_part(self, ask: Any, rank: int, path: Path, head: str) -> None:
-        """Finish the current part because the ranks began a new one: copy the rest of it and give it its new name."""
+        """Copy the rest of the current part and rename the copy. Called when the rank has begun a new part."""
         with path.open("ab") as here:
             while True:
                 answer = ask([rank], file="old", offset=here.tell()).get(rank, {})

@@ -1,6 +1,6 @@
-"""The cells and values that the notebook sent to the ranks of a cluster, in order. A script can be made from them.
+"""The cells and values that the notebook sent to a cluster's ranks, in order. Exports make a script from them.
 
-The list begins anew when the ranks are started anew, as their variables do.
+The list is emptied when the ranks are restarted, because their variables are lost.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.wire.cells import CellRequest
 
-LONGEST_LITERAL = 2_000  # characters; a longer one is data, and no setting
+LONGEST_LITERAL = 2_000  # characters; longer values are data, not settings
 
 
 class SentCell:
     """A cell that was sent.
 
-    live: it ran within a training, at a step boundary. state: "ok", "running", "interrupted" (somebody stopped it), or
-    the error it failed with. Its results are not kept: they may be large.
+    live: it ran at a step boundary of a training. state: "ok", "running", "interrupted" (the user stopped it), or the
+    error. Results are not kept, because they may be large.
     """
 
     def __init__(self, request: CellRequest, live: bool, done: Future[Results]) -> None:
@@ -35,7 +35,7 @@ class SentCell:
 
 @dataclass(frozen=True)
 class SentValues:
-    """Values that were pushed. literals: name -> its text in Python. others: name -> a description of the value."""
+    """Pushed values. literals: name -> the value as a Python literal. others: name -> a description of the value."""
 
     number: int
     ranks: tuple[int, ...]
@@ -44,7 +44,7 @@ class SentValues:
 
     @classmethod
     def of(cls, number: int, ranks: tuple[int, ...], values: Mapping[str, Any]) -> SentValues:
-        """Return the values as they are now."""
+        """Return a record of the values, as they are now."""
         literals = {name: text for name, value in values.items() if (text := literal_text(value))}
         others = {name: type_text(value) for name, value in values.items() if name not in literals}
         return cls(number, ranks, literals, others)
@@ -55,12 +55,12 @@ def literal_text(value: Any) -> str:
     try:
         text = repr(value) if _is_plain(value) else ""
         return text if len(text) <= LONGEST_LITERAL and ast.literal_eval(text) == value else ""
-    except (ValueError, SyntaxError, RecursionError):  # infinity has a name for a repr; a list may hold itself
+    except (ValueError, SyntaxError, RecursionError):  # e.g. inf, or a list that contains itself
         return ""
 
 
 def type_text(value: Any) -> str:
-    """Return what kind of value it is, for people: `numpy.ndarray`, `a list of 5000`."""
+    """Return a description of the value's type, for people: `numpy.ndarray`, `a list of 5000`."""
     kind = type(value)
     if kind in (list, tuple, dict, set, str, bytes):
         return f"a {kind.__name__} of {len(value):,}"

@@ -1,12 +1,12 @@
 """The settings of a machine, a user and a project: `nbkit.toml` in /etc, in ~/.config and in the notebook's folder.
 
-    max_ranks = 8       # ranks that one user's clusters have together
-    max_gpus = 4        # GPUs, likewise
-    max_ttl = "12h"     # longest time to live of a cluster without notebook and cell
+    max_ranks = 8       # ranks of all clusters of a user together
+    max_gpus = 4        # GPUs, in the same way
+    max_ttl = "12h"     # longest time that a cluster lives without a notebook and a cell
     ttl = "2h"          # the default without --ttl
-    home = "/scratch"   # where clusters have their folders, one below it for each user; not in a project
-    runs = "/data/runs" # where trainings are recorded without log_dir=, in a folder for each user
-    max_disk = "20GB"   # size of the folder of runs above which no checkpoint is written and no run begun
+    home = "/scratch"   # clusters' folders, in a folder for each user; not in a project's file
+    runs = "/data/runs" # records of trainings without log_dir=, in a folder for each user
+    max_disk = "20GB"   # no run begins and no checkpoint is written if the folder of runs is larger
 
     [clusters]          # %cluster start --on lab
     lab = "--slurm -n 16 --partition gpu --time 4:00:00 -- --account=lab"
@@ -36,10 +36,10 @@ _NAME = "nbkit.toml"
 
 @dataclass(frozen=True)
 class Site:
-    """The settings in force.
+    """The current settings.
 
     ttl, max_ttl: seconds. max_disk: bytes. runs: this user's folder. clusters: name -> options. sources: key -> the
-    file that set it. notes: settings without effect, and why.
+    file that sets it. notes: settings without effect, and why.
     """
 
     max_ranks: int | None = None
@@ -84,7 +84,7 @@ def files() -> tuple[Path, Path, Path]:
 
 
 def read(paths: Sequence[Path] | None = None) -> Site:
-    """Return the settings as they are now. Raises UsageError, naming file and key, for an invalid one."""
+    """Read the settings. Raises UsageError, which names file and key, for an invalid one."""
     machine, user, project = paths or files()
     limits = {key: value for key, value in _load(machine).items() if key.startswith("max_")}
     values: dict[str, Any] = {}

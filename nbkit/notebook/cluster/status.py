@@ -24,7 +24,7 @@ COLUMNS = ("rank", "pid", "device", "memory", "state", "cell", "age")
 class RankRow:
     """A rank's row in the status table.
 
-    memory: "1.2 / 23.9 GiB", of its GPU, or of the machine for CPU ranks. age: seconds since its cell began.
+    memory: used and total, "1.2 / 23.9 GiB"; see `memory_by_rank`. age: seconds since its cell began.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class Status:
     def as_json(self) -> dict[str, Any]:
         """Return {"name", "ranks": [...], "backend", "generation", "host", "folder", "spares", "notes"}.
 
-        An element of ranks has the fields of RankRow. folder: of logs and output. spares: devices in reserve.
+        An element of ranks has the fields of RankRow. folder: contains logs and output. spares: devices in reserve.
         """
         entry = self.entry
         told = {name: getattr(entry, name) for name in ("name", "backend", "host", "folder", "spares")}
@@ -85,7 +85,7 @@ class Status:
 
 @dataclass(frozen=True)
 class ClusterList:
-    """The clusters of this user. unreadable: lines about those that another release has started."""
+    """The clusters of this user. unreadable: a line about each cluster that another release of nbkit has started."""
 
     entries: Sequence[ClusterEntry]
     unreadable: Sequence[str] = ()
@@ -93,8 +93,8 @@ class ClusterList:
     def as_json(self) -> dict[str, Any]:
         """Return {"clusters": [{"name", "ranks", "backend", "state", "age", "ttl", "host", "devices"}, ...]}.
 
-        ranks: how many. state: "ended" of a cluster whose processes are gone, so that only `nbkit clean` is left. age,
-        ttl: seconds. devices: one for each rank. Beside it, "unreadable": lines about clusters of another release.
+        ranks: their number. state: "ended" if its processes are gone; then `nbkit clean` removes it. age, ttl: seconds.
+        devices: one for each rank. The key "unreadable" has a line about each cluster of another release.
         """
         return {
             "clusters": [
@@ -141,7 +141,7 @@ class ClusterList:
 
 
 def rank_rows(entry: ClusterEntry, answers: Mapping[int, dict[str, Any]], deaths: Mapping[int, Death]) -> list[RankRow]:
-    """Return one row for each rank. answers: rank -> its answer to "status". A missing answer is shown as such."""
+    """Return one row for each rank. answers: rank -> its answer to GetStatus. A row says if the answer is missing."""
     memory = memory_by_rank(entry, answers)
     rows = []
     for rank in range(entry.n):
@@ -167,7 +167,7 @@ def _state(answer: dict[str, Any]) -> str:
 
 
 def memory_by_rank(entry: ClusterEntry, answers: Mapping[int, dict[str, Any]]) -> dict[int, str]:
-    """Return a GPU's memory as its driver sees it; for CPU ranks, the rank's own against the machine's."""
+    """Return {rank: "used / total"}: of its GPU, from the driver; of a CPU rank, its own and the machine's."""
     if entry.backend == "gloo" and not any(label.startswith("GPU") for label in entry.labels):
         total = psutil.virtual_memory().total
         return {rank: _of(answer["memory"], total) for rank, answer in answers.items()}

@@ -1,8 +1,8 @@
 """Control a training from the notebook: switch, undo, try, pause, resume, learning rate, save, stop, trace.
 
-While the ranks are between two steps, a control goes to all of them as a request, and they act at a step they agree on.
-Otherwise it runs at once, as its own cell, on the newest Trainer. Either way one result comes back: a line of text, a
-small table of predicted beside measured values, or an error.
+During a training, a control is a request to all ranks, which they serve at the same step boundary. Otherwise it runs at
+once, as its own cell, on the newest Trainer. The result is a line of text, a small table of predicted and measured
+values, or an error.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _DONE = {"pause": "paused", "resume": "going on", "save": "saved", "stop": "stop
 
 @dataclass(frozen=True)
 class ControlResult:
-    """Result of a training control, as the ranks return it.
+    """The result of a training control, from the ranks.
 
-    strategy: the strategy in force afterwards. error: the name of its class, "" on success. served: False if the
-    training ended before it came to the control; nothing waits for it any more.
+    strategy: the current strategy afterwards. error: the name of the error's class, "" on success. served: False if the
+    training ended before it served the control.
 
-    result: for a switch or undo, the fields of nbkit.records.events.Switched; for a try or a comparison, what the
-    Trainer returns. predicted: moved_bytes and switch_s as predicted before a switch, and the reason if switch_s was
-    not predicted; {} if nothing was. deviations: after a switch or undo, how the training differs from that of one
-    process.
+    result: for a switch or undo, the fields of nbkit.records.events.Switched; for a try or a comparison, the Trainer's
+    return value. predicted: the moved_bytes and switch_s that were predicted before a switch, or why switch_s was not
+    predicted; {} without a prediction. deviations: after a switch or undo, how the training differs from one in a
+    single process.
     """
 
     id: str
@@ -101,7 +101,7 @@ class ControlResult:
 
     @property
     def figures(self) -> list[tuple[str, str, str]]:
-        """Return (name, predicted, measured) for a switch. A prediction may be unknown."""
+        """Return [(name, predicted, measured)] of a switch. A prediction may be unknown."""
         if not self.ok or self.do not in ("switch", "undo"):
             return []
         pause = self.predicted.get("switch_s")
@@ -120,7 +120,7 @@ class ControlResult:
 
     @property
     def notes(self) -> list[str]:
-        """Return sentences about a switch: whether the state is the same as before, and the deviations."""
+        """Return sentences about a switch: whether the state was preserved, and the deviations."""
         return [proof(self.result), *self.deviations] if self.figures else []
 
     @property
@@ -132,7 +132,7 @@ class ControlResult:
 
     @property
     def turns(self) -> str:
-        """Return how a comparison was made."""
+        """Return a sentence about the method of a comparison."""
         steps = f"{self.result['steps']} steps each, in turns, after step {self.step}"
         return f"{steps}, from the same state on the same batches; the training goes on under {self.strategy}"
 
@@ -149,9 +149,9 @@ class ControlResult:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], now: str) -> str:
-    """Return in a sentence which strategy of a comparison is the fastest. now: the one that the training goes on under.
+    """Return a sentence about which strategy of a comparison is the fastest. now: the current strategy.
 
-    A difference counts if it is larger than the intervals in which the medians lie.
+    A difference counts only if the intervals of the medians do not overlap.
     """
     known = [row for row in rows if not row["error"]]
     here = next((row for row in known if row["strategy"] == now), None)
@@ -190,22 +190,22 @@ def stopped(step: int) -> ControlResult:
 
 
 def proof(switched: Mapping[str, Any]) -> str:
-    """Return in words whether the state is the same as before."""
+    """Return in words whether a switch preserved the state."""
     words = {True: "state identical, bit for bit", False: "STATE DIFFERS", None: "state not compared"}
     return words[switched.get("identical")]
 
 
 TICK_SECONDS = 0.03
 _TRAINS = re.compile(r"\.(fit|batches)\(")
-GRACE_SECONDS = 2.0  # a cell that has just been sent may be on its way to its first step
-END_SECONDS = 5.0  # for a cell whose training is over to end
+GRACE_SECONDS = 2.0  # for a new cell to reach its first step
+END_SECONDS = 5.0  # for a cell to end after its training
 ANSWER_SECONDS = 2.0
-LOST_SECONDS = 5.0  # for a request to be on its way to the ranks
+LOST_SECONDS = 5.0  # for a request to reach the ranks
 TABLE_SECONDS = 1.0
 
 
 class TrainingClient:
-    """The training on a cluster's ranks, as the notebook sees it. All methods are thread-safe."""
+    """The notebook's access to the training on a cluster's ranks. All methods are thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -214,9 +214,9 @@ class TrainingClient:
         self.switched: list[ControlResult] = []  # every switch and undo that the ranks have made, in order
 
     def switch(self, strategy: str) -> ControlResult:
-        """Switch to another strategy, e.g. "zero3" or "pp=2 schedule=1f1b". The result has bytes moved and seconds.
+        """Switch to another strategy, e.g. "zero3" or "pp=2 schedule=1f1b". The result has the bytes moved and seconds.
 
-        Raises StrategyError or SwitchError if it was refused: the old strategy goes on, and nothing has changed.
+        Raises StrategyError or SwitchError if it is refused. The old strategy then goes on, and nothing has changed.
         """
         return self.ask("switch", strategy=strategy)
 
@@ -225,11 +225,11 @@ class TrainingClient:
         return self.ask("undo")
 
     def try_out(self, strategy: str, steps: int = 10) -> ControlResult:
-        """Measure a strategy for this many steps on the live job, then return to the previous state."""
+        """Measure a strategy for `steps` steps on the live job, then return to the previous state."""
         return self.ask("try", strategy=strategy, steps=steps)
 
     def compare(self, *strategies: str, steps: int = 20) -> ControlResult:
-        """Measure strategies in turns, from one state on the same batches, then return to the previous state."""
+        """Measure strategies in turns, from the same state on the same batches, then return to the previous state."""
         return self.ask("compare", strategies=list(strategies), steps=steps)
 
     def pause(self) -> ControlResult:
@@ -248,7 +248,7 @@ class TrainingClient:
         return self.ask("lr", value=value)
 
     def fit(self, number: int = 0) -> ControlResult:
-        """After a step ran out of memory, go on with row `number` of the offered options; 0: the first that fits."""
+        """After a step ran out of memory, continue with row `number` of the offered options; 0: the first that fits."""
         return self.ask("fit", number=number)
 
     def save(self, path: str = "") -> ControlResult:
@@ -261,17 +261,17 @@ class TrainingClient:
             wait_for(self._connection, execution)
 
     def stop(self) -> ControlResult:
-        """Stop the running cell, a training at its next step boundary, and wait for it; see CellHandle.stop."""
+        """Stop the running cell and wait for it; see CellHandle.stop. A training stops at its next step boundary."""
         if (handle := handle_of(self._connection)) is None:
             raise UsageError("No cell runs, so there is nothing to stop.", hint="%cluster status")
         handle.stop()
         return stopped(self.look().get("step", 0))
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
-        """Trace the next `steps` steps of all ranks into one file for Perfetto. Returns when it is written.
+        """Trace the next `steps` steps of all ranks into one file for Perfetto, and wait until it is written.
 
-        path: default trace-RUN-FIRST-LAST.json.gz in the notebook's directory. Raises UsageError if nothing makes steps
-        or nothing is recorded, TrainingError if the training ends before one of the steps, ClusterError if a rank has
+        path: default trace-RUN-FIRST-LAST.json.gz in the notebook's directory. Raises UsageError if no training runs or
+        nothing is recorded, TrainingError if the training ends before the first of them, ClusterError if a rank has
         died.
         """
 
@@ -282,16 +282,16 @@ class TrainingClient:
         return trace(NewestRun(self._connection), begin, self._check, path)
 
     def runs(self) -> bool:
-        """Return True if a training makes steps. Does not make the ranks compute anything about its model."""
+        """Return True if a training makes steps. Unlike `look`, this does not make ranks estimate strategies."""
         return bool(self._ask_one(GetStatus()).get("training"))
 
     def look(self) -> dict[str, Any]:
-        """Return a rank's answer about its training, even if it is busy. {} means no answer.
+        """Return a rank's answer about its training, even if it is busy. {}: it did not answer.
 
-        "training": steps are being made. "job": there is a Trainer or a job; without one the rest is missing. "held":
-        paused. "step": finished steps. "strategy": the one in force. "progress": what the cell's card shows. "table":
-        an estimate for every strategy, {} while it is being computed. Its keys are those of `table` in
-        nbkit/rank/train/estimate/strategy_table.py.
+        "training": it makes steps. "job": it has a Trainer or a job; without one the other keys are missing. "held": it
+        is paused. "step": number of finished steps. "strategy": the current one. "progress": the content of the cell's
+        card. "table": an estimate for every strategy, {} while it is being computed; `table` in
+        nbkit/rank/train/estimate/strategy_table.py lists its keys.
         """
         answer = self._ask_one(GetStrategies(self._stamp))
         if not answer:
@@ -301,11 +301,11 @@ class TrainingClient:
         return {**answer, "table": self._table}
 
     def option(self, strategy: str) -> dict[str, Any]:
-        """Return the row that the table of `look` would have for a strategy; {} if there is none, or no answer yet."""
+        """Return a row like those in the table of `look` for any strategy; {} if there is none, or no answer yet."""
         return self._ask_one(GetStrategyRow(strategy)).get("row") or {}
 
     def look_well(self, patience: float = TABLE_SECONDS) -> dict[str, Any]:
-        """Return the table of the strategy in force, {} if it takes longer than `patience` seconds."""
+        """Return the table for the current strategy, or {} if it takes longer than `patience` seconds."""
         deadline = time.monotonic() + patience
         while (answer := self.look()).get("job") and time.monotonic() < deadline:
             if table := _in_force(answer):
@@ -314,15 +314,15 @@ class TrainingClient:
         return {}
 
     def ask(self, do: str, **args: Any) -> ControlResult:
-        """Have all ranks serve a request at the same boundary, or now if none makes steps.
+        """Send a request that all ranks serve at the same step boundary, or at once if none makes steps.
 
-        If a training ends before it comes to the request, the request is not lost: the newest Trainer serves it then.
+        If the training ends before it serves the request, the newest Trainer serves it afterwards.
         """
         self._check()
         result = self._at_boundary(do, args) if self._makes_steps() else None
         if result is None or not result.served:
             while result is not None and self._connection.busy() is not None:
-                time.sleep(TICK_SECONDS)  # let the training's cell do the rest of its work
+                time.sleep(TICK_SECONDS)  # wait for the end of the training's cell
             result = self._as_cell(do, args)
         result.check()
         if do in ("switch", "undo"):
@@ -330,7 +330,7 @@ class TrainingClient:
         return result
 
     def _ask_one(self, request: Request) -> dict[str, Any]:
-        """Return the answer of the first live rank; {} if none came."""
+        """Return the answer of the first live rank, or {}."""
         connection = self._connection
         first = min(set(range(connection.entry.n)) - set(connection.deaths), default=0)
         return dict(connection.client.ask([first], request, ANSWER_SECONDS).get(first, {}))
@@ -340,15 +340,14 @@ class TrainingClient:
         self._connection.check_alive(range(self._connection.entry.n))
 
     def _makes_steps(self) -> bool:
-        """Return True if all ranks are between two steps.
+        """Return True as soon as all ranks are in a training, False if there is none.
 
-        A cell that has just been sent is given time to get there, and a cell whose training is over is given time to
-        end. A cell that calls `fit`, or loops over `batches`, is given as long as it runs: the request is kept until
-        its training begins.
+        Wait GRACE_SECONDS for a new cell to begin a training, and END_SECONDS for a cell to end after its training.
+        Wait without limit for a cell that calls `fit` or loops over `batches` but has not begun to train.
         """
         connection = self._connection
         n = connection.entry.n
-        seen = time.time()  # when it may last have been training
+        seen = time.time()  # when a training was seen last
         while (busy := connection.busy()) is not None:
             states = connection.client.ask(range(n), GetStatus())
             if len(states) == n and all(state["training"] for state in states.values()):
@@ -382,10 +381,9 @@ class TrainingClient:
         return self._result(id)
 
     def _result(self, id: str) -> ControlResult:
-        """Wait for the result. The stop button ends only the waiting.
+        """Wait for the result. The stop button ends the wait, not the control.
 
-        Raises ClusterError if a rank has died, or if no rank knows of the request any more, because those that did have
-        been replaced.
+        Raises ClusterError if a rank has died, or if every rank that knew of the request has been replaced.
         """
         known = time.monotonic()
         while True:
@@ -411,7 +409,7 @@ def _new_id() -> str:
 
 
 def _in_force(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the table if it is for the strategy in force and counts the optimizer's state, if there is one."""
+    """Return the table if it is for the current strategy, and includes the optimizer's state after the first step."""
     table: dict[str, Any] = answer.get("table") or {}
     same = table and table["strategy"] == answer["strategy"] and bool(table["step"]) == bool(answer["step"])
     return table if same else {}

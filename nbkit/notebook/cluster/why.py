@@ -1,11 +1,12 @@
-"""Watch a running cell, and say in its output who is stuck when nothing has moved for a while.
+"""Find out why a cell makes no progress: which ranks wait, in which operation, and for which ranks.
 
-- `collect` asks every rank what it does, and looks from outside at those that do not answer. It takes a few seconds,
-  whatever the ranks do.
-- `first_mismatch` and `skipped` find where the ranks of a group have not issued the same operations: another operation,
-  size, type, order or number.
-- `verdict` makes one sentence from it: who waits in what, and who keeps them waiting. It is pure: states in, words out.
-- `Why` is what `%nbkit why` shows: the sentence, a row for each rank, and the stacks if requested.
+- `collect` asks every rank for its activity, and inspects those that do not answer from outside. It takes a few seconds
+  in any case.
+- `first_mismatch` and `skipped` find where ranks of a group issued different operations: another operation, size, type,
+  order or number.
+- `verdict` makes a sentence of this. It is a pure function of the states.
+- `Why` is the output of `%nbkit why`: the sentence, a row for each rank, and the stacks if requested.
+- `QuietWatch` shows the sentence in a cell's output when nothing has moved for a while.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ StateKind = Literal["answers", "native", "stopped", "silent", "dead"]
 
 @dataclass(frozen=True)
 class RankState:
-    """State of one rank, from its own answer or as seen from outside.
+    """The state of one rank, from its own answer or as seen from outside.
 
-    kind: "native" is a rank that does not release its interpreter, "stopped" one that the system has stopped. how: what
-    is known, in words, about a rank that does not answer. line: of the user's code. activity: of a rank that answers.
-    stacks: text, "" if not requested.
+    kind: "answers"; "native": it holds the interpreter lock; "stopped": its process is suspended; "silent": nothing
+    else is known; "dead". how: the state in words, for a rank that does not answer. line: the current line of the
+    user's code. activity: the answer, None without one. stacks: text, "" if not requested.
     """
 
     rank: int
@@ -56,11 +57,11 @@ class RankState:
 
     @property
     def waits(self) -> Operation | None:
-        """Return the operation in which it waits."""
+        """Return the operation in which the rank waits, or None."""
         return self.activity.waits if self.activity else None
 
     def log(self, group: str) -> GroupLog | None:
-        """Return what it has issued in a group; None if that is not known."""
+        """Return the operations that it has issued in a group; None if they are not known."""
         return self.activity.groups.get(group) if self.activity else None
 
     @property
@@ -70,11 +71,11 @@ class RankState:
 
     @property
     def prompt(self) -> str:
-        """Return the reason why it asks a person for a line; "" if it does not."""
+        """Return why it waits for a typed line, "" if it does not."""
         return self.activity.prompt if self.activity else ""
 
     def is_doing(self) -> str:
-        """Return what it does, for a sentence that begins with the rank: "is in time.sleep, cell 9 line 4"."""
+        """Return its activity as the rest of a sentence after its name: "is in time.sleep, cell 9 line 4"."""
         if self.kind != "answers" or self.activity is None:
             return f"{self.how}, {self.line}" if self.line else self.how
         if self.prompt:
@@ -95,13 +96,13 @@ class RankState:
 
 ANSWER_SECONDS = 1.0  # a free interpreter answers in milliseconds
 LOOK_SECONDS = 1.0
-LATE_SECONDS = 1.0  # for an answer that comes while one looks from outside
+LATE_SECONDS = 1.0  # for a late answer, after the look from outside
 
 
 def collect(
     entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False
 ) -> dict[int, RankState]:
-    """Return the state of each rank. May be called from any thread. stacks: include the stack of every thread."""
+    """Return the state of each rank. Can be called from any thread. stacks: include the stack of every thread."""
     alive = [rank for rank in range(entry.n) if rank not in deaths]
     replies = client.request(alive, GetActivity(stacks))
     settle(replies.values(), ANSWER_SECONDS)
@@ -122,7 +123,7 @@ def states_of(
     *,
     stacks: bool,
 ) -> dict[int, RankState]:
-    """Return the state of each rank, from its answer, or from what was seen from outside if it did not answer."""
+    """Return the state of each rank, from its answer, or from the look from outside if it did not answer."""
     states = {rank: RankState(rank, "dead", f"is dead ({death.how})") for rank, death in deaths.items()}
     cells = {PurePath(file).name: number for each in answers.values() for file, number in each.cells.items()}
     for rank in ranks:
@@ -154,12 +155,12 @@ def activity_in(answer: Mapping[str, Any]) -> Activity:
 def looks_from_outside(
     entry: ClusterEntry, client: Client, silent: Iterable[int], answering: list[int]
 ) -> dict[int, ProcessState]:
-    """Return the states of silent processes, seen from outside.
+    """Return the states of processes that do not answer, as seen from outside.
 
-    Processes on this host are read directly. Others are read by an answering rank on their host. Unknown processes are
-    left out.
+    Processes on this host are inspected directly, and others by an answering rank on their host. The result leaves out
+    processes that cannot be inspected.
     """
-    silent = [rank for rank in silent if rank < len(entry.ranks)]  # a cluster that is being started has none yet
+    silent = [rank for rank in silent if rank < len(entry.ranks)]  # a cluster that is starting has no processes yet
     if entry.is_here and not entry.is_spread:
         logs = entry.folder / "logs"
         deadline = time.monotonic() + LOOK_SECONDS
@@ -194,16 +195,16 @@ def _from_outside(rank: int, look: ProcessState | None, cells: Mapping[str, int]
     return RankState(rank, "native", how, line, stacks=f"main thread, innermost first:\n{stack}\n" if stack else "")
 
 
-# Some backends take tensors of several sizes here. Elsewhere nccl hangs, and gloo mixes them up or ends the process.
+# Some backends allow different sizes per rank here. For others, NCCL hangs, and gloo mixes data up or ends the process.
 _SEVERAL_SIZES = ("all_gather", "gather", "scatter", "reduce_scatter")
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A place at which ranks differ.
+    """The first place where the operations of ranks differ.
 
-    what: the respect in which they differ. sides: operation -> its ranks, the most common first. missing: ranks that
-    have not issued what the first side has issued, and have gone on.
+    what: the property that differs. sides: (operation, ranks that issued it), the most common first. missing: ranks
+    that left the first side's operation out, and went on.
     """
 
     what: str
@@ -212,7 +213,7 @@ class Mismatch:
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """Return the ranks in the minority. If both sides have the same number of ranks, return all of them."""
+        """Return the ranks in the minority, or all of them if two sides are equally common."""
         if self.missing:
             return self.missing
         most = len(self.sides[0][1])
@@ -221,7 +222,7 @@ class Mismatch:
 
 
 def first_mismatch(states: Mapping[int, RankState], group: str) -> Mismatch | None:
-    """Return the first collective of a group that differs between ranks, as far back as they remember."""
+    """Return the first collective of a group that differs between ranks, within the operations that they remember."""
     by_number: dict[int, dict[int, Operation]] = {}
     for rank, state in states.items():
         for operation in log.operations if (log := state.log(group)) is not None else ():
@@ -249,13 +250,13 @@ def message_mismatch(sent: Operation, received: Operation, sender: int, receiver
 
 
 def _first_difference(operations: Sequence[Operation]) -> str:
-    """Return the first property in which the operations differ, "" if they are alike."""
+    """Return the first property in which the operations differ, or ""."""
     first = operations[0]
     if any(other.op != first.op for other in operations):
         return "operation"
     if any(other.root != first.root for other in operations):
         return "root"
-    # A barrier has no tensor, so it has no dtype. A rank that passes no tensor has none either.
+    # A barrier, or a rank that passes no tensor, has no dtype.
     if len({other.dtype for other in operations if other.dtype}) > 1:
         return "dtype"
     if first.op != "all_to_all" and any(other.bytes != first.bytes for other in operations):
@@ -273,10 +274,10 @@ def _sides(issued: Mapping[int, Operation]) -> tuple[tuple[Operation, tuple[int,
 
 
 def skipped(states: Mapping[int, RankState], group: str) -> Mismatch | None:
-    """Return what some ranks have left out.
+    """Return the operations that some ranks left out, or None.
 
-    They have issued fewer operations. What they lack is one stretch of what the others have issued, in the same lines,
-    and it is not at the end.
+    Such a rank has issued fewer operations, and would have issued the same as the others with one stretch of operations
+    inserted. The stretch is not at the end, because those may still come.
     """
     logs = {rank: log for rank, state in states.items() if (log := state.log(group)) is not None and log.operations}
     most = max((log.issued for log in logs.values()), default=0)
@@ -297,9 +298,9 @@ def skipped(states: Mapping[int, RankState], group: str) -> Mismatch | None:
 
 
 def _stretch_left_out(full: Sequence[Operation], short: Sequence[Operation], lacking: int) -> int | None:
-    """Return where in `full` the `lacking` operations begin without which it equals `short`.
+    """Return the index in `full` of `lacking` operations without which it equals `short`.
 
-    Return None if they are only at the end, or nowhere.
+    Return None if there is no such index, or if the operations are at the end.
     """
     start = max(full[0].number, short[0].number)
     long = [operation for operation in full if operation.number >= start]
@@ -322,17 +323,17 @@ def _place(operation: Operation) -> tuple[object, ...]:
 
 
 Kind = Literal["mismatch", "late", "circle", "held", "prompt", "free"]
-_UNDER_WAY_SECONDS = 5.0  # what all ranks have come to takes less
-_CLAUSES = 4  # of a sentence, about ranks that wait in different things
+_UNDER_WAY_SECONDS = 5.0  # an operation that all ranks have reached takes less
+_CLAUSES = 4  # at most in a sentence
 
 
 @dataclass(frozen=True)
 class HangVerdict:
     """The conclusion from all ranks' states.
 
-    kind: "mismatch": ranks have not issued the same; "late": some wait for others, who do not wait; "circle": they wait
-    for each other; "held": nobody waits for a rank, but one is stopped or does not answer; "prompt": some wait for a
-    rank at which a person types, and nothing is wrong; "free": none of these. ranks: those that are the cause.
+    kind: "mismatch": ranks issued different operations; "late": some wait for ranks that do not wait; "circle": they
+    wait for each other; "held": a rank is stopped or does not answer, or a complete operation does not end; "prompt":
+    some wait for a rank at which a person types; "free": none of these. ranks: the ranks that are the cause.
     """
 
     kind: Kind
@@ -341,14 +342,14 @@ class HangVerdict:
 
     @property
     def stuck(self) -> bool:
-        """Return True if a rank waits for another, or is held, and no person is typing at a prompt."""
+        """Return True unless the kind is "free" or "prompt"."""
         return self.kind not in ("free", "prompt")
 
 
 def verdict(states: Mapping[int, RankState]) -> HangVerdict:
-    """Return the conclusion. states: of all ranks."""
+    """Return the conclusion from the states of all ranks."""
     found = _found(states)
-    return replace(found, sentence=found.sentence + _of_split_model(states)) if found.stuck else found
+    return replace(found, sentence=found.sentence + _split_model_sentence(states)) if found.stuck else found
 
 
 def _found(states: Mapping[int, RankState]) -> HangVerdict:
@@ -357,21 +358,23 @@ def _found(states: Mapping[int, RankState]) -> HangVerdict:
         return _nobody_waits(states)
     blockers = {rank: _blockers(rank, operation, states) for rank, operation in waiting.items()}
     if (mismatch := _mismatch(waiting, blockers, states)) is not None:
-        return HangVerdict("mismatch", _of_mismatch(mismatch, waiting), mismatch.odd)
+        return HangVerdict("mismatch", _mismatch_sentence(mismatch, waiting), mismatch.odd)
     causes = _causes(waiting, blockers)
     if causes:
         kind: Kind = "prompt" if all(states[rank].prompt for rank in causes) else "late"
-        return HangVerdict(kind, _sentence([*_waits(waiting), *_doings(causes, states, waiting)]), causes)
+        return HangVerdict(
+            kind, _sentence([*_wait_clauses(waiting), *_activity_clauses(causes, states, waiting)]), causes
+        )
     if all(blockers.values()):
         ending = "each waits for another one of them"
         if len({operation.group for operation in waiting.values() if operation.peer is None}) > 1:
             ending += ", for they do not issue these in the same order"
-        return HangVerdict("circle", f"{_sentence(_waits(waiting))[:-1]}: {ending}.", tuple(waiting))
-    # A rank that waits for waiting ranks is blocked by them.
+        return HangVerdict("circle", f"{_sentence(_wait_clauses(waiting))[:-1]}: {ending}.", tuple(waiting))
+    # Name only the operations that all their ranks have reached: they block the ranks that wait for those ranks.
     first = {rank: operation for rank, operation in waiting.items() if not blockers[rank]}
     long = max(operation.seconds for operation in first.values()) > _UNDER_WAY_SECONDS
     under_way = "all ranks of it have come: it is under way" + (", or the network holds it" if long else "")
-    return HangVerdict("held" if long else "free", _sentence([*_waits(waiting), under_way]))
+    return HangVerdict("held" if long else "free", _sentence([*_wait_clauses(waiting), under_way]))
 
 
 def _nobody_waits(states: Mapping[int, RankState]) -> HangVerdict:
@@ -381,16 +384,16 @@ def _nobody_waits(states: Mapping[int, RankState]) -> HangVerdict:
     readers = tuple(
         rank for rank, state in sorted(states.items()) if state.activity is not None and state.activity.reads_data
     )
-    return HangVerdict("held" if held else "free", _sentence(_doings(states, states, {})), held or readers)
+    return HangVerdict("held" if held else "free", _sentence(_activity_clauses(states, states, {})), held or readers)
 
 
 # Who waits for whom ---------------------------------------------------------------------------------------------------
 
 
 def _blockers(rank: int, operation: Operation, states: Mapping[int, RankState]) -> tuple[int, ...]:
-    """Return the ranks that have not come to the operation in which `rank` waits."""
+    """Return the ranks that have not reached the operation in which `rank` waits."""
     others = [other for other in operation.members if other != rank and other in states]
-    if not operation.group:  # all ranks meet without a collective: to make a group, or for a fit
+    if not operation.group:  # all ranks meet without a collective, to create a group or for a fit
         return tuple(other for other in others if not _comes_too(states[other], operation))
     if operation.peer is None:
         return tuple(other for other in others if _issued(states[other], operation.group) < operation.number)
@@ -411,17 +414,17 @@ def _issued(state: RankState, group: str) -> int:
 
 
 def _other_end(state: RankState | None, rank: int, operation: Operation) -> int:
-    """Return how many messages the other rank has issued at the other end of `rank`'s operation."""
+    """Return how many matching sends or receives the other rank has issued for `rank`'s message."""
     log = state.log(operation.group) if state is not None else None
     if log is None:
         return 0
-    if operation.op == "send":  # a receive from anyone may have taken this message
+    if operation.op == "send":  # a receive from any rank may have taken this message
         return log.received.get(rank, 0) + log.received.get(ANYONE, 0)
     return log.sent.get(rank, 0)
 
 
 def _causes(waiting: Mapping[int, Operation], blockers: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the ranks that others wait for and that wait for nobody. Nothing goes on before they do."""
+    """Return the ranks that others wait for and that do not wait themselves."""
     return tuple(sorted({other for found in blockers.values() for other in found if other not in waiting}))
 
 
@@ -435,10 +438,10 @@ def _mismatch(
         if (found := first_mismatch(states, group)) is not None:
             return found
     for rank, operation in waiting.items():
-        if operation.peer is not None and (found := _of_message(rank, operation, states)) is not None:
+        if operation.peer is not None and (found := _mismatch_at_peer(rank, operation, states)) is not None:
             return found
     for rank, operation in waiting.items():
-        # A late rank may still come to it; a rank that has gone on does not.
+        # A late rank may still issue the operation. A rank that has gone on will not.
         if operation.peer is None and any(_has_gone_on(states[other], operation) for other in blockers[rank]):
             if (found := skipped(states, operation.group)) is not None:
                 return found
@@ -449,8 +452,8 @@ def _has_gone_on(state: RankState, operation: Operation) -> bool:
     return state.idle or (state.waits is not None and state.waits.group != operation.group)
 
 
-def _of_message(rank: int, operation: Operation, states: Mapping[int, RankState]) -> Mismatch | None:
-    """Return the mismatch if the other end of the message that `rank` waits in was issued but differs; else None."""
+def _mismatch_at_peer(rank: int, operation: Operation, states: Mapping[int, RankState]) -> Mismatch | None:
+    """Return the mismatch if the peer issued its end of `rank`'s message, but with other properties; else None."""
     other, peer = states.get(operation.peer or 0), operation.peer
     log = other.log(operation.group) if other is not None else None
     if log is None or peer is None:
@@ -474,8 +477,8 @@ def _sentence(clauses: Iterable[str]) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _waits(waiting: Mapping[int, Operation]) -> list[str]:
-    """Return a clause for each operation that ranks wait in, with the line if all of them wait in the same one."""
+def _wait_clauses(waiting: Mapping[int, Operation]) -> list[str]:
+    """Return a clause for each operation in which ranks wait, with the lines of code."""
     together: dict[tuple[object, ...], list[int]] = {}
     for rank, operation in waiting.items():
         together.setdefault((operation.name, operation.group, operation.peer), []).append(rank)
@@ -492,34 +495,36 @@ def _waits(waiting: Mapping[int, Operation]) -> list[str]:
     return clauses
 
 
-def _doings(ranks: Iterable[int], states: Mapping[int, RankState], waiting: Mapping[int, Operation]) -> list[str]:
-    """Return a clause for each thing that ranks do. waiting: what others wait in for them."""
+def _activity_clauses(
+    ranks: Iterable[int], states: Mapping[int, RankState], waiting: Mapping[int, Operation]
+) -> list[str]:
+    """Return a clause for each activity of the ranks. waiting: operations in which others wait for them."""
     together: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         doing = states[rank].is_doing()
         if states[rank].idle and waiting:
-            doing += f" without {_owed(rank, waiting)}"
+            doing += f" without {_awaited_part(rank, waiting)}"
         together.setdefault(doing, []).append(rank)
     return [f"{_subject(found)} {_verb(found, doing)}" for doing, found in together.items()]
 
 
 def at_work(states: Mapping[int, RankState], ranks: Iterable[int]) -> str:
-    """Return what these ranks do, in one line: "rank 0 waits in all_reduce; ranks 1-3 run cell 4 line 7"."""
-    clauses = _doings([rank for rank in ranks if rank in states], states, {})
+    """Return these ranks' activities in one line: "rank 0 waits in all_reduce; ranks 1-3 run cell 4 line 7"."""
+    clauses = _activity_clauses([rank for rank in ranks if rank in states], states, {})
     more = f"; {len(clauses) - _CLAUSES} more groups of ranks" if len(clauses) > _CLAUSES else ""
     return "; ".join(clauses[:_CLAUSES]) + more
 
 
-def _owed(rank: int, waiting: Mapping[int, Operation]) -> str:
-    """Return what others wait for from a rank: its part of a collective, or the other end of a message."""
+def _awaited_part(rank: int, waiting: Mapping[int, Operation]) -> str:
+    """Return words after "without": what others need from a rank (its part of a collective, a send or receive)."""
     for operation in waiting.values():
         if operation.peer == rank:
             return "receiving it" if operation.op == "send" else "sending it"
     return "it"
 
 
-def _of_split_model(states: Mapping[int, RankState]) -> str:
-    """Return an extra sentence if some ranks call a model that is split among all, and others are past it; else ""."""
+def _split_model_sentence(states: Mapping[int, RankState]) -> str:
+    """Return an extra sentence if only some of the ranks call a model that is split over all of them; else ""."""
     activities = [state.activity for state in states.values() if state.activity is not None]
     calling = next((each for each in activities if each.split_call is not None), None)
     are_past = any(each.cell is None or (each.waits and each.split_call is None) for each in activities)
@@ -533,13 +538,13 @@ def _of_split_model(states: Mapping[int, RankState]) -> str:
     )
 
 
-def _of_mismatch(mismatch: Mismatch, waiting: Mapping[int, Operation]) -> str:
-    """Return what differs, and who waits in something else."""
+def _mismatch_sentence(mismatch: Mismatch, waiting: Mapping[int, Operation]) -> str:
+    """Return a sentence about what differs, and which ranks wait in other operations."""
     ends = {(operation.op, operation.group, operation.number) for operation, _ in mismatch.sides}
     others = {r: each for r, each in waiting.items() if (each.op, each.group, each.number) not in ends}
     here = [each.seconds for rank, each in waiting.items() if rank not in others]
     since = [f"{'the others wait' if others else 'they wait'} since {text_of(max(here))}"] if here else []
-    return _sentence([_difference(mismatch), *_waits(others), *since])
+    return _sentence([_difference(mismatch), *_wait_clauses(others), *since])
 
 
 def _difference(mismatch: Mismatch) -> str:
@@ -570,7 +575,7 @@ _PLURALS = {"waits": "wait", "is": "are", "has": "have", "reads": "read", "runs"
 
 
 def _verb(ranks: Sequence[int], words: str) -> str:
-    """Return `words`, which begin with a verb, in the form for one rank or for several."""
+    """Return `words`, which begin with a verb, in the singular or plural form."""
     verb, space, rest = words.partition(" ")
     if len(ranks) > 1:
         verb = _PLURALS.get(verb, verb)
@@ -583,7 +588,7 @@ COLUMNS = ("rank", "does", "operation", "ranks of the group", "bytes", "since", 
 
 @dataclass(frozen=True)
 class Why:
-    """A finding about who is stuck where, at one moment. seconds: how long it took to find out."""
+    """The states of all ranks at one moment, and the conclusion. seconds: the duration of the inspection."""
 
     states: Mapping[int, RankState]
     verdict: HangVerdict
@@ -597,9 +602,8 @@ class Why:
     def as_json(self) -> dict[str, Any]:
         """Return {"sentence", "kind", "stuck", "ranks", "seconds", "table": [...]}.
 
-        sentence: the conclusion. kind, ranks: see HangVerdict. stuck: a rank waits for another, or is held. An element
-        of table has the columns of the table as texts, "stacks", which is "" without --stacks, and "recorded", what
-        torch's flight recorder holds of operations that have not ended.
+        sentence, kind, stuck, ranks: see HangVerdict. An element of table has the table's columns as texts, "stacks"
+        ("" without --stacks), and "recorded": the unfinished operations in torch's flight recorder.
         """
         rows = [
             dict(zip(COLUMNS, _row(state), strict=True))
@@ -616,7 +620,7 @@ class Why:
         return "\n".join(f"rank {rank}, {state.stacks}" for rank, state in self.states.items() if state.stacks)
 
     def _recorded(self) -> str:
-        """Return what torch's flight recorders hold of operations that have not ended."""
+        """Return the unfinished operations in torch's flight recorders."""
         found = {rank: state.activity.unfinished for rank, state in self.states.items() if state.activity is not None}
         return "\n".join(f"rank {rank}, flight recorder: {one}" for rank, some in found.items() for one in some)
 
@@ -631,7 +635,7 @@ class Why:
 
 
 def ask_why(entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False) -> Why:
-    """Ask all ranks of a cluster. Answers within 5 s. stacks: include the stack of every thread."""
+    """Inspect all ranks of a cluster. Returns within 5 s. stacks: include the stack of every thread."""
     began = time.monotonic()
     states = collect(entry, client, deaths, stacks=stacks)
     return Why(states, verdict(states), time.monotonic() - began)
@@ -640,7 +644,7 @@ def ask_why(entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], *,
 def _row(state: RankState) -> tuple[str, ...]:
     activity, operation = state.activity, state.waits
     line = operation.line if operation is not None and operation.line is not None else state.line
-    told = _told(operation) if operation is not None else ("", "", "", "")
+    told = _operation_cells(operation) if operation is not None else ("", "", "", "")
     where = f"{line}{f', in {line.calls}' if line.calls else ''}" if line else ""
     if state.kind != "answers" or activity is None:
         does = state.how.removeprefix("is ")
@@ -657,7 +661,7 @@ def _row(state: RankState) -> tuple[str, ...]:
     return (str(state.rank), does, *told, where)
 
 
-def _told(operation: Operation) -> tuple[str, ...]:
+def _operation_cells(operation: Operation) -> tuple[str, ...]:
     size = f"{operation.bytes:,} {operation.dtype}".strip() if operation.dtype else ""
     members = ",".join(map(str, operation.members[:8])) + (",…" if len(operation.members) > 8 else "")
     return operation.name, members, size, text_of(operation.seconds) if operation.seconds else ""
@@ -669,11 +673,11 @@ _ANSWER_SECONDS = 2.0
 
 
 class QuietWatch:
-    """A watch on one cell that reports when nothing moves.
+    """A watch on one cell that reports a possible hang.
 
-    Nothing moves when no rank issues an operation, makes a step or shows anything. The watch reports once each time
-    this happens, and only if a rank waits for another or is held. A long computation on all ranks is not a hang. Its
-    methods run on the client's thread, except for the questions to the ranks.
+    If no rank issues an operation, makes a step or shows output for QUIET_SECONDS, the ranks are inspected in a thread
+    of their own. The watch reports only if a rank is stuck, because a long computation on all ranks is not a hang. It
+    reports once until something moves again. Its other methods run on the client's thread.
     """
 
     def __init__(self, entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], execution: Execution) -> None:
@@ -683,18 +687,18 @@ class QuietWatch:
         self.since, self.spoken = time.monotonic(), False
 
     def begin(self) -> None:
-        """Look every few seconds from now on, until the cell has ended. Call it from the client's thread."""
+        """Check every few seconds until the cell has ended. Call this on the client's thread."""
         self.client.later(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
         if self.execution.done.done():
             return
-        self.begin()  # scheduled first, so that a failure is retried
+        self.begin()  # scheduled first, to go on after a failure
         replies = self.client.request(self.execution.request.ranks, GetProgress())
         self.client.later(_ANSWER_SECONDS, self._compare, replies)
 
     def _compare(self, replies: Mapping[int, Future[Any]]) -> None:
-        # A rank that does not answer has not moved, as far as anybody can tell.
+        # A rank that does not answer counts as not moving.
         answered = {rank: reply for rank, reply in replies.items() if reply.done() and not reply.exception()}
         moved = {rank: reply.result()["content"].get("moved") for rank, reply in answered.items()}
         moved, shown = {**self.moved, **moved}, dict(self.execution.arrived)
@@ -711,5 +715,5 @@ class QuietWatch:
             self.client.soon(self.execution.say, text)
 
     def _more(self) -> str:
-        """Return how the user gets more details; the kernel is busy with a cell that it waits for."""
+        """Return how the user gets details: in a terminal, if the kernel is busy because it waits for the cell."""
         return "→ %nbkit why" if self.execution.request.detached else f"→ nbkit why {self.entry.name}   in a terminal"

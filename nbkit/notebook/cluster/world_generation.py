@@ -1,7 +1,8 @@
-"""The generation of the ranks' world, as the notebook knows it: when it is spoilt, and how a new one is formed.
+"""The generation of the ranks' world: all process groups of one set of ranks.
 
-A world is spoilt when a rank was broken out of a collective, when a rank died, or when ranks have issued different
-collectives (the next one would meet the wrong partner). The next cell then first forms a new generation, and says so.
+A world is spoilt (it cannot be used any more) when a rank was interrupted in a collective, when a rank died, or when
+ranks issued different collectives, because the next ones would not match. The next cell then forms a new generation
+first, and says so.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from nbkit.records.run_advice import differences
 
 
 def form(client: Client, n: int, generation: int) -> None:
-    """Have all `n` ranks form this generation of their world. Raises what a rank raised."""
+    """Form this generation of the world on all `n` ranks. Raises the error of a rank."""
     address, port = client.call_and_wait([0], "nbkit.bridge.calls:open_store", timeout=10)[0]
     client.call_and_wait(range(n), "nbkit.bridge.calls:reform", generation, address, port, timeout=90)
 
 
 class WorldGeneration:
-    """State of one cluster's world. spoilt: why the next cell needs a new generation, "" if it does not."""
+    """The state of a cluster's world. spoilt: why the next cell needs a new generation, "" if it does not."""
 
     def __init__(self, client: Client, n: int) -> None:
         self._client, self._n = client, n
@@ -39,14 +40,14 @@ class WorldGeneration:
         self.spoilt = self.spoilt or why
 
     def learn(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Take over what the ranks answer to "status"."""
+        """Update from the ranks' answers to GetStatus."""
         self.number = max((state["generation"] for state in states.values()), default=1)
         for state in states.values():
             if state["dirty"]:
                 self.spoil(state["dirty"])
 
     def learn_from(self, cell: Execution) -> None:
-        """Take over the records of a cell that has ended."""
+        """Update from the records of a cell that has ended."""
         for rank, record in cell.records.items():
             self.counts[rank] = record.counts
             self.number = max(self.number, record.generation)
@@ -59,11 +60,11 @@ class WorldGeneration:
                 self.spoil(f"cell {cell.request.number} left the ranks at different operations ({unequal[0]})")
 
     def ensure(self, deaths: Collection[int]) -> str:
-        """Form a new generation if this one is spoilt and no rank has died. Return what to tell the user, or ""."""
+        """Form a new generation if this one is spoilt and no rank has died. Return a text for the user, or ""."""
         if not self.spoilt or deaths:
-            return ""  # ranks that are left can run cells, but a world has all of them
+            return ""  # after a death, the other ranks can run cells, but they cannot form a world
         client, why = self._client, self.spoilt
-        # Counted before it is tried: ranks that got half-way are in this generation and take only a later one.
+        # Increment first: after a failure, some ranks are already in this generation and accept only a later one.
         self.number += 1
         try:
             form(client, self._n, self.number)

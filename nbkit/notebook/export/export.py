@@ -1,7 +1,7 @@
 """`%nbkit export train.py`, `nbkit export notebook.ipynb train.py`, `nbkit.export("train.py")`: one function, `export`.
 
-The script contains what every rank has from the start, then the arguments, then the notebook's own cells. Calls that
-make a Trainer are rewritten so that they take the strategy from the command line (`with_arguments`).
+The script has the imports and names that every rank has, then the arguments, then the notebook's own cells. Calls that
+make a Trainer are rewritten to take the strategy from the command line (`with_arguments`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _DEFAULT = "ddp"
 def with_arguments(cells: Sequence[Code], arguments: str) -> tuple[list[Code], str | None]:
     """Return the cells with `strategy=ARGUMENTS.strategy, switches=ARGUMENTS.switches` in calls that make a training.
 
-    Only calls that name the same strategy as the last one are changed. Also return that strategy: None if there is no
-    such call, "" if it is not a literal; then it is not changed.
+    Only calls with the same strategy as the last call are changed. Also return that strategy: None if there is no such
+    call, "" if it is not a literal. Then nothing is changed.
     """
     own = {name for cell in cells for name in _from_nbkit(cell)}
     calls = [(cell, call) for cell in cells for call in _calls(cell, own)]
@@ -53,7 +53,7 @@ def with_arguments(cells: Sequence[Code], arguments: str) -> tuple[list[Code], s
 
 
 def _from_nbkit(cell: Code) -> Iterator[str]:
-    """Yield the names that Trainer and prepare have in the cell, if they were imported by name."""
+    """Yield the cell's names for Trainer and prepare, if it imports them by name."""
     for node in ast.walk(ast.parse(cell.text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nbkit":
             yield from (alias.asname or alias.name for alias in node.names if alias.name in _MAKERS)
@@ -92,7 +92,7 @@ def _same(call: ast.Call, wanted: str | ast.expr) -> bool:
 
 
 def _rewritten(text: str, calls: Sequence[ast.Call], arguments: str, literal: str) -> str:
-    for call in reversed(calls):  # from the end, so that the places of the others stay
+    for call in reversed(calls):  # from the end, so that earlier places stay valid
         text = _one(text, call, arguments, literal)
     return text
 
@@ -110,7 +110,7 @@ def _one(text: str, call: ast.Call, arguments: str, literal: str) -> str:
     kept = text[start:end] if spelled is None else f"strategy={arguments}.strategy"
     indent = text[text.rfind("\n", 0, start) + 1 : start]
     rest = re.match(r",[ \t]*(?:#[^\n]*)?\n", text[end:])
-    # Arguments that stand on lines of their own stay so, and comments beside their argument.
+    # Arguments on separate lines stay there, and comments stay beside their argument.
     if indent.strip():
         kept = ", ".join([kept, *added])
     elif rest is None:
@@ -127,26 +127,26 @@ def _end(text: str, node: ast.expr | ast.keyword) -> int:
 
 MARK = '"""Exported by nbkit from '
 READY = ("rank", "world_size", "local_rank", "device", "torch", "dist", "nbkit")
-"""The names that a rank of a cluster has without an import."""
+"""Names that a rank has without an import."""
 _MOST_LEFT_OUT = 40
 _LONGEST_LINE = 100
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script. text: the file's content. notes: sentences that its reader should know."""
+    """A script. text: the file's content. notes: sentences for the user."""
 
     text: str
     notes: tuple[str, ...]
 
 
 def script_of(source: Source, name: str) -> Script:
-    """Return the script called `name`. Raises UsageError if cells use a name that the script would not define."""
+    """Return a script called `name`. Raises UsageError if cells use a name that the script would not define."""
     cells = [part for part in source.parts if isinstance(part, Code)]
     arguments = _free_name(("args", "options", "script_args"), cells)
     options = _options(source.parts)
     rewritten, strategy = with_arguments(cells, arguments)
-    if "strategy" in options or "switches" in options:  # the notebook's own, pushed
+    if "strategy" in options or "switches" in options:  # the notebook pushes its own values with these names
         rewritten, strategy = cells, None
     imported = _imported(source)
     texts = {id(cell): new.text for cell, new in zip(cells, rewritten, strict=True)}
@@ -195,7 +195,7 @@ def _quoted(text: str) -> str:
 
 def _line(text: str, why: str) -> str:
     room = _LONGEST_LINE - len(why) - 4
-    text = " ".join(text.splitlines())  # also what ends a line in Python alone
+    text = " ".join(text.splitlines())  # splitlines also knows Python's other line ends
     text = text if len(text) <= room else text[: room - 1] + "…"
     return f"{text}   ({why})" if why else text
 
@@ -226,7 +226,7 @@ class _Option:
 
 
 def _options(parts: Sequence[Code | Values]) -> dict[str, _Option]:
-    """Return name -> option for each literal that is pushed to all ranks, with the value that was pushed first."""
+    """Return name -> option for each literal that is pushed to all ranks. The default is the first pushed value."""
     first: dict[str, str] = {}
     for part in parts:
         if isinstance(part, Values) and part.ranks is None:
@@ -299,7 +299,7 @@ def _sections(
 
 def _value(name: str, text: str, part: Values, options: Mapping[str, _Option], arguments: str) -> str:
     option = options.get(name)
-    # If it is pushed again with another value, that value is written. The argument stands for the first one.
+    # The argument replaces the first pushed value. Other values, which are pushed later, are written out.
     return f"{arguments}.{option.attribute}" if option and option.default == text and part.ranks is None else text
 
 
@@ -311,7 +311,7 @@ def _for_ranks(text: str, ranks: tuple[int, ...] | None) -> str:
 
 
 def _imported(source: Source) -> list[str]:
-    """Return the notebook's own imports that its ranks need. Raises UsageError for names that nothing defines."""
+    """Return the imports of the notebook's own cells that ranks need. Raises UsageError for undefined names."""
     parts = source.parts
     names = {id(part): names_of(part.text) for part in parts if isinstance(part, Code)}
     defined = set(READY).union(*(one.bound for one in names.values()))
@@ -357,9 +357,9 @@ def _notes(source: Source, strategy: str | None, imported: Sequence[str]) -> Ite
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written. It can be used wherever a path is expected, and stands for `path`.
+    """The written files. It can be used as a path, which is `path`.
 
-    beside: the other files, each with the command to type.
+    beside: (other file, command to type).
     """
 
     path: Path
@@ -398,7 +398,7 @@ def export(
     notebook, in the order in which its cells ran since the ranks were started. slurm: also write an sbatch file. nodes:
     the number of nodes in this file, each with as many ranks as the notebook had. partition: Slurm's name for a set of
     nodes. time: the time limit of the job, such as "4:00:00". gpus: GPUs of each node. cpus: cores of each node.
-    requeue: if the time limit or another job ends this job, run it again later from a checkpoint.
+    requeue: run the job again from a checkpoint if the time limit or another job ends it.
 
     If the notebook has switched its strategy, a file beside the script has the switches, for the script's option
     --switches. A file that was not exported by nbkit is not overwritten. Raises UsageError, with nothing written, for
@@ -448,7 +448,7 @@ def _check_free(to: Path) -> None:
 
 
 def _plan(switches: tuple[Switch, ...]) -> dict[str, str]:
-    """Return the strategies of the last training, by step. A step number that goes down begins another training."""
+    """Return step -> strategy for the last training. A smaller step number means that another training has begun."""
     last: list[Switch] = []
     for each in switches:
         last = [*last, each] if not last or each.step >= last[-1].step else [each]

@@ -1,7 +1,7 @@
 """sbatch files: for a script, with one task on each node and torchrun in it; for a notebook, on one node.
 
-With --requeue, Slurm signals the file's shell that the time limit is near. The shell tells the ranks, which save and
-end, and puts its job in the queue again. Slurm itself would signal every process, and most would die from it.
+With --requeue, Slurm signals the shell of the file before the time limit. The shell tells the ranks to save and end,
+and requeues its job. Without the shell, Slurm would signal every process, and the signal kills most of them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nbkit.wire.cluster_end import END_SIGNALS
 from nbkit.wire.user_code import OWN_MODULES
 
 SIGNAL, SAVE_BEFORE = "USR2", 120
-"""By which Slurm says, so many seconds before the time limit, that it is near. USR1 has a meaning for ranks already."""
-# The one that runs now: a job's PATH may know another.
+"""The signal that Slurm sends before the time limit, and how many seconds before. Ranks already use USR1."""
+# The current interpreter, because a job's PATH may lead to another.
 _PYTHON = shell_words(sys.executable)
 OWN = " ".join(OWN_MODULES)
 
 
 def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: bool) -> None:
-    """Add the sbatch options that have names of their own. slurm: the help of --slurm."""
+    """Add nbkit's options for sbatch to `parser`. slurm: the help text of --slurm."""
     parser.add_argument("--slurm", action="store_true", help=slurm)
     if nodes:
         parser.add_argument("--nodes", type=int, default=1, metavar="N", help="for --slurm: number of nodes (1)")
@@ -45,7 +45,7 @@ def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: boo
 class SlurmOptions:
     """Options for sbatch. None and "" leave the choice to the cluster.
 
-    gpus, cpus: on each node. requeue: the job runs again later if its time limit or another job ended it.
+    gpus, cpus: number on each node. requeue: the job runs again later if its time limit or another job ends it.
     """
 
     nodes: int = 1
@@ -96,7 +96,7 @@ class SlurmOptions:
 
 
 def log_of(name: str, job: str) -> str:
-    """Return the file for the output of a job called `name`."""
+    """Return the path of the output of a job called `name`."""
     return f"{path_part(name)}-{job}.log"
 
 
@@ -107,7 +107,7 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 
 def check_resumes(source: str, options: SlurmOptions) -> None:
-    """Raise UsageError if a job shall go on later but nothing in its `source` resumes."""
+    """Raise UsageError if a job is to be requeued but nothing in its `source` resumes a training."""
     if options.requeue and "resume=" not in source:
         raise UsageError(
             "Nothing goes on from a checkpoint when the job runs again.",
@@ -117,7 +117,7 @@ def check_resumes(source: str, options: SlurmOptions) -> None:
 
 
 def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str:
-    """Return a job that starts `script` with this many ranks per node. Words after the file's name go to the script."""
+    """Return a job that starts `script` with `ranks` ranks per node. Words after the file's name go to the script."""
     return "\n".join(
         [
             *options.head(name),
@@ -140,7 +140,7 @@ def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str
 def notebook_job(notebook: str, name: str, arguments: Sequence[str], options: SlurmOptions) -> str:
     """Return a job that runs a notebook and its cluster on one node.
 
-    arguments: of `nbkit submit`; $SLURM_JOB_ID is the job's.
+    arguments: of `nbkit submit`. They may use $SLURM_JOB_ID.
     """
     words = " ".join([shell_words(file_word(notebook)), *arguments])
     return "\n".join([*options.head(name), *options.step([f"{_PYTHON} {OWN} nbkit submit {words}"]), ""])

@@ -1,9 +1,9 @@
-"""Read a notebook as frozen values (`Source`) from which a script is made. A running notebook and a file give the same.
+"""Read a notebook into frozen values (`Source`), from which a script is made.
 
-- `plain_code` and `code_of` turn a cell into plain Python: notebook-only lines are removed and named. Lines keep their
-  numbers until this is done, so that a statement and its line can be told apart.
-- `read_running` reads the running notebook: what its cluster was sent, in order, and the rest of its history.
-- `read_saved` reads a notebook's file: its cells in file order, and what their stored outputs say about them.
+- `plain_code` and `code_of` turn a cell into plain Python. They remove lines that only notebooks understand, and list
+  them. Until then, lines keep their numbers, so that statements can be found in the text.
+- `read_running` reads the running notebook: the cells that its cluster was sent, in order, and the rest of its history.
+- `read_saved` reads a notebook's file: its cells in file order, and facts from their stored outputs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from nbkit.notebook.cluster.sent_cells import SentCell, literal_text
 
 _MAGIC = re.compile(r"\s*(?:[%!?]|[\w., \[\]]+=\s*[%!]|[\w.]+\?{1,2}\s*$)")
 _TIMED = re.compile(r"(\s*)%time\s+(?=\S)")
-_PASSED_OVER = ("%%time", "%%capture")  # cell magics whose cell is Python, and runs
+_PYTHON_CELL_MAGICS = ("%%time", "%%capture")  # cell magics that run their cell as Python
 _SHOWN = ("display", "clear_output", "get_ipython")
-_OF_JUPYTER = ("IPython", "ipykernel", "ipywidgets", "google.colab")
+_JUPYTER_PACKAGES = ("IPython", "ipykernel", "ipywidgets", "google.colab")
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A cell as plain Python. text: "" if nothing is left. magics: the removed lines, by line number from 1."""
+    """A cell as plain Python. text: "" if nothing is left. magics: line number (from 1) -> removed line."""
 
     text: str
     magics: dict[int, str]
@@ -45,7 +45,7 @@ class Plain:
 
 
 def masked(source: str, where: str) -> Plain:
-    """Return `source` with `pass` for each notebook-only line. Raises UsageError if the rest is not Python.
+    """Return `source` with `pass` in place of each notebook-only line. Raises UsageError if the rest is not Python.
 
     where: "cell 4", for the error.
     """
@@ -53,7 +53,7 @@ def masked(source: str, where: str) -> Plain:
     first = next((number for number, line in enumerate(lines) if line.strip()), 0)
     if lines[first].startswith("%%"):
         magics[first + 1] = lines[first]
-        if lines[first].split()[0] not in _PASSED_OVER:
+        if lines[first].split()[0] not in _PYTHON_CELL_MAGICS:
             return Plain("", magics)
         lines[first] = ""
     while True:
@@ -80,16 +80,16 @@ def masked(source: str, where: str) -> Plain:
 
 
 def _magic_line(lines: list[str], broken: int) -> int | None:
-    """Return the line to remove when Python fails at `broken`: that line, or the nearest one that is not Python.
+    """Return the index of the line to remove when Python fails at `broken`: that line, or another magic line.
 
-    A quote in a shell command is noticed far from it.
+    Python may notice a quote in a shell command only many lines later.
     """
     order = [broken, *range(broken - 1, -1, -1), *range(broken + 1, len(lines))]
     return next((n for n in order if n < len(lines) and _MAGIC.match(lines[n])), None)
 
 
 def without_shown(plain: Plain) -> Plain:
-    """Return the cell without magic marks and without statements that only show something or import from Jupyter."""
+    """Return the cell without the `pass` of magics, and without statements that only show output or import Jupyter."""
     lines: list[str | None] = [*plain.text.split("\n")]
     magics = dict(plain.magics)
     for node in ast.walk(plain.tree):
@@ -98,7 +98,7 @@ def without_shown(plain: Plain) -> Plain:
             continue
         first, last = node.lineno, node.end_lineno or node.lineno
         magics.setdefault(first, (lines[first - 1] or "").strip())
-        # A block needs a statement; in the cell itself the line goes.
+        # A block needs a statement, so it gets `pass`. At the top level the line is removed.
         lines[first - 1 : last] = [None] * (last - first + 1)
         if node.col_offset:
             lines[first - 1] = _indent(plain.text.split("\n")[first - 1]) + "pass"
@@ -107,7 +107,7 @@ def without_shown(plain: Plain) -> Plain:
 
 
 def is_of_notebook(node: ast.stmt) -> bool:
-    """Return True if it only shows something in a notebook, or imports from Jupyter."""
+    """Return True if the statement only shows something in a notebook, or imports from Jupyter."""
     match node:
         case ast.Expr(ast.Call(ast.Name(name))):
             return name in _SHOWN
@@ -116,14 +116,14 @@ def is_of_notebook(node: ast.stmt) -> bool:
         case ast.Expr(ast.Call(ast.Attribute(ast.Call(ast.Name("get_ipython"))))):
             return True
         case ast.ImportFrom(module=str(module)):
-            return module.split(".")[0] in _OF_JUPYTER or module in _OF_JUPYTER
+            return module.split(".")[0] in _JUPYTER_PACKAGES or module in _JUPYTER_PACKAGES
         case ast.Import(names):
-            return all(alias.name.split(".")[0] in _OF_JUPYTER for alias in names)
+            return all(alias.name.split(".")[0] in _JUPYTER_PACKAGES for alias in names)
     return False
 
 
 def _stands_alone(plain: Plain, node: ast.stmt) -> bool:
-    """Return True if no other statement shares its lines."""
+    """Return True if no other statement is on its lines."""
     lines = plain.text.split("\n")
     before = lines[node.lineno - 1].encode()[: node.col_offset]
     after = lines[(node.end_lineno or node.lineno) - 1].encode()[node.end_col_offset :].strip()
@@ -135,7 +135,7 @@ def _indent(line: str) -> str:
 
 
 def place_of(text: str, line: int, column: int) -> int:
-    """Return the index in `text` of a place that ast names by line and byte."""
+    """Return the index in `text` of a place from ast, which counts lines and bytes."""
     lines = text.split("\n")
     return sum(len(each) + 1 for each in lines[: line - 1]) + len(lines[line - 1].encode()[:column].decode())
 
@@ -145,10 +145,10 @@ def place_of(text: str, line: int, column: int) -> int:
 
 @dataclass(frozen=True)
 class CellNames:
-    """Names used by a cell, seen as a module.
+    """The names in a cell, as in a module.
 
-    bound: names that it assigns. read: names that it takes from elsewhere, also in functions. free: a star import or
-    exec() may bind anything.
+    bound: global names that it assigns. read: global names that it uses, also in functions. free: True if a star import
+    or exec() may bind other names.
     """
 
     bound: frozenset[str]
@@ -157,7 +157,7 @@ class CellNames:
 
 
 def names_of(text: str) -> CellNames:
-    """Return the names of a cell's Python."""
+    """Return the names in Python code."""
     top = symtable.symtable(text, "cell", "exec")
     bound = {one.get_name() for one in top.get_symbols() if _is_bound(one)}
     read = {one.get_name() for one in top.get_symbols() if one.is_referenced()}
@@ -222,7 +222,7 @@ def indented(text: str) -> str:
 
 @dataclass(frozen=True)
 class Code:
-    """A cell on the ranks. ranks: those that ran it, None for all. title: the heading above it. state: see SentCell."""
+    """A cell of the ranks. ranks: those that ran it, None for all. title: the heading above it. state: see SentCell."""
 
     number: int
     text: str
@@ -233,7 +233,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Values:
-    """Values pushed to the ranks. literals: name -> its text in Python; others: name -> what it is instead."""
+    """Values pushed to the ranks. literals: name -> Python literal. others: name -> description of another value."""
 
     number: int
     literals: Mapping[str, str]
@@ -243,7 +243,7 @@ class Values:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A line of the notebook that is not in the script. why: "" if the line itself explains it."""
+    """A line of the notebook that is not in the script. why: the reason, "" if the line itself shows it."""
 
     number: int
     text: str
@@ -252,7 +252,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch of strategy, after this many steps. typed: as somebody wrote it. old, new: in full."""
+    """A switch of the strategy after `step` steps. typed: as the user typed it. old, new: in canonical form."""
 
     step: int
     typed: str
@@ -264,8 +264,8 @@ class Switch:
 class Source:
     """A notebook.
 
-    name: of its file, "" if unknown. threads: of each CPU rank, 0 if unknown. imports: name -> the statement by which a
-    cell of the notebook itself imports it.
+    name: of its file, "" if unknown. threads: number of threads of each CPU rank, 0 if unknown. imports: name -> import
+    statement, from cells that ran in the notebook itself.
     """
 
     name: str
@@ -275,16 +275,16 @@ class Source:
     gpus: bool = False
     threads: int = 0
     switches: tuple[Switch, ...] = ()
-    strategy: str = ""  # the last one that was switched to
+    strategy: str = ""  # of the last switch
     imports: Mapping[str, str] = field(default_factory=dict)
 
 
 def code_of(
     number: int, source: str, ranks: tuple[int, ...] | None, title: str, state: str
 ) -> tuple[Code | None, list[LeftOut]]:
-    """Return a cell of the ranks without what only a notebook understands, and the removed lines.
+    """Return a cell of the ranks without notebook-only lines, and these lines.
 
-    Raises UsageError for a cell that no script can have.
+    Raises UsageError for a cell that a script cannot contain.
     """
     if state not in ("ok", "running", "interrupted"):
         return None, [LeftOut(number, _first(source), f"failed: {state}")]
@@ -304,7 +304,7 @@ def code_of(
 
 
 def taken_out(number: int, plain: Plain) -> Iterable[LeftOut]:
-    """Return the lines of a cell that only a notebook understands."""
+    """Return the notebook-only lines of a cell."""
     return (LeftOut(number, line) for _, line in sorted(plain.magics.items()))
 
 
@@ -313,7 +313,7 @@ def _first(source: str) -> str:
 
 
 def plain_code(number: int, plain: Plain) -> LeftOut:
-    """Return a cell of the notebook itself."""
+    """Return a cell that ran in the notebook itself, as a LeftOut."""
     first, *others = [node for node in plain.tree.body if not isinstance(node, ast.Pass)]
     line = plain.text.split("\n")[first.lineno - 1]
     more = " …" if others or first.end_lineno != first.lineno else ""
@@ -321,7 +321,7 @@ def plain_code(number: int, plain: Plain) -> LeftOut:
 
 
 def imports_of(plain: Plain) -> dict[str, str]:
-    """Return the imports of a cell of the notebook itself: name -> statement."""
+    """Return name -> statement for the imports of a cell that ran in the notebook itself."""
     statements = [node for node in plain.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     return {
         (alias.asname or alias.name).split(".")[0]: ast.unparse(node)
@@ -334,7 +334,7 @@ def imports_of(plain: Plain) -> dict[str, str]:
 def read_running(cluster: Cluster) -> Source:
     """Return everything that the ranks of `cluster` have run since they were started.
 
-    Raises UsageError if that is nothing.
+    Raises UsageError if they have run nothing.
     """
     parts: list[Code | Values] = []
     left_out: list[LeftOut] = []
@@ -378,7 +378,7 @@ def read_running(cluster: Cluster) -> Source:
 
 
 def _history(cluster: Cluster) -> tuple[list[LeftOut], dict[str, str]]:
-    """Return the cells that did not go to these ranks, and their imports."""
+    """Return the cells that ran in the notebook itself, and their imports."""
     shell = notebook_shell()
     if shell is None:
         return [], {}
@@ -395,7 +395,7 @@ def _history(cluster: Cluster) -> tuple[list[LeftOut], dict[str, str]]:
             continue
         try:
             plain = masked(source, f"cell {number}")
-        except UsageError:  # it never ran
+        except UsageError:  # the cell never ran
             continue
         found += taken_out(number, plain)
         imports |= imports_of(plain)
@@ -405,7 +405,7 @@ def _history(cluster: Cluster) -> tuple[list[LeftOut], dict[str, str]]:
 
 
 def _own(source: str) -> str:
-    """Return the cell without the comment that replaced the magic's own line."""
+    """Return the cell without the comment that replaced its magic's line."""
     return source.partition("\n")[2] if source.startswith("# %%") else source
 
 
@@ -459,7 +459,7 @@ def cells_of(path: Path) -> list[dict[str, Any]]:
 
 
 class _Reading:
-    """State of reading a notebook. known: values of the notebook's own names that its text alone determines."""
+    """The state of reading a notebook. known: values of the notebook's names that are constants in its text."""
 
     def __init__(self) -> None:
         self.parts: list[Code | Values] = []
@@ -520,7 +520,7 @@ class _Reading:
             self.left_out.append(plain_code(self.number, plain))
 
     def _take_magic(self, line: str, cell: dict[str, Any]) -> bool:
-        """Return True if the script has something else in place of the line."""
+        """Return True if the script has other code in place of the line."""
         for name, value in self.known.items():
             line = line.replace("{" + name + "}", str(value))
         magic, _, rest = line.partition(" ")
@@ -531,7 +531,7 @@ class _Reading:
         if magic == "%cluster" and words[:1] == ["start"] and (found := re.search(r"-n[ =]*(\d+)", rest)):
             self.num_ranks = int(found[1])
         if magic == "%strategy" and words and words[0] != "--try":
-            # What --undo goes back to is the one before.
+            # --undo goes back to the strategy before.
             self.strategies += [" ".join(words)] if words[0] != "--undo" else self.strategies[-2:-1]
             for old, new, step in _SWITCHED.findall(_text_of(cell)):
                 self.switches.append(Switch(int(step), self.strategies[-1] if self.strategies else new, old, new))
@@ -556,7 +556,7 @@ class _Reading:
 
 
 def _constants(node: ast.stmt, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the names that an assignment of constants binds, and their values."""
+    """Yield (name, value) for the names that an assignment of constants binds."""
     match node:
         case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=ast.expr() as value):
             pairs = [(name, value)]
@@ -571,7 +571,7 @@ def _constants(node: ast.stmt, known: Mapping[str, Any]) -> Iterator[tuple[str, 
         named = {one.id for one in inside if isinstance(one, ast.Name)}
         if all(isinstance(one, _CONSTANT) for one in inside) and named <= set(known):
             try:
-                # Constants and names of constants alone, of a notebook that its owner runs anyway.
+                # The expression has only constants and names of constants, and the owner runs this notebook anyway.
                 yield name, eval(compile(ast.Expression(value), name, "eval"), {"__builtins__": {}}, dict(known))
             except Exception:
                 continue

@@ -1,11 +1,11 @@
-"""Answers the requests of nbkit's sidebar in JupyterLab.
+"""Answer the requests of nbkit's sidebar in JupyterLab.
 
     GET    nbkit/state?kernel=ID&path=NOTEBOOK&ranks=1    clusters, programs, runs, lessons: see `Sidebar.state`
     DELETE nbkit/clusters/NAME                            end a cluster, as `nbkit stop NAME` does
     POST   nbkit/lessons/NAME                             {"path"} of a lesson, copied into nbkit-lessons/ if needed
 
-The server answers, not a kernel: a kernel is busy while a training runs, and there may be none. The server reads the
-registry, the record files and the processes. It asks no rank, so it also answers while ranks are stuck.
+The server answers, because a kernel may be busy with a training, or missing. The server reads the registry, the record
+files and the processes. It asks no rank, so it works even while ranks are stuck.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nbkit.errors import ClusterError, NbkitError, UsageError
 from nbkit.notebook.json_text import json_text
 
 RUNS_AT_MOST = 20
-_LESSONS = "nbkit-lessons"  # in the server's folder, as `nbkit lab` names it in the working directory
+_LESSONS = "nbkit-lessons"  # in the server's folder; `nbkit lab` uses the same name in the working directory
 
 
 class Sidebar:
@@ -42,12 +42,13 @@ class Sidebar:
     def state(self, kernel: int, notebook: str, *, ranks: bool) -> dict[str, Any]:
         """Return {"clusters", "jobs", "runs", "lessons", "notes"}. kernel: pid of the notebook's kernel, 0 for none.
 
-        A cluster is {"name", "n", "state", "alive", "host", "here", "devices", "ranks", "run"}. here: it is the
-        notebook's. ranks: [{"rank", "device", "memory", "state"}], empty unless `ranks`. run: of its newest training,
-        {"folder", "stands", "strategy", "rate", "unit", "step"}, or None. jobs: as `nbkit jobs --json`, only those that
-        run. runs: [{"name", "folder"}], the newest first. lessons: names. notes: clusters of another release.
+        A cluster is {"name", "n", "state", "alive", "host", "here", "devices", "ranks", "run"}. here: it is this
+        notebook's cluster. ranks: [{"rank", "device", "memory", "state"}], empty unless `ranks` is True. run: its
+        newest training, {"folder", "stands", "strategy", "rate", "unit", "step"}, or None. jobs: the running jobs, as
+        in `nbkit jobs --json`. runs: [{"name", "folder"}], the newest first. lessons: names. notes: lines about
+        clusters of another release.
         """
-        from nbkit.notebook.cluster import registry  # a server starts in many sessions that never look
+        from nbkit.notebook.cluster import registry  # imported here, because many servers never show the sidebar
         from nbkit.notebook.cluster.job import AttachedJob
         from nbkit.notebook.cluster.newest_run import recorded_by
         from nbkit.notebook.lessons import lesson_names
@@ -99,7 +100,7 @@ class Sidebar:
         return [{"name": path.name, "folder": str(path)} for path in newest]
 
     def stop(self, name: str) -> None:
-        """End a cluster of this user. Raises ClusterNotFound if it does not run, ClusterError if it is another's."""
+        """End a cluster of this user. Raises ClusterNotFound if it is not running, or ClusterError."""
         from nbkit.notebook.cluster import registry
 
         entry = registry.running(name)
@@ -108,7 +109,7 @@ class Sidebar:
         registry.end(entry)
 
     def lesson(self, name: str) -> str:
-        """Return the path of a lesson below the server's folder. It is copied there if it is in none of its places."""
+        """Return the path of a lesson below the server's folder. Copy it there if it is not there yet."""
         from nbkit.notebook.lessons import lesson_names, write_lessons
 
         if name not in lesson_names():
@@ -121,7 +122,7 @@ class Sidebar:
 
 
 def _ranks(entry: Any) -> list[dict[str, Any]]:
-    """Return what is known of each rank without asking it. A rank of another host has no state."""
+    """Return what is known about each rank without asking it. A rank on another host has no state."""
     from nbkit.notebook.cluster.launch.pins import repinned
     from nbkit.notebook.cluster.output.root_cause import deaths_in
     from nbkit.notebook.cluster.status import memory_by_rank
@@ -148,7 +149,7 @@ class _Handler(APIHandler):
         self.sidebar = sidebar
 
     async def _answer(self, ask: Callable[[], Any]) -> None:
-        """Answer with what `ask` returns on a thread, or with an error of ours as {"message"}."""
+        """Answer with the result of `ask`, which runs in a thread, or with an NbkitError as {"message"}."""
         try:
             self.finish(json_text(await asyncio.to_thread(ask)))
         except (NbkitError, OSError) as error:
@@ -162,7 +163,7 @@ class StateHandler(_Handler):
     async def get(self) -> None:
         notebook, ranks = self.get_argument("path", ""), self.get_argument("ranks", "") == "1"
         pid = 0
-        with suppress(KeyError, AttributeError, TypeError, HTTPError):  # gone, or started by a gateway elsewhere
+        with suppress(KeyError, AttributeError, TypeError, HTTPError):  # the kernel has ended, or runs behind a gateway
             pid = int(self.kernel_manager.get_kernel(self.get_argument("kernel", "")).provisioner.pid)
         await self._answer(lambda: self.sidebar.state(pid, notebook, ranks=ranks))
 

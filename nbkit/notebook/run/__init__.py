@@ -1,1 +1,1 @@
-"""A run, read from its records for all views: dashboard, card, report, terminal, TensorBoard's tab."""
+"""Read a run's records, for all views: dashboard, card, report, terminal, TensorBoard's tab."""

@@ -53,7 +53,7 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
 
 
 class RunReader:
-    """A run directory, which may still be empty. lock: for reading `curve` or `step` from another thread."""
+    """A reader of a run directory, which may be empty. lock: needed to read `curve` or `step` in another thread."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -63,15 +63,15 @@ class RunReader:
 
     @property
     def curve(self) -> Curve:
-        """Return loss, tokens and events as far as they have been read."""
+        """Return the loss, tokens and events that have been read so far."""
         return self._run.curve
 
     def look(self) -> bool:
-        """Read what is new of the curve, from the file of one rank. Return True if anything is."""
+        """Read new data of the curve from one rank's file. Return True if there was any."""
         return self._run.look()
 
     def picture(self, step: int | None = None) -> dict[str, Any]:
-        """Return one step of all ranks, the newest or the one asked for; {} when there is none."""
+        """Return one step of all ranks, by default the newest; {} if there is none."""
         with self.lock:
             self._run.refresh()
             if not self._run.newest:
@@ -85,11 +85,11 @@ class RunReader:
         Its keys are "run" (its name), "folder", "world", "stands" ("running", "ended: WHY", "quiet"), "goal", "left",
         "rate", "unit".
 
-        quiet: nothing has been written for 15 s. goal: the step at which it ends, counted as in the curve, with the
-        steps of earlier trainings in the same run; 0 if it is not known. left: the time to that step in words, if the
-        coming steps take as long as the newest 20 under this strategy did; "" if unknown. rate: tokens per second, the
-        median of these steps; None if unknown. unit: "tokens"; or "rows" if the training reads no sequences, and each
-        row counts as one token.
+        quiet: nothing has been written for 15 s. goal: the step at which it ends, which counts the steps of earlier
+        trainings in the same run, like the curve; 0 if unknown. left: the time to that step in words, if steps take as
+        long as the newest 20 under the current strategy; "" if unknown. rate: tokens per second, the median of these
+        steps; None if unknown. unit: "tokens", or "rows" if the training reads no sequences. Then each row counts as
+        one token.
         """
         with self.lock:
             last = next((e for e in reversed(self.curve.events) if e["kind"] in ("run_started", "run_stopped")), None)
@@ -115,13 +115,13 @@ class RunReader:
             }
 
     def snapshot(self, *, anew: bool = True, steps: tuple[int, int] | None = None) -> dict[str, Any]:
-        """Return everything there is to draw, as plain values: {"state", "strategies", "points", "events", "step"}.
+        """Return everything that views draw, as plain values: {"state", "strategies", "points", "events", "step"}.
 
-        state: see `state`. events: as sinks get them. points: a row for each step: step, span, time, tokens,
-        loss, rate, strategy (an index into strategies). step: the newest measured step, part by part and rank by rank.
+        state: see `state`. events: the same as for sinks. points: rows of step, span, time, tokens, loss, rate, and
+        strategy (an index into strategies). step: the newest measured step, by part and rank.
 
-        anew: with a new picture of a step, which takes longest. steps: the first and the last step to return; the
-        picture is of the last one.
+        anew: make a new picture of a step, which takes most of the time. steps: the first and the last step to return;
+        then the picture is of the last one.
         """
         with self.lock:
             self.look()
@@ -141,17 +141,17 @@ class RunReader:
 
 
 def _ends(event: dict[str, Any]) -> bool:
-    """Return True if a training ends with this event. It goes on after a failed switch."""
+    """Return True if a training ends with this event. After a failed switch it goes on."""
     return event["kind"] == "failure" and event.get("error") != "SwitchError"
 
 
-def _alike(points: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-    """Return the newest points that were made under the current strategy."""
+def _points_of_strategy(points: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+    """Return the newest points, as far back as the strategy is the current one."""
     newest = reversed(points[-MEDIAN_OF - STANDS - 1 :])
     return list(takewhile(lambda point: point[6] == points[-1][6], newest))[::-1]
 
 
-def _usual(alike: Sequence[Sequence[float]]) -> range:
+def _usual_range(alike: Sequence[Sequence[float]]) -> range:
     """Return the steps whose medians describe the current strategy; see `usual_steps`."""
     return usual_steps(int(alike[-1][0]), int(alike[0][0])) if alike else range(0)
 
@@ -159,17 +159,17 @@ def _usual(alike: Sequence[Sequence[float]]) -> range:
 def _left(points: Sequence[Sequence[float]], goal: int, rate: float | None) -> str:
     """Return the time left as text, "" if it is under a second or unknown.
 
-    It uses the rate shown beside it, where tokens are recorded, so that the panel and the cell's line agree with it.
+    If tokens are recorded, it is computed from the displayed rate, so that all views agree.
     """
-    column, alike = 3 if rate else 2, _alike(points)
-    each = [(b[column] - a[column]) / b[1] for a, b in pairwise(alike) if int(b[0]) in _usual(alike)]
+    column, alike = 3 if rate else 2, _points_of_strategy(points)
+    each = [(b[column] - a[column]) / b[1] for a, b in pairwise(alike) if int(b[0]) in _usual_range(alike)]
     seconds = (goal - points[-1][0]) * median(each) / (rate or 1.0) if each else 0.0
     return f"{text_of(seconds)} to go" if seconds >= 1 else ""
 
 
 def _rate(points: Sequence[Sequence[float]]) -> float | None:
-    alike = _alike(points)
-    known = [point[5] for point in alike if int(point[0]) in _usual(alike) and math.isfinite(point[5])]
+    alike = _points_of_strategy(points)
+    known = [point[5] for point in alike if int(point[0]) in _usual_range(alike) and math.isfinite(point[5])]
     return float(short(median(known))) if known else None
 
 

@@ -1,7 +1,7 @@
-"""A step of a run as the page draws it: only numbers, each measured unless its name says modelled or formula.
+"""The numbers of one step of a run, for drawing. They are measured unless the name contains "modelled" or "formula".
 
-It also has the inside of one step (the pipeline as planned and measured, or what each rank did over time), and the last
-known state of ranks and hosts: clocks, temperature, power, CPU, with slowed GPUs first.
+`of_step` returns the inside of one step: the pipeline, planned and measured, or each rank's states over time. `health`
+returns the last known state of ranks and hosts: clocks, temperature, power, CPU.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
 _KINDS = "FBIW"
-_LAPS_AT_MOST = 160  # of a rank: more than a screen shows apart
+_LAPS_AT_MOST = 160  # of a rank; more cannot be seen on a screen
 _RANKS_AT_MOST = 64
 
 Drawn = list[Any]  # [kind, stage, micro, start, stop] with times in seconds since the first
 
 
 def of_step(run: Run, step: int, strategy: str, *, replica: int = 0, usual: bool = False) -> dict[str, Any] | None:
-    """Return the inside of the step nearest to `step` that was kept in detail; None if there is none.
+    """Return the inside of the step nearest to `step` that was recorded in detail; None if there is none.
 
-    usual: of the last few that were kept, take the one whose time is nearest to that of the newest steps. kind
-    "pipeline": planned and measured operations of one replica's ranks, and the bubble of both. kind "laps": states of
+    usual: take one of the last few detailed steps, whose duration is nearest to that of the newest steps. kind
+    "pipeline": planned and measured operations of the ranks of one replica, and both bubbles. kind "laps": states of
     the training thread. Times are in seconds on rank 0's clock.
     """
     step = run.usual_detail(step) if usual else step
@@ -57,7 +57,7 @@ def of_step(run: Run, step: int, strategy: str, *, replica: int = 0, usual: bool
 
 
 def _lines(run: Run, step: int, strategy: Strategy) -> list[tuple[int, ...]]:
-    """Return the ranks of each pipeline. The job's order of ranks is found from the messages of one of them."""
+    """Return the ranks of each pipeline. One rank's messages show in which order the job places ranks."""
     first = min(run.files, default=0)
     detail = run.detail_of(first, step)
     peers = {call.peer for call in detail.calls if call.peer is not None} if detail is not None else set()
@@ -105,13 +105,13 @@ def _pipeline(run: Run, strategy: Strategy, ranks: Sequence[int], details: dict[
 
 
 def _planned(strategy: Strategy, ops: Sequence[PipelineOp]) -> dict[str, Any] | None:
-    """Return the same schedule without transfers and delays, at the mean measured cost of each stage."""
+    """Return the schedule without transfers and delays, with the mean measured seconds of each stage."""
     microbatches = 1 + max(op.micro for op in ops)
     stages = 1 + max(op.stage for op in ops)
     try:
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, microbatches, max(1, stages // strategy.pp))
         cost = {kind: _costs(kind, ops, schedule.num_stages) for kind in _KINDS}
-        if not schedule.splits:  # a B is whole, and counted as all input
+        if not schedule.splits:  # B is not split; count it as the backward of the input
             cost["I"], cost["W"] = cost["B"], [0.0] * schedule.num_stages
         timeline = simulate(schedule, forward=cost["F"], backward_input=cost["I"], backward_weight=cost["W"])
     except (NbkitError, ZeroDivisionError):
@@ -153,7 +153,7 @@ def _laps(run: Run, details: dict[int, Detail]) -> dict[str, Any]:
 
 
 def _thinned(run: Run, rank: int, detail: Detail, begin: int, span: int) -> list[Drawn]:
-    """Merge neighbours with the same state. A span too short to be seen joins the one before."""
+    """Return a rank's states. Merge equal neighbors, and add a span that is too short to see to the one before."""
     rows: list[Drawn] = []
     least = span / _LAPS_AT_MOST / 2
     for state, start, stop in detail.laps:
@@ -179,14 +179,14 @@ def _short(value: float) -> float:
 
 
 _RANKS_IN_HEALTH, _HOSTS_AT_MOST = 8, 4
-_MODULES = 12  # parts of the peak that are listed
+_MODULES = 12  # at most, parts of the peak that are listed
 
 
 def health(run: Run) -> dict[str, Any] | None:
     """Return {"step", "ranks", "more", "hosts", "more_hosts"}; None if nothing has been recorded.
 
-    ranks: if there are many, only those whose GPU is slowed or hottest. hosts: those with most load. more: what is left
-    out.
+    ranks: if there are many, only those with slowed or the hottest GPUs. hosts: if there are many, those with the most
+    load. more: words about the ranks that are left out, or "". more_hosts: how many hosts are left out.
     """
     if not run.health:
         return None
@@ -229,17 +229,17 @@ def _four_digits(value: float | None) -> float | None:
 
 
 def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> dict[str, Any]:
-    """Return the picture of a step as plain values. Empty but for "step" when no rank has a record of it.
+    """Return the picture of a step as plain values. If no rank has recorded the step, it has only "step".
 
-    usual: bars and sentence are of the newest 20 steps up to it, the median of each part: of single steps both would
-    change with each. replica: which of the pipelines is drawn, where there are several.
+    usual: bars and sentence are medians of the newest 20 steps up to this one, because those of single steps would
+    change all the time. replica: the pipeline to draw, if there are several.
     """
     steps = run.picture_of(step)
     if not steps:
         return {"step": step, "ranks": []}
     first = steps[min(steps)]
     strategy = strategy_of(steps) or (run.headers[min(run.headers)].strategy if run.headers else "")
-    # Not every step times its calls; those before do.
+    # Only some steps time their calls, so look at earlier steps too.
     before = (run.picture_of(one) for one in range(step - 1, max(step - LISTEN_EVERY, 0), -1))
     alike = (one for one in before if strategy_of(one) == strategy_of(steps))
     of, rows = bars(steps, run.members), table(steps, run.members, near=alike)
@@ -256,7 +256,7 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
         "strategy": strategy,
         "numbers": {key: short(value) for key, value in first.numbers.items()},
         "hosts": [run.headers[rank].host if rank in run.headers else "" for rank in range(run.world_size)],
-        # If a step was left half-way, no rank has parts for it.
+        # After an aborted step, no rank has its parts.
         "seconds": short(fmean(part.seconds for part in shown or steps.values())),
         "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in shown],
         "of": _words(numbers, "medians" if few else "means"),
@@ -283,7 +283,7 @@ def _words(numbers: Sequence[int], kind: str) -> str:
 
 
 def lateness(run: Run) -> dict[str, Any]:
-    """Return the ranks that others waited for in the newest steps: rank, number of steps, cause; the most first."""
+    """Return the ranks that others waited for in the newest steps: rank, number of steps, cause; most steps first."""
     found: dict[int, list[Any]] = {}
     for late in run.late:
         if late is not None:
@@ -300,7 +300,7 @@ def lateness(run: Run) -> dict[str, Any]:
 
 
 def _experts(run: Run, steps: Mapping[int, StepRecord]) -> dict[str, Any] | None:
-    """Return the tokens of each expert on each rank in a step, and the imbalance of all steps; None without experts."""
+    """Return the number of tokens of each expert on each rank, and the imbalance of all steps; None without experts."""
     ranks = {rank: step.experts for rank, step in sorted(steps.items()) if step.experts}
     if not ranks:
         return None
@@ -311,8 +311,8 @@ def _experts(run: Run, steps: Mapping[int, StepRecord]) -> dict[str, Any] | None
 
 
 def _slow_link(run: Run, step: int, rows: list[TrafficRow], of: list[Bar]) -> PipelineLink | None:
-    """Return the slow link of a pipeline, from the nearest detailed step."""
-    # Backups are messages too, but they delay no pipeline.
+    """Return the slow link of a pipeline in the nearest detailed step."""
+    # Backups are messages too, but they do not delay a pipeline.
     if not of or not any(row.op == "recv" and row.axis == "pp" for row in rows):
         return None
     details = run.details_near(run.files, step)
@@ -323,7 +323,7 @@ def _slow_link(run: Run, step: int, rows: list[TrafficRow], of: list[Bar]) -> Pi
 
 
 def _late(late: Late | None) -> dict[str, Any] | None:
-    """Return the late rank. seconds: how much longer its part of the bar is than on the ranks it is compared with."""
+    """Return the late rank. seconds: how much longer its part takes than on the ranks that it is compared with."""
     return (
         None
         if late is None
@@ -333,12 +333,12 @@ def _late(late: Late | None) -> dict[str, Any] | None:
 
 def _row(row: TrafficRow, predicted: forecast.Forecast | None) -> dict[str, Any]:
     values = {name: short(getattr(row, name)) for name in TrafficRow.__dataclass_fields__}
-    # What one rank sends another receives.
+    # Count a receive as the peer's send.
     op = "send" if row.op == "recv" else row.op
     terms = predicted.traffic if predicted is not None else ()
     same = [round(term.bytes) for term in terms if (term.op, term.axis) == (op, row.axis)]
     values["bytes"], values["formula_bytes"] = round(row.bytes), same[0] if same else None
-    # Both are of the same groups, so that a ring hands on as much of each.
+    # Both are of the same groups, so the ratio of sent to passed bytes is the same.
     values["sent"] = round(row.sent)
     values["formula_sent"] = round(row.sent * same[0] / row.bytes) if same and row.sent else None
     return values
@@ -362,17 +362,17 @@ def _traffic(run: Run, steps: Mapping[int, StepRecord], predicted: forecast.Fore
 
 
 def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[int]]:
-    """Return [from, to, bytes] for the nonzero cells: most ranks talk to few others."""
+    """Return [from, to, bytes] of the nonzero cells, because most ranks send to few others."""
     return [[i, j, round(size)] for i, row in enumerate(of) for j, size in enumerate(row) if size]
 
 
 def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dict[str, Any]]:
-    """Return the memory of each rank. Its prediction is for the strategy in force when the memory was measured.
+    """Return the memory of each rank. The prediction is for the strategy under which the memory was measured.
 
-    growth: bytes by which the process has grown since before the job; None on a device. kinds: bytes at the peak by
-    kind (`records.MEMORY_KINDS`), which add up to it; None if only the sum is known. modules: the largest parts of it,
-    [kind, module, bytes]; of many ranks only for the fullest one. planned: the peak by the formulas, as
-    `Forecast.peaks` has it; None if unknown.
+    growth: bytes that the process has grown since before the job; None on a device. kinds: bytes at the peak by kind
+    (`records.MEMORY_KINDS`), whose sum is the peak; None if only the sum is known. modules: the largest parts of the
+    peak, [kind, module, bytes]; of many ranks only for the fullest one. planned: the predicted peak, see
+    `Forecast.peaks`; None if unknown.
     """
     made: list[dict[str, Any]] = []
     fullest = max(run.memory, key=lambda rank: _peak_of(run.memory_of(rank, step)), default=0)

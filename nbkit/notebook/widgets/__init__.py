@@ -1,1 +1,1 @@
-"""Widgets. What they show is computed by plain functions that do not depend on widgets."""
+"""Widgets. Plain functions, which do not depend on widgets, compute their content."""

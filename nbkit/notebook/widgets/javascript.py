@@ -1,8 +1,8 @@
-"""nbkit's JavaScript as one module: what a widget and a saved page need, joined when it is read.
+"""Join nbkit's JavaScript files into one module, for a widget or a saved page. There is no build step.
 
-There is no build step. The charts of a step are those of TensorBoard's tab Communication. uPlot, which is bundled as
-it was published (static/uplot), draws the curves of a run; its licence goes into every page with it. Each module of
-ours becomes its own function, so that names never collide. `colours` reads the colors of paint.js for Python.
+The charts of a step are those of TensorBoard's tab Communication. uPlot draws the curves of a run. It is bundled as it
+was published (static/uplot), and every page contains its license. Each of nbkit's modules becomes a function, so that
+names never collide. `colours` reads the colors of paint.js for Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UPLOT = _OURS / "uplot"
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";$', re.M)
 _EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) (\w+))", re.M)
-# TensorBoard's page knows whether it is dark; here the surrounding page decides.
+# In TensorBoard, `dark` asks TensorBoard's own page. Elsewhere this replacement asks the surrounding page.
 _DARK = re.compile(r"^export const dark = .*$", re.M)
 _ASK_PAGE = """export const dark = () => {
   const { jpThemeLight } = document.body.dataset;
@@ -35,11 +35,10 @@ _ASK_PAGE = """export const dark = () => {
 
 @cache
 def joined() -> str:
-    """Return the module; it exports by default what anywidget asks for, and `show` for a page of data that stands
-    still."""
+    """Return the dashboard's module. Its default export is for anywidget; `show` draws a saved page."""
     paths = [*_MODULES, *(_OURS / f"{name}.js" for name in _OWN)]
     parts = map(_as_function, paths)
-    # The first line of the published file is a comment with its address; pages of ours name no address.
+    # The first line of the published file is a comment with a web address, which a page must not contain.
     version, _, uplot = (_UPLOT / "uPlot.iife.min.js").read_text().partition("\n")
     named = f"uPlot {version[version.index('(') : version.index(')') + 1]}"
     uplot = f"/*!\n{named}\n{(_UPLOT / 'LICENSE').read_text().strip()}\n*/\n{uplot}"
@@ -48,7 +47,7 @@ def joined() -> str:
 
 @cache
 def panel() -> str:
-    """Return the module of the strategy panel; it exports by default what anywidget requests."""
+    """Return the module of the strategy panel. Its default export is for anywidget."""
     return "\n".join([_as_function(_PAINT), _as_function(_OURS / "panel.js"), "export default panel.widget;", ""])
 
 

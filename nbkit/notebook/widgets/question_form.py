@@ -13,18 +13,18 @@ STATIC = Path(__file__).parent / "static"
 
 
 class QuestionForm:
-    """A widget that asks. widget: the anywidget, which a notebook can display."""
+    """The form of one question. widget: an anywidget, which a notebook can display."""
 
     def __init__(self, widget: Any) -> None:
         self.widget = widget
 
     def tell_locked(self, guess: float | str | None) -> None:
-        """Show the guess, and take no other."""
+        """Show the guess, and accept no other."""
         self.widget.answer = {"locked": True, "guess": guess}
 
 
 def question_form(values: dict[str, Any], lock: Callable[[float | str | None], None]) -> QuestionForm | None:
-    """Return a form; None without anywidget.
+    """Return a form, or None without anywidget.
 
     values: "question", "unit", "low" and "high" of the slider or None, "choices", "band" in words.
     lock: called with the guess when the reader locks it.

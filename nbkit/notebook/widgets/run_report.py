@@ -1,4 +1,4 @@
-"""A run as one self-contained page: every chart with its data inside, for a colleague or a student."""
+"""Write a run as one self-contained HTML page, with all charts and their data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ show(document.getElementById("run"), JSON.parse(document.getElementById("data").
 
 @dataclass(frozen=True)
 class Written:
-    """A page that was written. Stands for its path wherever a path is wanted."""
+    """A page that was written. It can be used as a path."""
 
     path: Path
 
@@ -44,13 +44,13 @@ class Written:
 
 
 def write_report(run_dir: Path, path: Path) -> Path:
-    """Write the page of a run, as it stands now, to `path`; return where. Raises NbkitError where that fails."""
+    """Write the page of a run in its current state to `path`. Return the path. Raises NbkitError if that fails."""
     return write_file(path, page_of(RunReader(run_dir).snapshot()))
 
 
 def page_of(snapshot: dict[str, Any]) -> str:
     """Return the page for a RunReader.snapshot."""
-    # No folder of this machine goes out of it, and no text ends the script.
+    # The page contains no folder of this machine. "<" is escaped, so that no text ends the script element.
     public = snapshot | {"state": {**snapshot["state"], "folder": ""}, "about": about(snapshot)}
     data = json.dumps(_finite(public), separators=(",", ":"), default=str).replace("<", "\\u003c")
     script = joined().replace("export const", "const").replace("export default", "void")
@@ -59,7 +59,7 @@ def page_of(snapshot: dict[str, Any]) -> str:
 
 
 def about(snapshot: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what ran, on what, and how to make it again, as names and words; [] if the records do not say."""
+    """Return [(name, text)]: what ran, on which machines, and how to reproduce it; [] if the records do not say."""
     started = [event for event in snapshot["events"] if event["kind"] == "run_started"]
     facts = started[-1].get("about") if started else None
     if not facts:

@@ -1,4 +1,4 @@
-"""Pictures as SVG, for notebooks and pages that are read without a kernel: what their views share."""
+"""Functions that draw SVG, for pictures in notebooks and pages that are read without a kernel."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ INK, FAINT, RULE, ALARM = "#23272e", "#68717d", "#dfe3e8", "#c3393f"
 
 
 def picture_of(parts: Iterable[str], width: float, height: float, words: str) -> str:
-    """Return the parts as one picture. words: what it shows, for those who cannot see it.
+    """Return the parts as one picture. words: describe it for readers who cannot see it.
 
-    It has a light ground of its own, because a page that shows it as an image does not tell it its theme.
+    The picture has a light background of its own, because an image cannot know the theme of its page.
     """
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height:.0f}' "
@@ -24,10 +24,10 @@ def picture_of(parts: Iterable[str], width: float, height: float, words: str) ->
 
 
 def image(svg: str, words: str, style: str = "max-width:100%") -> str:
-    """Return the picture as an HTML image.
+    """Return the picture as an HTML <img>.
 
-    JupyterLab takes drawings out of the HTML of a notebook that it does not trust, and shows no image/svg+xml there.
-    It leaves images, and so do GitHub, nbviewer and nbconvert.
+    In an untrusted notebook JupyterLab removes SVG elements from HTML, and does not show image/svg+xml. It keeps <img>,
+    as GitHub, nbviewer and nbconvert do.
     """
     data = base64.b64encode(svg.encode()).decode()
     return f"<img src='data:image/svg+xml;base64,{data}' style='{style}' alt='{escape(words, quote=True)}'>"

@@ -1,12 +1,11 @@
 """The card of a cell that trains: HTML in the cell's own output, which stays in the saved notebook.
 
-While the cell trains, a widget shows the same in its place: a page that is loaded anew gets no update of what was
-displayed before, but it finds its widgets again.
+While the cell trains, a widget shows the same in its place. The reason: a reloaded page gets no updates of earlier
+outputs, but its widgets still work.
 
-The card appears when a training of the cell has been recording for a moment. It is updated in place about once a
-second, and ends as a summary. Before that, and in a cell that does not train, a clock runs in its place after 3
-seconds. After 10 seconds the clock says which ranks are still at work, and in what. A cell that ends sooner shows
-neither.
+The card appears soon after a training of the cell begins to record. It is updated in place about once a second, and
+ends as a summary. Before that, and in a cell that does not train, a clock is in its place after 3 seconds. After 10
+seconds the clock says which ranks still work, and where. A shorter cell shows neither.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from nbkit.notebook.widgets.svg import image
 from nbkit.notebook.widgets.widget_output import EMPTY, beside_widget, view_of, with_display_id
 from nbkit.records.event_words import failure
 
-AFTER_SECONDS = 1.5  # most cells are over by then
-_EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most
+AFTER_SECONDS = 1.5  # most cells have ended by then
+_EVERY_SECONDS, _SHARE = 1.0, 0.005  # at most this share of a core
 _CLOCK_SECONDS, _DOING_SECONDS, _ASK_SECONDS = 3.0, 10.0, 5.0
 _WIDTH, _HEIGHT, _POINTS = 260, 44, 130
 _STILL_SECONDS = 60
@@ -50,7 +49,7 @@ _SCRIPT = """export default {
     return () => model.off("change:page", show);
   },
 };"""
-# Without a widget, a page that was loaded anew has to notice by itself that it gets nothing any more.
+# Without the widget, a reloaded page gets no updates; this style makes it say so by itself.
 _STILL = (
     "<style>@keyframes nbkit-still { to { visibility: visible; max-height: 4em; } }</style>"
     "<div style='visibility:hidden;max-height:0;overflow:hidden;color:var(--jp-ui-font-color2,gray);"
@@ -76,10 +75,10 @@ def follow(cluster: Cluster, execution: Execution) -> None:
 
 
 class LiveCard:
-    """Reads what the cell's training records, in a thread of its own, until the cell ends.
+    """A card that a thread updates from the training's records until the cell ends.
 
-    directory: the run's, None while there is none. trains: whether the ranks are in a training. soon: run a function
-    on the client's thread.
+    directory: returns the run's directory, or None if there is none yet. trains: returns True if the ranks are in a
+    training. soon: runs a function on the client's thread.
     """
 
     def __init__(
@@ -91,18 +90,18 @@ class LiveCard:
     ) -> None:
         self._execution, self._directory, self._trains, self._soon = execution, directory, trains, soon
         self._reader: RunReader | None = None
-        self._first = 0  # the step that the cell's training began with
+        self._first = 0  # number of finished steps when the cell's training began
         self._lock = threading.Lock()
         self._last: dict[str, str] = {}
         self._shown = False
-        self._picture_due = 0.0  # a picture of all ranks costs far more than the curve, and says the same for long
-        self.states: Callable[[], Mapping[int, RankState]] = dict  # asks the ranks what they do
+        self._picture_due = 0.0  # a picture of all ranks costs far more than the curve, and changes slowly
+        self.states: Callable[[], Mapping[int, RankState]] = dict  # asks the ranks what they are doing
         self._doing, self._doing_due = "", 0.0
         self._live: Any = None  # the widget, from the first card on
         execution.observers.append(self._finish)
 
     def start(self) -> None:
-        """Begin; ends with the cell."""
+        """Start the thread. It ends with the cell."""
         threading.Thread(target=self._keep_looking, name="nbkit-card", daemon=True).start()
 
     def _keep_looking(self) -> None:
@@ -111,7 +110,7 @@ class LiveCard:
             try:
                 apart = self._look()
             except Exception as error:
-                # The cell's own output says what is wrong with the ranks; a card is worth no traceback in it.
+                # The cell's own output tells errors of the ranks. A failed card must not add a traceback to it.
                 if not isinstance(error, NbkitError | OSError):
                     print(f"no card: {type(error).__name__}: {error}", file=sys.__stderr__)
             rest = max(_EVERY_SECONDS, (time.thread_time() - began - apart) / _SHARE)
@@ -120,9 +119,10 @@ class LiveCard:
                 time.sleep(0.1)
 
     def _look(self) -> float:
-        """Show what is new. Return the CPU seconds that a picture took; pictures are paced separately."""
+        """Show new data. Return the CPU seconds of the picture, because pictures have their own interval."""
         apart = 0.0
-        # Checked before the directory: a training that begins in between would get the previous run.
+        # Check this before the directory. In the other order, a training that begins between the two checks would be
+        # shown with the directory of the previous run.
         if self._reader is None and not self._trains():
             self._tick()
             return apart
@@ -148,7 +148,7 @@ class LiveCard:
         return apart
 
     def _tick(self) -> None:
-        """Show for how long the cell has run, and after a while what the ranks do."""
+        """Show how long the cell has run, and after a while what the ranks are doing."""
         execution, seconds = self._execution, time.time() - self._execution.sent
         if seconds < _CLOCK_SECONDS or execution.prompts or execution.closing:
             return
@@ -158,7 +158,7 @@ class LiveCard:
         self._soon(self._put, clock_bundle(f"{_clock(seconds)}{' · ' * bool(self._doing)}{self._doing}"))
 
     def _finish(self, _: Execution) -> None:
-        """Observe the end of the cell, on the client's thread: show the summary."""
+        """Show the summary when the cell ends. Runs on the client's thread."""
         try:
             with self._lock:
                 if self._shown and not self._last:
@@ -181,7 +181,7 @@ class LiveCard:
         return bundle if bundle != before else {}
 
     def _put(self, bundle: dict[str, str], *, last: bool = False) -> None:
-        """Show it on the client's thread."""
+        """Show the bundle. Runs on the client's thread."""
         if self._execution.closing and not last:
             return
         self._execution.lines.has_card = bool(self._last)
@@ -202,7 +202,7 @@ class LiveCard:
             self._put_live(page, last=last)
 
     def _put_live(self, page: str, *, last: bool) -> None:
-        """Show it in the widget too. At the end the widget goes; a page that was loaded anew keeps it, as it ends."""
+        """Show the page in the widget too. At the end remove the widget; a reloaded page keeps it with the summary."""
         transient = {"display_id": f"nbkit-live-{self._execution.request.id}"}
         if self._live is None and not last and (kind := _live_card()) is not None:
             self._live = kind()
@@ -215,7 +215,7 @@ class LiveCard:
 
 @cache
 def _live_card() -> Any:
-    """Return the class of the widget; None without anywidget."""
+    """Return the class of the widget, or None without anywidget."""
     try:
         import anywidget
         import traitlets
@@ -230,13 +230,13 @@ def _live_card() -> Any:
 
 
 def clock_bundle(words: str) -> dict[str, str]:
-    """Return a line about a cell that runs, as a MIME bundle."""
+    """Return a line about a running cell, as a MIME bundle."""
     style = "color:var(--jp-ui-font-color2,gray);font-variant-numeric:tabular-nums"
     return {"text/plain": words, "text/html": f"<div class='nbkit-clock' style='{style}'>{html.escape(words)}</div>"}
 
 
 def _clock(seconds: float) -> str:
-    """Return a time that counts: "8 s", "2:05 min", "1:02:05 h"."""
+    """Return a duration as text: "8 s", "2:05 min", "1:02:05 h"."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -251,9 +251,9 @@ def card_text(snapshot: dict[str, Any], *, ended: bool = False) -> str:
 
 
 def card_html(snapshot: dict[str, Any], *, ended: bool = False) -> str:
-    """Return the same, with the curve of the loss beside it; until it has ended, it says when it stands still."""
+    """Return the same as HTML, with the curve of the loss. Until the end, the card says if it gets no updates."""
     head, figures, reading = (html.escape(part) for part in _words(snapshot, ended))
-    colour = "#808080" if ended else "#388e3c"  # no variable of the theme: an untrusted notebook loses those
+    colour = "#808080" if ended else "#388e3c"  # not a variable of the theme, which an untrusted notebook loses
     return (
         "<div class='nbkit-card' style='display:flex;gap:14px;align-items:center;flex-wrap:wrap;padding:4px 0'>"
         f"{_curve([point[4] for point in snapshot['points']])}"
@@ -286,7 +286,7 @@ def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
     failed = [event for event in snapshot["events"] if event["kind"] == "failure" and event["step"] >= first[0] - 1]
     reading = snapshot["step"].get("reading", "")
     how = next((event.get("reason") for event in reversed(snapshot["events"]) if event["kind"] == "run_stopped"), "")
-    # A switch that failed, or was taken back, has ended nothing.
+    # A failed or undone switch did not end the run.
     if ended and failed and how not in ("done", "stopped"):
         reading = f"ended by an error: {failure(failed[-1])}"
     newest = snapshot["events"][-1] if snapshot["events"] else {}
@@ -301,7 +301,7 @@ def _started(events: Sequence[dict[str, Any]]) -> int:
 
 
 def _curve(values: Sequence[float]) -> str:
-    """Return the loss as a small picture; "" of fewer than two values."""
+    """Return the loss as a small picture, or "" for fewer than two values."""
     known = [value for value in values if math.isfinite(value)]
     if len(known) < 2:
         return ""

@@ -1,13 +1,12 @@
-"""The output of a cell that shows a widget: the widget, and below it a picture that only pages without the widget show.
+"""The output of a cell that shows a widget: the widget, and a picture that only pages without the widget show.
 
-A saved notebook has no kernel. A page says "Error displaying widget" of a widget then, whatever else the same output
-holds. So the picture is an output of its own. It is replaced while the widget lives, so that a notebook that is saved
-at any moment has it.
+A saved notebook has no kernel. For a widget without a kernel, a page shows "Error displaying widget" in place of the
+whole output. So the picture is a separate output. It is updated while the widget lives, so that a notebook can be saved
+at any moment.
 
-This module also tells whether a kernel hears its pages during a cell, or on a page opened then, and what to say if it
-does not. What was tried is in docs/reference/measurements.md, "Where the panel answers". What is known of VS Code is
-from reports.
-If neither source covers a case, the page itself notices that a click is not heard.
+This module also knows which kernels receive messages from pages during a cell, and the text to show for the others. The
+tests are in docs/reference/measurements.md, "Where the panel answers". The facts about VS Code come from bug reports.
+For other cases, the page itself notices that a click is not answered.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from nbkit.errors import NbkitError
 from nbkit.notebook.cluster.registry import notebook_shell
 
 DETACH = "%%distributed --detach"
-_HEARS_PAGES = (7, 0)  # it has subshells: what a page says while a cell runs need not wait for the cell
-_HEARS_NEW_PAGES = (7, 4)  # and, while a cell awaits, what a page says that has no subshell yet
+_HEARS_PAGES = (7, 0)  # has subshells: a page's message need not wait for the running cell
+_HEARS_NEW_PAGES = (7, 4)  # also a page without a subshell is heard while a cell awaits
 
 
 def kernel_version() -> str:
-    """Return the version of ipykernel; "" where there is none."""
+    """Return the version of ipykernel, or "" if it is not installed."""
     try:
         import ipykernel
     except ImportError:
@@ -39,8 +38,7 @@ def kernel_version() -> str:
 
 
 def in_vscode(environment: Mapping[str, str], variables: Mapping[str, Any]) -> bool:
-    """Return True if VS Code shows the notebook: by what it sets for its kernels, and the variable that it puts into
-    them.
+    """Return True if VS Code shows the notebook, judged by environment variables and a Python variable that it sets.
 
     VSCODE_PID alone is not enough: on WSL and remote machines it is missing (holoviz/panel issue 5200).
     """
@@ -48,7 +46,7 @@ def in_vscode(environment: Mapping[str, str], variables: Mapping[str, Any]) -> b
 
 
 def note_words(version: str, *, vscode: bool) -> str:
-    """Return the words of a panel whose clicks wait while a cell runs, else "". version: of ipykernel."""
+    """Return a note for a panel whose clicks have to wait for the running cell, else "". version: of ipykernel."""
     where = "VS Code" if vscode else f"ipykernel {version}" if version and _parts(version) < _HEARS_PAGES else ""
     if not where:
         return ""
@@ -57,9 +55,9 @@ def note_words(version: str, *, vscode: bool) -> str:
 
 
 def lost_words(version: str, *, vscode: bool) -> str:
-    """Return the words below the picture of a widget, for a page that was opened while a cell runs.
+    """Return a note below the picture, for a page that is opened while a cell runs and gets the widget after the cell.
 
-    Such a page gets the widget when the cell is over; "" where it gets the widget at once.
+    Return "" if such a page gets the widget at once.
     """
     if vscode or not version or _parts(version) >= _HEARS_NEW_PAGES:
         return ""
@@ -71,9 +69,9 @@ def lost_words(version: str, *, vscode: bool) -> str:
 
 
 def hear_always(comm: Any) -> None:
-    """Make this kernel hear a page's messages even while a thread is busy.
+    """Make this kernel receive a page's messages even while a thread is busy.
 
-    ipykernel 7.4 sends them to the thread that last used this comm, which may be a busy one.
+    ipykernel 7.4 sends them to the thread that last used this comm, which may be busy.
     """
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = lambda data, default: default
@@ -92,7 +90,7 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 class Shown(Protocol):
-    """An object that has a widget, or None. still: returns the MIME bundle of its picture, which needs no kernel."""
+    """An object with a widget, or with None. still: returns the MIME bundle of its picture, which needs no kernel."""
 
     widget: Any
 
@@ -103,32 +101,31 @@ class Shown(Protocol):
 
 STILL_SECONDS = 20.0
 _LIVE = ":is(.nbkit-panel, .nbkit-dashboard, .nbkit-live)"
-_AREAS = ".jp-OutputArea, .output_wrapper"  # of a cell, in JupyterLab and Notebook 7, and in nbclassic
+_AREAS = ".jp-OutputArea, .output_wrapper"  # outputs of a cell in JupyterLab and Notebook 7, and in nbclassic
 _STYLE = (
     f"<style>:is({_AREAS}):has({_LIVE}) .nbkit-still, body:not(:has({_AREAS})):has({_LIVE}) .nbkit-still "
     "{ display: none }"
-    # A widget without a kernel: a line of text that says so.
+    # Hide the line of text that a widget without a kernel leaves.
     ":is(.jp-OutputArea):has(.nbkit-still) .jupyter-widgets:not(:has(*)) { display: none }</style>"
 )
 EMPTY = {"text/plain": ""}
 
 
 def with_display_id(display_id: str) -> dict[str, Any]:
-    """Return the metadata of an output that is updated: its display id, which a notebook file otherwise loses.
+    """Return metadata for an output that is updated later: its display id, which a notebook file would not keep.
 
-    A page that is loaded anew gets no updates from JupyterLab. nbkit's extension finds the output by this id.
+    JupyterLab does not update outputs of a reloaded page. nbkit's extension finds the output by this id and does it.
     """
     return {"nbkit_display_id": display_id}
 
 
 def with_widget(still: dict[str, Any], widget: Any, **options: Any) -> dict[str, Any]:
-    """Return a MIME bundle: the picture for pages and notebooks without widgets, and the widget where it is not
-    None."""
+    """Return a MIME bundle of the picture, for pages without widgets, and of the widget if it is not None."""
     return view_of(widget, **options) | still
 
 
 def view_of(widget: Any, **options: Any) -> dict[str, Any]:
-    """Return the MIME bundle of a widget alone; {} of None."""
+    """Return the MIME bundle of a widget alone; {} for None."""
     shown = (widget._repr_mimebundle_(**options) or {}) if widget is not None else {}
     # Some versions of ipywidgets give (bundle, metadata).
     bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
@@ -136,9 +133,9 @@ def view_of(widget: Any, **options: Any) -> dict[str, Any]:
 
 
 def beside_widget(still: dict[str, Any], words: str = "") -> dict[str, Any]:
-    """Return the picture as an output of its own, which a page hides while it shows a live widget of the same cell.
+    """Return the picture as a separate output. A page hides it while it shows a live widget of the same cell.
 
-    words: below the picture, "" for nothing.
+    words: a note below the picture, "" for none.
     """
     plain = still["text/plain"]
     page = still.get("text/html") or f"<pre>{html.escape(plain)}</pre>"
@@ -149,10 +146,10 @@ def beside_widget(still: dict[str, Any], words: str = "") -> dict[str, Any]:
 
 
 def display_until_stopped(shown: Shown, before_stop: list[Callable[[], object]] | None, words: str) -> None:
-    """Display an object that has a widget, and a picture of it; when its cluster is stopped, leave the last picture.
+    """Display an object's widget and its picture. When its cluster is stopped, keep only the last picture.
 
-    before_stop: of the cluster, None without one. words: said to a page that has not got the widget, "" for nothing.
-    Raises NotImplementedError outside of a kernel: IPython then displays the object as it displays any.
+    before_stop: the cluster's list of callbacks, None without a cluster. words: a note for a page without the widget,
+    "" for none. Raises NotImplementedError outside of a kernel: IPython then displays the object in its usual way.
     """
     if getattr(notebook_shell(), "kernel", None) is None:
         raise NotImplementedError
@@ -188,7 +185,7 @@ def display_until_stopped(shown: Shown, before_stop: list[Callable[[], object]] 
         while not over.wait(STILL_SECONDS):
             if shown.widget is not None and shown.widget.comm is None:
                 return
-            with suppress(NbkitError, OSError):  # of files that are being written
+            with suppress(NbkitError, OSError):  # files that are being written
                 show_newest()
 
     threading.Thread(target=keep_up, name="nbkit-still", daemon=True).start()

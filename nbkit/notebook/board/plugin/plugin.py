@@ -5,8 +5,8 @@
     poll?run=&epoch=&points=&events=        what was added to a run's timeline since the reader's cursor
     step?run=&step=N|newest&replica=        one step
 
-Everything is read from the run's record files; TensorBoard's own event files are not needed. `RunCatalog` holds the
-runs under a log directory, with a summary of each to choose from and compare.
+Everything is read from the runs' record files, not from TensorBoard's event files. `RunCatalog` has the runs under a
+log directory, with a summary of each.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TAIL_BYTES = 128 << 10
 
 
 class RunCatalog:
-    """The runs under `logdir` (None: no directory), by their paths in it. Not thread-safe."""
+    """The runs under `logdir` (None: no directory). A run's name is its path relative to `logdir`. Not thread-safe."""
 
     def __init__(self, logdir: Path | None) -> None:
         self.logdir = logdir
@@ -51,7 +51,7 @@ class RunCatalog:
         self._summaries: dict[str, tuple[float, dict[str, Any]]] = {}
 
     def open(self, name: str) -> Run | None:
-        """Return the run with that name, or None. If too many runs are open, the longest unused one is closed."""
+        """Return the run with that name, or None. If too many runs are open, close the least recently used one."""
         self._look()
         if name not in self._folders:
             return None
@@ -62,11 +62,10 @@ class RunCatalog:
         return run
 
     def summaries(self) -> list[dict[str, Any]]:
-        """Return one row for each run: its last steps, and whether it trains now.
+        """Return a summary of each run. Live runs come first, then the newest.
 
-        Live runs come first, then the newest. seconds, by the clock, parts and rate are medians of the newest steps
-        under the current strategy. So is sent, of the busiest rank. loss is the newest loss. unit: the unit of the
-        rate, "tokens" or "rows".
+        seconds (wall clock), parts, rate, and sent (of the busiest rank) are medians of the newest steps under the
+        current strategy. loss: the newest loss. unit: the unit of the rate, "tokens" or "rows".
         """
         self._look()
         found = []
@@ -74,17 +73,17 @@ class RunCatalog:
             files = rank_files(folder)
             written = max((changed(path) for path in files.values()), default=0.0)
             known = self._summaries.get(name)
-            # Not all ranks of a live run need to be read each time.
+            # Do not read all ranks of a live run each time.
             if known is None or written > known[0] + 1.0:
                 known = written, _summary(files)
                 self._summaries[name] = known
             live = time.time() - written < _LIVE_S and any(_trains(path) for path in files.values())
             found.append({"name": name, "live": live, "changed": round(written, 1), **known[1]})
-        # A finished or tried-out Trainer still records what its process sends, so the write time says little.
+        # Do not sort by write time: a finished Trainer still records what its process sends.
         return sorted(found, key=lambda one: (one["live"], one["step"] > 0, one["began"]), reverse=True)
 
     def newest(self) -> str:
-        """Return a value that changes whenever something is written for TensorBoard's own tabs."""
+        """Return a value that changes when something is written for TensorBoard's own tabs."""
         self._look()
         return f"{len(self._written)} {max((changed(path) for path in self._written), default=0.0)}"
 
@@ -147,7 +146,7 @@ def _number_of(steps: Mapping[int, StepRecord]) -> int:
 def _groups(files: dict[int, Path], step: Mapping[int, StepRecord]) -> list[Group]:
     """Return the groups of a step.
 
-    Groups made by a switch are recorded where the switch was made, so a whole file is read for them.
+    The record of a group is where a switch created it, so this may have to read a whole file.
     """
     found = [one for path in files.values() for one in read_head(path) if isinstance(one, Group)]
     known = {one.label for one in found}
@@ -156,13 +155,13 @@ def _groups(files: dict[int, Path], step: Mapping[int, StepRecord]) -> list[Grou
 
 
 def _tail(path: Path) -> list[StepRecord]:
-    """Return the last lines of an overview."""
+    """Return the last step records of a file."""
     lines = _last_lines(path)[-MEDIAN_OF - STANDS - 1 :]
     return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
 
 
 def _trains(path: Path) -> bool:
-    """Return True if a rank has recorded something of a training and its last record is not the end of it."""
+    """Return True if a rank has recorded a training and has not recorded its end."""
     for line in reversed(_last_lines(path)):
         record = from_line(line)
         if isinstance(record, EventRecord | StepRecord):
@@ -186,7 +185,7 @@ _TYPES = {".js": "application/javascript", ".css": "text/css"}
 
 
 class CommunicationPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
-    """A dynamic plugin. Its page runs in a frame of TensorBoard's page, from the same origin."""
+    """A dynamic plugin of TensorBoard. Its page runs in a frame, with the same origin."""
 
     plugin_name = NAME
 
@@ -195,7 +194,7 @@ class CommunicationPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._lock = threading.Lock()
 
     def is_active(self) -> bool:
-        """Return True always: an empty page can say what it waits for, a missing tab cannot."""
+        """Return True always. Without runs, the page says what it waits for."""
         return True
 
     def frontend_metadata(self) -> Any:
@@ -255,7 +254,7 @@ class CommunicationPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             return _no_run(request)
         with run.lock:
             run.refresh()
-            asked = _number(request, "step", 0)  # "newest" is no number
+            asked = _number(request, "step", 0)  # "newest" becomes 0
             shown = picture(run, asked or run.newest, usual=not asked, replica=_number(request, "replica", 0))
             return _json(request, shown)
 

@@ -39,7 +39,7 @@ class _IPClient(ipyparallel.Client):  # type: ignore[misc]
 
     def __init__(self, client_file: str, timeout: float) -> None:
         self.listener: Listener | None = None
-        self._calls: dict[str, tuple[str, Future[Any]]] = {}  # id of the message -> its engine, what it answers
+        self._calls: dict[str, tuple[str, Future[Any]]] = {}  # message id -> (engine, future of the reply)
         super().__init__(client_file, timeout=timeout)
         self.session.digest_history_size = SIGNATURES_KEPT
 
@@ -55,7 +55,7 @@ class _IPClient(ipyparallel.Client):  # type: ignore[misc]
         message = self.session.deserialize(parts, content=True, copy=False)
         kind, content, mark = message["msg_type"], message["content"], message["metadata"].pop("nbkit", None)
         if mark is None or self.listener is None:
-            return  # an engine's own, which nobody waits for
+            return  # a message of ipykernel itself; nobody waits for it
         if kind in COMM_TYPES:
             buffers = [bytes(buffer) for buffer in message["buffers"]]
             content = {**content, "metadata": message["metadata"], "buffers": buffers}
@@ -83,14 +83,14 @@ class _IPClient(ipyparallel.Client):  # type: ignore[misc]
     def _handle_apply_reply(self, message: dict[str, Any]) -> None:
         """Handle the reply to one of `call_engines`, as ipyparallel's own method does for its calls."""
         _, answer = self._calls.pop(message["parent_header"].get("msg_id"), ("", None))
-        if answer is None:  # its engine was considered dead
+        if answer is None:  # its engine was already reported dead
             return
         try:
             if message["content"]["status"] == "ok":
                 result = serialize.deserialize_object(message["buffers"])[0]
             else:
                 result = self._unwrap_exception(message["content"])
-        except Exception as error:  # this reply cannot be read; its waiter must not wait for ever
+        except Exception as error:  # an unreadable reply must still end the wait
             answer.set_exception(error)
         else:
             answer.set_result(result)
@@ -104,7 +104,7 @@ class _IPClient(ipyparallel.Client):  # type: ignore[misc]
 
 
 class Client:
-    """A client of the cluster whose client file is given. It has its own thread, the client's thread."""
+    """A client of the cluster that `client_file` describes. It has its own thread, "the client's thread"."""
 
     def __init__(self, client_file: Path) -> None:
         self.ipp = _IPClient(str(client_file), timeout=30)
@@ -136,9 +136,9 @@ class Client:
     def wait_for(self, n: int, timeout: float) -> bool:
         """Return True if `n` ranks have registered within `timeout` seconds. If not, ask the hub which ones it has.
 
-        The hub tells a new client which ranks it has, and publishes those that register later. A rank that registers
-        between the two, before the client's subscription has reached the hub, is in neither. The next `wait_for` finds
-        it.
+        The hub tells a new client which ranks it has, and publishes those that register later. A rank may register
+        after the hub has answered the client, but before the client's subscription has reached the hub. The client then
+        learns of it neither way, and this query finds it for the next `wait_for`.
         """
         arrived = self.ipp.wait_for_engines(n, block=False, timeout=timeout, interactive=False)
         if arrived is None or _settled(arrived, timeout):
@@ -148,11 +148,11 @@ class Client:
         return False
 
     def reach(self, ranks: Iterable[int], timeout: float, is_worth_it: Callable[[], bool]) -> dict[int, dict[str, Any]]:
-        """Make sure that calls, requests and messages pass between here and each rank. Return what each rank reports.
+        """Wait until calls, requests and messages reach each rank and come back. Return what each rank reports.
 
-        A rank's three channels connect independently, and zmq drops what is sent to or by a peer that has not connected
-        yet. So this is repeated until it has worked once, or until `is_worth_it` returns False. Ranks that stay silent
-        are left out.
+        A rank's three channels connect independently, and zmq drops messages to or from a peer that has not connected
+        yet. So this repeats its greeting until each rank has answered on all channels, `is_worth_it` returns False, or
+        `timeout` seconds have passed. Ranks that stay silent are left out.
         """
         wanted = set(ranks)
         answers: dict[int, dict[str, Any]] = {}
@@ -170,7 +170,7 @@ class Client:
         return {rank: answer for rank, answer in answers.items() if rank in self.heard}
 
     def listen_to(self, ranks: Iterable[int], timeout: float) -> None:
-        """Make sure that the ranks' messages arrive here. Like `reach`, but the ranks may be busy."""
+        """Wait until the ranks' messages arrive here. Unlike `reach`, this also works while the ranks are busy."""
         wanted, deadline = set(ranks), time.monotonic() + timeout
         while not wanted <= self.heard and time.monotonic() < deadline:
             self.request(wanted - self.heard, SayHello())
@@ -207,9 +207,9 @@ class Client:
             )
 
     def request(self, ranks: Iterable[int], request: Request) -> dict[int, Future[Any]]:
-        """Send a request to each rank that it answers at once, even if it is busy.
+        """Send a request to each rank. A rank answers it at once, even while it runs a cell.
 
-        The futures hold whole reply messages.
+        Return a future of the whole reply message for each rank.
         """
         known, content = set(self.ipp.ids), encoded(request)
         return {
@@ -224,15 +224,16 @@ class Client:
         }
 
     def call_and_wait(self, ranks: Iterable[int], target: str, *args: Any, timeout: float = 600.0) -> dict[int, Any]:
-        """Do `call` and return what each rank returned. Raises what a rank raised, and TimeoutError.
+        """Make a `call` and return what each rank returned. Raises the error of a rank, or TimeoutError.
 
-        A rank that is no longer waited for is told so; otherwise the next cell would wait behind its call.
+        After an error, the ranks that still work on the call are told to stop it. Otherwise the next cell would wait
+        behind it.
         """
         futures = self.call(ranks, target, *args)
         try:
             for future in as_completed(futures.values(), timeout):
                 if isinstance(result := future.result(), ipyparallel.error.IPythonError):
-                    raise result  # the client hands errors over as results
+                    raise result  # the client returns errors as results
         except BaseException:
             if left := [rank for rank, future in futures.items() if not future.done()]:
                 self.request(left, StopCall())
@@ -241,7 +242,7 @@ class Client:
         return {rank: future.result() for rank, future in futures.items()}
 
     def ask(self, ranks: Iterable[int], request: Request, timeout: float = 2.0) -> dict[int, dict[str, Any]]:
-        """Send a `request` and return the replies. Ranks that do not answer in `timeout` seconds are left out."""
+        """Send a `request` and return the replies' contents, without ranks that do not answer in `timeout` seconds."""
         futures = self.request(ranks, request)
         deadline = time.monotonic() + timeout
         answers = {}

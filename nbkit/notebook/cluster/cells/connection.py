@@ -1,6 +1,6 @@
 """The connection of a notebook to a cluster: sends cells and requests, and passes every answer to its cell.
 
-`EndNews` tells running cells that their cluster is about to end: why, and whether a training still has to be saved.
+`EndNews` tells running cells that their cluster is about to end, and why.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class EndNews:
         """Return True if the cluster is gone but some of its ranks are alive and still ending a training."""
         self._looks += 1
         if self._entry.is_spread and self._entry.controller.is_alive() and not registry.how_ended(self._entry):
-            return True  # its coordinator was killed: its ranks on other hosts learn of it, and still answer
+            return True  # the coordinator was killed: ranks on other hosts notice it, and still answer
         if not any(process.is_alive() for process in self._entry.ranks):
             return False
-        # What a rank writes about it may arrive a moment after the end itself.
+        # A rank's note about the end may arrive a moment after the end itself.
         return cluster_end.read(self._entry.folder) is not None or self._looks < 2
 
 
@@ -86,9 +86,9 @@ _TAKEN = "another notebook has taken the cluster over"
 
 
 class Connection:
-    """An open connection to a running cluster, ready once it is made. Methods `_on_*` run on the client's thread.
+    """An open connection to a running cluster. Methods `_on_*` run on the client's thread.
 
-    entry: the cluster as it is registered, with this kernel as its notebook. ended: why nothing can be sent any more,
+    entry: the cluster's entry in the registry, with this kernel as its notebook. ended: why the connection is closed,
     "" while it is open.
     """
 
@@ -99,9 +99,9 @@ class Connection:
         self.cells: dict[str, Execution] = {}
         self.latest: Execution | None = None
         self.deaths: dict[int, Death] = {}
-        self.replaced: dict[tuple[int, float], tuple[str, str]] = {}  # (rank, when it died) -> (cell, what is said)
+        self.replaced: dict[tuple[int, float], tuple[str, str]] = {}  # (rank, time of death) -> (cell, text to show)
         self.generation = WorldGeneration(client, entry.n)
-        self.numbers = itertools.count(1)  # of cells, outside of a notebook
+        self.numbers = itertools.count(1)  # numbers of cells, when there is no notebook
         self.request_number = 0
         self.end_news = EndNews(entry)
         self.comms = ClusterComms(lambda *message: client.soon(client.relay, *message))
@@ -111,7 +111,7 @@ class Connection:
         client.soon(self._watch)
 
     def take_up(self, screen: Screen) -> None:
-        """Learn the state of an already running cluster from its ranks, and follow the cell that they run, if any."""
+        """Read the state of a running cluster from its ranks. If they run a cell, follow it."""
         self._read_deaths()
         alive = [rank for rank in self.client.ranks if rank not in self.deaths]
         self.client.listen_to(alive, 5.0)
@@ -148,7 +148,7 @@ class Connection:
         return latest if latest is not None and not latest.done.done() else None
 
     def why_gone(self) -> str:
-        """Return why nothing can be sent to the cluster any more, or ""."""
+        """Return why the cluster cannot be used any more, or ""."""
         if self.ended or not self.entry.is_alive():
             return self.ended or registry.how_ended(self.entry) or "the cluster has ended"
         try:
@@ -160,7 +160,7 @@ class Connection:
     def check_open(self) -> None:
         """Raise ClusterError if the cluster is gone."""
         if why := self.why_gone():
-            again = "%cluster start" if self.ended else "%cluster restart"  # a restart keeps the options of the start
+            again = "%cluster start" if self.ended else "%cluster restart"  # a restart keeps the options of `start`
             if why == _TAKEN:
                 again = f"%cluster attach {self.entry.name} --take"
             elif cluster_end.SAVED in why:
@@ -168,7 +168,7 @@ class Connection:
             raise ClusterError(f"{self.entry.name}: {why}.", hint=again)
 
     def check_ours(self) -> None:
-        """Raise ClusterError if another live notebook has taken the cluster: this one must not end it."""
+        """Raise ClusterError if another live notebook has taken the cluster: then this notebook must not end it."""
         if self.why_gone() != _TAKEN:
             return
         with suppress(ClusterError):
@@ -207,12 +207,12 @@ class Connection:
     def send(self, request: CellRequest, screen: Screen, note: str = "", *, live: bool = False) -> Execution:
         """Send a cell to its ranks.
 
-        note: shown before its output. live: run at the next step boundary of a training.
+        note: text to show before its output. live: run the cell at the next step boundary of a training.
         """
         execution = self._execution(request, screen, live=live)
         if note:
             self.client.soon(execution.say, note)
-        if live:  # its records come as messages, because no call of it is answered
+        if live:  # a live cell is a request, not a call, so its records come as messages
             self.client.request(request.ranks, RunLiveCell(self.next_request(), request))
             return execution
         futures = self.client.call(request.ranks, "nbkit.bridge.calls:run_cell", request)
@@ -223,16 +223,16 @@ class Connection:
         return execution
 
     def ensure_world(self) -> str:
-        """Form a new generation of the world if this one is spoilt. Return what to tell the user, or ""."""
+        """Form a new generation of the world if the current one cannot be used. Return the text for the user, or ""."""
         return self.generation.ensure(self.deaths)
 
     def ask_to_stop(self, request: CellRequest, live: bool) -> dict[int, Future[Any]]:
-        """Ask all ranks to stop a cell. All are asked, because every rank must know the numbers of requests."""
+        """Ask all ranks to stop a cell, even if they do not run it: every rank must know the number of each request."""
         everyone = sorted({*self.client.ranks, *request.ranks})
         return self.client.request(everyone, StopCell(request.id, self.next_request(), live))
 
     def next_request(self) -> int:
-        """Return the number of the next request that all ranks handle in the same order."""
+        """Return the number of the next request. All ranks handle numbered requests in the same order."""
         self.request_number += 1
         return self.request_number
 
@@ -260,25 +260,25 @@ class Connection:
     def _keep_in_touch(self, seconds: float) -> None:
         """Tell the cluster at regular intervals that this notebook is there."""
         if not self.ended:
-            self.client.later(seconds, self._keep_in_touch, seconds)  # scheduled first, so that a failure is retried
+            self.client.later(seconds, self._keep_in_touch, seconds)  # scheduled first, to go on after a failure
             self.client.request(self.client.ranks[:1], NotebookSeen())
 
     def _watch(self) -> None:
-        """Check every second that the cluster is still there and ours, and whether a rank has died.
+        """Check every second whether the cluster is alive and still ours, and whether a rank has died.
 
-        zmq drops what is published while a connection is being made, including messages about deaths.
+        Messages about deaths are not enough: zmq drops what is published while a connection is being made.
         """
         if self.ended:
             return
         self.end_news.say(self.cells.values())
         try:
             why = self.why_gone()
-        except Exception:  # what cannot be read now is read later
+        except Exception:  # the next check reads it again
             why = ""
         if not why:
             try:
                 self._read_deaths()
-            except Exception:  # e.g. it cannot save what it has read, because the disk is full
+            except Exception:  # e.g. the registry cannot be saved because the disk is full
                 traceback.print_exc(file=sys.__stderr__)
         elif why != _TAKEN and self.cells and self.end_news.still_ends():
             pass
@@ -311,7 +311,7 @@ class Connection:
         elif (
             kind == "stream" and mark["seq"] < 0 and self.latest is not None and mark["cell"] == self.latest.request.id
         ):
-            # A thread that outlived its cell has printed it.
+            # A thread that outlived its cell printed this.
             self.latest.outbox.stream(content["name"], f"{label([mark['rank']])} {content['text']}")
 
     def _on_prompt(self, prompt: Prompt) -> None:
@@ -334,7 +334,7 @@ class Connection:
     def _on_live_cell_ended(self, ended: LiveCellEnded, rank: int) -> None:
         try:
             record = record_from(ended.record)
-        except Exception as error:  # the cell it belongs to is written in it
+        except Exception as error:  # only the record says which cell it belongs to
             for live in [live for live in self.cells.values() if live.live]:
                 live.on_fault("a record", rank, error, over=True)
             return
@@ -348,8 +348,8 @@ class Connection:
             execution.on_fault("the record", record.rank, error, over=True)
 
     def _take_record(self, execution: Execution, record: CellRecord) -> None:
-        # The cell ends with its last record, and shows what failed: a rank that has left does neither. That is written
-        # in a file, which is not read a thousand times for a thousand ranks.
+        # A resize may have removed this rank: then its record must not end the cell or show a failure. The size is in a
+        # file. It is read only when it matters, so that a thousand ranks do not read it a thousand times.
         if record.status != "ok" or execution.is_last(record.rank):
             self.read_size()
         execution.on_record(record)
@@ -357,7 +357,7 @@ class Connection:
     def _on_comm(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
         """Handle a message of a widget on a rank.
 
-        A message without a number is in no log of the rank and is not fetched.
+        A message without a number is not in the rank's log, so it cannot be fetched later.
         """
         self.comms.on_message(mark["rank"], kind, content)
         execution = self.cells.get(mark["cell"])
@@ -367,9 +367,9 @@ class Connection:
             self.latest.outbox.put("comm", kind, content)
 
     def _on_gone(self, rank: int) -> None:
-        """Handle the hub's news that a rank is gone.
+        """Handle a message of the hub that a rank is gone.
 
-        How it ended comes from another rank, or from the cluster's folder.
+        Another rank, or the cluster's folder, says how the rank ended.
         """
 
         def read() -> None:
@@ -381,7 +381,7 @@ class Connection:
             self.client.later(DEATH_NEWS_SECONDS, read)
 
     def _read_deaths(self) -> list[RankEnd]:
-        """Read what the parent of the ranks wrote about ended ranks before it told anybody, and act on it."""
+        """Read which ranks have ended, and act on it. The ranks' parent writes this before it tells the other ranks."""
         self.read_size()
         found = [end for end in cluster_end.read_ranks(self.entry.folder) if end.rank < self.entry.n]
         for end in found:
@@ -407,8 +407,8 @@ class Connection:
                 self._greet(execution, rank)
 
     def _on_replaced(self, end: RankEnd) -> None:
-        """Handle that another process replaces a rank that died in a training."""
-        rank, key = end.rank, (end.rank, end.when)  # pids of two hosts may be the same number
+        """Handle the replacement of a rank that died in a training."""
+        rank, key = end.rank, (end.rank, end.when)  # not by pid: processes of two hosts may have the same one
         if key in self.replaced or self.ended:
             return
         told = any(said == end.said for _, said in self.replaced.values())
@@ -424,7 +424,8 @@ class Connection:
                 execution.guard("a rank that is replaced", rank, execution.say, end.said)
             execution.on_replaced(rank)
             self._greet(execution, rank)
-        # A live cell that other ranks have run is over. The new rank runs only those that no rank has begun.
+        # A live cell that some ranks have already run ends here. The new rank runs only live cells that no rank has
+        # begun.
         for live in [one for one in self.cells.values() if one.live and one.records and one.sent < end.when]:
             live.guard("the death", rank, live.on_death, end)
 
@@ -437,7 +438,7 @@ class Connection:
             self.client.later(FOLLOW_SECONDS, self._greet, execution, rank)
             return
         self._follow(execution, rank, 0)
-        if execution.stop is not None:  # it did not exist when the others were asked
+        if execution.stop is not None:  # the new rank did not exist when the others were asked to stop
             self.client.request([rank], StopCell(execution.request.id, self.request_number))
 
     def _on_end(self, execution: Execution) -> None:
@@ -454,7 +455,7 @@ class Connection:
     def _on_answer(self, execution: Execution, rank: int, answer: Future[Any]) -> None:
         error = answer.exception()
         record = answer.result() if error is None else error
-        if error is not None:  # it had left when the cell was sent; another message says how it ended
+        if error is not None:  # the rank had left when the cell was sent; another message says how it ended
             lost = partial(execution.guard, "the answer", rank, execution.on_lost, rank, error)
             self.client.soon(self.client.later, 3 * DEATH_NEWS_SECONDS, lost)
         elif isinstance(record, CellRecord):
@@ -495,7 +496,8 @@ class Connection:
             execution.on_fault("what was asked for", rank, error, over=True)
             return
         if record is not None and not content["outputs"] and execution.arrived.get(rank, 0) < record.outputs:
-            # It has told all that it keeps. What is not among that, as on a disk that is full, may be on its way.
+            # The rank has sent everything in its log. An output that is not in the log, e.g. because the disk is full,
+            # may still be on its way.
             execution.guard("lost output", rank, execution.on_missing_output, rank, record.outputs)
         for output in content["outputs"]:
             if output["kind"] in COMM_TYPES:
@@ -514,11 +516,11 @@ class Connection:
 
 
 def _resized(entry: ClusterEntry, change: SizeChange) -> ClusterEntry:
-    """Return the entry of the cluster with its new ranks, and register it."""
+    """Return the cluster's entry with its new ranks, and save it in the registry."""
     with suppress(ProcessLookupError):
         ranks = tuple(map(Process.of, change.pids))
         pins, labels, reasons = change.pins, entry.labels[: change.n], entry.reasons[: change.n]
-        if all("label" in pin for pin in pins):  # planned by a notebook; else every rank has kept its own
+        if all("label" in pin for pin in pins):  # a notebook planned the pins; else every rank has kept its own
             labels, reasons = (tuple(pin[key] for pin in pins) for key in ("label", "why"))
         entry = replace(entry, n=change.n, ranks=ranks, labels=labels, reasons=reasons)
         registry.save(entry)
@@ -526,7 +528,7 @@ def _resized(entry: ClusterEntry, change: SizeChange) -> ClusterEntry:
 
 
 def _out_of_reach(entry: ClusterEntry, why: str) -> ClusterError:
-    """Return the error for a cell whose ranks are alive but cannot be heard, or would have no parent to reap them."""
+    """Return the error for a cell whose ranks are alive, but the controller or the parent of the ranks was killed."""
     gone = "the controller" if not entry.controller.is_alive() else "the parent of the ranks"
     return ClusterError(
         f"{entry.name}: {why}, since {gone} was killed. Its ranks live, and end with this cell.",

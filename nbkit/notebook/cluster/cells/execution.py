@@ -1,7 +1,7 @@
 """The execution of one cell: collects what each rank sends back, shows it, and decides how the cell ends.
 
-All of it runs on the client's thread as messages arrive; other threads only wait for `done`. A rank has finished when
-its record has arrived, and as many outputs as the record counts. The cell has ended when every rank has finished and
+All of this runs on the client's thread when messages arrive; other threads only wait for `done`. A rank has finished
+when its record and all outputs that the record counts have arrived. The cell has ended when every rank has finished and
 the screen has shown everything. The first failure is shown as soon as it is known.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nbkit.notebook.cluster.cells.stop import Stop
 
 ROOT_SECONDS = 0.3  # how long an error about a lost peer waits for the message about that peer
-LOST_SECONDS = 3.0  # without another output of a rank that has ended and does not have those that are missing
+LOST_SECONDS = 3.0  # then outputs that a rank's log lacks count as lost, if no more have arrived meanwhile
 TWIN_SECONDS = 0.3  # how long a failure waits for equal ones: ranks that share cores fail one after the other
 
 
@@ -61,24 +61,24 @@ class Execution:
             seconds, partial(self.guard, "what was about to be shown", None, act)
         )
         self.stop: Stop | None = None  # begun by the user
-        self.fault: CellError | None = None  # an error in nbkit's own code; later messages are ignored
-        self.unshown: CellError | None = None  # the first message that the screen refused
+        self.fault: CellError | None = None  # an error of nbkit itself; later messages are ignored
+        self.unshown: CellError | None = None  # the error of the first message that the screen could not show
         self.outbox = Outbox(screen, self.later, self._on_unshown)
         self.shown = ShownByRank()
-        self.clearing: set[int] = set()  # ranks that clear what they have shown, with what they show next
+        self.clearing: set[int] = set()  # ranks whose earlier output is cleared when they show the next
         self.tabs = screen if isinstance(screen, RankTabs) else None
         self.lines = Lines(request.ranks)
         self.records: dict[int, CellRecord] = {}
         self.deaths: dict[int, Death] = {}
-        self.prompts: dict[int, Prompt] = {}  # of ranks that ask for a line, when all before it has been shown
+        self.prompts: dict[int, Prompt] = {}  # of ranks that wait for a typed line, once their earlier output is shown
         self.asked: set[int] = set()
-        self.unanswered = ""  # why nobody could type a line
+        self.unanswered = ""  # why no line could be typed
         self.arrived = dict.fromkeys(request.ranks, 0)
-        self.missing: dict[int, tuple[int, float]] = {}  # rank -> its outputs that had arrived, since when no more has
+        self.missing: dict[int, tuple[int, float]] = {}  # rank -> (outputs that have arrived, time of the last)
         self.text = {rank: KeptText() for rank in request.ranks}
         self.sent = time.time()
         self.ended = 0.0
-        self.reason = ""  # why the notebook ended it: "stopped", "stopped after 3 s (--timeout)"
+        self.reason = ""  # why the notebook stopped the cell: "stopped", "stopped after 3 s (--timeout)"
         self.shown_root = False
         self.closing = False
         self.timer_set = False
@@ -87,10 +87,10 @@ class Execution:
     # Messages from the ranks ------------------------------------------------------------------------------------
 
     def on_output(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
-        """Show an output message of one rank. seq: its number in the cell, -1 for output of a thread after the cell."""
+        """Show an output message of one rank. mark["seq"]: its number in the cell; -1 from a thread after the cell."""
         rank, seq = mark["rank"], mark["seq"]
         if rank not in self.arrived or self.done.done() or self.fault or 0 <= seq < self.arrived[rank]:
-            return  # from a rank without this cell, too late, or a repetition
+            return  # from a rank that does not run this cell, too late, or a duplicate
         if seq >= 0:
             self.arrived[rank] = seq + 1
         if kind == "stream":
@@ -113,7 +113,7 @@ class Execution:
         self._maybe_close()
 
     def on_missing_output(self, rank: int, outputs: int) -> None:
-        """Handle that a rank's log lacks some of its `outputs`. If no more of them arrive, they are not waited for."""
+        """Handle a rank whose log lacks some of its `outputs`. Stop waiting if no more arrive for LOST_SECONDS."""
         if rank not in self.arrived:
             return  # a resize removed it from the cell after it was asked
         arrived, since = self.missing.get(rank, (-1, 0.0))
@@ -125,7 +125,7 @@ class Execution:
             self._maybe_close()
 
     def on_prompt(self, prompt: Prompt, words: str) -> None:
-        """Handle a rank's request for a line typed by a person. words: shown once for each rank, "" for nothing."""
+        """Handle a rank's request for a typed line. words: an explanation to show once, "" for none."""
         if prompt.rank not in self.arrived or prompt.rank in self.records or self.done.done():
             return
         self._show_all_lines()
@@ -163,14 +163,14 @@ class Execution:
         self._maybe_close()
 
     def on_replaced(self, rank: int) -> None:
-        """Handle that another process continues the cell in place of `rank`, and counts its outputs anew."""
+        """Handle the replacement of `rank`: a new process continues the cell and counts its outputs from zero."""
         self.arrived[rank] = 0
         self.followed.add(rank)
 
     def on_resized(self, n: int, newcomers: list[int], said: str) -> None:
-        """Handle that the cluster has `n` ranks now.
+        """Handle a resize of the cluster to `n` ranks.
 
-        newcomers: those that now run the cell too. said: the text to show.
+        newcomers: new ranks that run the cell too. said: the text to show.
         """
         self.say(said)
         ranks = sorted({*(rank for rank in self.request.ranks if rank < n), *newcomers})
@@ -185,7 +185,7 @@ class Execution:
         self._maybe_close()
 
     def on_lost(self, rank: int, error: BaseException) -> None:
-        """Handle that the call itself failed, so that no record will come."""
+        """Handle a failure of the call itself: no record will come."""
         self.on_record(self._lost(rank, error))
 
     def _lost(self, rank: int, error: BaseException) -> CellRecord:
@@ -193,10 +193,9 @@ class Execution:
         return CellRecord(self.request.id, rank, 0, "error", 0.0, 0, failure=failure)
 
     def guard(self, what: str, rank: int | None, act: Callable[..., object], *args: Any) -> None:
-        """Call act(*args). An error that it raises ends the cell. what: the message or the work that is being handled.
+        """Call act(*args), and end the cell if it raises. what: names the message or the work, for the error.
 
-        Messages are handled on the client's thread, where nobody sees an error that is raised: a waiter for the cell
-        would wait for ever.
+        On the client's thread, nobody would see a raised error, and whoever waits for the cell would wait for ever.
         """
         try:
             act(*args)
@@ -204,9 +203,9 @@ class Execution:
             self.on_fault(what, rank, error)
 
     def on_fault(self, what: str, rank: int | None, error: Exception, *, over: bool = False) -> None:
-        """End the cell because a message could not be handled: show nothing more, and stop the ranks.
+        """Stop the cell because a message could not be handled. Its later output is not shown.
 
-        The cell ends with this reason when its ranks are free. over: `rank` will send nothing more.
+        The cell ends with this error when its ranks are free. over: `rank` will send nothing more.
         """
         if self.done.done():
             return
@@ -232,7 +231,7 @@ class Execution:
         self.outbox.stream("stderr", f"{text}\n")
 
     def _on_unshown(self, kind: str, error: Exception) -> None:
-        """Keep the error of a screen for the end of the cell. It stops no rank: the notebook may be about to close."""
+        """Keep a screen's error for the end of the cell. The ranks go on: perhaps only the notebook is being closed."""
         self.unshown = self.unshown or fault(self.request, f"a message for the screen ({kind})", None, error)
 
     def _show_ready(self) -> None:
@@ -245,7 +244,7 @@ class Execution:
             self.later(wait, self._on_timer)
 
     def _show_all_lines(self) -> None:
-        """Show all lines, even those that wait for an equal one or a newline, because something else comes next."""
+        """Show all lines, even those that wait for an equal line or a newline, because other output comes next."""
         for name, text in self.lines.take(time.monotonic(), final=True):
             self.outbox.stream(name, text)
 
@@ -268,7 +267,7 @@ class Execution:
             self._show_ready()
 
     def _clear(self, ranks: set[int], *, at_once: bool = False) -> None:
-        """Clear what `ranks` have shown. A page is cleared as a whole, so the output of other ranks is shown again.
+        """Clear the output of `ranks`. Only a whole page can be cleared, so the output of other ranks is shown again.
 
         at_once: clear even if nothing follows.
         """
@@ -290,7 +289,7 @@ class Execution:
     def _show_rich(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         self._show_all_lines()
         transient = dict(content.get("transient") or {})
-        if "display_id" in transient and rank != NOBODY:  # two ranks may use the same one
+        if "display_id" in transient and rank != NOBODY:  # two ranks may use the same id
             transient["display_id"] = f"nbkit-{self.request.id}-{rank}-{transient['display_id']}"
         if kind == "display_data" and rank != NOBODY:
             self.outbox.stream("stdout", f"{label([rank])}:\n")
@@ -305,7 +304,7 @@ class Execution:
             return
         record = self.records.get(root)
         if record is not None and self.arrived[root] < record.outputs:
-            return  # its earlier output is still on its way, and belongs above
+            return  # its earlier output must be shown first, and is still on its way
         # Ranks that fail in the same line at the same time are shown together: wait a moment for the others.
         if root in self.records and len(self.records) < len(self.request.ranks) and not self.closing:
             cause = self.records[root].failure
@@ -343,7 +342,7 @@ class Execution:
             self.finish(error=self.fault)
         if self.closing or self.fault:
             return
-        # Checked once for each rank that ends; does not loop over all ranks while one is missing.
+        # This runs for each rank that ends, so it must not loop over all ranks before the last one has ended.
         if len(self.records) + len(self.deaths) < len(self.request.ranks):
             return
         for rank in self.request.ranks:
@@ -393,7 +392,7 @@ class Execution:
                 observe(self)
             except Exception as failed:
                 error = error or fault(self.request, "the end of the cell", None, failed)
-        with suppress(InvalidStateError):  # the cluster was stopped in the same moment
+        with suppress(InvalidStateError):  # the cluster was stopped at the same moment
             if error is not None:
                 self.done.set_exception(error)
             else:

@@ -1,7 +1,7 @@
 """The handle of a detached cell, which `--detach` returns. Its output goes to the notebook cell that sent it.
 
-Waiting for a cell combines an event, which ends the wait, with a regular tick, which lets the user's interrupt in. A
-bare future would block the interrupt until it is set. Polling alone would make every cell as slow as its period.
+A wait for a cell ends at once when the cell ends, and wakes regularly to receive the user's interrupt. Waiting only on
+a future would block the interrupt. Polling alone would make every cell as slow as the polling period.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def wait_here(connection: Connection, execution: Execution, timeout: float | Non
 
 
 def _answered(connection: Connection, execution: Execution, deadline: float | None) -> float | None:
-    """Have the prompts of ranks answered. Return the deadline, extended by the time that this took.
+    """Let the person answer the prompts of ranks. Return the deadline, extended by the time that this took.
 
     Raises KeyboardInterrupt if the person wants the cell stopped.
     """
@@ -58,7 +58,7 @@ def _answered(connection: Connection, execution: Execution, deadline: float | No
 
 
 def wait_for(connection: Connection, execution: Execution, timeout: str | float | None = None) -> Results:
-    """Wait for a detached cell. An interrupt or the timeout (seconds, or "30s") ends only the waiting, not the cell.
+    """Wait for a detached cell. An interrupt or the timeout (seconds, or "30s") ends the wait, not the cell.
 
     Raises what the cell raised, TimeoutError, or CellStopped after an interrupt.
     """
@@ -88,7 +88,7 @@ def stopped(connection: Connection, execution: Execution, end_after: float | Non
 
 
 async def wait_async(connection: Connection, execution: Execution, timeout: float | None = None) -> Results:
-    """Like `wait_here`, but the kernel's event loop stays free; an interrupt arrives as a cancellation."""
+    """Do the same as `wait_here`, but leave the kernel's event loop free. An interrupt arrives as a cancellation."""
     deadline = None if timeout is None else time.monotonic() + timeout
     over = asyncio.wrap_future(execution.done)
     over.add_done_callback(lambda future: future.cancelled() or future.exception())  # read below
@@ -116,7 +116,7 @@ async def wait_async(connection: Connection, execution: Execution, timeout: floa
 
 
 def until_training(connection: Connection) -> Iterator[None]:
-    """Yield until all ranks are between two steps of a training. The running cell may not have reached it yet."""
+    """Yield until all ranks are in a training. The running cell may not have reached its training yet."""
     while True:
         states = connection.client.ask(range(connection.entry.n), GetStatus())
         if states and all(state["training"] for state in states.values()):
@@ -130,7 +130,7 @@ def until_training(connection: Connection) -> Iterator[None]:
 
 
 def outcome(execution: Execution, stop: Stop | None) -> Results:
-    """Return the results, or raise the error that also ends the cell in the notebook, so that Run All stops."""
+    """Return the results. After a stop, raise the error that ends the notebook's cell, so that Run All stops."""
     results = execution.done.result()
     if stop is None:
         return results
@@ -200,7 +200,7 @@ class CellHandle:
 
         def tick() -> None:
             if not self._execution.done.done():
-                with suppress(CellStopped):  # nobody waits here who could be given back
+                with suppress(CellStopped):  # nobody waits here for the notebook
                     stop.tick()
                 self._connection.client.later(TICK_SECONDS, tick)
 
@@ -211,7 +211,7 @@ class CellHandle:
         execution, client = self._execution, self._connection.client
         transient = {"display_id": f"nbkit-{execution.request.id}"}
         client.soon(lambda: execution.outbox.put("display", self._bundle(age=False), {}, transient))
-        if hasattr(execution.outbox.screen, "kernel"):  # a plain screen cannot change what it has shown
+        if hasattr(execution.outbox.screen, "kernel"):  # a plain screen cannot update earlier output
             execution.done.add_done_callback(lambda _: execution.outbox.put("update", self._bundle(), {}, transient))
 
     def _bundle(self, *, age: bool = True) -> dict[str, str]:

@@ -13,9 +13,9 @@ from nbkit.wire.cells import CellRecord, ranks_text
 class Results:
     """The outcome of a cell on every rank that ran it.
 
-    values: rank -> value of the last expression: the value itself if it is plain data (numbers, text, lists, dicts),
-    else its text (`%pull` fetches objects). output: rank -> what it printed. seconds: rank -> run time. status: "ok",
-    "error" or "interrupted".
+    values: rank -> value of the last expression. Plain data (numbers, text, lists, dicts) is the value itself, anything
+    else is its text (`%pull` fetches objects). output: rank -> printed text. seconds: rank -> run time. status: "ok",
+    "error" or "interrupted". generation: the number of the world's generation in which the cell ran.
     """
 
     values: Mapping[int, Any]
@@ -31,14 +31,14 @@ class Results:
 
 
 def value_of(record: CellRecord) -> Any:
-    """Return a record's value as `Results.values` holds it."""
+    """Return a record's value for `Results.values`."""
     if record.value is not None or record.bundle is None:
         return record.value
     return record.bundle["data"].get("text/plain")
 
 
 def group_by_text(records: Mapping[int, CellRecord]) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-    """Return the values to show as (ranks, mime bundle). Equal values are folded; order is by lowest rank."""
+    """Return the values to show as [(ranks, MIME bundle)], by lowest rank. Ranks with equal values share an entry."""
     groups: list[tuple[list[int], dict[str, Any]]] = []
     for rank in sorted(records):
         bundle = records[rank].bundle

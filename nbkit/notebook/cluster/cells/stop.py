@@ -1,20 +1,19 @@
-"""Stop a cell from the notebook, rung by rung as on a ladder.
+"""Stop a cell from the notebook, in steps that become stronger: the rungs of a ladder.
 
-Each rung is shown, and none is taken before the previous one has had its time.
+The user sees each rung. The next rung begins only after the previous one has had its time.
 
-1. Every rank is asked to stop, over the channel that works while its main thread is busy. A training stops at a step
-   boundary and gets the time of some steps to reach one; a press meanwhile interrupts it within the step.
-2. A rank that has not answered after ANSWER_SECONDS does not release its interpreter, or is suspended. It is
-   interrupted from outside by SIGINT, as the stop button interrupts a plain kernel.
-3. PATIENCE_SECONDS later a warning says which ranks have not ended, since when, what they do, and what a further press
-   does. No rank has been ended so far, however often Stop was pressed. A press that comes too early is answered with
-   the time that is left to wait.
+1. Every rank is asked to stop, over a channel that works while its main thread is busy. A training stops at a step
+   boundary, and gets the time of some steps to reach one. A press during this time interrupts it within the step.
+2. A rank that has not answered after ANSWER_SECONDS holds the interpreter lock, or is suspended. It gets a SIGINT from
+   outside, as a plain kernel does from the stop button.
+3. PATIENCE_SECONDS later a warning says which ranks have not ended, since when, what they do, and what another press
+   does. Until then no press ends a rank; it is answered with the time that is left to wait.
 4. A press after the warning has been on screen for READ_SECONDS ends the ranks that it names; their variables are lost.
-5. A press after that gives the notebook back in any case.
+5. A press after that stops waiting: the notebook's cell ends in any case.
 
 Without a press no rank is ended: a long C call looks like a stuck rank, and only the user can tell them apart.
-`--timeout` is the exception. Its user has said how long the cell may take, because there may be nobody to press and Run
-All would wait for ever. There the warning says when the ranks will be ended, END_AFTER_SECONDS later.
+`--timeout` is the exception: there may be nobody to press, and Run All would wait for ever. Then the ranks are ended
+END_AFTER_SECONDS after the warning, which says so.
 
 The ladder belongs to the cell: stopping a cell that is being stopped (the stop button, handle.stop(), the panel) counts
 as another press. Every waiter drives it: `tick()` is called about 20 times a second until the cell is over.
@@ -51,9 +50,9 @@ _DOES = {
 
 
 def interrupt(entry: ClusterEntry, client: Client, rank: int, cell: str, through: int | None) -> bool:
-    """Send SIGINT to a rank, for this cell. Return False if there is no way to it.
+    """Send SIGINT to a rank, for this cell. Return False if the rank cannot be reached.
 
-    through: an answering rank that passes the signal on, if the rank may be on another host.
+    through: a rank that answers. It passes the signal on if `rank` may be on another host.
     """
     if _is_beside(entry):
         interrupts.send(entry.folder / "output", rank, cell, entry.ranks[rank].end)
@@ -69,11 +68,11 @@ def end(entry: ClusterEntry, client: Client, rank: int) -> None:
         entry.ranks[rank].end(signal.SIGKILL, group=True)
         return
     others = [other for other in range(entry.n) if other != rank]
-    client.request(others, EndRank(rank))  # one that answers is enough
+    client.request(others, EndRank(rank))  # one rank that answers is enough
 
 
 def activity(entry: ClusterEntry, rank: int) -> str:
-    """Return the state of a rank's process in words: "it is suspended (SIGSTOP)"; "" if the system does not tell."""
+    """Return the state of a rank's process in words, such as "it is suspended (SIGSTOP)"; "" if it is not known."""
     process = entry.ranks[rank]
     if not _is_beside(entry) or not process.is_alive():
         return ""
@@ -84,18 +83,18 @@ def activity(entry: ClusterEntry, rank: int) -> str:
 
 
 def _is_beside(entry: ClusterEntry) -> bool:
-    """Return True if the ranks are processes of this host."""
+    """Return True if all ranks are processes of this host."""
     return entry.is_here and not entry.is_spread
 
 
-ANSWER_SECONDS = 2.0  # a free interpreter answers in milliseconds; one that shares a core with many, in hundreds
+ANSWER_SECONDS = 2.0  # a free interpreter answers in milliseconds, or in hundreds of them on a crowded core
 PATIENCE_SECONDS = 3.0
 READ_SECONDS = 2.0
 END_AFTER_SECONDS = 30.0
-DYING_SECONDS = 1.0  # a process that was ended is gone, and known to be, in less
+DYING_SECONDS = 1.0  # a killed process is gone, and reported, in less
 LONG_STEP_SECONDS = 2.0  # the user is told if a training may take longer to reach a boundary
 FLOOD_SECONDS = 1.0  # for output still on its way when all ranks have ended the cell
-UNSEEN_SECONDS = 5.0  # a warning not on screen after this time will not appear
+UNSEEN_SECONDS = 5.0  # a warning that is not on screen by then will not appear
 LIVE_PATIENCE_SECONDS = 1.5
 
 
@@ -107,7 +106,7 @@ def begin_stop(
     *,
     end_after: float | None = None,
 ) -> Stop:
-    """Ask the ranks to stop. The caller drives the ladder. If the cell is already being stopped, press once more.
+    """Ask the ranks to stop, or count as a press if the cell is already being stopped. The caller then calls `tick()`.
 
     timeout: the seconds of --timeout, if that is the reason. end_after: see Stop.
     """
@@ -118,7 +117,7 @@ def begin_stop(
     else:
         if timeout is None:
             execution.stop.press()
-        if not execution.stop.warned:  # once it is on screen, the warning holds
+        if not execution.stop.warned:  # a warning that was shown must stay true
             execution.stop.end_after = execution.stop.end_after or end_after
     if threading.current_thread() is threading.main_thread():  # other threads have no cell of their own
         execution.stop.show_on(display.here())
@@ -128,7 +127,7 @@ def begin_stop(
 class Stop:
     """A single stop of one cell.
 
-    end_after: seconds from the warning until its ranks are ended without another press.
+    end_after: seconds from the warning until the ranks that it names are ended without another press; None: never.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Stop:
         self.replies = execution.stop_ranks()
         self.last_rung = self.began
         self.interrupted: list[int] = []
-        self.long_since = 0.0  # when it was said that the training needs long for its step
+        self.long_since = 0.0  # when the user was told that the step takes long
         self.hurried = False  # the training is no longer waited for
         self.warned: list[int] = []
         self.warned_at = 0.0
@@ -149,10 +148,10 @@ class Stop:
         self.ended_at = 0.0
         self.free_at = 0.0  # since when every rank has ended the cell
         self.presses = 0
-        self.given_back = False  # to all who wait for the cell
+        self.given_back = False  # the notebook's cell ends although ranks have not
         self.answered_presses: set[str] = set()
         self.screens = [execution.outbox.screen]
-        self.words = ""  # what was shown last
+        self.words = ""  # the last shown message
         self.lock = threading.Lock()
 
     def press(self) -> None:
@@ -160,14 +159,14 @@ class Stop:
         self.presses += 1
 
     def show_on(self, screen: display.Screen) -> None:
-        """Show what happens on this screen too."""
+        """Show the messages of this stop on `screen` too."""
         if not any(display.same_place(screen, other) for other in self.screens):
             self.screens.append(screen)
 
     def tick(self) -> None:
-        """Move on along the ladder. Raises CellStopped at the last rung: the notebook is given back."""
+        """Advance on the ladder if it is time. Raises CellStopped at the last rung, which ends the notebook's cell."""
         if not self.lock.acquire(blocking=False):
-            return  # another waiter of the cell is doing it
+            return  # another waiter of the cell does it
         try:
             if self.given_back:
                 self._give_back()
@@ -189,7 +188,7 @@ class Stop:
         if unheard and now - self.began > ANSWER_SECONDS:
             self._interrupt(unheard, now)
         elif self.execution.live:
-            # Ranks that have begun end by themselves. A rank that has not begun never will, and is not ended.
+            # Ranks that have begun end by themselves. The others will not begin, so no process is ended.
             if not unheard and (pressed or now - self.last_rung > LIVE_PATIENCE_SECONDS):
                 self.client.soon(self.execution.withdraw)
         elif now < (boundary := self.began + self._patience()):
@@ -198,7 +197,7 @@ class Stop:
             if now - max(self.last_rung, boundary) > PATIENCE_SECONDS:
                 self._warn(waiting, now)
             elif pressed:
-                self._have_patience(
+                self._explain_wait(
                     "asked", f"who has not ended {self._until_warning(now):.0f} s from now is named here"
                 )
         elif not self.ended:
@@ -218,7 +217,7 @@ class Stop:
         return max((answer.get("patience", 0.0) for answer in answers), default=0.0)
 
     def _await_boundary(self, left: float, pressed: bool, now: float) -> None:
-        """Let the training make its step. A press after the user was told what a press does interrupts the step."""
+        """Let the training finish its step. Once the user knows what a press does, a press interrupts the step."""
         if not self.long_since and left > LONG_STEP_SECONDS:
             self.long_since = now
             self._tell(
@@ -230,7 +229,7 @@ class Stop:
             self.hurried, self.last_rung = True, now
             self._tell("The training is interrupted within its step.")
         elif pressed:
-            self._have_patience("asked", "the training stops after the current step")
+            self._explain_wait("asked", "the training stops after the current step")
 
     def _interrupt(self, ranks: list[int], now: float) -> None:
         through = next((rank for rank, reply in self.replies.items() if reply.done() and not reply.exception()), None)
@@ -279,9 +278,9 @@ class Stop:
                 if rank in self.execution.waiting_for:  # it may end by itself at the last moment
                     end(self.entry, self.client, rank)
         elif pressed:
-            self._have_patience("warned", f"a press {READ_SECONDS - stood:.1f} s from now or later ends them")
+            self._explain_wait("warned", f"a press {READ_SECONDS - stood:.1f} s from now or later ends them")
 
-    def _have_patience(self, rung: str, until: str) -> None:
+    def _explain_wait(self, rung: str, until: str) -> None:
         """Say once per rung why a press changes nothing yet."""
         if rung not in self.answered_presses:
             self.answered_presses.add(rung)
@@ -309,7 +308,7 @@ class Stop:
         self.client.soon(self._show, text, warning)
 
     def _show(self, text: str, warning: bool) -> None:
-        """Show the text at once, on the client's thread, even if a flood of output is still queued."""
+        """Show the text at once, even if a flood of output is still queued. Runs on the client's thread."""
         for name, wiped in self.execution.lines.make_way():
             self.execution.outbox.stream(name, wiped)
         for screen in self.screens:
@@ -332,9 +331,9 @@ class Stop:
 
 
 class Presses:
-    """The stop button while a cell is waited for. The first press interrupts as usual; later presses go to `stop`.
+    """Handle the stop button during a wait for a cell. The first press interrupts as usual; later presses go to `stop`.
 
-    stop: None until the first press has begun one.
+    stop: None until the first press has begun a Stop.
     """
 
     def __init__(self, stop: Stop | None = None) -> None:
@@ -351,7 +350,7 @@ class Presses:
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         if self.stop is not None:
             self.stop.press()
-        elif not self.interrupted and callable(self.before):  # a second one must not keep the ranks from being asked
+        elif not self.interrupted and callable(self.before):  # a second press must not interrupt the first request
             self.interrupted = True
             self.before(number, frame)
             self.interrupted = False

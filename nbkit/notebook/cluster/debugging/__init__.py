@@ -1,1 +1,1 @@
-"""Prompts in the notebook for ranks that stand at a breakpoint or a failure."""
+"""Prompts in the notebook for ranks at a breakpoint or after a failure."""

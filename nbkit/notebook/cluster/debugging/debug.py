@@ -1,4 +1,4 @@
-"""`%nbkit debug`: the prompt of a cell that stands at a breakpoint, or one in the frames of the cell that failed."""
+"""`%nbkit debug`: a prompt for a cell that is at a breakpoint, or in the frames of a cell that failed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def debug(connection: Connection, rank: int | None = None) -> None:
 
 
 def _failed(connection: Connection) -> dict[int, Any]:
-    """Return, for each rank that keeps frames, the number of the cell, its error, and the time of the error."""
+    """Return {rank: (number of the cell, error, time of the error)} of ranks that keep the frames of a failed cell."""
     states = connection.client.ask(range(connection.entry.n), GetStatus())
     return {rank: state["failed"] for rank, state in states.items() if state["failed"]}
 

@@ -1,7 +1,7 @@
-"""Let a person answer the prompts of a cell's ranks: lines for the pdb of one rank at a time, while the others wait.
+"""Let a person answer the prompts of a cell's ranks. One rank's pdb gets lines at a time, while the others wait.
 
-The lines are read with `input()`, which Jupyter passes to the front end of the running cell. It blocks the main thread,
-so it is interrupted when the cell ends meanwhile, and by Stop, whatever interrupt handler the kernel has.
+`input()` reads the lines; Jupyter passes it to the front end of the running cell. It blocks the main thread, so it must
+be interrupted when the cell ends, and by Stop, whichever interrupt handler the kernel has.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.wire.cells import CellRequest, Prompt, ranks_text
 from nbkit.wire.messages import AnswerPrompt, RefusePrompts
 
-LEAVING = frozenset({"q", "quit", "exit", "EOF"})  # what ends the program under pdb
-SAME_RANK_SECONDS = 1.0  # the rank that has been answered comes to its next line, or another one is asked
+LEAVING = frozenset({"q", "quit", "exit", "EOF"})  # commands that end a program under pdb
+SAME_RANK_SECONDS = 1.0  # how long the answered rank may take to ask again before another rank is next
 TICK_SECONDS = 0.02
 COMMANDS = "p w u d l n s c, as in pdb; q stops the cell"
 COMMANDS_AFTER = "p w u d l, as in pdb; q ends it"
 
 
 class PromptTalk:
-    """The prompts of one cell. rank: the rank to answer first; None: the lowest that asks."""
+    """The prompts of one cell. rank: the rank to answer first; None: the lowest rank that asks."""
 
     def __init__(self, client: Client, execution: Execution, rank: int | None = None) -> None:
         self.client, self.execution, self.rank = client, execution, rank
@@ -35,9 +35,9 @@ class PromptTalk:
         self._lock = threading.Lock()
 
     def answer_all(self) -> bool:
-        """Answer prompts until no rank asks. Return True if the person wants the cell stopped. Main thread only.
+        """Answer prompts until no rank asks. Return True if the person wants to stop the cell. Main thread only.
 
-        If nobody can type, the ranks are told so and go on.
+        If nobody can type, tell the ranks, which then go on.
         """
         if threading.current_thread() is not threading.main_thread():
             self._refuse("the cell was run from a thread, and input() belongs to the main one")
@@ -53,7 +53,7 @@ class PromptTalk:
             signal.signal(signal.SIGINT, before)
 
     def _next(self) -> Prompt | None:
-        """Return the prompt to answer now. The rank that was answered last comes first if it asks again soon."""
+        """Return the prompt to answer next. The rank that was answered last is preferred if it asks again soon."""
         deadline = time.monotonic() + SAME_RANK_SECONDS
         while time.monotonic() < deadline and not (self.execution.done.done() or self._pressed):
             asking = dict(self.execution.prompts)
@@ -116,9 +116,9 @@ class PromptTalk:
             return input(words) if self._reading else None
         except KeyboardInterrupt:
             return None
-        except (EOFError, OSError) as error:  # the program's standard input is closed, or is a file at its end
+        except (EOFError, OSError) as error:  # standard input is closed or at its end
             self._why_not = f"standard input has ended ({type(error).__name__})"
-        except NotImplementedError:  # StdinNotImplementedError: of papermill, nbconvert and the like
+        except NotImplementedError:  # StdinNotImplementedError under papermill, nbconvert and similar programs
             self._why_not = "this notebook runs without a keyboard"
         finally:
             with self._lock:
@@ -132,17 +132,17 @@ class PromptTalk:
             raise KeyboardInterrupt
 
     def _on_end(self, _: Future[Any]) -> None:
-        """Stop waiting for a line, because the cell is over. May be called from any thread."""
+        """Stop waiting for a line, because the cell has ended. Can be called from any thread."""
         with self._lock:
             if self._reading and (main := threading.main_thread().ident) is not None:
                 signal.pthread_kill(main, signal.SIGINT)
 
 
 def announced(prompt: Prompt, request: CellRequest) -> str:
-    """Return the text that a cell shows when one of its ranks asks for the first time."""
+    """Return the text to show when a rank of the cell asks for the first time."""
     if prompt.kind == "post-mortem":
         return COMMANDS_AFTER[:1].upper() + COMMANDS_AFTER[1:] + "."
     at = f"Rank {prompt.rank} is at a breakpoint, {prompt.where}"
-    if request.detached:  # the notebook does not wait for it
+    if request.detached:  # the notebook does not wait for the cell
         return f"{at}, and the ranks that need it wait. → %nbkit debug {prompt.rank}"
     return f"{at}. {COMMANDS}; `rank 1` turns to another rank that asks, `all c` answers all of them."

@@ -1,1 +1,1 @@
-"""Clusters on several hosts: how agents get there, and how they and the notebook find each other."""
+"""Clusters on several hosts: start an agent on each host, and connect agents and notebook."""

@@ -2,14 +2,14 @@
 
     python -m nbkit.notebook.cluster.hosts.agent        started by the launcher, once on each host
 
-It registers no engine. It tells the coordinator about this host (versions, devices, address), hears whether all hosts
-fit together, writes the specification of its ranks into a private folder, and replaces itself by
-nbkit.bridge.parent.parent, which forks the ranks and keeps the line to the coordinator. Its input comes in the
-environment or over standard input, never in arguments, which everybody on the host can read.
+The agent reports versions, devices and address of its host to the coordinator. When all hosts fit together, it writes
+the specification of its ranks into a private folder. Then it replaces itself by nbkit.bridge.parent.parent, which forks
+the ranks and keeps the connection to the coordinator. Its input comes in the environment or over standard input, never
+in arguments, which every user of the host can read.
 
-Two checks run before any rank is forked. First, are the hosts alike enough (`check_versions`)? Second, can they connect
-to each other? Each agent listens for a moment and tries to connect to others (`Probe`, `unanswered`); no data is sent.
-Without this check, ranks that form a world would wait for it for a minute.
+Two checks run before any rank is forked. First, are the versions on the hosts compatible (`check_versions`)? Second,
+can the hosts connect to each other? Each agent listens for a moment and tries to connect to others (`Probe`,
+`unanswered`); no data is sent. Without this check, ranks would wait a minute to form a world, and then fail.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from nbkit.wire.user_code import OWN_MODULES
 
 AgentLine: TypeAlias = SignedLink[ForCoordinator, ForAgent]
 
-ANSWER_SECONDS = 5.0  # the system asks again after 1 s and after 3 s
+ANSWER_SECONDS = 5.0  # the system retries a connection after 1 s and 3 s
 
 
 class Probe:
@@ -71,10 +71,7 @@ class Probe:
 
 
 def unanswered(places: Iterable[tuple[int, str, int]], seconds: float = ANSWER_SECONDS) -> list[tuple[int, str]]:
-    """Try to connect to each (host, address, port), all at once. Return the hosts that failed, and the system's error.
-
-    host: the number of the host.
-    """
+    """Connect to each (number of the host, address, port), all at once. Return (number, error) of those that failed."""
     failed: dict[int, str] = {}
     with selectors.DefaultSelector() as selector:
         for host, address, port in places:
@@ -100,15 +97,15 @@ def unanswered(places: Iterable[tuple[int, str, int]], seconds: float = ANSWER_S
     return sorted(failed.items())
 
 
-_PARTS = {"Python": 2, "torch": 9, "nbkit": 9, "ipyparallel": 2}  # how many numbers of a version have to agree
-_OF_NOTEBOOK = ("Python", "nbkit", "ipyparallel")  # cells, results and engines come from or go to its process
+_PARTS = {"Python": 2, "torch": 9, "nbkit": 9, "ipyparallel": 2}  # how many leading parts of a version must agree
+_OF_NOTEBOOK = ("Python", "nbkit", "ipyparallel")  # these must also agree with the notebook's process
 
 CLOCK_SECONDS = 0.5
-"""The allowed difference between clocks: a message of a busy host takes some tenths of a second."""
+"""The allowed difference between clocks. It includes a message's delay, which may be some tenths of a second."""
 
 
 def versions_here() -> dict[str, str]:
-    """Return what is installed where this process runs."""
+    """Return the versions that are installed for this process."""
     return {
         "Python": platform.python_version(),
         "torch": torch_version(),
@@ -139,10 +136,10 @@ def check_versions(hosts: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def notes_on(drivers: Mapping[str, str], clocks: Mapping[str, float]) -> tuple[str, ...]:
-    """Return differences between hosts that still let a cluster run.
+    """Return notes about differences between hosts that do not prevent a cluster.
 
-    drivers: host -> version of NVIDIA's driver, "" without GPUs. clocks: host -> seconds that its clock is ahead of the
-    coordinator's; the time that the message took is included.
+    drivers: host -> version of NVIDIA's driver, "" without GPUs. clocks: host -> seconds by which its clock is ahead of
+    the coordinator's, including the message's delay.
     """
     notes = []
     if len({driver for driver in drivers.values() if driver}) > 1:
@@ -160,11 +157,11 @@ def _compared(name: str, version: str) -> str:
     return ".".join(version.split(".")[: _PARTS[name]])
 
 
-PAYLOAD = "NBKIT_AGENT"  # the variable that holds it, where it does not come over standard input
+PAYLOAD = "NBKIT_AGENT"  # the variable with the input, if it does not come over standard input
 _CONNECT_SECONDS = 20.0
-# The first that is set counts: in a Slurm job, mpirun sets a number of its own too.
+# The first variable that is set counts: in a Slurm job, mpirun sets a number of its own too.
 _INDICES = ("NBKIT_HOST_INDEX", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_NODEID")
-_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
+_MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 
 
 def main() -> None:
@@ -178,7 +175,7 @@ def main() -> None:
         pinning = pins_on(machine, payload["counts"][index], cpu=payload["cpu"], spares=payload["spares"])
         _check_gpus(pinning, cpu=payload["cpu"])
     except NbkitError as error:
-        # The hint of an error about devices is for the ranks of one machine.
+        # The hint of this error is written for a cluster on one machine.
         about_devices = payload["spares"] and isinstance(error, UsageError)
         way = f"without --spares   or   --hosts {host}:1   for fewer ranks there" if about_devices else error.hint
         link.send(HostUnfit(host, error.what, error.numbers, way))
@@ -202,16 +199,16 @@ def _check_gpus(pinning: Pinning, *, cpu: bool) -> None:
 
 
 def _index_here() -> int:
-    """Return the number of this host, as the launcher counts them."""
+    """Return the number that the launcher gave to this host."""
     number = next((os.environ[name] for name in _INDICES if name in os.environ), "0")
-    # Libraries that look for these variables would take them for a rank's number.
-    for name in [name for name in os.environ if name.startswith(_OF_MPI)]:
+    # A library in a rank would take these variables for the rank's own number.
+    for name in [name for name in os.environ if name.startswith(_MPI_PREFIXES)]:
         del os.environ[name]
     return int(number)
 
 
 def _connect(host: str, payload: dict[str, Any]) -> tuple[AgentLine, float]:
-    """Return the line to the coordinator, and the seconds by which this host's clock is ahead of the coordinator's."""
+    """Connect to the coordinator. Return the connection, and by how many seconds this host's clock is ahead."""
     place = (payload["address"], payload["port"])
     try:
         sock = socket.create_connection(place, _CONNECT_SECONDS)
@@ -223,7 +220,7 @@ def _connect(host: str, payload: dict[str, Any]) -> tuple[AgentLine, float]:
 
 
 class JoinedAgent:
-    """An agent from HostJoined to StartRanks. probe: where it listens at `address`. start: None until it has come."""
+    """Handles an agent's messages between HostJoined and StartRanks. start: StartRanks, or None until it comes."""
 
     def __init__(self, link: AgentLine, address: str, probe: Probe) -> None:
         self.link, self.address, self.probe = link, address, probe
@@ -247,7 +244,7 @@ class JoinedAgent:
 
 
 def _await_start(link: AgentLine, address: str) -> StartRanks:
-    """Return the message to start, once all hosts are there, fit together and have tried to connect to each other."""
+    """Wait for StartRanks, which comes when all hosts have joined and passed the checks."""
     agent = JoinedAgent(link, address, Probe(address))
     try:
         while agent.start is None:
@@ -280,9 +277,9 @@ def _joined(index: int, host: str, driver: str, ahead: float, pinning: Pinning) 
 def _folder(
     payload: dict[str, Any], index: int, pinning: Pinning, address: str, link: AgentLine, start: StartRanks
 ) -> Path:
-    """Return the folder of the cluster on this host.
+    """Create and return the cluster's folder on this host.
 
-    Only this user can read it; it is removed when the ranks have ended.
+    Only this user can read it. It is removed when the ranks have ended.
     """
     name, counts = payload["name"], payload["counts"]
     folder = Path(tempfile.mkdtemp(prefix=f"nbkit-{name}-{index}-"))
@@ -300,7 +297,7 @@ def _folder(
                 "engine_file": str(engine_file),
                 "backend": start.backend,
                 "device": start.device,
-                "ttl": 0.0,  # the coordinator's
+                "ttl": 0.0,  # the coordinator has the time to live
                 "launcher": asdict(Process.of(os.getpid())),
                 "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",
                 "pins": [pin.saved for pin in pinning.pins],

@@ -2,17 +2,17 @@
 
     python -m nbkit.notebook.cluster.hosts.coordinator FOLDER
 
-It has the launcher start an agent on each host, and each agent keeps a signed line to it. The coordinator
+The launcher starts an agent on each host, and each agent keeps a signed connection to the coordinator, which
 
-- lets the ranks be forked when all hosts fit together (`Gathering`);
-- passes on what the parents of the ranks report about failed cells and dead ranks, so that all hosts release their
-  ranks without the notebook, and the first host's parent can have any rank replaced;
-- has trainings saved before a launcher takes the hosts away, at a time limit or for another job;
-- ends the cluster when it is stopped, when the controller is gone, or when nobody has used it for its time to live.
+- lets the hosts fork their ranks when all hosts fit together (`Gathering`);
+- forwards the reports of failed cells and dead ranks between the hosts, so that all hosts release their ranks without
+  the notebook, and the first host's parent can replace any rank;
+- lets trainings save before a batch system takes the hosts away, at a time limit or for another job;
+- ends the cluster when it is stopped, when the controller has ended, or when nobody has used it for its time to live.
 
 `Places` records which hosts have joined and which ranks each holds. `Reachability` asks the agents whether their hosts
-can connect to each other. `Gathering` lasts from the launcher's start until all agents are there and their hosts have
-been compared. All of this comes before the first fork.
+can connect to each other. `Gathering` waits for all agents and compares their hosts. All of this comes before the first
+fork.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from nbkit.wire.processes import Process, followers
 
 
 class ConnectedHost:
-    """A host whose agent has connected. facts: what it reported about itself, None until it has."""
+    """A host whose agent has connected."""
 
     def __init__(self, link: SignedLink[ForAgent | ForHost, ForCoordinator]) -> None:
         self.link = link
@@ -92,7 +92,7 @@ class ConnectedHost:
 
     @property
     def facts(self) -> HostJoined:
-        """The report of the agent, once it has joined, with later changes of devices."""
+        """Return the agent's report, with later changes of devices. Call it only after the agent has joined."""
         assert self._facts is not None
         return self._facts
 
@@ -108,13 +108,13 @@ class ConnectedHost:
 class Places:
     """The hosts of a cluster and the ranks that they hold.
 
-    counts: ranks of each host. hosts: index -> host, for those that are there.
+    counts: number of ranks on each host. hosts: index -> host, for hosts that have joined.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = tuple(counts)
         self.hosts: dict[int, ConnectedHost] = {}
-        self._settled: list[ConnectedHost] = []  # once all have joined
+        self._settled: list[ConnectedHost] = []  # all hosts, once all have joined
 
     @property
     def total(self) -> int:
@@ -126,12 +126,12 @@ class Places:
         return range(base, base + self.counts[index])
 
     def settle(self) -> list[HostJoined]:
-        """Return what the hosts reported about themselves, in order. Call it when all have joined."""
+        """Return the hosts' reports in order. Call it when all have joined."""
         self._settled = [self.hosts[index] for index in range(self.total)]
         return [host.facts for host in self._settled]
 
     def placed(self, host: ConnectedHost, placed: RankPlaced) -> None:
-        """Record the device of a rank, which may have gone to a spare device of its host."""
+        """Record the new device of a rank that moved to a spare device of its host."""
         facts = host.facts
         at = placed.rank - self.ranks_of(facts.index).start
         labels, reasons = [*facts.labels], [*facts.reasons]
@@ -139,7 +139,7 @@ class Places:
         host.facts = replace(facts, labels=tuple(labels), reasons=tuple(reasons), spares=placed.spares)
 
     def shown(self, state: StartProgress) -> StartProgress:
-        """Return `state` with the devices of the ranks and those in reserve."""
+        """Return `state` with the ranks' devices and the spare devices."""
         return progress.with_devices(state, [host.facts for host in self._settled])
 
 
@@ -147,7 +147,7 @@ _SHOWN = 4
 
 
 class Reachability:
-    """Checks that hosts can connect to each other: first each listens, then each tries to connect to others.
+    """Checks that hosts can connect to each other: first all of them listen, then each tries to connect to others.
 
     hosts: all hosts, in order.
     """
@@ -161,7 +161,7 @@ class Reachability:
 
     @property
     def answered(self) -> list[ConnectedHost]:
-        """Return the hosts that have reported what they found."""
+        """Return the hosts that have reported."""
         return [self._hosts[number] for number in sorted(self._failed)]
 
     def listens(self, host: ConnectedHost, at: Listening) -> None:
@@ -173,9 +173,9 @@ class Reachability:
                 each.link.send(TryHosts(tuple((other, *self._places[other]) for other in tried)))
 
     def reached(self, host: ConnectedHost, tried: HostsTried) -> bool:
-        """Record what a host found. Return True if all have answered.
+        """Record a host's report. Return True if all hosts have reported.
 
-        Raises ClusterError if all have answered and one cannot connect to another.
+        Raises ClusterError if all have reported and one cannot connect to another.
         """
         self._failed[host.facts.index] = tried.unanswered
         if len(self._failed) < len(self._hosts):
@@ -199,22 +199,22 @@ class Reachability:
 
 
 def hosts_to_try(own: int, n: int) -> list[int]:
-    """Return which of `n` hosts number `own` tries: all if there are up to five, else about 2 log2 n.
+    """Return the hosts that host `own` of `n` tries: all of them up to five hosts, else about 2 log2 n.
 
-    Each host is also tried by others.
+    Other hosts also try host `own`.
     """
     steps = [1 << power for power in range(max(1, n.bit_length()))]
     return sorted({(own + sign * step) % n for step in steps for sign in (1, -1)} - {own})
 
 
-ANSWER_SECONDS = 90.0  # from the first sign of the hosts until all have answered
+ANSWER_SECONDS = 90.0  # from the first answer, or the job's start, until all have answered
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The settings that compatible hosts start their ranks with.
+    """The settings with which compatible hosts start their ranks.
 
-    addresses: those of all hosts. notes: messages for the user.
+    addresses: of all hosts. notes: messages for the user.
     """
 
     backend: str
@@ -226,20 +226,20 @@ class Fit:
 class Gathering:
     """Waits for all agents and compares their hosts.
 
-    places: it fills them. port: where this process listens for agents, at the launcher's address.
+    places: gets the hosts that join. port: the port at which this process listens for agents.
     """
 
     def __init__(self, driver: LauncherDriver, places: Places, port: int) -> None:
         self._driver, self._places, self._port = driver, places, port
         self._first_sign = 0.0
-        self._refused: list[str] = []  # refused agents, with reasons
-        self._fit: Fit | None = None  # once they are compared
+        self._refused: list[str] = []  # why agents were refused
+        self._fit: Fit | None = None  # when the hosts have been compared
         self._reachability: Reachability | None = None
 
     def join(self, host: ConnectedHost, facts: HostJoined) -> str:
-        """Record that an agent is ready. Return why it is refused, "" if it is not.
+        """Record an agent. Return why it is refused, or "".
 
-        If two agents have the same number, the second is refused. Raises ClusterError if all are there but do not fit
+        If two agents have the same number, the second is refused. Raises ClusterError if all have joined but do not fit
         together.
         """
         index, total = facts.index, self._places.total
@@ -254,7 +254,7 @@ class Gathering:
         self._places.hosts[index] = host
         if len(self._places.hosts) == total:
             self._fit = self._compared()
-            self._first_sign = time.monotonic()  # from now on, wait until they have tried each other
+            self._first_sign = time.monotonic()  # now wait until they have tried each other
             self._reachability = Reachability([self._places.hosts[number] for number in range(total)])
         return ""
 
@@ -264,7 +264,7 @@ class Gathering:
         self._reachability.listens(host, at)
 
     def reached(self, host: ConnectedHost, tried: HostsTried) -> Fit | None:
-        """Record what an agent found. Return the settings to start with, once all hosts fit together.
+        """Record an agent's report. When all hosts fit together, return the settings to start with.
 
         Raises ClusterError if a host cannot connect to another one.
         """
@@ -275,9 +275,9 @@ class Gathering:
         return replace(self._fit, notes=(*self._fit.notes, *refused))
 
     def progress(self, seen: LauncherStatus) -> StartProgress:
-        """Return how far the start is.
+        """Return the progress of the start.
 
-        seen: the launcher's view. Raises ClusterError when nothing is left to wait for.
+        seen: the launcher's status. Raises ClusterError if the start has failed or takes too long.
         """
         if seen.error:
             raise seen.error
@@ -299,7 +299,7 @@ class Gathering:
         return StartProgress("starting", f"{seen.words}; {answered}")
 
     def lost(self, host: ConnectedHost) -> ClusterError:
-        """Handle that a joined host, or its agent, is gone."""
+        """Return the error for a host that left during the start."""
         index, gone = host.facts.index, "does not answer any more" if host.link.broke else "has lost its agent"
         return ClusterError(
             f"The host {host.name} {gone}: the cluster was starting.",
@@ -331,7 +331,7 @@ class Gathering:
         hosts = self._reachability.answered if self._reachability else list(self._places.hosts.values())
         here, total = [host.name for host in hosts], self._places.total
         what = f"{total - len(here)} of {total} hosts did not answer within {ANSWER_SECONDS:.0f} s."
-        if self._refused and not all_there:  # the launcher has given two of them the same number
+        if self._refused and not all_there:  # the launcher gave two agents the same number
             hint = "the launcher has to set NBKIT_HOST_INDEX, from 0, for each host: docs/reference/extensions.md"
             return ClusterError(what, numbers="; ".join(self._refused), hint=hint)
         return ClusterError(
@@ -343,8 +343,8 @@ class Gathering:
 
 
 TICK_SECONDS = 0.1
-LOOK_SECONDS = 0.5  # interval between looks while the job is queued
-SELDOM_SECONDS = 20.0  # afterwards: lines say more, and sooner
+LOOK_SECONDS = 0.5  # interval between questions to the launcher during the start
+SELDOM_SECONDS = 20.0  # and afterwards: connections report ends sooner
 RANKS_SECONDS = 180.0  # for the ranks to start
 END_SECONDS = 4.0  # for the agents to end their ranks, before the launcher ends the agents
 
@@ -359,7 +359,7 @@ class Coordinator:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, None)
         self.places = Places(driver.counts)
-        self.hosts = self.places.hosts  # index -> host, of those that have joined
+        self.hosts = self.places.hosts  # index -> host, for hosts that have joined
         self.gathering = Gathering(driver, self.places, self.listener.getsockname()[1])
         self.dead: set[int] = set()
         self.state = StartProgress("waiting", "the controller starts")
@@ -367,10 +367,10 @@ class Coordinator:
         self.ending = ""  # why
         self.seen = time.monotonic()
         self.looked, self.look = 0.0, LauncherStatus("pending", "")
-        self.told = ""  # why trainings are to end
-        self.taken_away = False  # the hosts: their ranks end too
+        self.told = ""  # why trainings were told to end
+        self.taken_away = False  # the hosts are taken away, so their ranks end by themselves
         self.controller: Process | None = None
-        # The notebook, whose end gives up a start, unless it does not wait for it.
+        # If the notebook waits for the start and ends, the start is given up.
         self._notebook = None if plan["detached"] else Process(**plan["notebook"])
 
     def run(self) -> None:
@@ -389,7 +389,7 @@ class Coordinator:
             self._finish()
 
     def _payload(self) -> str:
-        """Return what an agent has to know. Raises ClusterError if the start was given up."""
+        """Return the input of an agent. Raises ClusterError if the start was given up."""
         path = Path(self.plan["engine_file"])
         while not path.exists() or not path.stat().st_size or self._find_controller() is None:
             time.sleep(0.01)
@@ -498,7 +498,7 @@ class Coordinator:
 
     @handles(RankStarted, RankSaid)
     def _to_first(self, message: PassedOn, _: ConnectedHost | None = None) -> None:
-        """Send a message to the first host's parent, which decides who is replaced."""
+        """Send a message to the first host's parent, which decides about replacements."""
         if first := self.hosts.get(0):
             first.link.send(message)
 
@@ -506,7 +506,7 @@ class Coordinator:
     def _on_ended(self, ended: RankEnded, _: ConnectedHost) -> None:
         if 0 in self.hosts:
             self._to_first(ended)
-        else:  # without the first host no rank is replaced
+        else:  # without the first host, no rank is replaced
             self._died(ended.death, None, unregister=True)
 
     @handles(CellFailed, InterruptRank, EndRank, StartRank, TellRank, DismissRank)
@@ -514,22 +514,22 @@ class Coordinator:
         self._pass_on(message, source)
 
     def _pass_on(self, message: ForHost, source: ConnectedHost | None = None) -> None:
-        """Send a message to all hosts but its source. A host acts on what is about its ranks."""
+        """Send a message to all hosts but its source. A host ignores messages about ranks of others."""
         for host in self.hosts.values():
             if host is not source:
                 host.link.send(message)
 
     def _begin(self, fit: Fit) -> None:
-        """Let the hosts fork their ranks. Call it when all are there and fit together."""
-        # Time in the queue, and while the ranks start, does not count as unused. Afterwards their parents send InUse.
+        """Let the hosts fork their ranks. Call it when all have joined and fit together."""
+        # The time in the queue and the ranks' start do not count as idle time. Afterwards parents send InUse.
         self.going, self.seen = True, time.monotonic() + RANKS_SECONDS
-        self.looked = 0.0  # ask anew about the running job: when it ends, and how often it was requeued before
+        self.looked = 0.0  # ask the launcher again: now it knows when the job ends, and how often it was requeued
         for host in self.hosts.values():
             host.link.send(StartRanks(fit.backend, fit.device, fit.addresses))
         self._show(self.places.shown(StartProgress("forked", notes=fit.notes, backend=fit.backend)))
 
     def _died(self, death: Death, source: ConnectedHost | None, *, unregister: bool = False) -> None:
-        """Handle the death of a rank: write it down for the notebook, and tell the other hosts."""
+        """Handle the death of a rank: write it to a file for the notebook, and tell the other hosts."""
         self.dead.add(death.rank)
         self._write_end(death)
         if self.taken_away:  # the other ranks end by themselves, and may still be saving
@@ -538,12 +538,12 @@ class Coordinator:
             host.link.send(RankIsDead(death, unregister=unregister and index == 0))
 
     def _write_end(self, death: Death) -> None:
-        """Write the report of a death for the notebook. It is a RankEnd if the rank is replaced."""
+        """Write the report of a death for the notebook. For a replaced rank it is a RankEnd."""
         with suppress(OSError):  # the folder goes with the cluster
             cluster_end.write_rank(self.folder, death)
 
     def _lost(self, host: ConnectedHost) -> None:
-        """Handle a closed line to an agent: its ranks are gone or out of reach."""
+        """Handle a closed connection to an agent: its ranks have ended or cannot be reached."""
         index = host.facts.index
         self.hosts.pop(index, None)
         if not self.going:
@@ -556,7 +556,8 @@ class Coordinator:
             how = self.told
         if seen.state == "over" or (self.taken_away and seen.state == "ending"):
             how = seen.words
-        # The host's cells are unknown here; each other rank is released from the cells it shares with the dead ones.
+        # The coordinator does not know the host's cells. Each other rank leaves the cells that it shares with dead
+        # ones.
         for rank in left:
             self._died(Death(rank, how, time.time()), host, unregister=True)
         if not self.hosts:
@@ -567,11 +568,11 @@ class Coordinator:
     # Hosts that are taken away --------------------------------------------------------------------------------------
 
     def _save_in_time(self) -> None:
-        """Have trainings saved before the hosts are taken away. Cancel this if there is time again."""
+        """Let trainings save and end before the hosts are taken away. Cancel this if the end is later again."""
         if self.taken_away:
             return
         if time.time() >= self.look.save_at and self.look.why != self.told:
-            self.looked = 0.0  # a limit may have been changed since
+            self.looked = 0.0  # the time limit may have changed
             if time.time() >= self._look().save_at:
                 self._tell(EndTraining(self.look.why))
         elif self.told and time.time() < self.look.save_at:
@@ -582,7 +583,7 @@ class Coordinator:
 
     @handles(ToldToEnd)
     def _on_told_to_end(self, _: ToldToEnd, __: ConnectedHost) -> None:
-        """Have all hosts end in order. The launcher knows why."""
+        """Let all hosts end in order, with the launcher's reason."""
         if self.taken_away:
             return
         self.taken_away, self.looked = True, 0.0
@@ -599,7 +600,7 @@ class Coordinator:
 
     @handles(TrainingEnded)
     def _on_training_ended(self, ended: TrainingEnded, _: ConnectedHost) -> None:
-        """Write the end of a training here too: the ranks' folder is another one, and is removed with them."""
+        """Write the end of a training here too, because the folder on the rank's host is removed with the ranks."""
         cluster_end.write(self.folder, ClusterEnd(self.told or ended.why, ended.step, ended.saved, self.look.again))
 
     # Life ---------------------------------------------------------------------------------------------------------
@@ -613,7 +614,7 @@ class Coordinator:
     def _watch(self) -> None:
         controller = self._find_controller()
         if controller and not controller.is_alive() and not self.taken_away:
-            if self.going and self.hosts:  # trainings are saved, and the end of the last host's ranks is the cluster's
+            if self.going and self.hosts:  # trainings save; the cluster ends with the last host
                 self.taken_away = True
                 self._tell(EndOfCluster("the controller of the cluster has ended"))
             else:
@@ -654,7 +655,7 @@ class Coordinator:
                     self.selector.unregister(key.data.link.sock)
                     self.hosts.pop(key.data.facts.index if key.data.has_joined else -1, None)
         self.driver.stop()
-        # Who waits for the start is told why it failed, and ends the controller itself.
+        # A notebook that waits for the start ends the controller itself after it has shown the reason.
         if self.controller and (self.going or self._notebook is None or self._is_given_up()):
             self.controller.end(signal.SIGTERM)
             deadline = time.monotonic() + END_SECONDS
@@ -669,7 +670,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     plan = json.loads((folder / "hosts.json").read_text())
     os.umask(0o077)
-    forget_mpi(os.environ)  # what launchers start inherits this environment
+    forget_mpi(os.environ)  # processes that launchers start inherit this environment
     try:
         driver = LauncherDriver(loaded(plan["request"]), folder)
         coordinator = Coordinator(folder, plan, driver)

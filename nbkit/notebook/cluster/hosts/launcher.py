@@ -8,10 +8,10 @@ A launcher is one class that derives from `Launcher`:
       [project.entry-points."nbkit.launchers"]
       mine = "my_package.launcher:MyLauncher"
 
-`%cluster start --launcher NAME -n 8 --nodes 2 -- WORDS` starts the ranks with the launcher NAME. `--slurm`, `--mpi` and
-`--hosts` are other names for nbkit's own.
+`%cluster start --launcher NAME -n 8 --nodes 2 -- WORDS` starts the ranks with the launcher NAME. nbkit's own launchers
+also have the options `--slurm`, `--mpi` and `--hosts`.
 
-A `StartRequest` says what the user has asked for. The cluster's entry keeps it, so that a restart asks for the same.
+A `StartRequest` is the user's request. The cluster's entry keeps it, so that a restart requests the same.
 `LauncherDriver` calls the launcher: in the notebook to check the request, and in the coordinator to start the agents.
 """
 
@@ -51,12 +51,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class StartRequest:
-    """Asks for ranks on other hosts. Each launcher has a class of requests with fields of its own.
+    """A request for ranks on other hosts. Each launcher has a class of requests with fields of its own.
 
-    cpu: CPU ranks, even if hosts have GPUs. options: words for the launcher, typed behind `--`. python: on the hosts;
-    "" for the notebook's own. container: words in front of the agent's command that put it, and so the ranks, into a
-    container: "apptainer exec --nv torch.sif", or options of srun ("--container-image=..." of pyxis). spares: devices
-    in reserve on each host.
+    cpu: use CPU ranks, even if hosts have GPUs. options: words for the launcher, typed behind `--`. python: Python on
+    the hosts; "" for the notebook's own. container: words before the agent's command that run it, and so the ranks, in
+    a container: "apptainer exec --nv torch.sif", or options of srun ("--container-image=..." of pyxis). spares: number
+    of spare devices on each host.
     """
 
     kind: ClassVar[str] = ""
@@ -74,12 +74,12 @@ class StartRequest:
 
     @property
     def launcher(self) -> str:
-        """The name of the launcher."""
+        """Return the name of the launcher."""
         return self.kind
 
     @property
     def ranks_of_hosts(self) -> tuple[int, ...]:
-        """The number of ranks on each host, in order."""
+        """Return the number of ranks on each host, in order."""
         raise NotImplementedError
 
     @property
@@ -92,7 +92,7 @@ class StartRequest:
 
 
 class NodesRequest(StartRequest):
-    """Asks for `n` ranks on `nodes` hosts. nodes: None if the user did not say."""
+    """A request for `n` ranks on `nodes` hosts. nodes: None if the user did not say."""
 
     n: int
     nodes: int | None
@@ -108,7 +108,7 @@ class NodesRequest(StartRequest):
 
     @property
     def ranks_of_hosts(self) -> tuple[int, ...]:
-        """The ranks divided evenly, on one host if the user did not say; the first hosts have one more."""
+        """Return the ranks divided evenly; the first hosts may have one more. Without `nodes`, there is one host."""
         hosts = self.nodes or 1
         each, more = divmod(self.n, hosts)
         return tuple(each + (host < more) for host in range(hosts))
@@ -116,7 +116,7 @@ class NodesRequest(StartRequest):
 
 @dataclass(frozen=True)
 class LauncherRequest(NodesRequest):
-    """Asks for `n` ranks on `nodes` hosts of the launcher `name`."""
+    """A request for `n` ranks on `nodes` hosts of the launcher `name`."""
 
     name: str
     n: int
@@ -129,17 +129,17 @@ class LauncherRequest(NodesRequest):
 
 @dataclass(frozen=True)
 class LauncherStatus:
-    """State of what a launcher has started.
+    """The state of the processes or the job that a launcher has started.
 
-    state: "pending" while it waits in a queue, for any time. When it is "running", the agents must answer within 90 s.
-    "ending": it is being ended now. "over": it has ended.
+    state: "pending": it waits in a queue, without a time limit. "running": the agents must answer within 90 s.
+    "ending": it is being ended. "over": it has ended.
 
-    words: a description for people. With "ending" they say what ends it, unless nbkit does. error: what went wrong. It
-    ends the start of a cluster, but not a running cluster.
+    words: a description for people. With "ending" it says who ends the job, unless nbkit does. error: an error ends the
+    start of a cluster, but not a running cluster.
 
-    save_at: when a training must be saved because its hosts will soon be taken away, as time.time() gives it; inf if no
-    end is known. why: the reason why they are taken away. again: True if a batch system takes or took the hosts away
-    and nobody asked for that. Then other hosts may be requested.
+    save_at: time (as time.time()) at which a training must be saved, because its hosts will be taken away soon; inf if
+    no end is known. why: the reason. again: True if a batch system takes or took the hosts away without a user's
+    request. Then other hosts may be requested.
     """
 
     state: Literal["pending", "running", "ending", "over"]
@@ -153,19 +153,19 @@ class LauncherStatus:
 class Launcher:
     """Starts one command, the agent, on each host of a cluster. The agent then starts the ranks of its host.
 
-    A launcher class must have `start`. The other methods have defaults. If `start` does not use `run`, the class also
-    needs `poll` and `stop`. nbkit calls all methods in one process, from one thread. They must return soon.
+    A subclass must define `start`. The other methods have defaults. If `start` does not use `run`, the class also needs
+    `poll` and `stop`. nbkit calls all methods in one process, from one thread. They must return soon.
 
     n: number of ranks. nodes: number of hosts. options: the words behind `--`. request: all options of the user.
     folder: the cluster's folder, for scripts and logs. Only its user can read it.
     """
 
     name: ClassVar[str] = ""
-    """The name of a launcher that is part of nbkit. Other packages give theirs a name by the entry point."""
+    """The name of a launcher that is part of nbkit. The entry point names launchers of other packages."""
     flag: ClassVar[str] = ""
-    """The option of `%cluster start` that chooses it, if there is another one than `--launcher NAME`."""
+    """The option of `%cluster start` that chooses this launcher, in addition to `--launcher NAME`."""
     own_options: ClassVar[tuple[str, ...]] = ("nodes", "detach", "rest")
-    """The options of `%cluster start` that not every launcher has. "rest": the words behind `--`."""
+    """The options of `%cluster start` that only some launchers have. "rest": the words behind `--`."""
     request_type: ClassVar[type[StartRequest]] = LauncherRequest
 
     def __init__(self, request: Any, folder: Path) -> None:
@@ -188,9 +188,9 @@ class Launcher:
         return tuple(self.request.ranks_of_hosts)
 
     def address(self) -> str:
-        """Return the address of this machine that the hosts can connect to.
+        """Return the address of this machine to which the hosts can connect.
 
-        The default reaches only this machine itself.
+        The default works only for this machine itself.
         """
         return address_towards(["localhost"])
 
@@ -206,10 +206,10 @@ class Launcher:
     def run(
         self, words: Sequence[str], environment: Mapping[str, str], *, text: str = "", log: str = "launcher.log"
     ) -> None:
-        """Start a command on this machine that runs as long as agents do. `poll` and `stop` look after it.
+        """Start a command on this machine that runs as long as the agents. `poll` and `stop` handle it.
 
-        environment: added to that of this process. text: its standard input. log: the file in the cluster's folder
-        `logs` that its output is appended to. Raises ClusterError if there is no such command.
+        environment: added to the environment of this process. text: its standard input. log: its output is appended to
+        this file in the cluster's folder `logs`. Raises ClusterError if there is no such command.
         """
         if shutil.which(words[0]) is None:
             raise ClusterError(
@@ -226,10 +226,10 @@ class Launcher:
         self.commands.append(started)
 
     def poll(self) -> LauncherStatus | str | None:
-        """Return how it has ended, in a few words; None while it runs; or a LauncherStatus, which can say more.
+        """Return None while the job runs, words about how it has ended, or a LauncherStatus.
 
-        After the first answer an error does not end a cluster: a batch system may be away for a moment. Raise
-        ClusterError to say so for the first answer too.
+        After the first answer, an exception does not end a cluster, because a batch system may be unavailable for a
+        moment. For a first answer, raise ClusterError in this case.
         """
         ended = [index for index, command in enumerate(self.commands) if command.poll() is not None]
         if not ended:
@@ -252,7 +252,7 @@ class Launcher:
         return _ended_early(self.request.launcher, how, self.log(), hint)
 
     def stop(self) -> None:
-        """End what was started. Does nothing if it has ended or was never started."""
+        """End the started processes or jobs. Do nothing if they have ended or were never started."""
         for command in self.commands:
             command.terminate()
         for command in self.commands:
@@ -262,7 +262,7 @@ class Launcher:
                 command.kill()
 
     def log(self) -> str:
-        """Return the end of what the agents have printed; default: logs/launcher.log in the cluster's folder."""
+        """Return the last output of the agents; default: from logs/launcher.log in the cluster's folder."""
         return last_lines(self.folder / "logs" / "launcher.log")
 
 
@@ -281,7 +281,7 @@ def built_in() -> dict[str, type[Launcher]]:
 
 
 def launcher_class(name: str) -> type[Launcher]:
-    """Return the launcher with this name, nbkit's own or one that is installed. Raises UsageError if there is none."""
+    """Return the launcher class with this name, from nbkit or an installed package. Raises UsageError without one."""
     if name in built_in():
         return built_in()[name]
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
@@ -311,7 +311,7 @@ def launcher_class(name: str) -> type[Launcher]:
 
 
 def launcher_request(name: str, n: int | None, nodes: int | None, **common: Any) -> LauncherRequest:
-    """Return the request for `n` ranks of the launcher `name`. Raises UsageError without `n`, or if it has its own."""
+    """Return a request for `n` ranks of launcher `name`. Raises UsageError without `n`, or if it has an own request."""
     kind = launcher_class(name)
     if kind.request_type is not LauncherRequest:
         own = f"{kind.request_type.__module__}.{kind.request_type.__name__}"
@@ -322,7 +322,7 @@ def launcher_request(name: str, n: int | None, nodes: int | None, **common: Any)
 
 
 class LauncherDriver:
-    """Drives the launcher of a request. counts: ranks of each host. address: of this machine, for the hosts."""
+    """Calls a request's launcher. counts: number of ranks on each host. address: of this machine, for the hosts."""
 
     def __init__(self, request: StartRequest, folder: Path) -> None:
         self.request, self._name, self._has_answered = request, request.launcher, False
@@ -339,7 +339,7 @@ class LauncherDriver:
         self.address = str(self._call(self._launcher.address))
 
     def start(self, payload: str) -> None:
-        """Let the launcher start the agents. payload: what they have to know. Raises ClusterError."""
+        """Let the launcher start the agents. payload: their input. Raises ClusterError."""
         self._call(lambda: self._launcher.start(agent_command(self.request), {"NBKIT_AGENT": payload}))
         kind = type(self._launcher)
         if not self._launcher.commands and kind.poll is Launcher.poll:
@@ -350,7 +350,7 @@ class LauncherDriver:
             )
 
     def status(self) -> LauncherStatus:
-        """Ask the launcher how far it is. If it does not answer, return what it said last."""
+        """Return the launcher's status. If it does not answer, return its last status."""
         if self._status.state == "over":
             return self._status
         try:
@@ -371,11 +371,11 @@ class LauncherDriver:
         return LauncherStatus("over", f"{self._name}: {how}", error=_ended_early(self._name, how, self.log()))
 
     def log(self) -> str:
-        """Return the last lines of the agents, if they can be read here."""
+        """Return the last output of the agents, if it can be read on this machine."""
         return str(self._call(self._launcher.log))
 
     def stop(self) -> None:
-        """End what was started. An error of the launcher goes to the log: the rest of the cluster has to end too."""
+        """Let the launcher end its jobs. Its errors are only logged, because the rest of the cluster has to end too."""
         try:
             self._call(self._launcher.stop)
         except ClusterError as error:
@@ -387,26 +387,26 @@ class LauncherDriver:
 
 def agent_command(request: StartRequest) -> list[str]:
     """Return the command that starts the agent on a host: the container's words, then Python."""
-    # No shell has replaced a ~, and the one of the host, if there is one, gets each word in quotes.
+    # Replace ~ here, because no shell does: a shell on the host would get each word in quotes.
     container = map(str, map(user_path, shlex.split(request.container)))
     return [*container, str(user_path(request.python)) if request.python else sys.executable, *OWN_MODULES, AGENT]
 
 
 def saved(request: StartRequest) -> dict[str, Any]:
     """Return the request in a form that JSON accepts."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(request)))  # lists for tuples, as they come back
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(request)))  # tuples become lists, as after reading
     return {"launcher": request.launcher, **plain}
 
 
 def loaded(options: Any) -> StartRequest:
-    """Return the request that `saved` wrote. Fields of another release that this one does not know are ignored."""
+    """Return the request that `saved` wrote. Unknown fields, of another release, are ignored."""
     kind = launcher_class(options["launcher"]).request_type
     known = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in options.items() if name in known})
 
 
 def last_lines(path: Path) -> str:
-    """Return the end of a log file; nothing if the file does not exist, or is not on this host."""
+    """Return the end of a log file, or "" if there is no such file on this host."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return "\n".join(lines[-_LOG_LINES:])
 
@@ -420,7 +420,7 @@ def _ended_early(name: str, how: str, log: str, hint: str = "") -> ClusterError:
 
 
 def _called(name: str, call: Callable[[], _T]) -> _T:
-    """Call code of the launcher `name`. Raises ClusterError for an error in it, with the place."""
+    """Call code of the launcher `name`. An error in it is raised as ClusterError, with its place in the code."""
     try:
         return call()
     except NbkitError:

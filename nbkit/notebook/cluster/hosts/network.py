@@ -1,4 +1,4 @@
-"""Addresses of this machine. They come from asking the system which one it would use; nothing is guessed."""
+"""Addresses of this machine. The operating system is asked which address it would use for a connection."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def interface_of(address: str) -> str:
 
 
 def addresses_here() -> list[str]:
-    """Return every address from which this machine may reach another one, or itself. It depends on the route."""
+    """Return every address that this machine may use to reach another one, or itself, depending on the route."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = (one for each in psutil.net_if_addrs().values() for one in each if one.family in families)
     return sorted({one.address.partition("%")[0] for one in found})

@@ -1,4 +1,4 @@
-"""Progress of a cluster's start on several hosts: its coordinator writes it, and the notebook reads it."""
+"""The progress of a cluster's start on several hosts. The coordinator writes it, and the notebook reads it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from nbkit.wire.messages import HostJoined
 
 @dataclass(frozen=True)
 class StartProgress:
-    """Progress of a start.
+    """The progress of a start.
 
-    phase: "over" means that the cluster has ended or never came up. words: how far it is, or how it ended. what,
-    numbers, hint: of the error, if there is one. labels, reasons: of the ranks, once all hosts have answered. spares:
-    the devices in reserve there.
+    phase: "over" means that the cluster has ended, or that the start failed. words: a description. what, numbers, hint:
+    of the error, if there is one. labels, reasons: of the ranks, when all hosts have answered. spares: spare devices.
     """
 
     phase: Literal["waiting", "starting", "forked", "over"]
@@ -49,7 +48,7 @@ def with_devices(progress: StartProgress, hosts: Sequence[HostJoined]) -> StartP
 
 
 def write(folder: Path, progress: StartProgress) -> None:
-    """Write it atomically. folder: the cluster's folder."""
+    """Write the progress atomically. folder: the cluster's folder."""
     scratch = folder / "progress.tmp"
     scratch.write_text(json.dumps(asdict(progress)))
     scratch.replace(folder / "progress.json")
@@ -61,7 +60,7 @@ def read(folder: Path) -> StartProgress | None:
         saved = json.loads((folder / "progress.json").read_text())
     except (OSError, ValueError):
         return None
-    known = {field.name for field in fields(StartProgress)}  # another release may have written more
+    known = {field.name for field in fields(StartProgress)}  # another release may have written other fields
     found: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in saved.items() if name in known
     }
@@ -69,6 +68,6 @@ def read(folder: Path) -> StartProgress | None:
 
 
 def how_ended(folder: Path) -> str:
-    """Return why a cluster on several hosts has ended; "" if that is not known."""
+    """Return why a cluster on several hosts has ended, or "" if it is not known."""
     state = read(folder)
     return state.words if state and state.phase == "over" else ""

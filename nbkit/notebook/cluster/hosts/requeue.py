@@ -1,9 +1,8 @@
-"""Continue a cluster that was started with --requeue after Slurm takes its hosts away under a training.
+"""Continue a cluster that was started with --requeue, if Slurm takes its hosts away during a training.
 
-Hosts are requested again, as by `restart`. The ranks' state comes from cells, so those run again in order, without
-their output. The cell with the training runs again too, if nobody waited for it and it continues from its checkpoint
-(`fit(..., resume="auto")`). Otherwise a message says what to type. All of this runs in a thread, so the notebook's own
-cells go on meanwhile.
+Hosts are requested again, as by `restart`. To restore the ranks' variables, their earlier cells run again in order,
+without output. The cell with the training runs again too if it is detached and continues from its checkpoint (`fit(...,
+resume="auto")`). Otherwise a message says what to type. This runs in a thread, so the notebook can run other cells.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from nbkit.wire.cluster_end import ClusterEnd
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cluster import Cluster
 
-_FATE_SECONDS = 120.0  # from the end of the cell until Slurm says what becomes of its job
+_FATE_SECONDS = 120.0  # from the end of the cell until Slurm tells how the job ends
 _LOOK_SECONDS = 0.2
-_GOES_ON = "resume="  # in a cell: its training goes on from a checkpoint
+_RESUMES = "resume="  # a cell with this continues its training from a checkpoint
 
 
 _Again = Callable[[CellRequest, Screen], Execution]
 
 
 def watch(cluster: Cluster, execution: Execution, again: _Again) -> None:
-    """Watch a cell that has been sent, if its cluster was started with --requeue. again: sends a cell again."""
+    """Watch a sent cell, if its cluster was started with --requeue. again: sends a cell again."""
     on: Any = cluster.entry.options.get("on")
     if on and on.get("requeue"):
-        execution.done.add_done_callback(_GoingOn(cluster, execution, again).begin)
+        execution.done.add_done_callback(_Requeue(cluster, execution, again).begin)
 
 
-class _GoingOn:
+class _Requeue:
     """The requeue of one cell. cell: the cell that may be interrupted."""
 
     def __init__(self, cluster: Cluster, cell: Execution, again: _Again) -> None:
@@ -51,7 +50,7 @@ class _GoingOn:
         self.connection = cluster.connection
 
     def begin(self, done: Future[Any]) -> None:
-        """If a training in the cell was saved and has ended, check whether that was the end of its hosts."""
+        """If the cell's training was saved and ended early, check whether Slurm takes its hosts away."""
         if cluster_end.SAVED in str(done.exception()):
             threading.Thread(target=self._run, name="nbkit-requeue", daemon=True).start()
 
@@ -72,12 +71,12 @@ class _GoingOn:
                 cluster.before_stop.remove(self._give_up)
 
     def _give_up(self) -> None:
-        """Give up, because the user stops the cluster while it waits for its hosts."""
+        """Give up, because the user stopped the cluster while it waits for hosts."""
         if found := registry.find(self.connection.entry.name):
             registry.end(found)
 
     def _run_again(self, sent: Sequence[SentCell | SentValues]) -> list[str]:
-        """Run the cells that the ranks had run. Return the pushed values that are no longer known."""
+        """Run the ranks' earlier cells. Return the names of pushed values that could not be restored."""
         missing: set[str] = set()
         for each in sent:
             request = self.cell.request
@@ -102,10 +101,10 @@ class _GoingOn:
         there = f"--requeue: the ranks are there again, after the cells of before; the checkpoint is of step {end.step}"
         if missing:
             self._say(f"{there}. What was pushed has to be pushed again: %push {' '.join(missing)}")
-        elif request.detached and _GOES_ON in request.source:
+        elif request.detached and _RESUMES in request.source:
             self._send(request, self.cell.outbox.screen)
             self._say(f"{there}, and cell [{request.number}] goes on from it: %train wait")
-        elif _GOES_ON in request.source:
+        elif _RESUMES in request.source:
             self._say(f"{there}. Run cell [{request.number}] again: it goes on from there.")
         else:
             self._say(f'{there}. trainer.fit(until=..., resume="auto")   goes on from there.')
@@ -115,7 +114,7 @@ class _GoingOn:
 
 
 def _end_by_slurm(connection: Connection) -> ClusterEnd | None:
-    """Return how the hosts are taken away, once that is known; None if they are not, or if somebody asked for it."""
+    """Wait for the reason why the hosts are taken away. Return None if they are not, or if a user asked for it."""
     deadline = time.monotonic() + _FATE_SECONDS
     while time.monotonic() < deadline and not connection.ended:
         is_alive = connection.entry.is_alive()

@@ -1,7 +1,7 @@
 """Start a cluster on other hosts from the notebook, with a controller and a coordinator here. All or nothing.
 
-As on one machine, the returned cluster has a world. First the ranks register, each with its own id. Then rank 0 listens
-at the address of its host, and all ranks form the world there.
+As on one machine, the returned cluster has a world. First each rank registers with its own id. Then rank 0 listens at
+its host's address, and all ranks form the world there.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from nbkit.wire.messages import GetStatus
 from nbkit.wire.processes import Process
 from nbkit.wire.user_code import OWN_MODULES
 
-_LINE_SECONDS = 0.1  # between two looks at how far it is
+_LINE_SECONDS = 0.1  # between two updates of the progress line
 _REGISTER_SECONDS = 60.0  # from the fork of the ranks
 
 
 class CoordinatorLauncher(LocalProcessLauncher):  # type: ignore[misc]
-    """ipyparallel's launcher for the coordinator, the process that has agents started on the hosts."""
+    """ipyparallel's launcher for the coordinator, the process that starts the agents on the hosts."""
 
     def find_args(self) -> list[str]:
         module = "nbkit.notebook.cluster.hosts.coordinator"
@@ -60,18 +60,19 @@ class CoordinatorLauncher(LocalProcessLauncher):  # type: ignore[misc]
 def launch_on_hosts(
     name: str, request: StartRequest, ttl: float, options: dict[str, object]
 ) -> tuple[ClusterEntry, Client, tuple[str, ...]]:
-    """Start cluster `name`. Also return what to tell the user. Waits as long as the job is in the queue.
+    """Start cluster `name`. Return its entry, a client, and notes for the user. Wait while the job is in a queue.
 
-    Raises ClusterExists, UsageError for what can never fit, or ClusterError; then nothing is left on any host.
+    Raises ClusterExists, UsageError for a request that can never fit, or ClusterError. Then nothing is left on any
+    host.
     """
     with _all_or_nothing(name, request) as begin:
         return reach_on_hosts(begin(ttl, options))
 
 
 def submit_to_hosts(name: str, request: StartRequest, ttl: float, options: dict[str, object]) -> ClusterEntry:
-    """Request the hosts of cluster `name`, and return when the launcher has done so. No notebook waits for its ranks.
+    """Request the hosts of cluster `name`. Return as soon as the launcher has requested them, without its ranks.
 
-    Raises as `launch_on_hosts` does if the request is refused at once.
+    If the request is refused at once, raise like `launch_on_hosts`.
     """
     with _all_or_nothing(name, request) as begin:
         entry = begin(ttl, {**options, DETACHED: True})
@@ -82,9 +83,9 @@ def submit_to_hosts(name: str, request: StartRequest, ttl: float, options: dict[
 
 
 def reach_on_hosts(entry: ClusterEntry) -> tuple[ClusterEntry, Client, tuple[str, ...]]:
-    """Wait until the ranks of a begun cluster are there and have a world, and register them.
+    """Wait until the ranks of a starting cluster have a world, and register them.
 
-    Also returns what to tell the user. Raises ClusterError.
+    Return the entry, a client, and notes for the user. Raises ClusterError.
     """
     client, line = None, LiveLine()
     try:
@@ -111,7 +112,7 @@ def reach_on_hosts(entry: ClusterEntry) -> tuple[ClusterEntry, Client, tuple[str
 
 @contextmanager
 def _all_or_nothing(name: str, request: StartRequest) -> Iterator[Callable[[float, dict[str, object]], ClusterEntry]]:
-    """Yield a function (ttl, options) -> entry that begins cluster `name`. An exception ends all that was begun."""
+    """Yield a function (ttl, options) -> entry that begins the start of `name`. An exception ends everything again."""
     driver = LauncherDriver(request, registry.home() / name)
     folder = make_folder(name)
     coordinator = CoordinatorLauncher(
@@ -202,12 +203,12 @@ def _await_ranks(entry: ClusterEntry, client: Client, line: LiveLine) -> StartPr
 def _check_processes(entry: ClusterEntry) -> None:
     for process, what in ((entry.parent, "coordinator"), (entry.controller, "controller")):
         if not process.is_alive():
-            _check(entry)  # it may have said why
+            _check(entry)  # the coordinator may have written the reason
             raise failed(entry, f"The {what} ended while the cluster was starting.", f"{what}.log")
 
 
 def _check_deaths(entry: ClusterEntry, cause: Exception | None = None) -> None:
-    """Raise if ranks have died, alone or with their host: waiting for them would be in vain."""
+    """Raise ClusterError if ranks have died, alone or with their host, instead of waiting for them."""
     if dead := {death.rank: death.how for death in deaths_in(entry.folder)}:
         raise ClusterError(
             f"{ranks_named(sorted(dead))} died while the cluster was starting.",
@@ -236,7 +237,7 @@ def _missing(entry: ClusterEntry, client: Client, state: StartProgress) -> Clust
 
 def _form_world(entry: ClusterEntry, client: Client) -> None:
     try:
-        # A notebook that ended while it waited may have formed one.
+        # An earlier notebook may have formed a world before it ended.
         states = client.ask(range(entry.n), GetStatus())
         form(client, entry.n, 1 + max(state["generation"] for state in states.values()))
     except Exception as error:
@@ -249,7 +250,7 @@ def _form_world(entry: ClusterEntry, client: Client) -> None:
 
 
 def _give_up(coordinator: int) -> None:
-    """Ask the coordinator to end what it has started, and wait until it has."""
+    """Let the coordinator end everything that it has started, and wait for this."""
     if coordinator <= 0:
         return
     try:

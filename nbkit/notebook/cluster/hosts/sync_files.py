@@ -1,7 +1,7 @@
-"""`%cluster sync .`: copies the project's own files to hosts that do not see the notebook's file system.
+"""`%cluster sync .`: copy the project's own files to hosts that do not share the notebook's file system.
 
 Like cells, the files are sent signed and encrypted, in messages of some megabytes, to one rank of each host. A host
-that sees the same files gets none. A host that already has a copy gets only the changes.
+with the same file system gets none. A host that already has a copy gets only the changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nbkit.notebook.cluster.cells.client import Client
 from nbkit.quoting import user_path
 
 LIMIT_FILE, LIMIT = 16 << 20, 64 << 20
-"""Bytes of a file, and of all: code and what belongs to it, not data."""
+"""Limits in bytes for a file, and for all files. They are for code, not for data."""
 _MESSAGE = 8 << 20
 _NEVER = {".git", "__pycache__", ".ipynb_checkpoints", "node_modules"}
 _NAMED = 5
@@ -41,10 +41,10 @@ class ProjectFiles:
 
 @dataclass(frozen=True)
 class Synced:
-    """Result of `%cluster sync`.
+    """The result of `%cluster sync`.
 
-    hosts: name -> (files, bytes) that were sent there, None if the host sees the files itself.
-    stale: modules that ranks had already imported and that have changed.
+    hosts: name -> (number of files, bytes) sent to it, or None if it shares the file system. stale: changed modules
+    that ranks had already imported.
     """
 
     files: int
@@ -74,7 +74,7 @@ class Synced:
 def project_at(path: str | os.PathLike[str], root: Path) -> ProjectFiles:
     """Return the files of `path`, a folder or file in the notebook's directory `root`, without those in .gitignore.
 
-    Raises UsageError if there is nothing, if it is outside of `root`, and above LIMIT.
+    Raises UsageError if there are no files, if `path` is outside of `root`, or if the files are larger than LIMIT.
     """
     folder = Path(os.path.normpath(root / user_path(path)))
     if not folder.exists() or not folder.is_relative_to(root):
@@ -105,7 +105,7 @@ def project_at(path: str | os.PathLike[str], root: Path) -> ProjectFiles:
 
 
 def sync(client: Client, labels: Sequence[str], project: ProjectFiles) -> Synced:
-    """Copy `project` to the hosts of the ranks. labels: of each rank, as in the cluster's entry."""
+    """Copy `project` to the hosts of the ranks. labels: the label of each rank, from the cluster's entry."""
     ranks: dict[str, list[int]] = {}
     for rank, label in enumerate(labels):
         ranks.setdefault(label.partition(":")[0], []).append(rank)
@@ -132,12 +132,12 @@ def sync(client: Client, labels: Sequence[str], project: ProjectFiles) -> Synced
 def _listed(folder: Path, root: Path) -> Iterator[Path]:
     """Return every file of `folder` that git would not ignore in `root`.
 
-    Without git, return all except hidden folders.
+    Without git, return all files except those in hidden folders.
     """
     if shutil.which("git"):
         asked = ["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", str(folder)]
         done = subprocess.run(["git", "--literal-pathspecs", "-C", str(root), *asked], capture_output=True, check=False)
-        if done.returncode:  # no repository: .gitignore counts all the same
+        if done.returncode:  # outside of a repository, .gitignore is used too
             with tempfile.TemporaryDirectory() as empty:
                 bare = ["git", "--literal-pathspecs", "-C", str(root), f"--git-dir={empty}", f"--work-tree={root}"]
                 subprocess.run(["git", "init", "-q", "--bare", empty], capture_output=True, check=True)
@@ -161,6 +161,6 @@ def _messages(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[s
 
 
 def _smaller(files: Mapping[str, int]) -> str:
-    """Return the folder with most Python files, which is probably the code."""
+    """Return the folder with the most Python files, which is probably the code."""
     tops = [name.partition(os.sep)[0] for name in files if name.endswith(".py") and os.sep in name]
     return max(sorted(set(tops)), key=tops.count, default="src")

@@ -1,22 +1,20 @@
-"""Changes to the ipyparallel controller. Its process makes them from the configuration file that `launch` writes.
+"""Changes to the ipyparallel controller. The configuration file that `launch` writes calls them in its process.
 
-`slow_down`: the heartbeat is frequent while engines arrive, and slow afterwards. ipyparallel registers an engine at a
-heartbeat, so a short period makes a start quick. But a permanently short period costs a percent of a core, which ranks
-of a small machine lack, and ipyparallel has one period for both. Hundreds of engines cannot be asked as often as two:
-an answer that comes two periods late does not count, and the controller takes 0.07 ms of a core for each.
+`slow_down`: make heartbeats frequent while engines register, and slow afterwards. ipyparallel registers an engine at a
+heartbeat, so a short period makes a start quick. But a permanently short period costs a percent of a core, which a
+small machine needs for its ranks, and ipyparallel has only one period. With hundreds of engines the period must be
+longer: an answer that comes two periods late is lost, and each costs the controller 0.07 ms of CPU time.
 
-`end_with_schedulers`: a controller ends when one of its schedulers has ended. ipyparallel's own goes on: calls, output
-or requests then reach nobody, and a waiter waits for ever. The parent of the ranks and each notebook see and report
-that a controller has ended.
+`end_with_schedulers`: end a controller when one of its schedulers has ended. Otherwise calls, output or requests reach
+nobody, and callers wait for ever. The parent of the ranks and each notebook notice and report the end of a controller.
 
-`hold_ports`: the controller's ports are kept from others between choosing and using them. ipyparallel asks the system
-for a free port, closes it, and has a scheduler open it half a second later. Meanwhile any new connection on the machine
-may get the port. The scheduler then dies, and a cluster without it does not answer.
+`hold_ports`: reserve the controller's ports until they are used. ipyparallel asks the system for a free port, closes
+it, and lets a scheduler open it half a second later. Meanwhile any new connection on the machine may get the port. The
+scheduler then dies, and the cluster does not answer.
 
-`keep_none`: the controller's hub receives no copies of calls and output. ipyparallel's schedulers send the hub a copy
-of everything that passes. The hub keeps records of it for `queue_status` and for looking up results; nbkit uses
-neither. The copies took most of the controller's CPU time, and the records of a notebook that runs for weeks took all
-memory.
+`keep_none`: send the controller's hub no copies of calls and output. ipyparallel's schedulers send the hub a copy of
+every message, and the hub records them for `queue_status` and to look up results. nbkit uses neither. The copies took
+most of the controller's CPU time, and the records filled the memory when a notebook ran for weeks.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ CHECK_MS = 500
 
 
 def end_with_schedulers() -> None:
-    """Make the controller of this process end within half a second after one of the processes it started has ended."""
+    """Make the controller of this process end within half a second after one of its child processes has ended."""
     from ipyparallel.controller.app import IPController
     from tornado.ioloop import PeriodicCallback
 
-    ready = getattr(IPController, "init_signal", None)  # called when all of them have been started
+    ready = getattr(IPController, "init_signal", None)  # called when all schedulers have been started
     if ready is None:
         return  # see jupyter_private.py
 
@@ -58,10 +56,10 @@ _held: list[socket.socket] = []
 
 
 def hold_ports() -> None:
-    """Reserve the ports that the controller of this process chooses, as long as it lives.
+    """Reserve the ports that the controller of this process chooses, as long as the process lives.
 
-    On Linux the system gives nobody a port on which a socket is bound, while another socket may listen on it if both
-    have SO_REUSEADDR, as zmq's sockets do.
+    Linux does not give a port away while a socket is bound to it. But another socket can still listen on it if both
+    have SO_REUSEADDR, as zmq's sockets have.
     """
     from ipyparallel import util
 
@@ -79,7 +77,7 @@ def _chosen(number: int) -> list[int]:
     return ports
 
 
-_HEARTS = b"heartmonitor"  # what hubs are sent besides: which engines have come, and which are gone
+_HEARTS = b"heartmonitor"  # messages about engines that have registered or left
 
 
 def keep_none() -> None:
@@ -91,20 +89,20 @@ def keep_none() -> None:
     def init_and_unsubscribe(hub: Any, **options: Any) -> None:
         init(hub, **options)
         hub.monitor.socket.subscribe(_HEARTS)
-        hub.monitor.socket.unsubscribe(b"")  # schedulers then send no copies: publishers filter
+        hub.monitor.socket.unsubscribe(b"")  # publishers filter, so schedulers then send no copies
 
     Hub.__init__ = init_and_unsubscribe
 
 
 FAST_MS = 50
 SLOW_MS = 1000
-MS_PER_ENGINE = 2  # so that the answers take the controller 3 to 4 % of a core at most
+MS_PER_ENGINE = 2  # so that the answers cost the controller at most 3 to 4 % of a core
 QUIET_SECONDS = 5.0  # without a new engine, after the first one
-GIVEN_UP_SECONDS = 300.0  # an engine that the hub gives up never comes back, so it is slow to
+GIVEN_UP_SECONDS = 300.0  # long, because an engine that the hub has given up never comes back
 
 
 def slow_down() -> None:
-    """Make every HeartMonitor of this process and its forks beat less often once engines have arrived, or are many."""
+    """Make every HeartMonitor of this process and its forks slower when engines have registered, or are many."""
     from ipyparallel.controller.heartmonitor import HeartMonitor
 
     beat = getattr(HeartMonitor, "beat", None)

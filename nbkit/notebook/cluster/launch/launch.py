@@ -1,7 +1,7 @@
-"""Start a cluster: an ipyparallel controller and the parent of the ranks, side by side. All or nothing.
+"""Start a cluster on this machine: an ipyparallel controller and the parent of the ranks. All or nothing.
 
-The two are slow for different reasons (one forks schedulers, the other imports torch), so they start at the same time.
-The returned cluster has a world: every rank has answered, after an all-reduce over all of them.
+Both are slow to start (one forks schedulers, the other imports torch), so they start at the same time. The returned
+cluster has a world: an all-reduce over all ranks has succeeded.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class ParentLauncher(LocalProcessLauncher, EngineLauncher):  # type: ignore[misc
 
 
 def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> tuple[ClusterEntry, Client]:
-    """Start cluster `name`. Raises ClusterExists, or ClusterError with the last log lines; then nothing is left."""
+    """Start cluster `name`. Raises ClusterExists, or ClusterError with the last log lines. Then nothing is left."""
     folder = make_folder(name)
-    # Created before anything starts, so that after an interrupt everything half started is known and can be ended.
+    # Create both before anything starts, so that after an interrupt everything can be ended.
     launcher, controller = _parent_launcher(folder, name), controller_launcher(folder, name)
     try:
         _write_spec(folder, name, pinning, ttl)
@@ -84,7 +84,7 @@ def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) 
 
 
 def with_all_ranks(entry: ClusterEntry) -> tuple[ClusterEntry, Client]:
-    """Wait until all ranks of a starting cluster are there, and register them. Raises ClusterError."""
+    """Wait until all ranks of a starting cluster have answered, and register them. Raises ClusterError."""
     deadline = time.monotonic() + START_SECONDS
     client = connect(entry, deadline)
     try:
@@ -98,14 +98,14 @@ def with_all_ranks(entry: ClusterEntry) -> tuple[ClusterEntry, Client]:
 
 
 def connect(entry: ClusterEntry, deadline: float | None = None) -> Client:
-    """Return a client of a cluster's controller, once the controller has written its address."""
+    """Wait until the controller has written its address, and return a client of it."""
     path = entry.folder / "profile" / "security" / f"ipcontroller-{entry.name}-client.json"
     while True:
         if path.exists() and path.stat().st_size:
             try:
                 return Client(path)
             except json.JSONDecodeError:
-                pass  # it is writing
+                pass  # the file is being written
         if deadline is None or time.monotonic() > deadline or not entry.controller.is_alive():
             raise failed(entry, "The controller did not start.", "controller.log")
         time.sleep(0.01)
@@ -166,12 +166,12 @@ def _parent_launcher(folder: Path, name: str) -> ParentLauncher:
 
 
 def environment_of_ranks() -> dict[str, str]:
-    """Return the variables that ranks find in their environment, on this host and on others."""
+    """Return environment variables for ranks, on this host and on others."""
     site = site_settings.read()
     return {
-        # The parent is forked: it may ask whether there is a GPU, but must not start CUDA for that.
+        # The parent will fork: it may check for a GPU, but must not initialize CUDA for that.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # as an engine sets it, before the parent imports the debugger
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # engines set it, but the parent imports the debugger before
         "NBKIT_RUNS": str(site.runs),
         "NBKIT_MAX_DISK": str(site.max_disk or ""),
         **without_errors(os.environ),
@@ -179,9 +179,9 @@ def environment_of_ranks() -> dict[str, str]:
 
 
 def without_errors(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return PYTHONWARNINGS with "error" replaced by "default", or {} if it makes no warning an error.
+    """Return PYTHONWARNINGS with "error" replaced by "default", or {} if it does not contain "error".
 
-    A process with it goes on when one of its libraries warns.
+    So a warning of a library does not end the process.
     """
     filters = environment.get("PYTHONWARNINGS", "")
     parts = [re.sub("^ *error", "default", part) for part in filters.split(",")]
@@ -189,15 +189,16 @@ def without_errors(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def controller_launcher(folder: Path, name: str, address: str = "") -> LocalControllerLauncher:
-    """Return ipyparallel's own launcher. Its Cluster would start it from a thread, which no interrupt reaches.
+    """Return ipyparallel's launcher for the controller.
 
-    address: of this host, as other hosts reach it. Messages are signed and encrypted, even on a single host: everybody
-    on it may subscribe to what the controller publishes, the output of cells.
+    ipyparallel's Cluster is not used, because it starts the launcher in a thread, which an interrupt does not reach.
+    address: of this host, for other hosts. Messages are signed and encrypted even on a single host, because every user
+    of the host can subscribe to the output of cells that the controller publishes.
     """
     config = "from nbkit.notebook.cluster.launch import controller\n\n"
     config += "controller.slow_down()\ncontroller.keep_none()\ncontroller.hold_ports()\n"
     config += "controller.end_with_schedulers()\n"
-    # With encryption ipyparallel would not sign any more, and clients warn of that; so the key is given.
+    # With encryption, ipyparallel stops signing, and clients warn about it. A key makes it sign.
     key = secrets.token_hex(32).encode()
     config += f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
     config += f"c.Session.digest_history_size = {SIGNATURES_KEPT}\n"
@@ -205,7 +206,7 @@ def controller_launcher(folder: Path, name: str, address: str = "") -> LocalCont
     path.touch(mode=0o600)
     path.write_text(config)
     network = [f"--ip={address}", f"--location={address}"] if address else []
-    # The hub would give up a rank that shows no heartbeat within 30 s, and it could not register any more.
+    # By default the hub gives up a rank that shows no heartbeat within 30 s. Then it can never register.
     patience = f"--IPController.registration_timeout={START_SECONDS:.0f}"
     return LocalControllerLauncher(
         controller_cmd=[sys.executable, *OWN_MODULES, "ipyparallel.controller"],
@@ -222,7 +223,7 @@ def controller_launcher(folder: Path, name: str, address: str = "") -> LocalCont
 def quiet() -> logging.Logger:
     """Return a logger for ipyparallel's launchers that drops low levels.
 
-    At those levels they copy their process's output to the notebook; it is in the log file.
+    At low levels they copy their process's output to the notebook. It is in the log file anyway.
     """
     logger = logging.getLogger("nbkit.launch")
     logger.setLevel(logging.ERROR)
@@ -248,9 +249,9 @@ def _check_controller(entry: ClusterEntry) -> None:
 
 
 def with_ranks(entry: ClusterEntry, client: Client, is_worth_it: Callable[[], bool] | None = None) -> ClusterEntry:
-    """Return the entry with the processes of its ranks. Each has answered a call and has a world.
+    """Wait until each rank has answered a call and has a world. Return the entry with the processes of its ranks.
 
-    is_worth_it: returns whether to go on waiting for them. By default: while their parent and the controller are alive.
+    is_worth_it: returns False to stop waiting; by default, if the ranks' parent or the controller has ended.
     """
     answers = client.reach(range(entry.n), START_SECONDS, is_worth_it or entry.is_alive)
     if len(answers) < entry.n:
@@ -267,7 +268,7 @@ def with_ranks(entry: ClusterEntry, client: Client, is_worth_it: Callable[[], bo
 
 
 def failed(entry: ClusterEntry, what: str, log: str) -> ClusterError:
-    """Return the error of a failed start, with the last lines of a log."""
+    """Return the error for a failed start, with the last lines of a log."""
     path = entry.folder / "logs" / log
     lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
     return ClusterError(
@@ -278,7 +279,7 @@ def failed(entry: ClusterEntry, what: str, log: str) -> ClusterError:
 
 
 def end(pid: int, folder: Path) -> None:
-    """End a process that we started and its children. If it has already ended, end what is left of its session."""
+    """End a process that nbkit started, and its children. If it has already ended, end the rest of its session."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]

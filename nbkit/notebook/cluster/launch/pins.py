@@ -1,12 +1,11 @@
-"""Pin each rank to one GPU by its UUID, or to a share of the CPU cores, and keep the reason.
+"""Pin each rank to one GPU by its UUID, or to a share of the CPU cores, and record the reason.
 
-`plan_pins` is pure: it receives what the machine has and returns values, so the GPU branches are tested without GPUs.
-`pins_on` calls it for a machine that was read. Nothing here imports torch.
+`plan_pins` is a pure function of the machine's devices, so the code for GPUs is tested without GPUs. `pins_on` calls it
+for a Machine. Nothing here imports torch.
 
-`repinned` returns the devices of a running cluster as its parent has them now, since a rank may have gone to a spare
-one. `resized_pins` plans another number of ranks: a rank that stays keeps its GPU; CPU cores are divided anew.
-`pins_within` applies the limits on what one user's clusters may take together; see
-nbkit.notebook.cluster.site_settings.
+`repinned` returns the current devices of a running cluster, because a rank may have moved to a spare device.
+`resized_pins` plans another number of ranks: a rank that stays keeps its GPU, and CPU cores are divided again.
+`pins_within` applies a user's limits; see nbkit.notebook.cluster.site_settings.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _CPU_RANKS_WITHOUT_N = 2
 class Pin:
     """The device of one rank.
 
-    env: variables to set before torch is imported or CUDA is used. cores: for os.sched_setaffinity.
-    threads: for torch.set_num_threads. label: for tables. why: the reason for the choice, for people.
+    env: variables to set before torch is imported or CUDA is used. cores: for os.sched_setaffinity. threads: for
+    torch.set_num_threads. label: the device in tables. why: the reason for the choice, for people.
     """
 
     rank: int
@@ -55,16 +54,16 @@ class Pin:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """Return the pin as the parent of the ranks reads it; see nbkit.bridge.parent.spec.RankPin."""
+        """Return the pin as JSON for the parent of the ranks; see nbkit.bridge.parent.spec.RankPin."""
         places = {"env": dict(self.env), "cores": list(self.cores), "threads": self.threads}
         return {**places, "label": self.label, "why": self.why}
 
 
 @dataclass(frozen=True)
 class Pinning:
-    """The pins of all ranks in rank order, the backend that fits them, and notes for the user.
+    """The pins of all ranks in rank order, their backend, and notes for the user.
 
-    spares: devices in reserve, numbered after those of the ranks. retired: devices that ranks were taken off.
+    spares: spare devices, numbered after the ranks. retired: devices from which ranks were moved.
     """
 
     pins: tuple[Pin, ...]
@@ -79,14 +78,14 @@ class Pinning:
 
     @property
     def device(self) -> str:
-        """The kind of device that ranks compute on, as torch names it."""
+        """Return the kind of device on which ranks compute, as torch names it."""
         return NVIDIA if self.pins[0].kind == "gpu" else CPU
 
 
 def pins_on(
     machine: Machine, n: int | None = None, gpus: str | None = None, *, cpu: bool = False, spares: int = 0
 ) -> Pinning:
-    """Do `plan_pins` for a machine as this notebook has read it. Raises UsageError as `plan_pins` does."""
+    """Call `plan_pins` for `machine`. Raises UsageError like `plan_pins`."""
     return plan_pins(
         n,
         gpus,
@@ -115,14 +114,14 @@ def plan_pins(
     """Pin `n` ranks.
 
     n: number of ranks. None means one per idle GPU; one in all if others use GPUs; two CPU ranks if no GPU is idle.
-    gpus: the user's list ("2,3", "0,0", "1:0" for a MIG instance), used as given, busy or not. found: all GPUs of the
-    machine; unfit ones get no rank. cores: those the job may use. visible: CUDA_VISIBLE_DEVICES, None if not set. cpu:
-    use no GPU. own_pid: this notebook's kernel, whose own memory on a GPU does not make it busy. quota: cores' worth of
-    time that a container grants, None for all of `cores`; it limits the threads. spares: number of extra devices that
-    no rank is on: the last ones of `gpus`, or cores that are taken from the ranks.
+    gpus: the user's list ("2,3", "0,0", "1:0" for a MIG instance), used as given, even if busy. found: all GPUs of the
+    machine; unfit ones get no rank. cores: the cores that the job may use. visible: CUDA_VISIBLE_DEVICES, None if not
+    set. cpu: use no GPU. own_pid: this notebook's kernel, whose memory on a GPU does not make it busy. quota: the CPU
+    limit of the container in cores, None without one; it limits the threads. spares: number of extra devices without a
+    rank: the last ones of `gpus`, or cores that ranks then do not get.
 
-    Raises UsageError if n is not positive, or more than the idle GPUs, or not the length of `gpus`; if an entry of
-    `gpus` names nothing; if `gpus` and `cpu` are both given; if no device is left for a spare.
+    Raises UsageError if n is not positive, larger than the number of idle GPUs, or not the length of `gpus`; if an
+    entry of `gpus` names no GPU; if both `gpus` and `cpu` are given; if no device is left for a spare.
     """
     if n is not None and n < 1:
         raise UsageError("A cluster has at least one rank.", numbers=f"-n {n}", hint="-n 1")
@@ -202,7 +201,8 @@ def _listed(n: int | None, gpus: str, found: Sequence[Gpu], visible: str | None,
 
 def _too_many(n: int, allowed: Sequence[Gpu], idle: Sequence[Gpu], notes: Sequence[str]) -> UsageError:
     numbers = f"{n} ranks, {len(idle)} idle of {len(allowed)} GPUs"
-    # Both ways are the user's to write: sharing a GPU costs NCCL, taking a busy one disturbs its owner.
+    # Only the user may choose one of these: ranks that share a GPU cannot use NCCL, and using a busy one disturbs its
+    # owner.
     offer = idle or allowed
     shared = ",".join(offer[rank % len(offer)].number for rank in range(n))
     remark = "ranks share a GPU, over gloo" if n > len(offer) else "in use by others"
@@ -258,12 +258,12 @@ def _on_gpus(
 
 
 def _near(gpu: Gpu, share: Sequence[int], cores: Sequence[int]) -> str:
-    """Return a note if the rank was kept to the cores of its GPU's socket and there are other cores; else ""."""
+    """Return a note if the rank has only cores of its GPU's socket, and there are others; else ""."""
     return ", on its socket" if {*share} <= {*gpu.near} and not {*cores} <= {*gpu.near} else ""
 
 
 def _doubled(chosen: Sequence[Gpu]) -> list[str]:
-    """Return a sentence for each physical GPU that has more than one rank."""
+    """Return a sentence for each physical GPU with more than one rank."""
     ranks_on: dict[str, list[int]] = {}
     for rank, gpu in enumerate(chosen):
         ranks_on.setdefault(gpu.chip, []).append(rank)
@@ -290,7 +290,7 @@ def _on_cores(
 
 
 def _shares(count: int, spares: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
-    """Divide the cores. Ranks may have to share cores. A spare gets its own, since shared ones would fail together."""
+    """Divide the cores. Ranks may have to share cores. A spare gets its own, because shared cores fail together."""
     if not spares or count + spares <= len(cores):
         return share_cores(count + spares, cores)
     if spares >= len(cores):
@@ -299,15 +299,15 @@ def _shares(count: int, spares: int, cores: Sequence[int]) -> list[tuple[int, ..
 
 
 def _threads(share: Sequence[int], count: int, quota: float | None) -> int:
-    """Return a thread per core, but no more than the container's quota allows.
+    """Return the number of threads of a rank: one per core, but no more than the container's quota allows.
 
-    A container that overdraws its quota has all its threads stopped.
+    Above its quota, a container has all its threads suspended for a while.
     """
     return len(share) if quota is None else max(1, min(len(share), int(quota / count)))
 
 
 def _crowding(count: int, cores: Sequence[int], quota: float | None, left: int | None = None) -> list[str]:
-    """Return notes about ranks that share cores and about a container's quota. left: cores not kept for spares."""
+    """Return notes about ranks that share cores, and about a container's quota. left: cores that are not for spares."""
     told, left = [], len(cores) if left is None else left
     if count > left:
         told.append(f"{count} ranks share {_counted(left, 'core')}, 1 thread each.")
@@ -323,7 +323,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def pinning_of(entry: ClusterEntry) -> Pinning:
-    """Return the pinning of a running cluster's ranks, so that a restart puts them on the same devices."""
+    """Return the pinning of a running cluster, so that a restart uses the same devices."""
     spec = json.loads((entry.folder / "spec.json").read_text())
     kind: Literal["gpu", "cpu"] = "cpu" if spec["device"] == CPU else "gpu"
 
@@ -339,9 +339,9 @@ def pinning_of(entry: ClusterEntry) -> Pinning:
 
 
 def repinned(entry: ClusterEntry) -> ClusterEntry:
-    """Return the entry with the devices that its ranks are on now.
+    """Return the entry with the current devices of its ranks.
 
-    For other hosts, the coordinator has written them.
+    For other hosts, the coordinator has written them to a file.
     """
     if entry.is_spread:
         told = progress.read(entry.folder)
@@ -364,9 +364,9 @@ def pins_within(
     cpu: bool = False,
     spares: int = 0,
 ) -> Pinning:
-    """Do `pins_on` within the user's limits. Without `n` and `gpus`, reduce the number of ranks to fit.
+    """Call `pins_on` within the user's limits. Without `n` and `gpus`, reduce the number of ranks to fit.
 
-    Raises UsageError as `pins_on` does, and if the requested number is above the limits, or nothing is left.
+    Raises UsageError like `pins_on`, and if the requested number is above the limits, or nothing is left.
     """
     plan = pins_on(machine, n, gpus, cpu=cpu, spares=spares)
     entries = [entry for entry in registry.entries() if entry.is_here and not entry.is_spread and entry.is_alive()]
@@ -404,9 +404,9 @@ def _ways_out(left: int, entries: Sequence[ClusterEntry]) -> str:
 
 
 def resized_pins(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
-    """Return the pins of `n` ranks, given those of `now`.
+    """Return the pins of `n` ranks, given the current pins.
 
-    Raises UsageError, with what fits, if there are too few devices.
+    Raises UsageError, with a number that fits, if there are too few devices.
     """
     here = len(now.pins)
     if n < 1:
@@ -444,7 +444,7 @@ def _more(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
 def _added(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
     kind, wanted = now.pins[0].kind, n - len(now.pins)
     found = pins_within(site, machine, wanted, cpu=kind == "cpu")
-    if found.pins[0].kind != kind:  # none is left, and CPU ranks would be taken instead
+    if found.pins[0].kind != kind:  # no GPU is left, so CPU ranks were planned
         raise UsageError("More ranks than idle GPUs.", numbers=f"{wanted} more, 0 idle")
     return found
 
@@ -458,14 +458,14 @@ def _fits(site: Site, machine: Machine, now: Pinning, n: int) -> bool:
 
 
 def _without_reserve(machine: Machine, now: Pinning) -> Machine:
-    """Return `machine` without the cores in reserve and those that a rank was taken off."""
+    """Return `machine` without the cores of spares and of retired devices."""
     kept = {core for pin in (*now.spares, *now.retired) if pin.kind == "cpu" for core in pin.cores}
     return replace(machine, cores=tuple(core for core in machine.cores if core not in kept))
 
 
 def _without(machine: Machine, now: Pinning) -> Machine:
-    """Return `machine` without the GPUs of `now`, which look idle until a rank first computes on them."""
+    """Return `machine` without the GPUs of `now`, which look idle until a rank computes on them."""
     ours = {pin.env.get("CUDA_VISIBLE_DEVICES") for pin in (*now.pins, *now.spares, *now.retired)}
     left = tuple(gpu for gpu in machine.gpus if gpu.uuid not in ours)
-    # If only the CUDA driver has listed them, it would list all of them again.
+    # is_installed keeps the CUDA driver's list, which has all GPUs, from being used.
     return replace(machine, survey=replace(machine.survey, gpus=left, is_installed=True))

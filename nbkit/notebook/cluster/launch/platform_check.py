@@ -1,6 +1,6 @@
 """Check that nbkit supports this machine. Used by `nbkit doctor` and before a cluster starts.
 
-torch is looked up in the installed metadata: importing it would cost seconds and memory in the kernel.
+torch's version comes from the installed metadata, because importing torch costs seconds and memory in the kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_platform(
 ) -> None:
     """Raise ClusterError unless this is Linux or macOS, Python >= 3.11 and torch >= 2.11.
 
-    The arguments stand in for this machine's own values; `torch` "" stands for "not installed".
+    The arguments replace this machine's values in tests. torch: "" means that it is not installed.
     """
     if system not in ("linux", "darwin"):
         raise ClusterError(
@@ -67,7 +67,7 @@ def torch_version() -> str:
 def starts_by_forking(system: str = sys.platform) -> bool:
     """Return True if ranks are forked from one parent (Linux).
 
-    macOS spawns them, because its system libraries do not survive a fork.
+    On macOS they are spawned, because its system libraries do not survive a fork.
     """
     return system == "linux"
 

@@ -1,4 +1,4 @@
-"""A cluster that is ready: on this machine, or on other hosts."""
+"""Start a cluster, on this machine or on other hosts, and return it when it is ready."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.private_symbols import LACKING, problems
 class Started:
     """A cluster that is ready.
 
-    pinning: None if each host has pinned its own ranks. seconds: from nothing to ready; 0 for an attached one.
+    pinning: None if each host has pinned its own ranks. seconds: duration of the start; 0 for an attached cluster.
     """
 
     connection: Connection
@@ -33,12 +33,12 @@ def launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]
     began = time.monotonic()
     connection = Connection(*launch(name, pinning, ttl, options))
     notes = tuple(pinning.notes)
-    notes += (*_of_ranks(connection.entry.folder), *problems(SYMBOLS, imported=True))
+    notes += (*_torch_notes(connection.entry.folder), *problems(SYMBOLS, imported=True))
     return Started(connection, pinning, time.monotonic() - began, notes)
 
 
-def _of_ranks(folder: Path) -> list[str]:
-    """Return the parts that the parent of the ranks found to be missing in the installed torch."""
+def _torch_notes(folder: Path) -> list[str]:
+    """Return the notes of the ranks' parent about parts that are missing in the installed torch."""
     path = folder / LACKING
     return list(json.loads(path.read_text())) if path.exists() else []
 

@@ -1,1 +1,1 @@
-"""The devices of this machine, read once, and what they mean for a cluster."""
+"""The devices of this machine, and remarks about their use for a cluster."""

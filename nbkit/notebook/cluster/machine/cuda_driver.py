@@ -1,9 +1,9 @@
 """Ask the CUDA driver about its devices, in a separate process: no CUDA library is loaded into the notebook's process.
 
-It is asked for two things that NVML, and so nvidia-smi and nvidia-ml-py, cannot tell. NVML never starts CUDA: it shows
-GPUs even if cuInit fails (a library missing in a container, a fabric manager that does not run), and has no error to
-tell. And a container that is granted only the driver's "compute" part has libcuda, but neither NVML nor nvidia-smi.
-Only the driver can list its GPUs, so names, memory and compute capability are asked of it too.
+The driver knows two things that NVML, and so nvidia-smi and nvidia-ml-py, cannot tell. First, NVML never initializes
+CUDA: it lists GPUs even if cuInit fails (a library is missing in a container, the fabric manager does not run), and
+knows no error. Second, a container with only the driver's "compute" part has libcuda, but neither NVML nor nvidia-smi.
+There only the driver can list the GPUs, so it is also asked for names, memory and compute capability.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 _SECONDS = 60.0
-# The linker's choice, then the places on NixOS and WSL, which their torch knows.
+# The linker's choice, then the paths on NixOS and WSL, which torch tries there too.
 _LIBRARIES = ("libcuda.so.1", "/run/opengl-driver/lib/libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
-# cuInit makes no context: it takes no memory of a GPU, and nvidia-smi shows no process. cuDriverGetVersion is the
-# version of the library that is really loaded, which may be newer than the driver's own ("cuda-compat" in containers).
+# cuInit creates no context, so it takes no GPU memory, and nvidia-smi shows no process. cuDriverGetVersion returns the
+# version of the loaded library, which may be newer than the driver ("cuda-compat" in containers).
 _QUESTION = """
 import ctypes, json, sys
 
@@ -72,7 +72,7 @@ print(json.dumps(answer))
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """A device that CUDA counts, in PCI order. uuid: in the form that CUDA_VISIBLE_DEVICES accepts."""
+    """A CUDA device, in PCI order. uuid: in the form that CUDA_VISIBLE_DEVICES accepts."""
 
     uuid: str
     name: str
@@ -85,8 +85,8 @@ class CudaDevice:
 class CudaDriver:
     """The CUDA driver's answer.
 
-    version: the CUDA version that the driver supports, None if its library is missing. error: why CUDA does not start.
-    code: CUDA's number of that error, 0 without one. On a GPU divided by MIG, CUDA counts only one instance.
+    version: the CUDA version that the driver supports, None if its library is missing. error: the error of cuInit, ""
+    without one. code: its number, 0 without one. On a GPU that is divided by MIG, CUDA lists only one instance.
     """
 
     version: tuple[int, int] | None = None
@@ -97,7 +97,7 @@ class CudaDriver:
 
 def begin() -> subprocess.Popen[str]:
     """Start the question; `finish` returns the answer. Raises OSError if no process can be started."""
-    # All devices, in nvidia-smi's order, whatever the notebook was given.
+    # List all devices, in nvidia-smi's order, even if the notebook's environment hides some.
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     command = [sys.executable, "-I", "-S", "-c", _QUESTION, *_LIBRARIES]
     return subprocess.Popen(
@@ -115,14 +115,14 @@ def finish(asked: subprocess.Popen[str]) -> CudaDriver | None:
         said, _ = asked.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         asked.kill()
-        with suppress(subprocess.TimeoutExpired):  # one that a broken driver holds does not end
+        with suppress(subprocess.TimeoutExpired):  # a process in a broken driver cannot be killed
             asked.communicate(timeout=1)
         return None
     return parse_answer(said)
 
 
 def parse_answer(said: str) -> CudaDriver | None:
-    """Return the values in the line of JSON that the process prints; None for anything else."""
+    """Return the values in the process's line of JSON; None for other output."""
     try:
         answer = json.loads(said)
         version = answer.get("version")

@@ -1,7 +1,7 @@
-"""The GPUs of this machine, the processes that compute on them, and the choice that CUDA_VISIBLE_DEVICES leaves.
+"""The GPUs of this machine, the processes that compute on them, and those that CUDA_VISIBLE_DEVICES selects.
 
-Only nvidia-smi is asked: no CUDA context is made, torch is not imported. Parsing is separate from asking, so every
-answer of nvidia-smi can be tested on a machine without a GPU.
+Everything comes from nvidia-smi, without a CUDA context and without torch. Separate functions parse its output, so that
+they can be tested on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _GPU_QUERY = (
     "--query-gpu=index,uuid,name,memory.total,memory.used,pci.bus_id,driver_version,mig.mode.current,compute_mode"
 )
 _PROCESS_QUERY = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
-# A desktop or an idle driver stays below both; a training below neither.
+# A desktop or an idle driver stays below both limits, a training does not.
 _BUSY_MIB, _BUSY_SHARE = 1024, 0.05
-# It serves the processes of others, which nvidia-smi lists beside it, and computes nothing itself.
+# It computes nothing itself. nvidia-smi also lists the processes that it serves.
 _MPS_SERVER = "nvidia-cuda-mps-server"
 
 _GPU_LINE = re.compile(r"GPU (\d+): (.+) \(UUID: (GPU-[^)]+)\)")
@@ -32,7 +32,7 @@ _MIG_LINE = re.compile(r"\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU. `mib` is None if the driver does not tell."""
+    """A process that computes on a GPU. `mib` is None if the driver does not tell its memory."""
 
     pid: int
     name: str
@@ -49,7 +49,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Unfit:
-    """Reason why a rank cannot compute on a GPU, and what to do about it."""
+    """The reason why a rank cannot compute on a GPU, and a fix."""
 
     why: str
     fix: str
@@ -60,9 +60,9 @@ class Gpu:
     """A GPU, or one MIG instance of a GPU.
 
     For an instance, `slot` is its number on the GPU and `parent` is that GPU's UUID. `index` is nvidia-smi's number
-    (PCI order). Memory is in MiB, None if the driver answers "N/A". bus: its place on the PCI bus as Linux writes it.
-    capability: CUDA's "compute capability", (7, 5) for a T4. near: the cores of its socket. unfit: why no rank can
-    compute on it.
+    (PCI order). Memory is in MiB, None if the driver answers "N/A". bus: its address on the PCI bus in Linux's
+    notation. capability: CUDA's "compute capability", (7, 5) for a T4. near: the CPU cores of its socket. unfit: why no
+    rank can compute on it, or None.
     """
 
     index: int
@@ -80,7 +80,7 @@ class Gpu:
 
     @property
     def number(self) -> str:
-        """Return what the user types for it: "2", or "2:0" for the first MIG instance of GPU 2."""
+        """Return the number that the user types: "2", or "2:0" for the first MIG instance of GPU 2."""
         return str(self.index) if self.slot is None else f"{self.index}:{self.slot}"
 
     @property
@@ -98,7 +98,7 @@ class Gpu:
             return ""
         used = self.used_mib - sum(mib for mib in own if mib is not None)
         if used > _BUSY_MIB or (self.total_mib and used > _BUSY_SHARE * self.total_mib):
-            # Processes outside a container's pid namespace hold memory without a name.
+            # Processes outside of a container's pid namespace hold memory but are not listed.
             return f"{show_mib(used)} of {show_mib(self.total_mib)} are held by processes that nvidia-smi does not show"
         return ""
 
@@ -144,13 +144,13 @@ def parse_driver(gpus: str) -> str:
 
 
 def parse_gpus(gpus: str, processes: str = "") -> list[Gpu]:
-    """Return the answers to --query-gpu and --query-compute-apps (csv, noheader, nounits) as values.
+    """Parse the output of --query-gpu and --query-compute-apps (csv, noheader, nounits).
 
     Raises ValueError if a row does not have the requested columns.
     """
     running: dict[str, list[GpuProcess]] = {}
     for row in rows(processes):
-        # A process name may hold commas: what is left between the pid and the memory is the name.
+        # A process name may contain commas: everything between the pid and the memory is the name.
         uuid, pid, *parts, mib = row
         running.setdefault(uuid, []).append(GpuProcess(int(pid), ", ".join(parts), _mib(mib)))
     found = []
@@ -213,7 +213,7 @@ def put_instances(gpus: Sequence[Gpu], instances: Sequence[Instance], details: s
 
 
 def _instance(gpu: Gpu, instance: Instance, node: ElementTree.Element | None) -> Gpu:
-    # Without a description, each process of the GPU counts for every instance: never take one that may be in use.
+    # Without a description, count each process of the GPU for every instance, to never use a busy one.
     total, used, processes = None, None, gpu.processes
     for device in node.iterfind("mig_devices/mig_device") if node is not None else ():
         if device.findtext("index", "").strip() == str(instance.slot):
@@ -234,11 +234,11 @@ def _processes_at(node: ElementTree.Element, place: tuple[str | None, str | None
 
 
 def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves of `gpus`, in its order; None (not set) leaves all.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order. visible: its value; None (not set) selects all.
 
-    It is read as CUDA reads it: numbers, beginnings of UUIDs, MIG names. The list ends before the first entry that
-    names nothing ("-1", "NoDevFiles"). The number of a GPU divided by MIG means its first instance. Numbers are in PCI
-    order, as nvidia-smi shows them.
+    As in CUDA, entries are numbers, beginnings of UUIDs, or MIG names, and the list ends before the first entry that
+    names no GPU ("-1", "NoDevFiles"). The number of a GPU that is divided by MIG means its first instance. Numbers are
+    in PCI order, as in nvidia-smi.
     """
     if visible is None:
         return list(gpus)
@@ -253,7 +253,7 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
 
 
 def choose_gpus(gpus: Sequence[Gpu], text: str, visible: str | None = None) -> list[Gpu]:
-    """Return the GPUs that the user lists after --gpus, in that order and with repeats; never renumbered.
+    """Return the GPUs of the user's list after --gpus, in its order and with repeats. Numbers are those of nvidia-smi.
 
     Raises UsageError for an entry that names no GPU, or one that CUDA_VISIBLE_DEVICES hides.
     """
@@ -272,7 +272,7 @@ def choose_gpus(gpus: Sequence[Gpu], text: str, visible: str | None = None) -> l
 
 
 def find_gpu(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
-    """Return the GPU with that number ("1", "1:0") or beginning of a UUID; None if none or several match."""
+    """Return the GPU with this number ("1", "1:0") or beginning of a UUID; None if none or several match."""
     if re.fullmatch(r"\d+(:\d+)?", entry):
         return next((gpu for gpu in gpus if entry in (gpu.number, str(gpu.index))), None)
     if not entry.startswith(("GPU-", "MIG-")):

@@ -1,9 +1,9 @@
 """Everything about this machine that matters to a cluster, read once into one value (`Machine`).
 
-- The installed torch and what it is built for, read from its files without importing torch.
-- Whether this torch can compute on an NVIDIA GPU, which `import torch` would find out too late (`unfit`).
-- The GPUs that Linux sees on the PCI bus, of any maker, usable or not.
-- The links between the GPUs, and network cards that can read GPUs. They are only for people; no choice depends on them.
+- The build of the installed torch, read from its files without importing torch.
+- Whether this torch can compute on an NVIDIA GPU (`unfit`).
+- The GPUs on the PCI bus, of any maker, usable or not.
+- The links between the GPUs, and InfiniBand or RoCE ports. They are only shown; no choice depends on them.
 - The CPU cores that this process may use, and how they are divided among ranks.
 """
 
@@ -27,7 +27,7 @@ from nbkit.notebook.cluster.machine.gpus import Gpu, Survey, Unfit, survey_gpus
 from nbkit.wire import nvidia_smi
 
 _NAMED = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
-# What PyTorch's own page offers: "2.13.0", "2.13.0+cu128". Who built another chose its architectures.
+# Versions of PyTorch's own wheels: "2.13.0", "2.13.0+cu128". Other builds may have other architectures.
 _OFFICIAL = re.compile(r"\d+\.\d+\.\d+(\+cu\d+)?")
 
 
@@ -35,7 +35,7 @@ _OFFICIAL = re.compile(r"\d+\.\d+\.\d+(\+cu\d+)?")
 class TorchBuild:
     """The installed torch.
 
-    version: "2.13.0+cpu", "" if torch is not installed. cuda, hip, xpu: versions it is built for, "" without.
+    version: "2.13.0+cpu", "" if torch is not installed. cuda, hip, xpu: the version of its build, or "".
     """
 
     version: str
@@ -45,7 +45,7 @@ class TorchBuild:
 
     @property
     def kind(self) -> str:
-        """Return the kind of GPU it is built for, as text for people."""
+        """Return the kind of GPU for which it is built, as text for people."""
         return "CUDA" if self.cuda else "ROCm" if self.hip else "XPU" if self.xpu else "the CPU"
 
     @property
@@ -55,25 +55,25 @@ class TorchBuild:
 
     @property
     def is_official(self) -> bool:
-        """Return True if it has the same architectures as PyTorch's own wheels for its CUDA version."""
+        """Return True if it is one of PyTorch's own wheels, whose architectures are known."""
         return bool(_OFFICIAL.fullmatch(self.version))
 
 
 def read_build() -> TorchBuild:
-    """Return the torch that ranks will import."""
+    """Return the build of the torch that ranks will import."""
     version = torch_version()
     try:
         found = importlib.util.find_spec("torch") if version else None
         text = Path(found.origin or "").with_name("version.py").read_text() if found else ""
-    except (OSError, ValueError):  # a namespace package; a torch that somebody has put into sys.modules
+    except (OSError, ValueError):  # a namespace package, or an object in sys.modules without a file
         text = ""
     return parse_build(version, text)
 
 
 def parse_build(version: str, text: str) -> TorchBuild:
-    """Return the build described by `text`, the source of the module torch.version.
+    """Return the build that `text`, the source of the module torch.version, describes.
 
-    If it cannot be read, text is "", and the end of the version tells the build ("+cpu", "+cu128").
+    If text is "", the end of the version tells the build ("+cpu", "+cu128").
     """
     if text:
         return TorchBuild(version, **dict(_NAMED.findall(text)))
@@ -87,9 +87,9 @@ def parse_build(version: str, text: str) -> TorchBuild:
     return TorchBuild(version)
 
 
-# The CUDA that PyTorch's wheels of now are built for -> the oldest driver that it runs on.
+# CUDA major version of current PyTorch wheels -> its oldest driver.
 _DRIVERS = {12: "525", 13: "580"}
-# Which GPUs those wheels have code for: from CUDA 12.8 on none before Turing; Blackwell since then.
+# GPUs that those wheels support: from CUDA 12.8 on Blackwell, but none before Turing.
 _TURING, _BLACKWELL, _SPLIT = (7, 5), (10, 0), (12, 8)
 
 _PAGE = "PyTorch's install page"
@@ -107,10 +107,10 @@ def unfit(gpu: Gpu, *, build: TorchBuild, cuda: CudaDriver | None, driver: str) 
     driver: version of NVIDIA's driver, or "".
     """
     if not build.version:
-        return gpu.unfit  # what to install is said elsewhere
+        return gpu.unfit  # another remark says that torch is missing
     if not build.cuda:
         return Unfit(f"torch {build.version} is built for {build.kind}", _a_cuda_build(cuda))
-    # A driver that fits no GPU comes first, then a reason about this GPU, then CUDA's error for all GPUs.
+    # An unsuitable driver comes first, then a reason about this GPU, then CUDA's error for all GPUs.
     return _driver_unfit(build, cuda, driver) or gpu.unfit or _error_of(cuda) or _too_old_or_new(gpu, build)
 
 
@@ -120,7 +120,7 @@ def _driver_unfit(build: TorchBuild, cuda: CudaDriver | None, driver: str) -> Un
     if cuda.version is None:
         return Unfit(cuda.error, _LIBRARY_MISSING)
     needed, known = release(build.cuda), cuda.version
-    # Within a major release, any driver runs it ("minor version compatibility").
+    # Any driver of the same major version runs it ("minor version compatibility").
     if needed[0] <= known[0]:
         return None
     named = f"the driver {driver}".strip()
@@ -147,7 +147,7 @@ def _too_old_or_new(gpu: Gpu, build: TorchBuild) -> Unfit | None:
 
 
 def _a_cuda_build(cuda: CudaDriver | None) -> str:
-    """Return how to get a torch for a CUDA version that the driver supports."""
+    """Return how to install a torch for a CUDA version that the driver supports."""
     known = cuda.version[0] if cuda and cuda.version else max(_DRIVERS)
     if known < min(_DRIVERS):
         return f"install a newer driver ({_DRIVERS[max(_DRIVERS)]} or above); {_install('')}"
@@ -170,10 +170,10 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-# VGA, 3D and display controllers; AMD's Instinct calls itself a processing accelerator.
+# VGA, 3D and display controllers, and processing accelerators (AMD's Instinct).
 _CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 _ACCELERATOR = "0x1200"
-# Intel's graphics that is part of a CPU is always there.
+# The address of the graphics in Intel's CPUs.
 _INTEL_IN_CPU = "0000:00:02."
 
 
@@ -182,7 +182,7 @@ class PciGpu:
     """A GPU on the PCI bus.
 
     bus: "0000:07:00.0". driver: Linux's driver ("nvidia", "amdgpu", "xe", "nouveau"), "" without one. is_accelerator:
-    it is made to compute, and no screen can be plugged in.
+    it is made to compute and has no display output.
     """
 
     vendor: str
@@ -205,7 +205,7 @@ def pci_gpus(root: Path = Path("/")) -> tuple[PciGpu, ...]:
 
 
 def nvidia_driver_gpus(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the names of the GPUs that NVIDIA's kernel driver holds and that have a device file in this container."""
+    """Return the names of the GPUs of NVIDIA's kernel driver that have a device file in this container."""
     found = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in _lines(path))}
@@ -215,7 +215,7 @@ def nvidia_driver_gpus(root: Path = Path("/")) -> tuple[str, ...]:
 
 
 def near_cores(bus: str, root: Path = Path("/")) -> tuple[int, ...]:
-    """Return the CPU cores on the socket of the PCI device at `bus`; () where Linux does not say."""
+    """Return the CPU cores on the socket of the PCI device at `bus`; () if Linux does not tell."""
     cores: list[int] = []
     for part in _read(root / "sys/bus/pci/devices" / bus / "local_cpulist").split(","):
         first, _, last = part.partition("-")
@@ -263,7 +263,7 @@ class Adapter:
 
 
 def gpu_links() -> tuple[GpuLink, ...]:
-    """Return the links that `nvidia-smi topo -m` lists; () if it is missing or gives no answer (WSL)."""
+    """Return the links that `nvidia-smi topo -m` lists; () if it is missing or fails (WSL)."""
     smi = nvidia_smi.find()
     try:
         return parse_topology(nvidia_smi.ask(smi, ["topo", "-m"])[0]) if smi else ()
@@ -277,7 +277,7 @@ def parse_topology(table: str) -> tuple[GpuLink, ...]:
     found = []
     for cells in map(str.split, table.splitlines()):
         if len(cells) < 2 or not re.fullmatch(r"GPU\d+", cells[0]) or "X" not in cells:
-            continue  # the head of the table, and what is explained below it
+            continue  # the header, or the legend below the table
         row = int(cells[0].removeprefix("GPU"))
         found += [GpuLink(column, row, cells[column + 1]) for column in range(cells.index("X") - 1)]
     return tuple(found)
@@ -341,9 +341,9 @@ def cores_here() -> tuple[int, ...]:
 
 
 def quota_here(cgroup: Path = _CGROUP) -> float | None:
-    """Return the cores' worth of time that a container grants (Kubernetes: limits.cpu), None without such a limit.
+    """Return the CPU limit of the container in cores (Kubernetes: limits.cpu), None without a limit.
 
-    The affinity does not show it: a pod with a limit of 4 sees all cores of its node.
+    The affinity does not contain it: a pod with a limit of 4 sees all cores of its node.
     """
     try:
         if (cgroup / "cpu.max").exists():
@@ -352,14 +352,14 @@ def quota_here(cgroup: Path = _CGROUP) -> float | None:
             quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text()
             period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
         return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError):  # no such file; "max"
+    except (OSError, ValueError):  # no such file, or "max"
         return None
 
 
 def share_cores(count: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return `count` contiguous blocks. If they do not divide evenly, the first ones have one core more.
+    """Return `count` contiguous blocks of cores. If they do not divide evenly, the first blocks have one core more.
 
-    With more ranks than cores, rank i has core i % cores. Raises UsageError without a core.
+    With more blocks than cores, block i has core i % len(cores). Raises UsageError without a core.
     """
     if not cores:
         raise UsageError("No CPU core to run on.", numbers="0 cores in this process's affinity")
@@ -371,10 +371,10 @@ def share_cores(count: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def share_cores_near(near: Sequence[Sequence[int]], cores: Sequence[int]) -> list[tuple[int, ...]]:
-    """Do `share_cores`, for ranks whose GPUs are on one socket, among the cores of that socket.
+    """Return a block of cores for each rank, on the socket of its GPU.
 
-    near: those cores, by rank. No socket is considered if one of them has no core here, has fewer cores than ranks, or
-    shares cores with another.
+    near: for each rank, the cores of that socket. Sockets are ignored, as in `share_cores`, if one of them has no core
+    here, has fewer cores than ranks, or shares cores with another.
     """
     sockets = {frozenset(each) & frozenset(cores) for each in near}
     ranks_at = {socket: [rank for rank, each in enumerate(near) if socket == frozenset(each) & frozenset(cores)]
@@ -418,9 +418,9 @@ _CONTAINER_VARIABLES = ("KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGU
 class Machine:
     """Everything that was read about the machine.
 
-    survey: nvidia-smi's answers. held: names of the GPUs that NVIDIA's kernel driver holds. cuda: the CUDA driver's
-    answers, None if it was not asked or gave none. pci: GPUs on the bus. near: place on the bus -> cores of its socket.
-    links and adapters: read only for `nbkit doctor`.
+    survey: nvidia-smi's answers. held: names of the GPUs of NVIDIA's kernel driver. cuda: the CUDA driver's answers,
+    None if it was not asked or did not answer. pci: GPUs on the PCI bus. near: address on the bus -> cores of its
+    socket. links and adapters: read only for `nbkit doctor`.
     """
 
     torch: TorchBuild
@@ -451,7 +451,7 @@ class Machine:
     def _counted_by_cuda(self) -> tuple[Gpu, ...]:
         """Return the GPUs that the CUDA driver lists, for a machine without nvidia-smi.
 
-        It does not know who computes on them.
+        The driver does not know which processes use them.
         """
         if self.survey.is_installed or self.cuda is None or self.cuda.error:
             return ()
@@ -462,9 +462,9 @@ class Machine:
 
 
 def read_machine(*, links: bool = False) -> Machine:
-    """Return this machine as it is now. Takes as long as nvidia-smi does. links: also read what connects the GPUs."""
+    """Read this machine. It takes as long as nvidia-smi. links: also read the links between GPUs, and the adapters."""
     held = nvidia_driver_gpus()
-    # Both wake the GPUs, so they are asked at the same time.
+    # Both have to wake the GPUs, so ask them at the same time.
     asked = _ask_cuda() if held or nvidia_smi.find() else None
     survey = survey_gpus()
     cuda = cuda_driver.finish(asked) if asked else None

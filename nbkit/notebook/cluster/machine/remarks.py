@@ -1,6 +1,6 @@
-"""Remarks on a machine before a cluster starts: what was seen, what is used of it, what to type.
+"""Remarks on a machine before a cluster starts: devices that were found, how they are used, and what to type.
 
-Each remark is made from the values of one `Machine`, so all of them can be tested for machines that are not at hand.
+Each remark depends only on a `Machine` value, so remarks can be tested for machines that are not available.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 from nbkit.notebook.cluster.machine.gpus import Gpu, visible_gpus
 from nbkit.notebook.cluster.machine.machine import Machine, show_adapters, show_links
 
-# Before Ampere a GPU computes bf16 by way of float32.
+# GPUs before Ampere emulate bf16 with float32.
 _BF16 = (8, 0)
 _ON_CPU = "ranks run on the CPU"
 
@@ -21,10 +21,10 @@ Told = Literal["doctor", "start", "bare start"]
 
 @dataclass(frozen=True)
 class Remark:
-    """A remark. seen: found on the machine. used: what a cluster uses of it. hint: what to type to change that, or "".
+    """A remark. seen: a finding on the machine. used: how a cluster uses it. hint: what to type to change that, or "".
 
-    told: where it is shown. "doctor": only by `nbkit doctor`; "start": by `%cluster start` too, unless --cpu is given;
-    "bare start": only if neither -n nor --gpus is given.
+    told: where it is shown. "doctor": only by `nbkit doctor`. "start": also by `%cluster start`, unless --cpu is given.
+    "bare start": also by `%cluster start`, unless -n, --gpus or --cpu is given.
     """
 
     subject: str
@@ -76,7 +76,7 @@ def _nvidia(machine: Machine) -> Iterator[Remark]:
         hint = "To use them: docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         yield Remark("nvidia-smi", seen, _ON_CPU, hint, "start")
     elif on_bus and not machine.gpus:
-        # A torch that cannot use them shows that nobody intends to.
+        # If torch cannot use them anyway, the user does not intend to.
         told: Told = "start" if machine.torch.kind == "CUDA" else "doctor"
         count = _many(len(on_bus), "NVIDIA GPU")
         if machine.is_container:
@@ -96,7 +96,7 @@ def _unusable(machine: Machine) -> Iterator[Remark]:
         found = [gpu for gpu in machine.gpus if gpu.unfit == reason]
         seen = f"{_named(found)} cannot be used, since {reason.why}"
         hint = f"To use {'it' if len(found) == 1 else 'them'}: {reason.fix}"
-        # A user who hid the GPU, or chose others, need not be told.
+        # Do not tell a user who has hidden the GPU or chosen others.
         told: Told = "doctor" if not {*found} & {*visible} else "start" if none_left else "bare start"
         yield Remark("GPU", seen, _ON_CPU if none_left else "left alone", hint, told)
 
@@ -109,7 +109,7 @@ def _other_vendors(machine: Machine) -> Iterator[Remark]:
         yield Remark("GPU", "The GPU of this Mac (MPS) cannot join a process group", _ON_CPU, hint, "start")
     amd = [gpu for gpu in machine.pci if gpu.vendor == "AMD" and gpu.driver == "amdgpu"]
     if amd:
-        # GPUs inside a CPU or for a screen are ignored, unless torch is built for them.
+        # Integrated GPUs and those for displays are ignored, unless torch is built for AMD.
         told: Told = "start" if torch.hip or any(gpu.is_accelerator for gpu in amd) else "doctor"
         hint = f"To try, with a torch built for ROCm: torchrun --nproc-per-node {len(amd)} train.py (never run yet)"
         yield Remark("GPU", f"{_many(len(amd), 'AMD GPU')} (ROCm), which nbkit does not pin", used, hint, told)

@@ -1,1 +1,1 @@
-"""The output of ranks in the notebook: streamed lines, widgets, and many errors reduced to one."""
+"""The output of ranks in the notebook: streamed lines, widgets, and one error for all ranks."""

@@ -1,11 +1,11 @@
 """The screen of a cell's output: the notebook cell that started it, or plain stdout.
 
-Jupyter's server drops stream output above 1 MB/s averaged over 3 s, which would lose lines. `OutputBudget` keeps one
-kernel's output just below that. Nothing is ever sent twice.
+Jupyter's server drops stream output above 1 MB/s, averaged over 3 s. `OutputBudget` keeps a kernel's output just below
+this limit, so that no lines are lost.
 
-`ShownByRank` keeps what the ranks of a cell have shown. A page can be cleared only as a whole, and then the output of
-the other ranks is shown again. `KeptText` keeps the beginning of what a rank printed, for `Results.output`; the file on
-disk has all of it.
+`ShownByRank` keeps the newest output of each rank, because a page can be cleared only as a whole: after a
+`clear_output` of one rank, the output of the others is shown again. `KeptText` keeps the beginning of a rank's printed
+text for `Results.output`. The file on disk has all of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK_CHARACTERS = 200_000
 
 
 class Screen(Protocol):
-    """A place for output. All calls come from one thread. clears: it can clear what it shows."""
+    """A place for output. All calls come from one thread. clears: the screen can clear its output."""
 
     paced: bool
     clears: bool
@@ -41,7 +41,7 @@ class Screen(Protocol):
 
 
 class KernelScreen:
-    """The output area of the notebook cell that is running now, usable even after that cell has ended."""
+    """The output area of the notebook cell that runs when this is created. It works even after that cell has ended."""
 
     paced = clears = True
 
@@ -69,10 +69,10 @@ class KernelScreen:
         self._send("clear_output", {"wait": wait})
 
     def comm(self, kind: str, content: dict[str, Any]) -> None:
-        """Send a message of a widget that lives on a rank to the pages of this kernel."""
+        """Send a message from a rank's widget to the pages of this kernel."""
         kernel, body = self.kernel, dict(content)
         metadata, buffers = body.pop("metadata"), body.pop("buffers")
-        # From a rank's log they come as text.
+        # Buffers from a rank's log are base64 text.
         buffers = [base64.b64decode(buffer) if isinstance(buffer, str) else buffer for buffer in buffers]
         ident = f"comm-{body['comm_id']}".encode()
         kernel.session.send(
@@ -89,7 +89,7 @@ class PlainScreen:
         out = sys.stderr if name == "stderr" else sys.stdout
         try:
             out.write(text)
-        except UnicodeEncodeError:  # a terminal that is not in UTF-8, or what UTF-8 cannot hold
+        except UnicodeEncodeError:  # the terminal's encoding, or UTF-8, lacks a character
             encoding = out.encoding or "ascii"
             out.write(text.encode(encoding, "backslashreplace").decode(encoding))
         out.flush()
@@ -108,14 +108,14 @@ class PlainScreen:
 
 
 class NoScreen(PlainScreen):
-    """A screen that shows nothing, for a cell whose result is returned in another way."""
+    """A screen that shows nothing, for a cell whose result is not shown as output."""
 
     def stream(self, name: str, text: str) -> None:
         return
 
 
 showing: ContextVar[Screen | None] = ContextVar("showing", default=None)
-"""The screen of what is sent in this context, for a program that is no notebook; None: that of the notebook."""
+"""The screen for cells that are sent in this context, for programs that are not a notebook; None: the notebook's."""
 
 
 def here() -> Screen:
@@ -130,16 +130,16 @@ def here() -> Screen:
 
 
 def same_place(one: Screen, other: Screen) -> bool:
-    """Return True if both show in the same place: the output area of one cell, or stdout."""
+    """Return True if both screens are the same place: the output area of one cell, or stdout."""
     parents = [getattr(screen, "parent", {}).get("header", {}).get("msg_id") for screen in (one, other)]
     kinds = [isinstance(screen, KernelScreen) for screen in (one, other)]
     return kinds[0] == kinds[1] and parents[0] == parents[1]
 
 
 class OutputBudget:
-    """A limit on the bytes that may go out now: a bucket of `burst` bytes that fills at `rate` bytes per second.
+    """A token bucket that limits the output: it holds `burst` bytes, and fills at `rate` bytes per second.
 
-    burst + 3 s x rate stays below what the server allows in its window of 3 s.
+    burst + 3 s x rate is below the server's limit for its window of 3 s.
     """
 
     def __init__(self, rate: float = 700_000, burst: float = 700_000) -> None:
@@ -147,7 +147,7 @@ class OutputBudget:
         self.left, self.at = burst, time.monotonic()
 
     def spend(self, size: int) -> float:
-        """Take `size` bytes out; returns the seconds to wait before the next ones."""
+        """Take `size` bytes out of the bucket. Return the seconds to wait before the next output."""
         now = time.monotonic()
         self.left = min(self.burst, self.left + (now - self.at) * self.rate) - size
         self.at = now
@@ -158,10 +158,10 @@ PACE = OutputBudget()  # one per kernel: the server counts all cells together
 
 
 class Outbox:
-    """A queue of output for a screen, shown in order and no faster than Jupyter's server accepts.
+    """A queue of output for a screen. Output is shown in order, and no faster than Jupyter's server accepts.
 
-    later: runs a function on this thread after the given number of seconds. All calls come from one thread. failed:
-    called with what could not be shown, and the error; the rest goes on.
+    All calls come from one thread. later: runs a function on this thread after the given number of seconds. failed:
+    called with the kind of a message that could not be shown, and the error. Later messages are still shown.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class Outbox:
         self._go()
 
     def put(self, kind: str, *content: Any) -> None:
-        """Queue a `display`, `update` or `clear`."""
+        """Queue a call of the screen: `display`, `update`, `clear` or `comm`."""
         self.queue.append((kind, content))
         self._go()
 
     def drop(self) -> int:
-        """Drop the queued text (a flood that the user has stopped). Return the number of lines."""
+        """Drop the queued text, after the user has stopped a flood of output. Return the number of lines."""
         kept = [item for item in self.queue if item[0] != "stream"]
         lines: int = sum(item[1][1].count("\n") for item in self.queue if item[0] == "stream")
         self.queue = deque(kept)
@@ -211,7 +211,7 @@ class Outbox:
             kind, content = self.queue.popleft()
             try:
                 getattr(self.screen, kind)(*content)
-            except Exception as error:  # or nothing after it would be shown, and nobody told that the queue is empty
+            except Exception as error:  # later output must still be shown, and `flushed` functions called
                 self.failed(kind, error)
             if self.screen.paced and kind == "stream":
                 wait = PACE.spend(len(json.dumps(content[1])) + 60)
@@ -224,8 +224,8 @@ class Outbox:
                 function()
 
 
-RESENT_CHARACTERS = 100_000  # the newest; more takes seconds to send again
-_PIECE_CHARACTERS = 100  # that a message counts for beside its text
+RESENT_CHARACTERS = 100_000  # of the newest output; more would take seconds to send again
+_PIECE_CHARACTERS = 100  # added to a message's text when its size is counted
 NOBODY = -1  # nbkit itself
 
 
@@ -250,14 +250,14 @@ class ShownMessage:
 
 
 class ShownByRank:
-    """The pieces of one cell that are on its screen, the oldest first."""
+    """The messages of one cell that are on its screen, oldest first."""
 
     def __init__(self) -> None:
         self._pieces: deque[ShownMessage] = deque()
         self._size = 0
 
     def add(self, piece: ShownMessage) -> None:
-        """Record something more that is shown, or new contents of something already shown."""
+        """Record a new message, or new contents of an earlier one."""
         if piece.kind == "update_display_data":
             for i, each in enumerate(self._pieces):
                 if each.rank == piece.rank and each.display_id == piece.display_id is not None:
@@ -270,7 +270,7 @@ class ShownByRank:
             self._size -= self._pieces.popleft().size
 
     def clear(self, ranks: Collection[int]) -> list[ShownMessage] | None:
-        """Forget what `ranks` have shown. Return what remains, to be shown again; None if they had shown nothing."""
+        """Remove the messages of `ranks`. Return the others, to show them again; None if nothing was removed."""
         kept = [piece for piece in self._pieces if piece.rank not in ranks]
         if len(kept) == len(self._pieces):
             return None
@@ -282,9 +282,9 @@ KEPT_CHARACTERS = 1 << 20
 
 
 class KeptText:
-    """Text that arrives in pieces.
+    """The beginning of a text that arrives in pieces, at most KEPT_CHARACTERS.
 
-    Each piece is copied: a list would hold an object for every print of a long training.
+    It is one buffer, because a list would hold an object for every print of a long training.
     """
 
     def __init__(self) -> None:

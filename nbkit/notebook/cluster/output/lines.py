@@ -1,8 +1,8 @@
-"""Turn what ranks print into lines for people: labelled, equal ones folded, progress as one moving line.
+"""Turn the printed text of ranks into lines for people: labelled, with equal lines folded, and one line for progress.
 
-The code is pure: it is given the time, and asked what is ready. Lines of one rank keep their order. A line waits at
-most `FOLD_SECONDS` for equal lines from other ranks. Text without a newline yet, and lines that rewrite themselves with
-`\\r` as progress bars do, form one moving line at the bottom, however many ranks draw one.
+The code has no clock: callers pass the time, and ask what is ready. Lines of one rank keep their order. A line waits at
+most `FOLD_SECONDS` for equal lines from other ranks. Text without a newline yet, and lines that are rewritten with
+`\\r` like progress bars, form one moving line at the bottom for all ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from nbkit.wire.cells import ranks_text
 
 FOLD_SECONDS = 0.1
-REST_SECONDS = 0.04  # text without a newline is shown when nothing has followed it for this long
-GROWING_SECONDS = 0.5  # and at the latest after these, while more of it comes
-UP = "\x1b[A"  # how a bar moves the cursor back to the bar above it
-BACK_SECONDS = 0.25  # time within which it does so on a busy machine
-MOVE_SECONDS = 0.1  # between two states of the moving line
+REST_SECONDS = 0.04  # text without a newline is shown if nothing follows it for this long
+GROWING_SECONDS = 0.5  # and at the latest after this, if more text follows
+UP = "\x1b[A"  # a progress bar moves the cursor to the bar above with this
+BACK_SECONDS = 0.25  # it does so within this time, even on a busy machine
+MOVE_SECONDS = 0.1  # at least, between two updates of the moving line
 MOVING_WIDTH = 160
-MOVING_ROWS = 8  # of bars below each other
+MOVING_ROWS = 8  # at most, of bars below each other
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Line:
 
 @dataclass
 class _Twins:
-    """The waiting lines with the same text, by number. Those before `head` have been shown."""
+    """The waiting lines with the same text, sorted by number. Lines before index `head` have been shown."""
 
     lines: list[_Line] = field(default_factory=list)
     head: int = 0
@@ -51,9 +51,9 @@ class _Twins:
 class _Tail:
     """The text that a rank has printed on a stream since its last newline.
 
-    since: when its last piece came. first: when its first piece came. moves: it has used a carriage return. redrawn:
-    and text followed. above: lines that moved and ended, to which the cursor may come back. below: lines that the
-    cursor has left to go back up.
+    since: time of its last piece. first: time of its first piece. moves: it has used a carriage return. redrawn: text
+    followed the carriage return. above: ended progress bars, to which the cursor may return. below: bars below the
+    cursor, after it went up.
     """
 
     text: str = ""
@@ -66,7 +66,7 @@ class _Tail:
 
     @property
     def rows(self) -> list[str]:
-        """Return the text as a terminal would show it."""
+        """Return the lines as a terminal would show them."""
         return [row for row in (*self.above, self.text, *self.below) if row.strip()]
 
 
@@ -75,9 +75,9 @@ _PROGRESS = re.compile(r"\bstep \d+(/\d+)? · loss ")  # as nbkit/rank/telemetry
 
 @dataclass
 class Lines:
-    """The lines of one cell. ranks: the ranks that run it. has_card: a card shows the training, a step behind or ahead.
+    """The lines of one cell. ranks: the ranks that run it.
 
-    The moving line of the training is then left out.
+    has_card: a card shows the training's progress, so its moving line is left out.
     """
 
     ranks: Sequence[int]
@@ -97,8 +97,8 @@ class Lines:
         tail = self.tails.setdefault((rank, name), _Tail())
         other = "stderr" if name == "stdout" else "stdout"
         before = self.tails.get((rank, other))
-        if before is not None and not before.below:  # its lines came first
-            self._let_go(now, rank, other, before)
+        if before is not None and not before.below:  # the lines of the other stream came first
+            self._release(now, rank, other, before)
         if not tail.text or "\n" in text:
             tail.first = now
         for number, line in enumerate(text.split("\n")):
@@ -113,7 +113,7 @@ class Lines:
         self.changed = True
 
     def _end_line(self, now: float, rank: int, name: str, tail: _Tail) -> None:
-        """End the line of a bar. The bar is over, or continues with the bar below it and comes back."""
+        """End a line. If it is a progress bar, it stays in the moving line, because the cursor may come back to it."""
         if tail.below:
             tail.above.append(tail.text)
             tail.text = tail.below.pop(0)
@@ -125,7 +125,7 @@ class Lines:
             if len(tail.above) > MOVING_ROWS:
                 self._add(now, rank, name, tail.above.pop(0))
         else:
-            self._let_go(now, rank, name, tail)
+            self._release(now, rank, name, tail)
             self._add(now, rank, name, tail.text)
             tail.text, tail.moves = "", False
 
@@ -135,8 +135,8 @@ class Lines:
         tail.text = tail.above.pop() if tail.above else ""
         tail.moves = tail.redrawn = True
 
-    def _let_go(self, now: float, rank: int, name: str, tail: _Tail) -> None:
-        """Release the lines to which the cursor has not come back."""
+    def _release(self, now: float, rank: int, name: str, tail: _Tail) -> None:
+        """Release the ended bars: the cursor has not come back to them."""
         for row in tail.above:
             if row.strip():
                 self._add(now, rank, name, row)
@@ -144,7 +144,7 @@ class Lines:
 
     @staticmethod
     def _rewrite(tail: _Tail, piece: str) -> None:
-        """Append to a line as a terminal would: after `\\r` it starts again."""
+        """Append to a line as a terminal would: text after `\\r` replaces the line."""
         tail.redrawn |= tail.moves and bool(piece)
         if "\r" in piece:
             tail.moves = True
@@ -177,15 +177,15 @@ class Lines:
             waits.append(0.0 if len(head.ranks) == len(self.ranks) else head.since + FOLD_SECONDS - now)
         if self.changed:
             waits += [tail.since + BACK_SECONDS - now for tail in self.tails.values() if tail.above]
-            soonest = min((self._ripe(tail) for tail in self.tails.values() if tail.rows), default=now)
+            soonest = min((self._show_at(tail) for tail in self.tails.values() if tail.rows), default=now)
             if soonest > now or self._moving(now) != self.shown:
                 waits.append(max(soonest, self.moved + MOVE_SECONDS) - now)
         return max(0.0, min(waits)) if waits else None
 
     def take(self, now: float, *, final: bool = False) -> list[tuple[str, str]]:
-        """Return the text that is ready, as (stream name, text) pairs in order.
+        """Return the text that is ready, as [(stream name, text)] in order.
 
-        final: everything, because the cell has ended.
+        final: return everything, because the cell has ended.
         """
         for (rank, name), tail in self.tails.items():
             if final:
@@ -193,7 +193,7 @@ class Lines:
                     self._add(now, rank, name, row)
                 tail.text, tail.moves, tail.redrawn, tail.above, tail.below = "", False, False, [], []
             elif tail.above and now >= tail.since + BACK_SECONDS:
-                self._let_go(now, rank, name, tail)
+                self._release(now, rank, name, tail)
         blocks: list[tuple[str, list[str]]] = []
         while self.waiting:
             head = self.waiting[0]
@@ -211,7 +211,7 @@ class Lines:
         return self._with_moving_line(now, pieces, final)
 
     def make_way(self) -> list[tuple[str, str]]:
-        """Return the text that wipes the moving line, so that other output comes above it. It is drawn again below."""
+        """Return the text that erases the moving line before other output. It is drawn again below that output."""
         wiped = [(self.shown_name, f"\r{' ' * len(self.shown)}\r")] if self.shown else []
         self.shown, self.changed = "", True
         return wiped
@@ -221,7 +221,7 @@ class Lines:
         if self.has_card and _PROGRESS.search(moving):
             moving = ""
         if pieces and self.shown:
-            # Lines go above the moving one: wipe it, print them, draw it again.
+            # Lines go above the moving line: erase it, print them, draw it again.
             pieces.insert(0, (self.shown_name, f"\r{' ' * len(self.shown)}\r"))
             self.shown = ""
         if moving != self.shown and (pieces or final or now >= self.moved + MOVE_SECONDS):
@@ -232,29 +232,29 @@ class Lines:
             pieces.append((name, f"{start}{moving}{padding}{end}"))
             self.shown, self.shown_name, self.moved = moving, name, now
         self.changed = self.shown != moving or any(
-            tail.above or (tail.rows and self._ripe(tail) > now) for tail in self.tails.values()
+            tail.above or (tail.rows and self._show_at(tail) > now) for tail in self.tails.values()
         )
         return pieces
 
     @staticmethod
-    def _ripe(tail: _Tail) -> float:
-        """Return the time at which an unfinished line is worth showing.
+    def _show_at(tail: _Tail) -> float:
+        """Return the time at which to show an unfinished line.
 
-        A progress bar is shown at once. Other text is shown if its newline does not seem to come.
+        A progress bar is shown at once. Other text waits a little for its newline.
         """
         if tail.moves or tail.above or tail.below:
             return tail.since
         return min(tail.since + REST_SECONDS, tail.first + GROWING_SECONDS)
 
     def _moving(self, now: float) -> str:
-        """Return the unfinished lines of all ranks as one: folded if equal, else that of the rank furthest behind."""
+        """Return the moving line: the unfinished line of all ranks if it is the same, else that of the slowest rank."""
         texts: dict[str, list[int]] = {}
         for (rank, _), tail in self.tails.items():
-            if (rows := tail.rows) and self._ripe(tail) <= now:
+            if (rows := tail.rows) and self._show_at(tail) <= now:
                 texts.setdefault("  ".join(rows), []).append(rank)
         if not texts:
             return ""
-        # Bars differ in speed and remaining time; the first of the sorted texts is the least advanced one.
+        # The bars of the ranks differ in their numbers. The smallest text is that of the least advanced rank.
         text, ranks = min(texts.items(), key=lambda item: item[0])
         everyone = sorted({rank for held in texts.values() for rank in held})
         shown = label(everyone if len(texts) > 1 else ranks)

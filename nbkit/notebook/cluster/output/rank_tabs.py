@@ -1,7 +1,7 @@
-"""A cell's output with a tab for each rank. A rank's printed text is in its tab; everything else is shown below.
+"""A cell's output with a tab for each rank. A rank's printed text is in its tab. All other output is below.
 
-While the cell runs, the tabs are a widget. When it has ended, they are a page without scripts that saved notebooks
-keep; a widget would be an error there.
+While the cell runs, the tabs are a widget. Afterwards they are HTML without scripts, because a saved notebook would
+show an error in place of a widget.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from nbkit.notebook.cluster.output.display import KernelScreen
 
 FLUSH_SECONDS = 0.25
-KEPT_CHARACTERS = 40_000  # of a rank, the newest: each change goes to the page as a whole
+KEPT_CHARACTERS = 40_000  # the newest of a rank; each update sends all of them to the page
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PRE = (
     "margin:0;padding:4px 8px;max-height:30em;overflow:auto;white-space:pre-wrap;background:transparent;"
@@ -37,12 +37,12 @@ _STYLE = """
 
 
 class RankText:
-    """The text that a rank has printed, as a terminal would show it: after `\\r` a line starts again."""
+    """The printed text of a rank, as a terminal would show it: text after `\\r` replaces the line."""
 
     def __init__(self) -> None:
-        self.text = ""  # up to the last newline
+        self.text = ""  # complete lines
         self.line = ""
-        self.dropped = 0  # lines that are too old to be kept
+        self.dropped = 0  # number of old lines that were removed
         self._returned = False
 
     def feed(self, printed: str) -> None:
@@ -64,9 +64,10 @@ class RankText:
 
 
 class RankTabs(KernelScreen):
-    """The screen of a cell in a notebook, with tabs above its other output. Create it in the cell, on the main thread.
+    """The screen of a notebook cell, with tabs above its other output. Create it in the cell, on the main thread.
 
-    later: runs a function on the client's thread, where `feed` is called too, after the given number of seconds.
+    later: runs a function on the client's thread after the given number of seconds. `feed` is called on that thread
+    too.
     """
 
     def __init__(self, kernel: Any, ranks: Sequence[int], later: Callable[[float, Callable[[], None]], Any]) -> None:
@@ -92,7 +93,7 @@ class RankTabs(KernelScreen):
 
     def feed(self, rank: int, text: str) -> None:
         """Accept text that `rank` has printed."""
-        if rank not in self.texts:  # it has joined while the cell runs
+        if rank not in self.texts:  # the rank joined while the cell runs
             self.texts[rank] = RankText()
         self.texts[rank].feed(text)
         if not self.changed:
@@ -113,7 +114,7 @@ class RankTabs(KernelScreen):
                     self.panes[rank].value = f"<pre style='{_PRE}'>{html.escape(str(self.texts[rank]))}</pre>"
 
     def end(self) -> None:
-        """End the tabs: the cell is over, so show a form that needs no kernel."""
+        """Replace the widget by HTML that needs no kernel, because the cell has ended."""
         with self._ending:
             if self._ended:
                 return

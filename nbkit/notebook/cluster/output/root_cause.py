@@ -1,6 +1,6 @@
-"""Find the failure that caused the others, and make the error of the cell from it.
+"""Find the failure that caused the others, and make the cell's error from it.
 
-`fault` makes the error of a cell that ends because nbkit could not handle a rank's message.
+`fault` makes the error for a message of a rank that nbkit could not handle.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from nbkit.wire.messages import Death
 
 
 def deaths_in(folder: Path) -> Iterator[Death]:
-    """Return the ranks that have ended and are not, and will not be, replaced by another process."""
+    """Return the deaths of ranks that no other process has replaced or will replace."""
     return (end for end in cluster_end.read_ranks(folder) if not end.replaced)
 
 
 def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> int | None:
-    """Return the rank that failed first by itself: one that was not released, and whose peer was not gone."""
+    """Return the rank that died, or failed by itself, first. None if every failed rank was released."""
     moments = {death.rank: death.when for death in deaths.values()}
     for rank, record in records.items():
         if record.failure and record.status == "error":
@@ -30,9 +30,9 @@ def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> i
 
 
 def twins_of(root: int, records: Mapping[int, CellRecord]) -> tuple[int, ...]:
-    """Return the ranks that failed in the same way as `root`, including itself, and by themselves.
+    """Return `root` and the ranks that failed by themselves in the same way.
 
-    A rank that is released fails too, often in the same line and with an error of the same name.
+    A released rank does not count, even if it failed in the same line with an error of the same class.
     """
     first = records[root]
     return tuple(rank for rank, record in sorted(records.items()) if rank == root or _are_twins(first, record))
@@ -43,13 +43,13 @@ def _are_twins(first: CellRecord, other: CellRecord) -> bool:
     assert cause is not None
     if failure is None or (failure.ename, failure.line) != (cause.ename, cause.line):
         return False
-    # A slower rank may be told to end before it reaches the same error; its message is then the same.
+    # A slower rank may be released just before it raises the same error. Then the message is the same too.
     late = other.status == "released" and failure.ename != "KeyboardInterrupt" and failure.evalue == cause.evalue
     return other.status == first.status or late
 
 
 def secondary_lines(root: int, records: Mapping[int, CellRecord]) -> list[str]:
-    """Return one line for each group of ranks that failed because of another rank's failure."""
+    """Return a line for each group of ranks that failed as a result of another rank's failure."""
     groups: dict[str, list[int]] = {}
     same = twins_of(root, records) if root in records and records[root].failure else (root,)
     for rank, record in sorted(records.items()):
@@ -67,9 +67,9 @@ def secondary_lines(root: int, records: Mapping[int, CellRecord]) -> list[str]:
 def cell_error(
     records: Mapping[int, CellRecord], deaths: Mapping[int, Death], *, hint_names: frozenset[str] = frozenset()
 ) -> CellError:
-    """Return the error that a failed cell raises. hint_names: names defined in the notebook, for NameErrors."""
+    """Return the error of a failed cell. hint_names: names that the notebook defines, for hints on NameErrors."""
     root = root_of(records, deaths)
-    if root is None:  # only errors about lost peers, but no rank was lost
+    if root is None:  # all ranks were released, and no rank died
         root = min((r for r in records if records[r].failure), key=lambda r: _moment(records[r]))
     lines = "\n  ".join(secondary_lines(root, records))
     by_itself = (rank for rank, record in records.items() if record.failure and record.status != "released")
@@ -109,7 +109,7 @@ def _hint_of_lost(ranks: tuple[int, ...], records: Mapping[int, CellRecord]) -> 
 
 
 def _goes_on(records: Mapping[int, CellRecord]) -> str:
-    """Return how to continue a training from its newest checkpoint; "" without one."""
+    """Return how to continue a training from its newest checkpoint, or "" without one."""
     failures = [record.failure for record in records.values() if record.failure is not None]
     newest = max((each for each in failures if each.saved), key=lambda each: each.saved_step, default=None)
     if newest is None:
@@ -136,7 +136,7 @@ def _first_line(text: str) -> str:
 
 
 def fault(request: CellRequest, what: str, rank: int | None, error: BaseException) -> CellError:
-    """Return the error. what: the message that was being handled. rank: its sender, if it came from a rank."""
+    """Return the error for a failure in nbkit. what: the message that was being handled. rank: its sender, or None."""
     whose = f" of rank {rank}" if rank is not None else ""
     made = CellError(
         f"nbkit could not handle {what}{whose}: {type(error).__name__}: {_said(error)}",

@@ -1,6 +1,6 @@
-"""Comms of widgets that live on ranks, in the notebook's kernel: a page's message to a widget is sent on to its rank.
+"""The comms of widgets that live on ranks, in the notebook's kernel. A page's message is forwarded to the rank.
 
-Messages from a widget to its pages go the other way, in order with the outputs of its cell; see `display`.
+Messages from a widget to its pages arrive in order with the outputs of its cell; see display.py.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any
 
 from nbkit.notebook.cluster.registry import notebook_shell
 
-TARGET = "nbkit.rank"  # no page asks this kernel for the state of what lives on a rank, which may be busy
+TARGET = "nbkit.rank"  # a name of our own, so that no page asks for a widget's state: its rank may be busy
 
 Relay = Callable[[int, str, dict[str, Any], Any, Any], None]  # (rank, message type, content, metadata, buffers)
 
 
 class ClusterComms:
-    """The comms of one cluster's ranks. relay: sends a message to a rank; called on the thread that received it."""
+    """The comms of one cluster's ranks. relay: sends a message to a rank, on the thread that received the message."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._open: set[str] = set()
 
     def on_message(self, rank: int, kind: str, content: dict[str, Any]) -> None:
-        """Record a comm that a rank opens or closes."""
+        """Handle a comm message of a rank: record a comm that it opens or closes."""
         manager = _manager()
         if manager is None or kind == "comm_msg":
             return
@@ -37,14 +37,14 @@ class ClusterComms:
             manager.comms.pop(comm, None)
 
     def close(self) -> None:
-        """Close all comms: the ranks are gone, or belong to another notebook."""
+        """Close all comms, because the ranks have ended or belong to another notebook."""
         manager = _manager()
         while self._open and manager is not None:
             manager.comms.pop(self._open.pop(), None)
 
 
 def _manager() -> Any:
-    """Return the kernel's comm manager; None if there is no kernel."""
+    """Return the kernel's comm manager, or None without a kernel."""
     return getattr(getattr(notebook_shell(), "kernel", None), "comm_manager", None)
 
 

@@ -1,1 +1,1 @@
-"""The dashboard: a run read from its records while it trains, as a widget and as text."""
+"""The dashboard of a run: it reads the run's records during the training, and shows them as a widget or as text."""

@@ -1,10 +1,10 @@
-"""The live dashboard of a training: a widget where widgets are available, else the same as text.
+"""The live dashboard of a training: a widget, or the same content as text where widgets are not available.
 
-nbkit.Dashboard()                   # of the notebook's cluster
-nbkit.Dashboard("runs/2026...-dp4") # of a run that was recorded
-nbkit.Dashboard("runs/b", beside="runs/a")  # two runs over each other
+    nbkit.Dashboard()                   # the notebook's cluster
+    nbkit.Dashboard("runs/2026...-dp4") # a recorded run
+    nbkit.Dashboard("runs/b", beside="runs/a")  # two runs in one chart
 
-A thread refreshes a dashboard, even while the kernel runs a cell. It rests for longer than it works.
+A thread refreshes a dashboard, even while the kernel runs a cell. It uses only a small share of a core.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from nbkit.records.record_file import newest_run
 Send = Callable[[dict[str, Any], list[bytes]], None]
 
 _CURVE_S, _PICTURE_S, _AT_MOST_S = 0.05, 0.5, 3.0
-_SHARE = 0.003  # of a core, for each of the two; messages cost other threads of the kernel some more
+_SHARE = 0.003  # of a core, for curve and picture each; messages cost other threads of the kernel some more
 _WHERE_S = 1.0
-_RUNS_AT_MOST = 100  # to choose from
+_RUNS_AT_MOST = 100  # in the list to choose from
 
 
 class RefreshThread:
-    """A thread that reads the run in the directory that `where` returns, and passes what is new to `send`.
+    """A thread that reads a run's directory, and passes new data to `send`.
 
-    where: returns the directory of the run, None if there is none yet; called once a second. send: called on this
-    thread with a message and its binary parts; see static/dashboard.js for the kinds of messages.
+    where: returns the directory of the run, or None if there is none yet; called once a second. send: called on this
+    thread with a message and its binary parts. static/dashboard.js lists the kinds of messages.
     """
 
     def __init__(self, where: Callable[[], Path | None], send: Send) -> None:
@@ -55,8 +55,8 @@ class RefreshThread:
         self._sent = (-1, 0, 0)
         self._beside: RunReader | None = None
         self._beside_sent = (-1, 0)
-        self._pinned: Path | None = None  # the run that a person has chosen
-        self.steps: tuple[int, int] | None = None  # and which of its steps
+        self._pinned: Path | None = None  # the run that the user has chosen
+        self.steps: tuple[int, int] | None = None  # the first and last step to show
         self._pins_next = False
         self._listed: tuple[Path, int] | None = None
         self._runs: list[str] = []
@@ -64,11 +64,11 @@ class RefreshThread:
         self._state: dict[str, Any] = {}
         self._ended = threading.Event()
         self._lock = threading.RLock()
-        self._due = [0.0, 0.0, 0.0]  # when to look for the curve, the picture, the run
+        self._due = [0.0, 0.0, 0.0]  # when to read next: the curve, the picture, which run it is
         self._step: int | None = None
 
     def start(self) -> None:
-        """Begin; ends with `stop`, or with the process."""
+        """Start the thread. It ends with `stop`, or with the process."""
         threading.Thread(target=self._run, name="nbkit-dashboard", daemon=True).start()
 
     def stop(self) -> None:
@@ -76,7 +76,7 @@ class RefreshThread:
         self._ended.set()
 
     def again(self) -> None:
-        """Send everything with the next message, because a page was opened that has nothing yet."""
+        """Send everything again, because a new page has nothing yet."""
         with self._lock:
             self._sent, self._state, self._beside_sent, self._told = (-1, 0, 0), {}, (-1, 0), {}
             if self.reader is not None and self.reader.step:
@@ -84,12 +84,12 @@ class RefreshThread:
             self._due = [0.0, 0.0, self._due[2]]
 
     def show(self, step: int | None) -> None:
-        """Show this step from now on; None: the newest one."""
+        """Show this step from now on, or the newest step if it is None."""
         self._step = step
         self._due[1] = 0.0
 
     def choose(self, run: str | None = None, beside: str | Path | None = None) -> None:
-        """Show another run of the same folder from now on, "" for the newest; or lay one over it, "" for none."""
+        """Choose a run of the same folder to show ("": the newest), or a second run to draw with it ("": none)."""
         with self._lock:
             if run is not None:
                 self._pinned, self._pins_next, self.steps = self._sibling(run), False, None
@@ -99,24 +99,24 @@ class RefreshThread:
             self._due = [0.0, 0.0, 0.0]
 
     def pin(self, steps: tuple[int, int] | None = None) -> None:
-        """Stay with the run that is shown, or with the next one if there is none yet, and with these steps of it."""
+        """Keep showing the current run, or the next one if there is none yet. steps: the first and last to show."""
         with self._lock:
             self._pins_next, self.steps = True, steps
             self._due = [0.0, 0.0, 0.0]
 
     def unpin(self) -> None:
-        """Follow the newest run again, all steps of it."""
+        """Follow the newest run again, with all its steps."""
         with self._lock:
             self._pinned, self._pins_next, self.steps = None, False, None
             self._due = [0.0, 0.0, 0.0]
 
     def _sibling(self, name: str) -> Path | None:
-        """Return the run with that name beside the shown one; None if there is none."""
+        """Return the directory of the run with that name in the same folder, or None."""
         self._list()
         return self.reader.run_dir.parent / name if self.reader is not None and name in self._runs else None
 
     def _list(self) -> None:
-        """Look for the runs in the folder of the shown one, again only if the folder has changed; the newest first."""
+        """List the runs in the shown run's folder, newest first. List them again only if the folder has changed."""
         if self.reader is None:
             return
         parent = self.reader.run_dir.parent
@@ -130,7 +130,7 @@ class RefreshThread:
             self._runs = []
 
     def turn(self, now: float) -> None:
-        """Do everything that is due by `now` (clock: time.monotonic)."""
+        """Do everything that is due at `now`, a value of time.monotonic()."""
         with self._lock:
             if now >= self._due[2]:
                 self._due[2] = now + _WHERE_S
@@ -148,21 +148,21 @@ class RefreshThread:
         while not self._ended.is_set():
             try:
                 self.turn(time.monotonic())
-            except Exception as error:  # a picture does not justify a traceback in a running notebook
+            except Exception as error:  # a failed drawing does not deserve a traceback in a running notebook
                 self._send({"kind": "note", "text": f"{type(error).__name__}: {error}"}, [])
                 self._ended.wait(_AT_MOST_S)
             wait = min(self._due[:2] if self.reader else self._due[2:]) - time.monotonic()
             self._ended.wait(max(wait, 0.01))
 
     def current(self) -> RunReader | None:
-        """Return the reader of the run that is shown; None if there is none yet."""
+        """Return the reader of the shown run, or None if there is none yet."""
         with self._lock:
             if self.reader is None or self._pins_next:
                 self.find()
             return self.reader
 
     def find(self) -> None:
-        """Find the run that is there now."""
+        """Find the run to show, and the list of runs; tell the page if they changed."""
         folder = self._pinned or self._where()
         if folder is None:
             if self.reader is None:
@@ -188,7 +188,7 @@ class RefreshThread:
         with self.reader.lock:
             self.reader.look()
             curve = self.reader.curve
-            # Compare with what was sent, not with what `look` has read: a picture reads the same file.
+            # Compare with what was sent: `_tell_picture` may have read new points before this `look`.
             if self._sent == (curve.epoch, len(curve.points), len(curve.events)):
                 return
             grown = curve.since(*self._sent)
@@ -204,7 +204,7 @@ class RefreshThread:
         self._send(content, [packed(grown.points)])
 
     def _tell_beside(self) -> None:
-        """Send the points that are new of the run that lies over the shown one."""
+        """Send the new points of the second run."""
         if self._beside is None:
             return
         with self._beside.lock:
@@ -283,29 +283,29 @@ class Dashboard:
             self._refresh.start()
 
     def close(self) -> None:
-        """End it; what it shows stays as it is."""
+        """Stop updating. The dashboard keeps its last content."""
         self._refresh.stop()
 
     def report(self, path: str | Path = "run.html") -> Path:
-        """Write one self-contained page with every chart; returns its path."""
+        """Write one self-contained page with every chart. Return its path."""
         folder = self._directory()
         if folder is None:
             raise UsageError("There is no run to report on yet.", hint="trainer.fit(...)")
         return write_report(folder, user_path(path))
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
-        """Trace the next steps of the shown training, all ranks in one file for Perfetto; see Cluster.trace."""
+        """Trace the next steps of the cluster's training: one file for Perfetto with all ranks. See Cluster.trace."""
         if self._cluster is None:
             raise UsageError("What was recorded has no next step.", hint="%dashboard   of a cluster that trains")
         return self._cluster.trace(steps, path)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything that is shown, as plain values; {} if nothing has been recorded yet."""
+        """Return the content of the dashboard as plain values, or {} if nothing has been recorded yet."""
         reader = self._refresh.current()
         return reader.snapshot(steps=self._refresh.steps) if reader is not None else {}
 
     def _trace(self, steps: int) -> None:
-        """Handle the button: trace in a thread, one trace at a time, and send the result to the page."""
+        """Handle the button "trace": trace in a thread, one trace at a time, and send the result to the page."""
 
         def work() -> None:
             with self._tracing:
@@ -323,13 +323,13 @@ class Dashboard:
         if self.widget is None or self.widget.comm is None:
             return
         if buffers and "google.colab" in sys.modules:
-            # Its front end drops binary parts.
+            # Colab's front end drops binary parts.
             values = memoryview(buffers[0]).cast("d").tolist()
             content, buffers = {**content, "points": [values[i : i + 7] for i in range(0, len(values), 7)]}, []
         self.widget.send(content, buffers)
 
     def still(self) -> dict[str, Any]:
-        """Return what it shows, as text and as a picture: a MIME bundle that needs no kernel."""
+        """Return the content as text and as a picture: a MIME bundle that needs no kernel."""
         found = self.snapshot()
         if not found:
             return {"text/plain": "nothing is recorded yet: trainer.fit(...) in a %%distributed cell"}
@@ -348,7 +348,7 @@ class Dashboard:
 
 
 def _newest() -> Cluster | Path:
-    """Return the notebook's cluster; without one, the newest run on disk."""
+    """Return the notebook's cluster, or without one the newest run on disk."""
     try:
         return current()
     except ClusterError:
@@ -365,7 +365,7 @@ def _always(folder: str | Path) -> Callable[[], Path]:
 
 
 def _widget(refresh: RefreshThread, trace: Callable[[int], None] | None) -> Any:
-    """None without anywidget."""
+    """Return the widget of a dashboard, or None without anywidget."""
     try:
         import anywidget
         import traitlets
@@ -373,7 +373,7 @@ def _widget(refresh: RefreshThread, trace: Callable[[int], None] | None) -> Any:
         return None
 
     class View(anywidget.AnyWidget):  # type: ignore[misc, name-defined, no-any-unimported]
-        """Everything goes by messages; no trait is ever changed, so that nothing waits for an answer of the page."""
+        """Uses messages only. No trait is ever changed, so nothing waits for an answer of the page."""
 
         _esm = joined()
         _css = style()

@@ -17,12 +17,12 @@ from nbkit.records.event_words import GREAT
 COLOURS = colours("COLOURS")
 _WIDTH, _LEFT, _RIGHT = 900, 70, 20
 _CURVE_HEIGHT, _BAR = 170, 22
-_POINTS = 600  # of the curve: more cannot be told apart
-_CHARACTERS = 125  # in a line of 13 px
+_POINTS = 600  # of the curve; more cannot be seen
+_CHARACTERS = 125  # that fit in a line of 13 px text
 
 
 def svg_of(snapshot: dict[str, Any]) -> str:
-    """Head, loss and bars per rank of what RunReader.snapshot gives; "" before the first finished step."""
+    """Return a picture of a RunReader.snapshot: headline, loss, a bar per rank; "" before the first finished step."""
     points = snapshot["points"]
     if not points:
         return ""
@@ -55,7 +55,7 @@ def svg_of(snapshot: dict[str, Any]) -> str:
 
 
 def _curve(points: Sequence[Sequence[float]], events: Sequence[dict[str, Any]], top: float) -> list[str]:
-    """Return the loss over the steps, with a mark at each switch."""
+    """Return the loss over the steps, with a mark at each event such as a switch or a failure."""
     thinned = points[:: max(1, -(-len(points) // _POINTS))]
     known = [(point[0], point[4]) for point in thinned if math.isfinite(point[4])]
     first, last = points[0][0] - points[0][1], points[-1][0]
@@ -101,11 +101,11 @@ def _changes(events: Iterable[dict[str, Any]], across: Any, top: float, bottom: 
 
 
 def _ranks(step: dict[str, Any], top: float) -> tuple[list[str], float]:
-    """Return the bars, and where they end."""
+    """Return the bars of the ranks, and the y coordinate below them."""
     late, rows = step.get("late"), ranks_shown(step)
     drawn = [text_at(16, top, bars_title(step), bold=True)]
     x = float(16)
-    whole = sum(row[1] for row in step["ranks"]) or 1.0  # as the sentence above: all ranks together
+    whole = sum(row[1] for row in step["ranks"]) or 1.0  # of all ranks, as in the sentence above
     for i, part in enumerate(PARTS):
         if not any(row[2 + i] for row in rows):
             continue

@@ -21,7 +21,7 @@ _UNITS = {"mhz": "MHz", "celsius": "°C", "watts": "W"}
 
 @dataclass(frozen=True)
 class StyledText:
-    """Text in one style: a part of the step, "strong", "faint", or "" for none."""
+    """Text in one style: the name of a part of the step (for its color), "strong", "faint", or "" for none."""
 
     text: str
     style: str = ""
@@ -65,7 +65,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
 
 
 def steps_of(step: float, state: dict[str, Any]) -> str:
-    """Return the step in words; steps of earlier trainings count, as they do in every chart."""
+    """Return the step in words. Steps of earlier trainings count, as in every chart."""
     return f"step {int(step):,}" + (f" of {state['goal']:,}" if state.get("goal") else "")
 
 
@@ -80,14 +80,14 @@ def _spark(values: Sequence[float | None], width: int) -> str:
 
 
 def _happened(events: Sequence[dict[str, Any]]) -> list[Line]:
-    """Return the newest three events of each kind that has a line through the curve."""
+    """Return the newest three events of each kind that the curve marks with a line."""
     newest = [event for kind in GREAT for event in [each for each in events if each["kind"] == kind][-3:]]
     styles = {"failure": "exposed", "switch": "faint"}
     return [(StyledText(f"{event['sign']} {event['text']}", styles.get(event["kind"], "strong")),) for event in newest]
 
 
 def ranks_shown(step: dict[str, Any]) -> list[list[float]]:
-    """Return the rows of the ranks to show if room is short: the late one, then those that compute longest."""
+    """Return the rows of the ranks to show. If there are too many: the late rank, then those that compute longest."""
     rows: list[list[float]] = step["ranks"]
     if len(rows) <= _RANKS_AT_MOST:
         return rows
@@ -98,7 +98,7 @@ def ranks_shown(step: dict[str, Any]) -> list[list[float]]:
 
 
 def bars_title(step: dict[str, Any]) -> str:
-    """Return which steps and which ranks the bars are of."""
+    """Return the title of the bars: which steps and which ranks they show."""
     shown, there = len(ranks_shown(step)), len(step["ranks"])
     some = f" ({shown} of {there} ranks: the late one, then those that compute longest)" if shown < there else ""
     return f"{step['of']}, measured{some}"
@@ -151,7 +151,7 @@ def _axes(step: dict[str, Any]) -> list[Line]:
 
 
 def _experts(step: dict[str, Any]) -> list[Line]:
-    """Return the tokens of each rank's experts in a step, the ranks with most first."""
+    """Return the number of tokens of each rank's experts in a step, the ranks with most tokens first."""
     ranks = (step.get("experts") or {}).get("ranks", ())
     rows = sorted(((sum(tokens for _, tokens in each), rank, len(each)) for rank, each in ranks), reverse=True)
     if not rows:

@@ -1,1 +1,1 @@
-"""The strategy panel: what it knows, what it shows, and what a click requests."""
+"""The strategy panel: its state, its views, and the requests that a click makes."""

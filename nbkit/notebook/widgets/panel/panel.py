@@ -1,8 +1,8 @@
-"""The strategy panel: a widget where widgets are available, else the same as text.
+"""The strategy panel: a widget, or the same content as text where widgets are not available.
 
-The controller of a cluster's panels watches the training and does what panels request; all panels show its State.
-Panels call it from any thread, and these calls do not block. One thread looks at the ranks a few times a second while
-anyone listens. Another does one control at a time.
+All panels of a cluster share a controller and show its State. Panels call the controller from any thread, and these
+calls do not block. While a panel listens, one thread asks the ranks for news a few times a second. Controls, such as a
+switch, run one at a time in threads of their own.
 """
 
 from __future__ import annotations
@@ -62,20 +62,19 @@ _WORDS = {
     "save": "asked to save; takes effect at a step boundary …",
     "stop": "asked to stop; takes effect at a step boundary …",
 }
-"""The text shown until a control has ended. Ranks agree on the boundary, and steps that are under way come before
-it."""
+"""Texts shown until a control has ended. Ranks first finish steps that have begun, and agree on the boundary."""
 _controllers: weakref.WeakKeyDictionary[Cluster, PanelController] = weakref.WeakKeyDictionary()
 
 
 def controller_of(cluster: Cluster) -> PanelController:
-    """Return the controller of a cluster, made at the first call."""
+    """Return the controller of a cluster. The first call makes it."""
     if cluster not in _controllers:
         _controllers[cluster] = PanelController(cluster)
     return _controllers[cluster]
 
 
 class PanelController:
-    """The controller of a cluster object's panel. Each cluster object has one."""
+    """The controller of all panels of one Cluster object."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = weakref.ref(cluster)
@@ -87,7 +86,7 @@ class PanelController:
         self._heard = len(cluster.training.switched)
 
     def listen(self, listener: Callable[[State], None]) -> None:
-        """Call `listener` with the state now, and with every later one, on any thread."""
+        """Call `listener` with the current state now, and with each later state on any thread."""
         with self._lock:
             self._listeners.append(listener)
             listener(self.state)
@@ -103,7 +102,7 @@ class PanelController:
         self._wake.set()
 
     def look(self) -> State:
-        """Look at the ranks now."""
+        """Ask the ranks for news now, and return the new state."""
         cluster = self._cluster()
         if cluster is None:
             return self._news(Lost("the cluster is gone"))
@@ -115,7 +114,7 @@ class PanelController:
             return self._news(Lost(str(error).splitlines()[0]))
 
     def _hear(self, cluster: Cluster) -> None:
-        """Show the switches that were made since the last look, whoever has asked for them."""
+        """Show the newest switch since the last call, whoever asked for it."""
         with self._lock:
             every = cluster.training.switched
             new, self._heard = every[self._heard :], len(every)
@@ -123,27 +122,27 @@ class PanelController:
                 self._news(SwitchedElsewhere(result))
 
     def option(self, strategy: str) -> dict[str, Any]:
-        """Return what the ranks predict of a strategy that is in no row of the table; {} where they do not say."""
+        """Return the ranks' prediction for a strategy that the table does not have; {} if they do not answer."""
         cluster = self._cluster()
         try:
             return cluster.training.option(strategy) if cluster is not None else {}
         except (NbkitError, OSError):
-            return {}  # `look` says what is wrong with them
+            return {}  # `look` shows what is wrong with the ranks
 
     def ask(self, do: str, **args: Any) -> None:
-        """Do something to the training, e.g. ask("switch", strategy="zero3"); all panels show the result."""
+        """Start a control of the training, e.g. ask("switch", strategy="zero3"). All panels show the result."""
         with self._lock:
             if self.state.asked and do != "stop":
-                return  # one at a time; the panels show what is being done
+                return  # one control at a time; the panels show which one runs
             self._news(Asked(_WORDS[do].format(**args)))
         threading.Thread(target=self._do, args=(do, args), name=f"nbkit-{do}", daemon=True).start()
 
     def _do(self, do: str, args: dict[str, Any]) -> None:
         try:
             result = self._result(do, args)
-        except Exception as error:  # after any error, the panels must not wait for ever
+        except Exception as error:  # the panels must never wait for ever
             result = _failed(do, args, error)
-        self.look()  # the table is that of the new strategy when the result shows
+        self.look()  # so that the table is up to date when the result appears
         self._news(Finished(result))
         self._wake.set()
 
@@ -187,7 +186,7 @@ class PanelController:
 
 
 def _compared(training: Any, strategies: list[str], steps: int) -> ControlResult:
-    """Compare strategies, and then those again, with more steps, that could not be told apart."""
+    """Compare strategies. Then compare those whose difference is within the noise again, with more steps."""
     result: ControlResult = training.compare(*strategies, steps=steps)
     close = undecided(result.result["strategies"], result.strategy) if result.ok else []
     if not close:
@@ -201,7 +200,7 @@ def _compared(training: Any, strategies: list[str], steps: int) -> ControlResult
 
 
 def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> ControlResult:
-    """Stop the cell that runs, and wait for its end. tell: is given what the user has to know meanwhile."""
+    """Stop the running cell and wait for its end. tell: called with messages for the user meanwhile."""
     connection = cluster.connection
     execution, shown = connection.busy(), ""
     if execution is not None:
@@ -228,9 +227,9 @@ def _failed(do: str, args: dict[str, Any], error: Exception) -> ControlResult:
 
 STATIC = Path(__file__).parents[1] / "static"
 TRY_STEPS = 10
-SURE_STEPS = 20  # of strategies that fewer steps have not told apart
-PATIENCE_SECONDS = 3.0  # for a panel that is complete from the start; it does not need to be
-BEAT_SECONDS = 2.0  # panel.js takes three that do not come for a kernel that is gone
+SURE_STEPS = 20  # for strategies whose difference is within the noise
+PATIENCE_SECONDS = 3.0  # how long the first display waits for a complete table
+BEAT_SECONDS = 2.0  # after three missing beats, panel.js says that the kernel is gone
 
 
 class StrategyPanel:
@@ -248,16 +247,16 @@ class StrategyPanel:
         self.widget = _widget(self.controller)
 
     def close(self) -> None:
-        """End the widget."""
+        """Close the widget."""
         if self.widget is not None:
             self.widget.close()
 
     def still(self) -> dict[str, Any]:
-        """Return what it shows, as text and as a picture: a MIME bundle that needs no kernel."""
+        """Return the content as text and as a picture: a MIME bundle that needs no kernel."""
         state = self.controller.state
         text, job, pulse = text_of(state), job_view(state), pulse_view(state)
         if not job:
-            # Pages made of a notebook set a plain <pre> in the font of their text, and break its lines.
+            # Pages made from a notebook show a plain <pre> in the font of their text, and wrap its lines.
             style = "font-family:monospace;white-space:pre;overflow-x:auto"
             return {"text/plain": text, "text/html": f"<pre style='{style}'>{html.escape(text)}</pre>"}
         picture = svg_of(pulse["headline"], job, state.results[0].line if state.results else "")
@@ -275,7 +274,7 @@ class StrategyPanel:
 
 
 def _widget(controller: PanelController) -> Any:
-    """None without anywidget."""
+    """Return the widget of a panel, or None without anywidget."""
     try:
         import anywidget
         import traitlets
@@ -283,7 +282,7 @@ def _widget(controller: PanelController) -> Any:
         return None
 
     class Panel(anywidget.AnyWidget):  # type: ignore[misc, name-defined, no-any-unimported]
-        """Python tells by traits; the page asks by messages: a trait that it sets may arrive only once in a cell."""
+        """Python changes traits. The page sends messages, because its trait changes may be lost during a cell."""
 
         _esm = javascript.panel()
         _css = STATIC / "panel.css"
@@ -301,7 +300,7 @@ def _widget(controller: PanelController) -> Any:
         nonlocal made_of
         with lock:
             widget.pulse = pulse_view(state)
-            # Most looks find the same table, and to make its rows, 735 on 256 ranks, takes 30 ms.
+            # Mostly the table is unchanged, and making its rows takes 30 ms (735 rows on 256 ranks).
             if (now := (state.cluster, state.table, state.pace)) != made_of:
                 made_of, job = now, job_view(state)
                 if job != widget.job:
@@ -313,7 +312,7 @@ def _widget(controller: PanelController) -> Any:
 
     def heard(_: Any, message: dict[str, Any], buffers: Any) -> None:
         if "press" in message:
-            widget.send({"heard": message["press"]})  # the page says so when this does not come
+            widget.send({"heard": message["press"]})  # if this does not come, the page tells the user
         do, text = str(message.get("do", "")), str(message.get("strategy", ""))
         if do == "check":
             verdict = checked(controller.state, text)
@@ -338,7 +337,7 @@ def _widget(controller: PanelController) -> Any:
 
 
 def _beat(widget: Any) -> None:
-    """Tell the pages that the kernel lives, until the widget is closed: a training that is paused has no news."""
+    """Tell the pages regularly that the kernel lives. During a pause of the training there may be no other message."""
     while widget.comm is not None:
         widget.send({"beat": True})
         time.sleep(BEAT_SECONDS)

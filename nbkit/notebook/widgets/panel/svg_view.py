@@ -12,7 +12,7 @@ from nbkit.notebook.widgets.svg import ALARM, FAINT, INK, RULE, box_at, line_at,
 
 FAMILIES = colours("FAMILIES")
 _WIDTH, _MARGIN, _LINE = 960, 16, 18
-_CHARACTERS = 140  # in a line of 12 px
+_CHARACTERS = 140  # that fit in a line of 12 px text
 _LEFT, _RIGHT, _HIGH = 70, 470, 230  # of the plot
 _GRID, _CELL_AT_MOST, _BLOCKS_AT_MOST = 510, 34, 16
 _ROWS_AT_MOST, _NAME_AT_MOST = 16, 40
@@ -26,11 +26,11 @@ _COLUMNS = (
     ("pause", "pause", 835),
     ("payback", "pays back", 944),
 )
-"""Key of a row, name, and where the figures end."""
+"""Key of a row, title, and the x coordinate of the column's right edge."""
 
 
 def svg_of(headline: str, job: Mapping[str, Any], outcome: str) -> str:
-    """Return the panel of a `job_view`. outcome: what came of the last control, "" for nothing."""
+    """Return a picture of a `job_view`. outcome: the result of the last control, "" for none."""
     now = next((row for row in job["rows"] if row["current"]), None)
     told = [job["arithmetic"], now["cut"] if now else "", f"cluster {job['cluster']}"]
     drawn = [
@@ -58,7 +58,7 @@ def svg_of(headline: str, job: Mapping[str, Any], outcome: str) -> str:
 
 
 def _plot(job: Mapping[str, Any], top: float) -> list[str]:
-    """Return memory and time of each strategy: filled dots are measured, the strategy in force has a ring."""
+    """Return a plot of memory and step time. Filled dots are measured, and the current strategy has a ring."""
     drawn = [text_at(_MARGIN, top, "memory and time of each strategy: lower left is better", colour=FAINT)]
     rows = [row for row in job["rows"] if row["ok"] and row["values"]["peak"] and row["values"]["step"]]
     top, bottom = top + 20, top + _HIGH
@@ -92,7 +92,7 @@ def _plot(job: Mapping[str, Any], top: float) -> list[str]:
 
 
 def _held(job: Mapping[str, Any], top: float) -> tuple[list[str], float]:
-    """Return how much of each block each rank holds, and where the drawing ends."""
+    """Return a grid of how much of each block each rank holds, and the y coordinate below it."""
     drawn = [text_at(_GRID, top, "who holds what: ranks across, layers down", colour=FAINT)]
     blocks, ranks, held, colour = job["blocks"], job["ranks"], job["held"], FAMILIES[job["family"]]
     names = max((len(block["name"]) for block in blocks), default=0)
@@ -115,7 +115,7 @@ def _held(job: Mapping[str, Any], top: float) -> tuple[list[str], float]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], top: float) -> tuple[list[str], float]:
-    """Return the rows that fit, and where they end."""
+    """Return the rows that fit, and the y coordinate below them."""
     fit = [row for row in rows if row["ok"]]
     first = [row for row in fit if row["current"] or row["recommended"] or row["values"]["step"]]
     shown = [*first, *(row for row in fit if row not in first)][:_ROWS_AT_MOST]

@@ -1,6 +1,6 @@
-"""The view of a State: plain values for the panel's JavaScript, and the same as text.
+"""The state of the strategy panel, and its views: plain values for JavaScript, and text.
 
-`State` is the panel's state as one frozen value; `reduce` changes it with each message. There is no widget in here.
+`State` is one frozen value. `reduce` returns the next state after each message. This module needs no widgets.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from nbkit.planner.link_speed import ranks_of_node
 from nbkit.strategy import Strategy
 
 RESULTS_KEPT = 5
-PACE_CHANGE = 0.02  # of its seconds: what changes less is not worth another table on the page
+PACE_CHANGE = 0.02  # of the step's seconds; a smaller change does not update the table on the page
 Phase = Literal["looking", "none", "idle", "training", "held", "gone"]
 
 
 @dataclass(frozen=True)
 class State:
-    """phase: "none" when there is no Trainer yet, "held" when it is paused, "gone" when the ranks do not answer.
+    """The state of a cluster's panels.
 
-    pulse: where the training is (step, strategy, progress). table: what
-    nbkit.rank.train.estimate.strategy_table says of the job, {} until it is known. pace: of the strategy in force, as
-    its newest steps have it, which the table may not: see nbkit.rank.train.estimate.time_model. asked: what is being
-    done now, "" for nothing. results: what came of the last ones, newest first.
+    phase: "none" if there is no Trainer yet, "held" if it is paused, "gone" if the ranks do not answer. pulse: the
+    training's step, strategy and progress. table: the table of nbkit.rank.train.estimate.strategy_table, {} until it is
+    known. pace: the step time of the current strategy, measured over its newest steps (the table may be older); see
+    nbkit.rank.train.estimate.time_model. asked: the control that runs now, in words, "" for none. results: the results
+    of the last controls, newest first.
     """
 
     cluster: str
@@ -75,7 +76,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class SwitchedElsewhere:
-    """A switch was made from elsewhere, such as a cell: it ends nothing that a panel has asked for."""
+    """A switch was requested elsewhere, such as in a cell. A control that a panel has requested goes on."""
 
     result: ControlResult
 
@@ -95,11 +96,11 @@ def reduce(state: State, news: News) -> State:
         case SwitchedElsewhere(result):
             return replace(state, results=_with(result, state.results))
         case Lost(why):
-            return replace(state, phase="gone", why=why)  # what was asked for ends with a word of its own
+            return replace(state, phase="gone", why=why)  # `asked` stays: a Finished follows
 
 
 def _with(result: ControlResult, others: tuple[ControlResult, ...]) -> tuple[ControlResult, ...]:
-    """Return the newest first. What was heard of ends in the panel that has asked for it too, with the same id."""
+    """Return the results, newest first, without duplicates: a panel's switch is reported as SwitchedElsewhere too."""
     others = tuple(one for one in others if not result.id or one.id != result.id)
     return (result, *others)[:RESULTS_KEPT]
 
@@ -122,7 +123,7 @@ def _moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
         return True
     if (
         0 <= new["step"] - old["step"] < new["steps"]
-    ):  # of steps that the old one has too; the rows would never be still
+    ):  # the new pace shares steps with the old one; wait, so that rows do not change all the time
         return False
     least = PACE_CHANGE * old["seconds"]
     return any(abs((new[one] or 0.0) - (old[one] or 0.0)) > least for one in ("seconds", "low", "high"))
@@ -144,7 +145,7 @@ _REASONS = {
     "in force": "not measurably slower than {names}, and it runs now",
     "least memory": "not measurably slower than {names}, and it needs the least memory",
 }
-"""By a Choice's `why`."""
+"""Reasons by the `why` of a Choice."""
 _HELD_WORDS = {
     "dp": "a copy on every rank",
     "zero": "a part on each rank (zero)",
@@ -153,11 +154,11 @@ _HELD_WORDS = {
     "cp": "a copy on every rank, which computes some of the positions (cp)",
     "mixed": "the model is divided in more than one way",
 }
-"""What a rank holds, by family of strategies: see `family_of`."""
+"""What a rank holds, by family of strategies (see `family_of`)."""
 
 
 def pulse_view(state: State) -> dict[str, Any]:
-    """Return the part that changes with every step: headline, enabled buttons, results of the last controls."""
+    """Return what may change with every step: headline, enabled buttons, results of the last controls."""
     busy = bool(state.asked)
     here = bool(state.table) and state.phase != "gone"
     job, stepping = here and not busy, state.phase in ("training", "held")
@@ -191,12 +192,12 @@ def pulse_view(state: State) -> dict[str, Any]:
 
 
 def job_view(state: State) -> dict[str, Any]:
-    """Return the job as it is, and every strategy that it could have; {} while that is unknown."""
+    """Return the current job and a row for each possible strategy, or {} until the table is known."""
     table = state.table
     if not table:
         return {}
     limit = table["limit_bytes"]
-    options = _fresh(table, state.pace)
+    options = _with_pace(table, state.pace)
     choice = recommended(options, limit, table["strategy"])
     rows = [_row(row, table, options, choice.strategy) for row in options]
     return {
@@ -204,7 +205,7 @@ def job_view(state: State) -> dict[str, Any]:
         "strategy": table["strategy"],
         "previous": table["previous"] or "",
         "recommended": choice.strategy,
-        "because": _because(options, choice),
+        "because": _reason(options, choice),
         "unpredicted": table["unpredicted"],
         "unpredicted_pause": table["unpredicted_pause"],
         "levers": _levers(table["levers"]),
@@ -219,16 +220,16 @@ def job_view(state: State) -> dict[str, Any]:
         "link": table["link"],
         "limit": size(limit) if limit is not None else "",
         "limit_bytes": limit,
-        # The order is that of the table, so that a row keeps its place. Only what is refused is at the end.
+        # Rows keep the order of the table, so that a row keeps its place. Refused strategies are at the end.
         "rows": sorted(rows, key=lambda row: not (row["ok"] or row["untried"])),
     }
 
 
 def family_of(strategy: str) -> str:
-    """Return the family of a strategy: how it divides the model. Each family has a color, in paint.js.
+    """Return the family of a strategy: how it divides the model. paint.js gives each family a color.
 
-    "tp", "pp" or "cp" if one of these axes divides it, "mixed" if several do. Otherwise "zero" if the data axis divides
-    what a rank holds, and "dp" if it does not. familyOf in paint.js is the same rule.
+    "tp", "pp" or "cp" if one of these axes divides the model, "mixed" if several do. Otherwise "zero" if the data axis
+    divides the states, and "dp" if it does not. familyOf in paint.js is the same rule.
     """
     keys = {word.partition("=")[0] for word in strategy.split()}
     axes = [axis for axis in ("tp", "pp", "cp") if axis in keys]
@@ -251,24 +252,25 @@ def checked(state: State, text: str) -> dict[str, Any]:
 
 
 def previewed(state: State, verdict: Mapping[str, Any], option: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a verdict of `checked` with "row", as those of `job_view`: the table leaves out schedules that are seldom
-    chosen, and levers. option: what the ranks say of its strategy; {}: nothing.
+    """Return a verdict of `checked` with a "row" like those of `job_view`, for a strategy that the table leaves out.
+
+    option: the ranks' prediction for the strategy, {} for none.
     """
     table = state.table
     if not option or not table:
         return dict(verdict)
-    row = _row(option, table, _fresh(table, state.pace), "")
+    row = _row(option, table, _with_pace(table, state.pace), "")
     refused = not option["ok"] and not option["untried"]
     return {**verdict, "row": row, "ok": verdict["ok"] and not refused, "why": verdict["why"] or row["why"]}
 
 
 def in_table(state: State, strategy: str) -> bool:
-    """Return True if it has a row there."""
+    """Return True if the table has a row for the strategy."""
     return any(row["strategy"] == strategy for row in state.table.get("options", ()))
 
 
 def text_of(state: State) -> str:
-    """Return the panel as text, for places without widgets."""
+    """Return the panel as text, for front ends without widgets."""
     lines = [f"{state.cluster}: {_headline(state)}"]
     job = job_view(state)
     if not job and state.pulse:
@@ -304,7 +306,7 @@ def _headline(state: State) -> str:
     if state.pulse:
         parts.append(f"step {state.pulse['step']:,}")
     if state.phase in ("training", "held") and progress.get("goal"):
-        # The step that is being made is not yet among the finished ones.
+        # While training, the step in progress is shown, not the number of finished steps.
         parts[-1] = f"step {progress['step']:,} of {progress['goal']:,}"
     if "loss" in progress:
         parts.append(f"loss {figure(progress['loss'])}")
@@ -317,9 +319,9 @@ def _headline(state: State) -> str:
     return " · ".join(parts)
 
 
-def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rows, with the newest pace in the row of the strategy in force: a table is made only now and then."""
-    options = _told_apart(table["options"])
+def _with_pace(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rows, with the newest pace in the current strategy's row. The table itself is updated less often."""
+    options = _with_distinct_labels(table["options"])
     if not pace or pace["strategy"] != table["strategy"]:
         return options
     measured = {"step_s": pace["seconds"], "step_low_s": pace["low"], "step_high_s": pace["high"]}
@@ -327,23 +329,26 @@ def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[st
     return [{**row, **measured} if row["strategy"] == table["strategy"] else row for row in options]
 
 
-def _told_apart(options: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows, with what differs in the names of those that are called alike: "hsdp shard=4"."""
+def _with_distinct_labels(options: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows. Labels that are equal get the keys that differ: "hsdp shard=4"."""
     words: dict[str, list[set[str]]] = {}
     for row in options:
         words.setdefault(row["label"], []).append(set(row["strategy"].split()))
     shared = {label: set.intersection(*each) for label, each in words.items() if len(each) > 1}
-    return [{**row, "label": _longer(row, shared[row["label"]])} if row["label"] in shared else row for row in options]
+    return [
+        {**row, "label": _label_with_keys(row, shared[row["label"]])} if row["label"] in shared else row
+        for row in options
+    ]
 
 
-def _longer(row: Mapping[str, Any], shared: set[str]) -> str:
-    """Return the label with what is not shared; what dp has left follows from the rest."""
+def _label_with_keys(row: Mapping[str, Any], shared: set[str]) -> str:
+    """Return the label with the keys that are not shared, without dp=, which follows from the others."""
     own = [word for word in row["strategy"].split() if word not in shared]
     return " ".join([row["label"], *([word for word in own if not word.startswith("dp=")] or own)])
 
 
-def _because(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
-    """Return why it is recommended, and from which rivals the measurements cannot tell it."""
+def _reason(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
+    """Return why the choice is recommended, and which rivals are equal within the noise."""
     names = [row["label"] for row in options if row["strategy"] in choice.rivals]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     best = next((row for row in options if row["strategy"] == choice.strategy), None)
@@ -356,9 +361,9 @@ _MEASURED_STEPS, _MEASURED_AT_MOST = 8, 12
 
 
 def _to_measure(options: Sequence[Mapping[str, Any]], table: Mapping[str, Any], limit: float | None) -> dict[str, Any]:
-    """Return what "Measure all that fit" measures: strategies, steps of each, and a label; {} if there is nothing.
+    """Return what the button "Measure all that fit" measures: {"strategies", "steps" of each, "label"}, or {}.
 
-    Of many strategies, those that send least are measured.
+    If there are too many strategies, measure those that send the fewest bytes.
     """
     now = next((row for row in options if row["strategy"] == table["strategy"]), None)
     room = math.inf if limit is None else limit
@@ -368,7 +373,7 @@ def _to_measure(options: Sequence[Mapping[str, Any]], table: Mapping[str, Any], 
     chosen = sorted(fits, key=lambda row: row["step_bytes"] or math.inf)[:_MEASURED_AT_MOST]
     what, took = "all that fit" if len(chosen) == len(fits) else f"{len(chosen)} of {len(fits)} that fit", ""
     if now["step_s"] is not None:
-        # Each has two turns, with two steps before those that count, and two switches.
+        # Each strategy has two turns, each with two warm-up steps and a switch to it and back.
         steps = [row["step_s"] or row["predicted_step_s"] or now["step_s"] for row in (now, *chosen)]
         pauses = [row["switch_s"] or 0.0 for row in chosen]
         took = f" (about {text_of_seconds(max(1.0, (_MEASURED_STEPS + 4) * sum(steps) + 4 * sum(pauses)))})"
@@ -379,7 +384,7 @@ def _to_measure(options: Sequence[Mapping[str, Any]], table: Mapping[str, Any], 
 def _row(
     row: Mapping[str, Any], table: Mapping[str, Any], options: Sequence[Mapping[str, Any]], best: str
 ) -> dict[str, Any]:
-    """Return a row for the panel. options: all rows of the table, with the pace of the strategy in force."""
+    """Return a row for the panel. options: all rows of the table, with the newest pace."""
     memory = row["memory"] or {"now": 0, "during": 0, "after": 0}
     current, limit = row["strategy"] == table["strategy"], table["limit_bytes"]
     most = max((one["memory"]["during"] for one in options if one["ok"]), default=0)
@@ -422,7 +427,7 @@ def _row(
 
 
 def _values(row: Mapping[str, Any], now: Mapping[str, Any] | None, *, current: bool) -> dict[str, float | None]:
-    """Return the numbers of a row, for sorting and for the picture; None for a number that is not known or infinite."""
+    """Return the numbers of a row, for sorting and for the picture. None means unknown or infinite."""
     measured = row["step_s"] is not None
     low, high = bounds_of(row) if measured else (None, None)
     back = None if current or now is None else _steps_back(row["switch_s"], row, now)
@@ -450,12 +455,12 @@ def _memory_words(memory: Mapping[str, int], *, current: bool) -> str:
 
 
 def _step(row: Mapping[str, Any]) -> str:
-    """Measured as it is, predicted with a sign that says so."""
+    """Return the step time, with a ≈ if it is predicted."""
     return seconds(row["step_s"]) if row["step_s"] is not None else _predicted(row) or seconds(None)
 
 
 def _bytes(value: float | None, counted: bool) -> str:
-    """Return bytes as they were counted, or with a sign that they are predicted."""
+    """Return bytes as text, with a ≈ if they are predicted."""
     return size(value) if counted or value is None else f"≈ {size(value)}"
 
 
@@ -465,14 +470,14 @@ def _predicted(row: Mapping[str, Any]) -> str:
 
 
 def _levers(found: Mapping[str, Any]) -> str:
-    """Return what keys of a strategy would save, in a sentence; "" where nothing."""
+    """Return a sentence about keys that would make the current strategy faster, or ""."""
     if not found:
         return ""
     return f"{found['strategy']} waits for its link: ≈ {seconds(found['step_s'])} a step. {in_words(found['each'])}"
 
 
 def _margin(row: Mapping[str, Any]) -> str:
-    """Return the interval of the median of the steps, of how many, and how long ago; "" if it was not measured."""
+    """Return the interval of the median step time, the number of steps, and how old they are; "" if not measured."""
     if row["step_s"] is None:
         return ""
     count, ago = f"of {_steps(row['step_steps'])}", row["step_ago"]
@@ -481,7 +486,7 @@ def _margin(row: Mapping[str, Any]) -> str:
 
 
 def _interval(row: Mapping[str, Any]) -> str:
-    """Return the interval in which the median of the measured steps lies; "" if it is not known."""
+    """Return the interval of the median step time; "" if it is not known."""
     if row["step_s"] is None:
         return ""
     low, high = bounds_of(row)
@@ -489,7 +494,7 @@ def _interval(row: Mapping[str, Any]) -> str:
 
 
 def _payback(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the number of steps after which a switch has paid for its pause, if the three figures are known."""
+    """Return the number of steps after which a switch has paid for its pause, in words; "" if it is not known."""
     steps = _steps_back(pause, row, now)
     if steps is None:
         return ""
@@ -499,7 +504,7 @@ def _payback(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]
 
 
 def _steps_back(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
-    """Return the same as a number: infinity for never, NaN if the intervals of both steps overlap, None if unknown."""
+    """Return that number: infinity for never, NaN if the intervals of the step times overlap, None if unknown."""
     step, step_now = (one["step_s"] if one["step_s"] is not None else one["predicted_step_s"] for one in (row, now))
     if pause is None or step is None or step_now is None:
         return None
@@ -518,7 +523,7 @@ def _steps(count: int) -> str:
 
 
 def _drawing(job: Mapping[str, Any]) -> list[str]:
-    """Return blocks as rows, ranks as columns, nodes apart: how much of each block a rank holds, in eighths."""
+    """Return lines that show how much of each block (row) each rank (column) holds, in eighths. Gaps separate nodes."""
     eighths = "·▁▂▃▄▅▆▇█"
     width = max(len(block["name"]) for block in job["blocks"]) if job["blocks"] else 0
     held, nodes = job["held"], job["nodes"]

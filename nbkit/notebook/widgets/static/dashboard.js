@@ -1,10 +1,10 @@
-// The dashboard: keeps what Python tells of a run, and draws it into as many views as there are.
+// The dashboard: keeps the data of a run that Python sends, and draws it into all views of the widget.
 //
-// Told: {kind: "state", state}, {kind: "curve", epoch, keep, strategies, events_keep, events} with the new points as
-// doubles, {kind: "beside", run, epoch, keep, strategies} with those of another run, {kind: "step", step},
+// Messages from Python: {kind: "state", state}, {kind: "curve", epoch, keep, strategies, events_keep, events} with the
+// new points as doubles, {kind: "beside", run, epoch, keep, strategies} with those of a second run, {kind: "step", step},
 // {kind: "runs", runs, pinned, beside, steps}, {kind: "note", text}, {kind: "traced", busy, text}.
-// Asked: {ask: "all"}, {ask: "step", step}, {ask: "trace"}, {ask: "run", run}, {ask: "beside", run}, {ask: "pin", steps},
-// {ask: "unpin"}; run: "" is the newest, or none.
+// Messages to Python: {ask: "all"}, {ask: "step", step}, {ask: "trace"}, {ask: "run", run}, {ask: "beside", run},
+// {ask: "pin", steps}, {ask: "unpin"}. run: "" means the newest run, or no second run.
 
 import { drawBars, drawMemory, memoryLegend, memoryNote } from "./charts.js";
 import { Curves, LOSS, STEP, STRATEGY } from "./curves.js";
@@ -48,7 +48,7 @@ export class Story {
     Object.assign(this, { state: null, points: [], events: [], strategies: [], epoch: -1, step: null, note: "", traced: { busy: false, text: "" }, runs: null, beside: null, live: false, views: new Set(), due: 0 });
   }
 
-  // Returns whether the message fits what is there; if not, everything has to be asked for.
+  // Returns false if the message does not fit the data here. Then everything must be requested again.
   take(message, buffers) {
     let fits = true;
     if (message.kind === "state") this.state = message.state;
@@ -93,12 +93,12 @@ function rowsOf(message, buffers) {
   const view = buffers && buffers[0];
   if (!view) return found;
   const bytes = view instanceof ArrayBuffer ? new Uint8Array(view) : new Uint8Array(view.buffer, view.byteOffset, view.byteLength);
-  const values = new Float64Array(bytes.slice().buffer); // a copy lies where doubles may lie
+  const values = new Float64Array(bytes.slice().buffer); // a copy is aligned for doubles
   for (let i = 0; i < values.length; i += COLUMNS) found.push(Array.from(values.subarray(i, i + COLUMNS)));
   return found;
 }
 
-// ask: sends {ask: ...} to Python, null where there is none.
+// ask: sends {ask: ...} to Python, null without Python.
 export function view(el, story, ask) {
   const root = document.createElement("div");
   root.className = "nbkit-dashboard";
@@ -120,7 +120,7 @@ export function view(el, story, ask) {
   for (const [name, what] of [["runs", "run"], ["besides", "beside"]]) $(name).addEventListener("change", (event) => ask({ ask: what, run: event.target.value }));
   for (const kind of ["keydown", "keyup"]) {
     root.addEventListener(kind, (event) => {
-      // Enter with Shift, Ctrl or Alt runs a cell where we are shown, and no button again that was clicked before.
+      // In a notebook, Enter with Shift, Ctrl or Alt runs a cell. It must not press the last clicked button again.
       const other = event.shiftKey || event.ctrlKey || event.altKey || event.metaKey || event.repeat;
       if ((event.key === "Enter" || event.key === " ") && event.target.tagName === "BUTTON" && other) event.preventDefault();
     });
@@ -139,7 +139,7 @@ export function view(el, story, ask) {
   function draw() {
     if (!root.isConnected || root.clientWidth === 0) return;
     root.classList.toggle("dark", dark());
-    root.classList.toggle("narrow", root.clientWidth < NARROW); // of the pane, not of the window
+    root.classList.toggle("narrow", root.clientWidth < NARROW); // the width of the pane, not of the window
     const { state, points, step } = story;
     const last = points[points.length - 1];
     const unit = state?.unit || "tokens";
@@ -177,8 +177,8 @@ export function view(el, story, ask) {
   }
 
   function drawStep(step) {
-    const there = PARTS.filter((_, i) => step.ranks.some((row) => row[2 + i] > 0)); // no legend for what is not drawn
-    const whole = step.ranks.reduce((sum, row) => sum + row[1], 0); // the shares of all ranks together, as in the sentence above
+    const there = PARTS.filter((_, i) => step.ranks.some((row) => row[2 + i] > 0)); // no legend for parts that are not drawn
+    const whole = step.ranks.reduce((sum, row) => sum + row[1], 0); // for the shares of all ranks together, as in the sentence above
     const share = (part) => step.ranks.reduce((sum, row) => sum + row[2 + PARTS.indexOf(part)], 0) / whole;
     $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), Object.fromEntries(there.map((part) => [part, `${SPOKEN[part]} ${Math.round(100 * share(part))} %`])));
     $("at").textContent = step.of;
@@ -219,7 +219,7 @@ export function view(el, story, ask) {
     if (step.health) $("health").replaceChildren(...healthRows(step.health));
   }
 
-  // The largest parts of the peak of one rank: the one that was clicked, or the fullest.
+  // The largest parts of the memory peak of one rank: the clicked one, or the fullest.
   function drawModules(memory) {
     const { colours, words, tick } = memoryLegend(memory);
     $("memorylegend").innerHTML = swatches(colours, words) + (tick ? '<span><b class="tick"></b>formula, at rest</span>' : "");
@@ -248,7 +248,7 @@ export function view(el, story, ask) {
   const redraw = () => draw();
   const theme = new MutationObserver(redraw);
   for (const node of [document.body, document.documentElement]) theme.observe(node, { attributes: true, attributeFilter: ["class", "data-jp-theme-light", "data-theme"] });
-  const system = window.matchMedia("(prefers-color-scheme: dark)"); // where the page has no theme of its own
+  const system = window.matchMedia("(prefers-color-scheme: dark)"); // if the page has no theme of its own
   system.addEventListener("change", redraw);
   const size = new ResizeObserver(redraw);
   size.observe(root);
@@ -264,7 +264,7 @@ export function view(el, story, ask) {
   };
 }
 
-// Options [value, words] of a select; one that a person has open stays as it is.
+// Fills a select with options [value, text]. A select that the user has open keeps its value.
 function fill(select, options, value) {
   const words = options.map(([one]) => one).join("\n");
   if (select.dataset.words !== words) {
@@ -274,7 +274,7 @@ function fill(select, options, value) {
   if (document.activeElement !== select) select.value = value;
 }
 
-/** Bytes of a step within nodes and between them, beside the formula. */
+/** Returns the bytes of a step between and within nodes, and the predicted bytes, as text. */
 function betweenNodes(nodes) {
   if (!nodes) return "";
   const formula = nodes.formula === null ? "" : `, ${bytes(nodes.formula)} by the formula`;
@@ -287,7 +287,7 @@ function foot(step) {
   return `Measured, unless modelled, planned or formula is said. Measuring itself took ${seconds(step.own)}${step.seconds ? ` (${percent(step.own / step.seconds)} of the step)` : ""} on each rank${lost}${missing}.`;
 }
 
-// One story per widget, however many views it has. By its key: each call is given another stand-in for the model.
+// One story per widget, for all its views. The map uses a key, because each call gets another proxy of the model.
 const stories = new Map();
 
 export const widget = {
@@ -307,7 +307,7 @@ export const widget = {
   },
 };
 
-// A page that stands still: everything is there.
+// Draws a saved page, which has all data.
 export function show(el, data) {
   const story = new Story();
   Object.assign(story, { state: data.state, points: data.points.map((point) => point.map((value) => value ?? NaN)), events: data.events, strategies: data.strategies, step: data.step });

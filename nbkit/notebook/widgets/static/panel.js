@@ -1,8 +1,8 @@
-// The strategy panel. Python tells what is (`job`: changes with the strategy, `pulse`: with every look, `note`); what the
-// user is about to choose lives here alone, so that two panels on one cluster agree on what is and nothing else.
+// The strategy panel. Python sends the state: `job`, which changes with the strategy, `pulse`, which changes all the time,
+// and `note`. The user's unfinished choice is stored only here, so that two panels of a cluster share only the state.
 //
-// While the pointer is over the table or the picture, nothing there moves: news changes the figures in place, and a new
-// order waits until the pointer leaves.
+// While the pointer is over the table or the picture, nothing there moves: figures change in place, and a new order of
+// the rows waits until the pointer leaves.
 
 import { FAMILIES, bytes, seconds, ticks } from "./paint.js";
 
@@ -12,7 +12,7 @@ const KEYS = [
   ["measure", "Measure all that fit", "", "measure"],
   ["undo", "Undo", "", "undo"],
 ];
-// Key of a row, name of the column, whose figure it is, what it means.
+// Key of a row, title of the column, subtitle, explanation.
 const COLUMNS = [
   ["memory", "memory", "at rest,\nfullest rank", "What the fullest rank holds between steps: weights, gradients, optimizer state and buffers. Paler: while the switch is made."],
   ["peak", "peak", "in a step,\nfullest rank", "What the fullest rank holds at the highest moment of a step, as counted in a step. ≈: predicted."],
@@ -24,7 +24,7 @@ const COLUMNS = [
   ["pause", "pause", "predicted", "The predicted time without a step while the switch is made."],
   ["payback", "pays back", "after", "After this many steps the faster step has made up for the pause. Within noise: the intervals of both steps overlap, so nobody can say."],
 ];
-const LOOSE = { before: "before blocks", after: "after blocks" }; // what is in no block
+const LOOSE = { before: "before blocks", after: "after blocks" }; // parameters outside of blocks
 const UNTOLD = "The model has not been examined for this strategy.";
 const UNKNOWN = "This job has not measured it yet. Try 10 steps measures it.";
 const READ_PICTURE = "● measured  ○ predicted  ◎ runs now. Dashed line: no other strategy needs less memory and less time.";
@@ -39,7 +39,7 @@ const UNHEARD =
   "The kernel has not received this click, because a cell is running. The click acts when the cell ends. " +
   "A training started with %%distributed --detach reacts at once.";
 
-// Python lets hear of itself every other second, whatever cells run; a page that loads, or was saved, is given longer.
+// Python sends a message every other second, even during a cell. A page that is loading gets more time.
 const SILENT_MS = 6000;
 const FIRST_MS = 30000;
 
@@ -50,10 +50,10 @@ function make(tag, className, text) {
   return element;
 }
 
-// Enter with Shift, Ctrl, Alt or Meta runs a cell where we are shown; Enter also ends the composition of a word.
+// In a notebook, Enter with Shift, Ctrl, Alt or Meta runs a cell. Enter also ends the composition of a word.
 const modified = (event) =>
   event.shiftKey || event.ctrlKey || event.altKey || event.metaKey || event.isComposing || event.keyCode === 229;
-const plain = (event) => !modified(event) && !event.repeat; // a key that is held down is pressed once
+const plain = (event) => !modified(event) && !event.repeat; // a held key counts once
 
 function titled(words, ...content) {
   const box = make("div", "box");
@@ -77,12 +77,12 @@ function render({ model, el }) {
   const root = make("div", "nbkit-panel");
   root.dataset.lmSuppressShortcuts = "true"; // typing here must not run commands of the notebook
   const head = make("div", "head");
-  const headline = make("span", "headline"); // no live region: it changes with every step
+  const headline = make("span", "headline"); // not a live region, because it changes with every step
   const name = make("span", "name");
   head.append(make("span", "dot"), headline, name);
   for (const kind of ["keydown", "keyup"]) {
     root.addEventListener(kind, (event) => {
-      // A button that was clicked keeps the focus, and the browser lets any Enter and any space press it again.
+      // A clicked button keeps the focus, and the browser would press it again for any Enter or space.
       const presses = event.key === "Enter" || event.key === " ";
       if (presses && event.target.tagName === "BUTTON" && !plain(event)) event.preventDefault();
     });
@@ -131,17 +131,17 @@ function render({ model, el }) {
   root.append(head, body, told, note);
   el.append(root);
 
-  let draft = null; // the strategy that the user looks at; null: the one in force
-  let verdict = null; // what Python says of a draft that is in no row
-  let shown = ""; // the outcome that is on the page
-  const unheard = new Set(); // presses of buttons in this page
-  let silent = false; // nothing comes from the kernel any more
+  let draft = null; // the strategy that the user considers; null: the current one
+  let verdict = null; // Python's answer for a draft that is in no row
+  let shown = ""; // the outcome on the page
+  const unheard = new Set(); // clicks in this page that the kernel has not confirmed
+  let silent = false; // the kernel sends nothing any more
   let patience = setTimeout(fallSilent, FIRST_MS);
 
   const job = () => model.get("job");
   const pulse = () => model.get("pulse");
   const rowOf = (text) => (job().rows ?? []).find((row) => row.strategy === text);
-  const open = (row) => row.ok || row.untried; // what was not tried yet is tried when it is chosen
+  const open = (row) => row.ok || row.untried; // an unexamined strategy is examined when it is chosen
   const candidate = () => (draft === null ? undefined : rowOf(draft) ?? rowOf(verdict?.strategy) ?? verdict?.row);
 
   function press(action) {
@@ -203,7 +203,7 @@ function render({ model, el }) {
     look(strategy);
   }
 
-  // What is ---------------------------------------------------------------------------------------------------------
+  // The state --------------------------------------------------------------------------------------------------------
 
   function drawPulse() {
     const { phase, headline: words, asked, results: outcomes = [] } = pulse();
@@ -219,7 +219,7 @@ function render({ model, el }) {
 
   function drawTold(outcome) {
     const words = JSON.stringify(outcome ?? null);
-    if (words === shown) return; // what is drawn again is read out again
+    if (words === shown) return; // do not draw it again: a screen reader would read it again
     shown = words;
     told.replaceChildren();
     if (!outcome) return;
@@ -258,7 +258,7 @@ function render({ model, el }) {
       draft = verdict = null;
       if (input.value !== job().strategy) input.value = job().strategy;
     } else if (verdict?.row) {
-      model.send({ do: "check", strategy: verdict.text }); // its figures are of the strategy before, or of older steps
+      model.send({ do: "check", strategy: verdict.text }); // its figures are for the previous strategy, or for older steps
     }
     drawRows();
     drawChoice();
@@ -267,7 +267,7 @@ function render({ model, el }) {
 
   // The table and the picture stay as they are under the pointer.
   let over = false;
-  let held = false; // a new order waits
+  let held = false; // true if a new order waits
   for (const place of [rows, picture]) {
     place.addEventListener("pointerenter", () => { over = true; });
     place.addEventListener("pointerleave", () => {
@@ -278,7 +278,7 @@ function render({ model, el }) {
     });
   }
 
-  // What could be ---------------------------------------------------------------------------------------------------
+  // The choice ---------------------------------------------------------------------------------------------------
 
   function drawChoice() {
     const row = candidate();
@@ -305,7 +305,7 @@ function render({ model, el }) {
   function drawGrid(ghost) {
     const { ranks, blocks, held, family, legend, nodes } = job();
     const part = (of, rank, place) => of?.rows[of.ranks[rank]]?.[place] ?? 0;
-    const begins = (rank) => rank > 0 && nodes[rank] !== nodes[rank - 1]; // another node than the rank before
+    const begins = (rank) => rank > 0 && nodes[rank] !== nodes[rank - 1]; // on another node than the rank before
     const several = nodes.some((node) => node !== nodes[0]);
     const width = Math.max(5, Math.min(40, Math.floor(264 / ranks)));
     const every = width >= 18 ? 1 : width >= 12 ? 4 : 8;
@@ -377,12 +377,12 @@ function render({ model, el }) {
   // The table ---------------------------------------------------------------------------------------------------------
 
   const list = make("tbody");
-  const drawn = new WeakMap(); // row of the table -> what it shows
-  const only = new Set(); // families that are shown; empty: all
+  const drawn = new WeakMap(); // row of the table -> its content
+  const only = new Set(); // shown families; empty: all
   let sorting = null; // [key of a column, 1 or -1]; null: the fixed order
-  let columns = []; // those that are shown
+  let columns = []; // the shown columns
 
-  // Every row that the table may have, in the fixed order.
+  // All possible rows of the table, in the fixed order.
   const everyRow = () => (verdict?.row && !rowOf(verdict.strategy) ? [verdict.row, ...job().rows] : job().rows);
   const filtered = () => everyRow().filter((row) => !only.size || only.has(row.family));
   const standing = (row) => (row.ok ? 0 : row.untried ? 1 : 2);
@@ -426,7 +426,7 @@ function render({ model, el }) {
     markHeads();
   }
 
-  // Least first, then most first, then the fixed order.
+  // Each click changes the order: ascending, descending, fixed.
   function sortBy(key) {
     if (!key || (sorting?.[0] === key && sorting[1] < 0)) sorting = null;
     else sorting = [key, sorting?.[0] === key ? -1 : 1];
@@ -469,7 +469,7 @@ function render({ model, el }) {
     if (focused) chips.querySelector(`[data-family="${focused}"]`)?.focus();
   }
 
-  // now: the user has asked for another order, so the rows may move under the pointer.
+  // now: the user has requested another order, so rows may move under the pointer.
   function drawRows(now = false) {
     drawHeads();
     const before = new Map([...list.children].map((line) => [line.dataset.strategy, line]));
@@ -501,7 +501,7 @@ function render({ model, el }) {
     }
   }
 
-  // What is not known is said here, once.
+  // Lists the unknown figures once, here.
   function drawWords() {
     const all = job().rows;
     const unexamined = all.filter((row) => row.untried).length;
@@ -569,7 +569,7 @@ function render({ model, el }) {
     return cell;
   }
 
-  // An option is read out as one text: each figure with the name of its column.
+  // Screen readers read an option as one text: each figure with the name of its column.
   function spoken(row) {
     const name = [row.label, row.label === row.strategy ? "" : row.strategy, row.recommended ? "recommended" : "", row.current ? "in force" : ""];
     const figures = COLUMNS.map(([key, column]) => {
@@ -580,7 +580,7 @@ function render({ model, el }) {
     return [...name, ...(row.ok ? figures : [row.why])].filter(Boolean).join(", ");
   }
 
-  // At once: the button of the mouse may be let go elsewhere.
+  // Choose on press too, because the mouse button may be released elsewhere.
   for (const kind of ["mousedown", "click"]) {
     list.addEventListener(kind, (event) => {
       const line = event.target.closest("tr");
@@ -588,7 +588,7 @@ function render({ model, el }) {
     });
   }
 
-  // Arrows go from option to option of a list, and choose.
+  // Arrow keys move through the options of a list, and choose.
   function steer(event, options, before, after) {
     const at = options.indexOf(event.target);
     if (at < 0) return;
@@ -598,8 +598,8 @@ function render({ model, el }) {
       choose(options[to].dataset.strategy);
       options[to].focus();
     } else if (event.key === "Enter" && plain(event) && !buttons.switch.disabled) {
-      // An option is only chosen: where we are shown, Enter is what begins to edit a cell.
-      event.preventDefault(); // or the browser presses the button that has the focus then
+      // Enter only chooses an option. In a notebook it would begin to edit a cell.
+      event.preventDefault(); // otherwise the browser presses the button that then has the focus
       buttons.switch.focus();
     }
     event.stopPropagation();
@@ -612,10 +612,10 @@ function render({ model, el }) {
   const WIDE = 380;
   const HIGH = 250;
   const BOX = { left: 50, right: WIDE - 14, top: 14, bottom: HIGH - 34 };
-  const BAND = 22; // for those whose step time is not known
+  const BAND = 22; // for strategies with an unknown step time
   let dots = []; // {row, x, y} in the units of the picture
 
-  // From a value to a share of the axis: linear from 0, or by factors where values are far apart.
+  // Maps a value to a share of the axis: linear from 0, or logarithmic if values are far apart.
   function scaleOf(values) {
     const [low, high] = [Math.min(...values), Math.max(...values)];
     if (!(low > 0) || high / low < 15) {
@@ -680,7 +680,7 @@ function render({ model, el }) {
       const { low, high } = dot.row.values;
       if (low && high) axes.append(tinted(shape("line", { x1: dot.x, x2: dot.x, y1: y(low), y2: y(high), class: "interval" }), dot.row.family));
     }
-    // What matters most is drawn last, and keys go from left to right.
+    // Important dots are drawn last, on top. Arrow keys go from left to right.
     const weight = ({ row }) => row.current * 4 + row.recommended * 2 + best.some((one) => one.row === row);
     dots.sort((a, b) => a.x - b.x || a.y - b.y);
     for (const dot of dots) svg.append(pointOf(dot));
@@ -701,7 +701,7 @@ function render({ model, el }) {
     return point;
   }
 
-  // Names beside dots, where there is room for them.
+  // Draws names beside dots if there is room.
   function label(named, into) {
     const taken = dots.map((dot) => [dot.x - 6, dot.y - 6, 12, 12]);
     for (const { row, x, y } of named) {
@@ -744,7 +744,7 @@ function render({ model, el }) {
     }
     if (draft !== null && message.checked?.text === (verdict?.row?.strategy === draft ? verdict.text : draft)) {
       const row = verdict?.strategy === message.checked.strategy ? verdict.row : undefined;
-      verdict = { row, ...message.checked }; // the first word on it comes without
+      verdict = { row, ...message.checked }; // the first answer comes without a row
       if (verdict.row) drawRows(true);
       drawChoice();
     }

@@ -1,5 +1,5 @@
-// A question of a lesson. The page sends {lock: guess}, and Python answers with the trait `answer`. What the reader has
-// not locked yet lives here alone.
+// A question of a lesson. The page sends {lock: guess}, and Python answers with the trait `answer`. A guess that is
+// not locked yet is stored only here.
 
 const UNHEARD_MS = 3000;
 let forms = 0;
@@ -18,7 +18,7 @@ function input(type, attributes) {
   return element;
 }
 
-// A slider has 200 places, on round numbers: 0 to 8 goes by 0.05.
+// A slider has about 200 positions at round numbers: for 0 to 8 the step is 0.05.
 function stepOf(low, high) {
   const rough = (high - low) / 200;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -114,7 +114,7 @@ function render({ model, el }) {
     else send(guess);
   }
   lock.addEventListener("click", take);
-  // Not by a submit: JupyterLab takes Enter for itself. Enter with Shift, Ctrl, Alt or Meta runs a cell there.
+  // Not with a submit event, because JupyterLab handles Enter. There, Enter with Shift, Ctrl, Alt or Meta runs a cell.
   fields.line.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.ctrlKey || event.altKey || event.metaKey || event.isComposing) return;
     event.preventDefault();

@@ -1,4 +1,4 @@
-// The pictures along an axis: a run over time, one bar per rank, memory per rank, several runs.
+// Charts along an axis: a run over time, a bar per rank, memory per rank, several runs.
 
 import { COLOURS, MEMORY, MEMORY_WORDS, PARTS, SPOKEN, FAMILIES, alarm, bytes, faint, familyOf, ink, lateWords, number, paper, percent, rule, seconds, ticks } from "./paint.js";
 
@@ -12,9 +12,9 @@ function axis(picture, top, y0, y1, spoken) {
   }
 }
 
-// points: as the server's timeline has them. chosen: the step that is shown below. other: {run, points} of a run that is
-// laid over it as a line of its seconds a step. window: only so many of the newest steps; 0: all. A point may be the mean
-// of several, of which some are older. unit: what the rate counts.
+// points: from the server's timeline. chosen: the step that is shown below. other: {run, points} of a second run, whose
+// seconds per step are drawn as a line. window: show only this many of the newest steps; 0: all. A point may be the mean
+// of several steps, some of them older. unit: the unit of the rate.
 export function drawTimeline(picture, points, events, { window: only, chosen, other, unit, pick }) {
   const oldest = only && points.length ? points[points.length - 1][0] - only : 0;
   const shown = points.filter((p) => p[0] > oldest);
@@ -25,11 +25,11 @@ export function drawTimeline(picture, points, events, { window: only, chosen, ot
     return;
   }
   const [y0, y1] = [34, 196];
-  const first = Math.max(shown[0][0] - shown[0][1], oldest); // steps before the first one that is shown
+  const first = Math.max(shown[0][0] - shown[0][1], oldest); // number of steps before the first shown one
   const last = shown[shown.length - 1][0];
   picture.canvas.dataset.first = first + 1;
   const x = (step) => LEFT + ((width - LEFT - 10) * Math.max(step - first, 0)) / Math.max(last - first, 1);
-  // A first step of compilation must not flatten all the others.
+  // A slow first step, such as with compilation, must not flatten all the others.
   const beside = other.points.filter((p) => p[0] > first && p[0] - p[1] < last);
   picture.canvas.dataset.other = beside.length;
   const sorted = [...shown, ...beside].map((p) => p[2]).sort((a, b) => a - b);
@@ -49,7 +49,7 @@ export function drawTimeline(picture, points, events, { window: only, chosen, ot
       picture.box(x0, y - h, Math.max(x1 - x0, 1), h, COLOURS[PARTS[i]]);
       y -= h;
     }
-    if (point[2] > top) picture.words("▲", (x0 + x1) / 2, y0 + 5, { align: "center", colour: ink() }); // it goes on above
+    if (point[2] > top) picture.words("▲", (x0 + x1) / 2, y0 + 5, { align: "center", colour: ink() }); // the bar is cut off
     const text = () => [
       point[2] > top ? "▲ longer than the picture is high" : "",
       point[1] > 1 ? `steps ${point[0] - point[1] + 1} to ${point[0]}, mean` : `step ${point[0]}`,
@@ -83,7 +83,7 @@ function drawOther(picture, points, x, y) {
   }
 }
 
-// A strip below, coloured by strategy.
+// Draws a strip below the chart, colored by strategy.
 function drawChanges(picture, shown, x, y1) {
   const names = [...new Set(shown.map((p) => p[p.length - 1]))];
   picture.canvas.dataset.strategies = names.filter(Boolean).length;
@@ -93,7 +93,7 @@ function drawChanges(picture, shown, x, y1) {
     if (i < shown.length && shown[i][shown[i].length - 1] === name) continue;
     const [x0, x1] = [x(shown[start][0] - shown[start][1]), x(shown[i - 1][0])];
     if (name) {
-      picture.box(x0, y1 + 3, Math.max(x1 - x0 - 1, 1), 5, FAMILIES[familyOf(name)]); // a gap: both may be of one family
+      picture.box(x0, y1 + 3, Math.max(x1 - x0 - 1, 1), 5, FAMILIES[familyOf(name)]); // with a gap, because both may be of one family
       const [from, to] = [shown[start][0] - shown[start][1] + 1, shown[i - 1][0]];
       picture.spot(x0, y1, x1 - x0, 10, () => `${name}\nsteps ${from} to ${to}`);
     }
@@ -101,9 +101,9 @@ function drawChanges(picture, shown, x, y1) {
   }
 }
 
-const SIGNS = { run_started: "▸", run_stopped: "■" }; // others bring theirs: nbkit/records/event_words.py
+const SIGNS = { run_started: "▸", run_stopped: "■" }; // other events have their own sign: nbkit/records/event_words.py
 
-// begun: the strategy at the left end. It is named where there is room for it before the next event.
+// begun: the strategy at the left end. It is named if there is room before the next event.
 function drawEvents(picture, events, begun, x, y0, y1) {
   picture.canvas.dataset.events = events.map((e) => e.kind).join(" ");
   let free = 0;
@@ -126,7 +126,7 @@ function drawEvents(picture, events, begun, x, y0, y1) {
   }
 }
 
-// One bar per rank on a common axis; many ranks make thin ones.
+// Draws a bar per rank on a common axis. With many ranks the bars are thin.
 export function drawBars(picture, ranks, late) {
   const many = ranks.length > 16;
   const row = many ? Math.max(5, Math.min(14, Math.floor(420 / ranks.length))) : 24;
@@ -165,8 +165,8 @@ export function drawBars(picture, ranks, late) {
   });
 }
 
-// rows: of the ranks. Where the parts of the peak are known, a bar is the peak by kind, and a thin bar below is what was
-// planned; else it is what is held between two steps, and the rest of the peak. pick: called with a rank that is clicked.
+// rows: one for each rank. If the parts of the peak are known, a bar shows the peak by kind, and a thin bar below shows the
+// planned peak. Otherwise it shows the memory between two steps, and the rest of the peak. pick: called with a clicked rank.
 export function drawMemory(picture, rows, pick = null) {
   const many = rows.length > 16;
   const planned = !many && rows.some((r) => r.planned);
@@ -174,7 +174,7 @@ export function drawMemory(picture, rows, pick = null) {
   const width = picture.begin(rows.length * row + 30);
   picture.canvas.dataset.rows = rows.length;
   if (!rows.length) return;
-  const whole = (r) => (r.formula ? sumOf(r.formula) : 0); // at rest, by formula
+  const whole = (r) => (r.formula ? sumOf(r.formula) : 0); // predicted memory between two steps
   const top = Math.max(...rows.map((r) => Math.max(r.peak ?? r.at_rest, whole(r), sumOf(r.planned ?? []))), 1);
   const x = (value) => LEFT + ((width - (many ? 20 : 180) - LEFT) * value) / top;
   const bottom = rows.length * row + 8;
@@ -203,7 +203,7 @@ export function drawMemory(picture, rows, pick = null) {
   });
 }
 
-// The kinds that a legend names, {kind: colour} and their words; and whether the tick of the formula is drawn.
+// Returns the legend: {kind: color}, the words of kinds, and whether the tick of the formula is drawn.
 export function memoryLegend(rows) {
   const kinds = Object.keys(MEMORY).filter((kind) => rows.some((r) => (r.kinds ?? r)[kind]));
   return {
@@ -217,7 +217,7 @@ const PLANNED = ["parameters", "gradients", "optimizer", "activations", "working
 const named = (planned) => Object.fromEntries(PLANNED.map((kind, i) => [kind, planned[i]]));
 const sumOf = (values) => values.reduce((sum, value) => sum + value, 0);
 
-// Draws kinds beside each other, and returns their sum.
+// Draws the kinds side by side. Returns their sum.
 function stack(picture, x, y, high, of) {
   let at = 0;
   for (const kind of Object.keys(MEMORY)) {
@@ -243,7 +243,7 @@ function memoryText(r) {
   ].filter(Boolean).join("\n");
 }
 
-// Memory is counted seldom, and maybe under another strategy. The growth of a process is written as text, because it is not the peak of a step.
+// Memory is counted seldom, maybe under another strategy. The growth of a process is text, as it is not part of a peak.
 export function memoryNote(rows, strategy) {
   if (!rows.length) return "not counted yet";
   const [{ step, strategy: under }] = rows;
@@ -251,7 +251,7 @@ export function memoryNote(rows, strategy) {
   return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", grown > 0 ? `a process has grown by ${bytes(grown)} since before the job, at most` : ""].filter(Boolean).join("; ");
 }
 
-// One bar for each run, on a common axis of seconds a step.
+// Draws a bar for a run, on a common axis of seconds per step.
 export function drawRun(picture, run, top) {
   const width = picture.begin(16);
   if (!run.seconds) return;

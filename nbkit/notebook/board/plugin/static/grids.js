@@ -1,8 +1,8 @@
-// The pictures of two dimensions: who sends what to whom, and the inside of a step.
+// Charts with two dimensions: the traffic between ranks, and the inside of a step.
 
 import { COLOURS, PASSES, bytes, faint, ink, paper, percent, rule, seconds, shade, ticks } from "./paint.js";
 
-// traffic: {world, sent, modelled} with [from, to, bytes]; hosts: of each rank, for the borders of nodes.
+// traffic: {world, sent, modelled} with rows of [from, to, bytes]. hosts: the host of each rank, to draw borders of nodes.
 export function drawTraffic(picture, traffic, hosts) {
   const n = traffic.world;
   const left = 64;
@@ -53,7 +53,7 @@ export function drawTraffic(picture, traffic, hosts) {
 const KINDS = { ...PASSES, I: PASSES.B };
 const NAMES = { F: "forward", B: "backward", I: "backward, input", W: "backward, weights" };
 
-// until: seconds to which a rank is there; span: those of the whole width.
+// until: seconds at which the rows end. span: seconds of the whole width.
 function drawRows(picture, rows, ranks, until, span, top, height, colour, text, label) {
   const left = 58;
   const x = (t) => left + ((picture.width - left - 10) * t) / span;
@@ -101,7 +101,7 @@ export function drawMoments(picture, moments) {
   }
   const planned = moments.planned;
   picture.begin((planned ? block + 30 : 0) + block + 46);
-  // One scale for both, so that longer is slower.
+  // Both have the same scale, so that longer means slower.
   const span = Math.max(moments.measured_span, planned ? moments.planned_span : 0) || 1;
   const colour = (one) => KINDS[one[0]];
   const label = (one) => `${one[2]}`;

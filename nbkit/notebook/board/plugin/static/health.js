@@ -1,4 +1,4 @@
-// How ranks and hosts were when they were seen last, in small words; a GPU whose clocks are lowered stands out.
+// The last known state of ranks and hosts, as a table. Slowed GPUs are highlighted.
 
 import { bytes, percent } from "./paint.js";
 

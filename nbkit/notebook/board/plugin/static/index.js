@@ -1,4 +1,4 @@
-// The tab "Communication": asks each second for what is new, and draws the run, and one step of it.
+// The tab "Communication": requests new data each second, and draws the run and one of its steps.
 
 import { drawBars, drawMemory, drawTimeline, memoryLegend, memoryNote } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
@@ -80,7 +80,7 @@ function listen() {
   window.addEventListener("resize", draw);
 }
 
-// TensorBoard's own switch where there is one, else the browser's wish.
+// TensorBoard's own setting if there is one, else the browser's.
 function watchTheme() {
   let above = null;
   try { above = window.parent !== window ? window.parent.document.body : null; } catch { above = null; }
@@ -94,7 +94,7 @@ function watchTheme() {
   set();
 }
 
-// A TensorBoard that nbkit did not start has the tab, but not the script that makes the other tabs follow.
+// A TensorBoard that nbkit did not start has this tab, but not the script that refreshes the other tabs.
 function keepNeighboursLive() {
   try {
     const page = window.parent.document;
@@ -104,7 +104,7 @@ function keepNeighboursLive() {
     script.src = "data/plugin/communication/static/live.js";
     page.body.append(script);
   } catch {
-    // The page around this one is somebody else's.
+    // The surrounding page has another origin.
   }
 }
 
@@ -169,7 +169,7 @@ async function fetchStep(step) {
 }
 
 function draw() {
-  if (!pictures.timeline || document.body.clientWidth === 0) return; // another tab is in front
+  if (!pictures.timeline || document.body.clientWidth === 0) return; // another tab is shown
   show();
   const nothing = state.points.length === 0;
   $("main").hidden = nothing;
@@ -178,7 +178,7 @@ function draw() {
     ? "No run with records yet. They appear here by themselves as soon as a Trainer or nbkit.prepare trains into this log directory."
     : `${state.run} has no finished step yet.`;
   if (nothing) return;
-  const there = PARTS.filter((_, i) => state.points.some((point) => point[3 + i] > 0)); // no legend for what is not drawn
+  const there = PARTS.filter((_, i) => state.points.some((point) => point[3 + i] > 0)); // no legend for parts that are not drawn
   $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), SPOKEN);
   $("families").innerHTML = `strategy: ${swatches(familiesOf(state.points.map((point) => point[point.length - 1])), {})}`;
   drawTimeline(pictures.timeline, state.points, state.events, { window: state.only, chosen: state.step?.asked ?? 0, other: state.other, unit: state.runs.find((run) => run.name === state.run)?.unit ?? "tokens", pick });
@@ -188,7 +188,7 @@ function draw() {
   if (!step?.ranks) return;
   drawBars(pictures.bars, step.ranks, step.late);
   if (step.traffic) drawTraffic(pictures.traffic, step.traffic, step.hosts);
-  $("exact").style.background = shade(1, "blue"); // as the theme has it
+  $("exact").style.background = shade(1, "blue"); // depends on the theme
   $("modelled").style.background = shade(1, "orange");
   $("nodes").textContent = new Set(step.hosts).size > 1 ? " · lines: borders of nodes" : "";
   drawTable(step);
@@ -201,7 +201,7 @@ function draw() {
   $("memorynote").textContent = memoryNote(step.memory || [], step.strategy);
 }
 
-// Everything that is text.
+// Updates all text.
 function show() {
   const { step } = state;
   fill($("run"), state.runs.map((run) => run.name), state.run);

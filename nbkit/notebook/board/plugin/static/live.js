@@ -1,5 +1,5 @@
-// TensorBoard's own tabs do not follow a training by themselves, and their settings allow no less than 30 seconds.
-// This runs beside them, in the page of a TensorBoard that nbkit started: when a run has grown, it presses "reload".
+// TensorBoard's own tabs refresh at most every 30 seconds, and only if the user enables it. In a TensorBoard that nbkit
+// started, this script presses "reload" when a run has new data.
 
 const EVERY_MS = 2000;
 
@@ -11,14 +11,14 @@ async function look() {
   try {
     const answer = await (await fetch("./data/plugin/communication/newest")).json();
     const button = document.querySelector("app-header-reload button, .reload-button");
-    // Once more after the last change: TensorBoard reads files a moment later than they are written.
+    // Reload once more after the last change, because TensorBoard reads files with a delay.
     if (before !== "" && answer.newest !== before) due = 2;
     before = answer.newest;
     if (due === 0 || button === null || button.disabled || button.classList.contains("loading")) return;
     due -= 1;
     button.click();
   } catch {
-    // TensorBoard has ended, or this is another one.
+    // TensorBoard has ended, or another one uses its port.
   }
 }
 

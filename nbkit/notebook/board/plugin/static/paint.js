@@ -1,22 +1,22 @@
-// A canvas that knows what lies where: every drawn thing may have a text that is shown under the pointer.
+// A canvas whose drawn objects can have a tooltip.
 
 export const PARTS = ["compute", "exposed", "waiting", "bubble", "data", "optimizer", "other"];
 export const SPOKEN = {
   compute: "compute", exposed: "exposed communication", waiting: "waiting for peers", bubble: "pipeline bubble",
   data: "data", optimizer: "optimizer", other: "other", nbkit: "nbkit examines strategies",
 };
-// One meaning for each colour; all in a set are told apart by readers with each kind of colour blindness, on light and
-// dark ground (tests/notebook/widgets/test_colours.py).
+// Each color has one meaning. Readers with any kind of color blindness can distinguish the colors of a set, on a light and
+// a dark background (tests/notebook/widgets/test_colours.py).
 export const COLOURS = {
   compute: "#4d718f", exposed: "#e15759", waiting: "#f2a33c", bubble: "#d6c5aa", data: "#55a190",
   optimizer: "#9d6cd9", other: "#9cafc9",
 };
-// The passes of a pipeline: forward is the colour of compute; on the ground of a rank that idles.
+// The passes of a pipeline, drawn on the background of an idle rank. Forward has the color of compute.
 export const PASSES = { F: "#4d718f", B: "#2840a0", W: "#b6e1b1" };
 export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", activations: "#cbbdb7", buckets: "#3c5fd7", working: "#9bdae7", other: "#7d7d7c" };
 export const MEMORY_WORDS = { optimizer: "optimizer state", activations: "activations", buckets: "sent, received, gathered", working: "working memory", other: "not counted" };
-// A strategy has the color of its family in every view: how it divides the model. Python reads these lines too
-// (nbkit/notebook/widgets/javascript.py).
+// A strategy has the color of its family in every view. The family is the way in which it divides the model. Python reads
+// these lines too (nbkit/notebook/widgets/javascript.py).
 export const FAMILIES = { dp: "#2478ef", zero: "#31b98d", tp: "#cf4b27", pp: "#ae9bd3", cp: "#ca9e15", mixed: "#8d6b97" };
 
 // The same rule as family_of in nbkit/notebook/widgets/panel/view.py.
@@ -26,13 +26,13 @@ export function familyOf(strategy) {
   return axes.length > 1 ? "mixed" : axes[0] ?? (keys.includes("zero") ? "zero" : "dp");
 }
 
-// The families of these strategies, for a legend.
+// Returns the families of the strategies, for a legend.
 export const familiesOf = (strategies) => {
   const used = new Set(strategies.filter(Boolean).map(familyOf));
   return Object.fromEntries(Object.entries(FAMILIES).filter(([name]) => used.has(name)));
 };
 
-// Black or white, whichever can be read on this color.
+// Returns black or white, whichever is readable on this color.
 export function inkOn(colour) {
   const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19 ? "#16181c" : "#ffffff";
@@ -45,11 +45,11 @@ export const rule = () => (dark() ? "#3c434d" : "#dfe3e8");
 export const alarm = () => (dark() ? "#ff8a8a" : "#c3393f"); // a failure, a late rank
 export const paper = () => (dark() ? "#23272e" : "#ffffff");
 
-// Why a rank is late.
+// Returns why a rank is late.
 export const lateWords = ({ cause, seconds: longer }) => (cause === "nbkit"
   ? `nbkit examines strategies on it, which takes ${seconds(longer)}` : `its ${SPOKEN[cause]} takes ${seconds(longer)} longer than elsewhere`);
 
-// The same formats as nbkit/figures.py: a number looks alike wherever it is shown.
+// The same formats as in nbkit/figures.py, so that a number looks the same everywhere.
 const three = (value) => `${+value.toPrecision(3)}`;
 
 export function seconds(value) {
@@ -78,7 +78,7 @@ export function showTip(text, event) {
     tip = document.createElement("div");
     tip.className = "tip";
   }
-  const home = document.fullscreenElement || document.body; // on a full screen nothing else is seen
+  const home = document.fullscreenElement || document.body; // in full screen only this element is visible
   if (tip.parentNode !== home) home.append(tip);
   tip.hidden = !text;
   if (!text) return;
@@ -95,7 +95,7 @@ export class Picture {
     this.canvas.setAttribute("aria-label", label);
     host.append(this.canvas);
     this.spots = [];
-    this.over = null; // the last event of a pointer that is above the canvas
+    this.over = null; // the last event of the pointer over the canvas
     this.canvas.addEventListener("mousemove", (event) => {
       const spot = this.at(event);
       this.over = event;
@@ -109,7 +109,7 @@ export class Picture {
     });
   }
 
-  // Begin anew, this high; returns the width there is.
+  // Clears the canvas and sets its height. Returns its width.
   begin(height) {
     const width = Math.max(200, this.canvas.parentElement.clientWidth);
     const ratio = window.devicePixelRatio || 1;
@@ -122,7 +122,7 @@ export class Picture {
     this.width = width;
     this.height = height;
     this.spots = [];
-    // Another thing may lie under the pointer when all is drawn, or nothing.
+    // After the drawing, another object or none may be under the pointer.
     if (this.over) queueMicrotask(() => this.over && showTip(this.at(this.over)?.text(), this.over));
     return width;
   }
@@ -159,7 +159,7 @@ export class Picture {
     this.pen.fillText(text, x, y);
   }
 
-  // What is under the pointer there: text() makes its words, pick is called when it is clicked.
+  // Adds an area with a tooltip. text: returns the tooltip. pick: called on a click.
   spot(x, y, w, h, text, pick = null) {
     this.spots.push({ x, y, w, h, text, pick });
   }
@@ -172,7 +172,7 @@ export class Picture {
   }
 }
 
-// Round values from 0 to at least `top`.
+// Returns round values from 0 to about `top`.
 export function ticks(top, count = 4) {
   if (!(top > 0)) return [0];
   const raw = top / count;
@@ -183,7 +183,7 @@ export function ticks(top, count = 4) {
   return found;
 }
 
-// From the paper's colour to a strong one, for a share from 0 to 1.
+// Returns a color between the background and a strong color, for a share from 0 to 1.
 export function shade(share, hue) {
   const s = share <= 0 ? 0 : 0.12 + 0.88 * Math.sqrt(share);
   const from = dark() ? [35, 39, 46] : [255, 255, 255];

@@ -1,4 +1,4 @@
-// What is read as text in rows and columns.
+// Tables.
 
 import { drawRun } from "./charts.js";
 import { PARTS, Picture, SPOKEN, bytes, number, percent, seconds } from "./paint.js";
@@ -54,10 +54,10 @@ export function drawLateness({ of, rows: those }) {
   if (!those.length) $("lateness").textContent = of ? "Nobody: no rank makes the others wait 5 % of a step." : "Not known: no step of this strategy has been compared yet.";
 }
 
-let bars = []; // of the rows of the table of runs
+let bars = []; // bars in the rows of the table of runs
 
-// choose: called with the name of the run that is clicked. While the runs are the same, only figures change: a row that
-// is made anew under the pointer loses its click.
+// choose: called with the name of a clicked run. While the runs are the same, only figures change, because a row that is
+// replaced under the pointer loses its click.
 export function drawRuns(runs, chosen, choose) {
   const shown = runs.slice(0, 20);
   const top = Math.max(...runs.map((run) => run.seconds || 0), 1e-9);

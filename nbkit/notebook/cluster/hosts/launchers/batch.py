@@ -1,13 +1,14 @@
 """Ranks in jobs of LSF, PBS or Grid Engine: `%cluster start --launcher lsf -n 8 --nodes 2 -- -q gpu -W 4:00`.
 
 Each host is a job of its own with one command, the agent. So the words behind `--`, which go to bsub or qsub, request
-the resources of one host, and nothing depends on how a batch system starts processes on several hosts. The jobs need
-not start together: the cluster starts when the last one runs.
+the resources of one host, and it does not matter how a batch system starts processes on several hosts. The jobs may
+start at different times. The cluster starts when the last one runs.
 
-Other users can see a job's script and its environment. So the agent reads what it has to know from a file in the
-cluster's folder. The hosts have to see that folder.
+Other users can see a job's script and environment. So the agent reads its input from a file in the cluster's folder,
+which the hosts must be able to read.
 
-ipyparallel's launchers for these systems submit jobs too, but they do not poll them, and do not say why one is refused.
+ipyparallel's launchers for these systems submit jobs too, but they do not poll them, and do not show why a job is
+refused.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from nbkit.quoting import path_part, shell_words
 
 _COMMAND_SECONDS = 30.0
 _POLL_SECONDS = 2.0  # between two questions to the batch system
-_UNSEEN_SECONDS = 30.0  # in which a new job may not be listed yet
-_HOSTS_TRIED = 4  # of those that the batch system lists, to find the address that hosts can reach
+_UNSEEN_SECONDS = 30.0  # a new job may be missing from the list for so long
+_HOSTS_TRIED = 4  # of the hosts in the batch system's list, to find an address for them
 
 _State = Literal["pending", "running", "over"]
 
@@ -37,14 +38,15 @@ _State = Literal["pending", "running", "over"]
 class BatchLauncher(Launcher):
     """Submits one job for each host. A subclass describes a batch system.
 
-    title: its name. submit: the command that reads a job's script, up to the job's name. logged: its options for the
-    file of the job's output. number: matches the job's number in its answer. delete: the command that ends jobs.
+    title: its name. submit: the words of the command that submits a script, up to the job's name. logged: the options
+    for the file of the job's output. number: a pattern for the job's number in the command's output. delete: the
+    command that ends jobs.
 
-    status: the command that lists jobs. with_numbers: it takes the jobs' numbers. job: matches a line of its answer,
-    with the number and the state. unknown: matches its error for a job that it has forgotten. waiting, ended: states of
-    jobs; in all others a job runs.
+    status: the command that lists jobs. with_numbers: True if it takes the jobs' numbers. job: a pattern for a line of
+    its output, with number and state. unknown: a pattern for its error about a job that it has forgotten. waiting,
+    ended: states of jobs; in all other states a job runs.
 
-    hosts: the command that lists the hosts of the system. host: matches a line of its answer, with the host's name.
+    hosts: the command that lists the system's hosts. host: a pattern for a line of its output, with the host's name.
     """
 
     title: ClassVar[str]
@@ -76,23 +78,23 @@ class BatchLauncher(Launcher):
             )
 
     def address(self) -> str:
-        """Return the address that this machine has towards the first hosts of the batch system."""
+        """Return the address of this machine for connections with the first hosts of the batch system."""
         names = re.findall(self.host, self._answer(*self.hosts), re.MULTILINE)
         return address_towards(names[:_HOSTS_TRIED] or ["localhost"])
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Submit the jobs. If one is refused, raises ClusterError with the words of the batch system."""
+        """Submit the jobs. Raises ClusterError, with the batch system's message, if one is refused."""
         payload = self.folder / "agent.json"
         with open(os.open(payload, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(environment["NBKIT_AGENT"])
-        name = path_part(f"nbkit-{self.folder.name}")[:15]  # some releases of PBS take no more
+        name = path_part(f"nbkit-{self.folder.name}")[:15]  # some releases of PBS allow no longer name
         for index in range(self.nodes):
             words = (*self.submit, name, *self.logged, str(self._log_of(index)), *self.options)
             script = f"#!/bin/sh\nexec env NBKIT_HOST_INDEX={index} {shell_words(*command)} < {shell_words(payload)}\n"
             done = subprocess.run(
                 words,
                 input=script,
-                env={**os.environ, "LSB_STDOUT_DIRECT": "Y"},  # LSF would write a job's output when it has ended
+                env={**os.environ, "LSB_STDOUT_DIRECT": "Y"},  # otherwise LSF writes a job's output only at its end
                 capture_output=True,
                 text=True,
                 check=False,
@@ -108,7 +110,7 @@ class BatchLauncher(Launcher):
         self._submitted = time.monotonic()
 
     def poll(self) -> LauncherStatus:
-        """Return where the jobs stand. Raises ClusterError while the batch system does not answer."""
+        """Return the state of the jobs. Raises ClusterError if the batch system does not answer."""
         if time.monotonic() - self._asked > _POLL_SECONDS:
             self._last, self._asked = self._described(self._states()), time.monotonic()
         return self._last
@@ -148,13 +150,13 @@ class BatchLauncher(Launcher):
         )
 
     def stop(self) -> None:
-        """Delete the jobs. It is no error that one has ended."""
+        """Delete the jobs. A job that has already ended is not an error."""
         if self.jobs:
             words = (self.delete, *self.jobs)
             subprocess.run(words, capture_output=True, check=False, timeout=_COMMAND_SECONDS)
 
     def log(self) -> str:
-        """Return the last lines of all agents, if the hosts share this file system."""
+        """Return the last output of all agents, if the hosts share this file system."""
         return "\n".join(filter(None, (last_lines(self._log_of(index)) for index in range(self.nodes))))
 
     def _log_of(self, index: int) -> Path:
@@ -183,7 +185,7 @@ class LsfLauncher(BatchLauncher):
 
 
 class PbsLauncher(BatchLauncher):
-    """Jobs of OpenPBS, PBS Professional or Torque. Their qstat answers with an error for jobs that have ended."""
+    """Jobs of OpenPBS, PBS Professional or Torque. Their qstat fails for jobs that have ended."""
 
     name, title = "pbs", "PBS"
     submit, logged = ("qsub", "-V", "-S", "/bin/sh", "-N"), ("-j", "oe", "-o")
@@ -193,7 +195,7 @@ class PbsLauncher(BatchLauncher):
 
 
 class SgeLauncher(BatchLauncher):
-    """Jobs of Grid Engine. Its qstat lists the jobs of the user that have not ended. In state Eqw none will start."""
+    """Jobs of Grid Engine. Its qstat lists the user's jobs that have not ended. A job in state Eqw will never start."""
 
     name, title = "sge", "Grid Engine"
     submit, logged = ("qsub", "-terse", "-V", "-S", "/bin/sh", "-N"), ("-j", "y", "-o")

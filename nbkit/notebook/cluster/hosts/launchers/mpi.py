@@ -1,7 +1,7 @@
 """Ranks on hosts where `mpirun` starts the agents: the hosts of --hosts, of a batch system's job, or this machine.
 
-mpirun only starts processes here. Agents and ranks never call MPI_Init, so the end of one does not end the others. The
-shell around each agent reports success; otherwise mpirun would end them all.
+mpirun only starts processes here. Agents and ranks never call MPI_Init, so the end of one does not end the others. A
+shell around each agent always reports success, because mpirun ends all agents if one fails.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nbkit.notebook.cluster.hosts.launchers.ssh import HostsRequest, hostname_of
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.quoting import shell_words
 
-# Files of PBS and LSF: the host of each slot, a line each.
+# Files of PBS and LSF, with a line for each slot that names its host.
 _NODE_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
-# Open MPI's own name: version 4 (also if called otherwise, Debian's mpirun.openmpi), and version 5.
+# Names in the version text of Open MPI 4 (also in Debian's mpirun.openmpi) and 5.
 _NAMES_OF_OPEN_MPI = ("Open MPI", "OpenRTE", "PRRTE")
 
 
@@ -69,7 +69,7 @@ class MpiLauncher(Launcher):
         return MpiRequest(hosts or (("localhost", options.n),))
 
     def address(self) -> str:
-        return address_towards([hostname_of(name) for name, _ in self.request.hosts])  # mpirun goes by ssh
+        return address_towards([hostname_of(name) for name, _ in self.request.hosts])  # mpirun uses ssh
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         agent = ("sh", "-c", f"{shell_words(*command)}; true")
@@ -81,7 +81,7 @@ class MpiLauncher(Launcher):
         self.run([self.program, *self.options, *words], environment)
 
     def explain(self, index: int) -> ClusterError:
-        """Return the error that contains the last lines of mpirun."""
+        """Return the error with mpirun's last output."""
         return ClusterError(
             "mpirun has ended before the cluster was ready.",
             numbers=f"the last lines of what it said:\n    {self.log().replace(chr(10), chr(10) + '    ')}",
@@ -99,9 +99,9 @@ def nodes_of_job(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str
 
 
 def _open_mpi(names: Sequence[str], agent: Sequence[str]) -> list[str]:
-    """Return the arguments of Open MPI's mpirun. Each host has its own part, so that agent number i is on host i.
+    """Return the arguments of Open MPI's mpirun. Each host has its own part, so that agent i runs on host i.
 
-    names: the names of the hosts, empty for this machine. Each part names the variables that it passes on.
+    names: the hosts, empty for this machine. Each part names the variables that it passes on.
     """
     words = ["--bind-to", "none"]
     for index, on in enumerate([("-host", name) for name in names] or [()]):
@@ -110,11 +110,11 @@ def _open_mpi(names: Sequence[str], agent: Sequence[str]) -> list[str]:
 
 
 def _hydra(names: Sequence[str], address: str, agent: Sequence[str]) -> list[str]:
-    """Return the command's options, like `_open_mpi`, for MPICH's and Intel's mpirun.
+    """Return the arguments, like `_open_mpi`, for the mpirun of MPICH and Intel.
 
-    They number one agent on each host, in the order of the hosts.
+    It starts one agent on each host, numbered in the order of the hosts.
 
-    address: the address of this machine as the hosts reach it. Without it, mpirun would tell them the machine's name.
+    address: the address of this machine for the hosts. Without it, mpirun gives them the machine's name.
     """
     on = ("-localhost", address, "-hosts", ",".join(names), "-ppn", "1") if names else ()
     return ["-bind-to", "none", "-genvall", *on, "-wdir", "/", "-n", str(len(names) or 1), *agent]

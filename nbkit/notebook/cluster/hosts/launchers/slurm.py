@@ -1,9 +1,9 @@
-"""Ranks in a Slurm job: how many nodes they take, the job's script, and the state of the job.
+"""Ranks in a Slurm job: the number of nodes, the job's script, and the job's state.
 
-One task, the agent, runs on each node; srun starts it. A rank or an agent that ends does not end the job.
+srun starts one task, the agent, on each node. The end of a rank or an agent does not end the job.
 
-The state of a job, and when and why it will end, come from `scontrol show job` at that moment. The environment of the
-job is not used: it holds the end time from the job's start, but a limit can be changed and a job preempted.
+`scontrol show job` tells the state of a job, and when and why it will end. The job's environment has an end time too,
+but it is from the start of the job, and a limit can be changed and a job can be preempted.
 
 `AllocationLauncher` runs ranks in the Slurm allocation of the notebook itself: the agents are a step of that job.
 """
@@ -39,8 +39,8 @@ _ENDS = {
     "REVOKED": "was moved to another cluster",
     "COMPLETED": "has ended",
 }
-_OF_SLURM = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
-"""Ends that nobody has asked for and that the job's program has not caused."""
+_SLURM_ENDS = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+"""End states that neither a user nor the job's program has caused."""
 _ABSENT = ("", "None", "N/A", "Unknown", "(null)")
 
 
@@ -48,9 +48,9 @@ _ABSENT = ("", "None", "N/A", "Unknown", "(null)")
 class SlurmRequest(NodesRequest):
     """`n` ranks in a Slurm job. options: options of sbatch, passed unchanged.
 
-    nodes: None takes as few as hold them. partition, time: "" leaves the choice to Slurm. save_before: how many seconds
-    before the end of the job a training in it is saved, and ends; at most a quarter of the job's time. requeue: if
-    Slurm takes the hosts away under a training, request others.
+    nodes: None: as few as possible. partition, time: "" leaves the choice to Slurm. save_before: a training is saved,
+    and ends, this many seconds before the end of the job, but at most a quarter of the job's time before it. requeue:
+    if Slurm takes the hosts away during a training, request others.
     """
 
     kind: ClassVar[str] = "slurm"
@@ -65,7 +65,7 @@ class SlurmRequest(NodesRequest):
 
 @dataclass(frozen=True)
 class AllocationRequest(StartRequest):
-    """Ranks on the nodes of the running Slurm job. counts: on each node."""
+    """Ranks on the nodes of the running Slurm job. counts: number of ranks on each node."""
 
     kind: ClassVar[str] = "step"
 
@@ -83,10 +83,10 @@ class AllocationRequest(StartRequest):
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a Slurm job.
+    """The state of a Slurm job.
 
-    state: Slurm's word. begins, ends, preempted_at: as time.time() gives it, None if Slurm says nothing. restarts: how
-    often it was put back in the queue. nodes: the nodes it runs on, as Slurm writes them.
+    state: Slurm's name of the state. begins, ends, preempted_at: times as time.time(), None if Slurm does not tell.
+    restarts: how often the job was requeued. nodes: its nodes, in Slurm's notation.
     """
 
     job: str
@@ -100,22 +100,18 @@ class JobState:
 
     @property
     def seconds(self) -> float:
-        """Return the time from its start to its end; inf if it has no end."""
+        """Return the seconds from its start to its end; inf if it has no end."""
         if self.begins is None or self.ends is None:
             return float("inf")
         return self.ends - self.begins
 
     def seen(self, save_before: float) -> LauncherStatus:
-        """Return the job's state as a launcher reports it.
-
-        save_before: how many seconds before the job's end a training is saved. For a short job it is at most a quarter
-        of the job's time.
-        """
+        """Return the job's state as a LauncherStatus. save_before: see SlurmRequest."""
         name = f"job {self.job}"
         if self.state == "PENDING":
             expected = f", expected to start {moment(self.begins)}" if self.begins is not None else ""
             return LauncherStatus("pending", f"{name} is pending ({self.reason}){expected}")
-        if self.state == "COMPLETING":  # its final state is known only when it is over
+        if self.state == "COMPLETING":  # the final state is not known yet
             return self._ended("ending", self._how_it_ends())
         if self.state not in _ENDS:  # RUNNING, or a temporary state: CONFIGURING, SIGNALING, SUSPENDED
             words = f"{name} runs on {self.nodes}"
@@ -128,12 +124,12 @@ class JobState:
             return LauncherStatus(
                 "running", words, save_at, f"{name} reaches its time limit {moment(self.ends)}", again=True
             )
-        if self.preempted_at and self.state == "COMPLETED":  # it gave way before it was ended
+        if self.preempted_at and self.state == "COMPLETED":  # it ended in time before the preemption
             return self._ended("over", "PREEMPTED")
         return self._ended("over", self.state)
 
     def _ended(self, state: Literal["ending", "over"], how: str) -> LauncherStatus:
-        return LauncherStatus(state, f"job {self.job} {_ENDS[how]}", again=how in _OF_SLURM)
+        return LauncherStatus(state, f"job {self.job} {_ENDS[how]}", again=how in _SLURM_ENDS)
 
     def _how_it_ends(self) -> str:
         if self.preempted_at:
@@ -142,7 +138,7 @@ class JobState:
 
 
 def read_job(job: str) -> JobState:
-    """Return where `job` stands. A job that Slurm has forgotten has ended.
+    """Return the state of `job`. A job that Slurm has forgotten has ended.
 
     Raises ClusterError if Slurm does not answer.
     """
@@ -153,7 +149,7 @@ def read_job(job: str) -> JobState:
         except ClusterError as error:
             if "Invalid job id" in error.numbers:
                 raise
-            time.sleep(0.2)  # busy for a moment, it refuses a connection at once
+            time.sleep(0.2)  # a busy Slurm refuses connections for a moment
             text = answer(*words)
     except ClusterError as error:
         if "Invalid job id" not in error.numbers:
@@ -166,7 +162,7 @@ def parsed(job: str, text: str) -> JobState:
     """Return the state in one line of `scontrol --oneliner show job`."""
     fields: dict[str, str] = {}
     for name, value in re.findall(r"(\w+)=(\S*)", text):
-        fields.setdefault(name, value)  # a comment, which comes late, may hold anything
+        fields.setdefault(name, value)  # the first value counts: a comment, which comes later, may contain anything
     return JobState(
         job,
         fields.get("JobState", "COMPLETED"),
@@ -184,7 +180,7 @@ def _seconds(text: str) -> float | None:
 
 
 def moment(seconds: float) -> str:
-    """Return a time as people say it, with the day only if it is not today. seconds: as time.time() gives it."""
+    """Return a time as text, with the day only if it is not today. seconds: as time.time()."""
     when = time.localtime(seconds)
     clock = time.strftime("%H:%M:%S", when)
     today = when[:3] == time.localtime()[:3]
@@ -218,9 +214,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a job: `nodes`, each with the same number of ranks.
+    """The size of a job: `nodes`, each with the same number of ranks.
 
-    cpus, gpus: of each node, for ranks and spares.
+    cpus, gpus: number on each node, for ranks and spares.
     """
 
     nodes: int
@@ -257,9 +253,9 @@ def _gpus(gres: str) -> int:
 
 
 def size_of(request: SlurmRequest, nodes: Sequence[Node]) -> tuple[Size, list[Node]]:
-    """Return how many nodes of which size the request takes, and the nodes that exist.
+    """Return the size of the request's job, and the nodes that exist.
 
-    Raises UsageError, with what would fit, for a partition that does not exist and for more than it has.
+    Raises UsageError, with a request that would fit, if the partition does not exist or is too small.
     """
     default = {node.partition for node in nodes if node.is_default}
     named = request.partition or next(iter(default), "")
@@ -288,12 +284,12 @@ def _room(node: Node, unit: str) -> int:
 
 
 def _fewest(n: int, sizes: Sequence[int]) -> int | None:
-    """Return the smallest number of nodes that hold `n` ranks, the same number on each."""
+    """Return the smallest number of nodes for `n` ranks, with the same number on each."""
     return next((k for k in range(1, len(sizes) + 1) if n % k == 0 and n // k <= sizes[k - 1]), None)
 
 
 def _too_large(request: SlurmRequest, named: str, unit: str, sizes: Sequence[int], count: int | None) -> UsageError:
-    """Return the error for a request that does not fit. sizes: of the nodes, without the spares."""
+    """Return the error for a request that does not fit. sizes: ranks that fit on each node beside the spares."""
     spares = request.spares
     if sizes[0] < 1:
         return UsageError(
@@ -334,7 +330,7 @@ class SlurmLauncher(Launcher):
         super().__init__(request, folder)
         self.job, self._is_over = "", False
         self.size, self._nodes = size_of(request, read_nodes())
-        self._restarts: int | None = None  # of the job as it ran first
+        self._restarts: int | None = None  # at its first run
 
     @classmethod
     def request_of(cls, options: Any) -> SlurmRequest:
@@ -351,7 +347,7 @@ class SlurmLauncher(Launcher):
         return address_towards([node.address for node in self._nodes][: self.size.nodes])
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Submit the job. If it is refused, raises ClusterError with sbatch's own words."""
+        """Submit the job. Raises ClusterError, with sbatch's message, if it is refused."""
         done = subprocess.run(
             ["sbatch", "--parsable", *self._words(), *self.options],
             input=_script(command),
@@ -383,13 +379,13 @@ class SlurmLauncher(Launcher):
         return [f"--{option}={value}" for option, value in asked.items() if value]
 
     def poll(self) -> LauncherStatus:
-        """Return where the job stands. Raises ClusterError while Slurm itself does not answer."""
+        """Return the state of the job. Raises ClusterError if Slurm does not answer."""
         state = read_job(self.job)
         status = state.seen(self.request.save_before)
         if self._restarts is None and status.state == "running":
             self._restarts = state.restarts
         elif self._restarts is not None and state.restarts > self._restarts:
-            # A requeued job would have ranks without the cells that this cluster has run.
+            # The ranks of a requeued job have not run this cluster's cells.
             self.stop()
             status = LauncherStatus("over", f"job {self.job} was put back in the queue", again=True)
         self._is_over = status.state == "over"
@@ -402,7 +398,7 @@ class SlurmLauncher(Launcher):
 
 
 def _script(command: Sequence[str]) -> str:
-    # srun of some releases does not take over --cpus-per-task of the job.
+    # In some releases srun does not use the job's --cpus-per-task.
     return (
         "#!/bin/sh\n"
         'exec srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
@@ -413,15 +409,16 @@ def _script(command: Sequence[str]) -> str:
 def allocation_here(environment: Mapping[str, str] = os.environ, spares: int = 0) -> AllocationRequest | None:
     """Return the allocation of several nodes that this process runs in, or None.
 
-    Each node has as many ranks as the allocation has tasks there, or GPUs. spares: GPUs of each node that get no rank.
-    On a single node the result is None: a notebook there needs no launcher. Raises UsageError if spares leave no GPU.
+    Each node gets a rank for each task of the allocation there, or for each GPU. spares: number of GPUs on each node
+    without a rank. For a single node return None, because no launcher is needed. Raises UsageError if spares leave no
+    GPU.
     """
     job, tasks = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_TASKS_PER_NODE", "")
     counts = counts_of(tasks)
     if not job or len(counts) < 2:
         return None
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
-    if gpus.isdigit() and int(gpus) and set(counts) == {1}:  # one task on each node: a job for a launcher like ours
+    if gpus.isdigit() and int(gpus) and set(counts) == {1}:  # one task on each node, as for a launcher
         counts = (int(gpus),) * len(counts)
     if gpus.isdigit() and int(gpus) and spares:
         if spares >= int(gpus):
@@ -435,7 +432,7 @@ def allocation_here(environment: Mapping[str, str] = os.environ, spares: int = 0
 
 
 def counts_of(tasks: str) -> tuple[int, ...]:
-    """Return the numbers in SLURM_TASKS_PER_NODE, "4(x2),2" being 4, 4 and 2."""
+    """Return the numbers in SLURM_TASKS_PER_NODE: "4(x2),2" -> (4, 4, 2)."""
     found: list[int] = []
     for part in filter(None, tasks.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -446,7 +443,7 @@ def counts_of(tasks: str) -> tuple[int, ...]:
 
 
 class AllocationLauncher(Launcher):
-    """Starts the agents as a step of the Slurm job that the notebook runs in. It leaves ending the job to the job."""
+    """Starts the agents as a step of the Slurm job in which the notebook runs. It never ends the job."""
 
     name, own_options, request_type = "step", (), AllocationRequest
     request: AllocationRequest
@@ -474,7 +471,7 @@ class AllocationLauncher(Launcher):
         if super().poll():
             return LauncherStatus("over", f"the step in job {self.request.job} has ended")
         running = LauncherStatus("running", f"in job {self.request.job}, which this notebook runs in")
-        with suppress(ClusterError):  # Slurm itself is away for a moment
+        with suppress(ClusterError):  # Slurm does not answer for a moment
             job = read_job(self.request.job).seen(SlurmRequest.save_before)
             return job if job.state == "ending" else replace(running, save_at=job.save_at, why=job.why)
         return running

@@ -1,7 +1,7 @@
-"""Ranks on hosts reached over SSH: which hosts, how their agents are started, and what went wrong with one.
+"""Ranks on hosts that are reached over SSH.
 
-All hosts are started at the same time. ssh itself connects, so ~/.ssh/config applies. The agent's payload goes over its
-standard input. ssh keeps running and brings back what the agent prints.
+The agents are started on all hosts at the same time, by the ssh command, so ~/.ssh/config applies. An agent's payload
+goes over its standard input. ssh keeps running and returns the agent's output.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from nbkit.notebook.cluster.hosts.launcher import Launcher, StartRequest, last_l
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.quoting import check_host, shell_words, ssh_command, user_path
 
-# A host silent for 15 s has died. During the start nothing else would notice.
+# A host that is silent for 15 s counts as dead. During the start, nothing else would notice it.
 _ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 _OWN_ERROR = 255  # the exit code of ssh itself
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *_ALIVE)
 
 
 def read_hosts(text: str) -> tuple[tuple[str, int], ...]:
-    """Return hosts and their ranks from "node1:4,node2:4", or from a file with one such line for each host.
+    """Return (host, number of ranks) of each host, from "node1:4,node2:4" or a file with a line for each host.
 
-    A host without a number has one rank. Raises UsageError if it is neither.
+    A host without a number has one rank. Raises UsageError for other text.
     """
     path = user_path(text)
     parts = text.split(",")
@@ -56,7 +56,7 @@ def read_hosts(text: str) -> tuple[tuple[str, int], ...]:
 
 @dataclass(frozen=True)
 class HostsRequest(StartRequest):
-    """Ranks on `hosts`, each a name that ssh knows with a number of ranks."""
+    """Ranks on `hosts`: (name for ssh, number of ranks) of each host."""
 
     hosts: tuple[tuple[str, int], ...]
 
@@ -112,10 +112,10 @@ class SshLauncher(Launcher):
             self.run(["ssh", *_OPTIONS, name, there], {}, text=payload, log=_log_of(index))
 
     def explain(self, index: int) -> ClusterError:
-        """Return the error for a host, with what puts it right where that is known."""
+        """Return the error for a host, with a fix if it is known."""
         name, said = self.request.hosts[index][0], self._said(index)
         last = said.strip().splitlines()[-1] if said.strip() else "it said nothing"
-        if not said.strip() and self.commands[index].returncode == _OWN_ERROR:  # what a quiet ssh does not say
+        if not said.strip() and self.commands[index].returncode == _OWN_ERROR:  # ssh was told to be quiet
             said = last = f"Timeout, server not responding: ssh has ended with code {_OWN_ERROR}"
         for mark, what, hint in _FAILURES:
             if re.search(mark, said):
@@ -146,7 +146,7 @@ def hostname_of(name: str) -> str:
         return name.rpartition("@")[2]
     try:
         said = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False, timeout=10).stdout
-    except subprocess.TimeoutExpired:  # its configuration runs a command that does not end
+    except subprocess.TimeoutExpired:  # the configuration may run a command that does not end
         said = ""
     found = re.search(r"^hostname (\S+)$", said, re.MULTILINE)
     return found[1] if found else name.rpartition("@")[2]
