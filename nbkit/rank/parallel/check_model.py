@@ -69,7 +69,7 @@ def planner_facts(plan: ParallelPlan, *, batch: int | None = None, world: int | 
 
 
 def findings(plan: ParallelPlan, *, batch: int | None = None, world: int | None = None) -> list[Finding]:
-    """Return all findings, errors first. A model that cannot be split at all also gives a finding."""
+    """Return all findings, errors first. An error in the plan of the model is also returned as a finding."""
     try:
         found = validate(plan.strategy, planner_facts(plan, batch=batch, world=world))
         return [*found, *_unproven(plan)]
@@ -274,7 +274,7 @@ def _checked(
 
 
 def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list[Finding]]:
-    """Return the strategy and its misfits. A strategy that does not fit the world is still shown, with the reason."""
+    """Return the strategy and why it does not fit the world. Such a strategy is still shown."""
     try:
         if world is not None:
             return Strategy.parse(strategy, world), []

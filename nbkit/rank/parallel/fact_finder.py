@@ -144,7 +144,7 @@ class FactFinder:
         """Find the facts that every strategy needs, and those that are `wanted`. All ranks must call it.
 
         build: the callable that built the model, if there is one. wanted: see `needed_facts`. Raises TrainingError, on
-        every rank, if copies of the model share parts with it.
+        every rank, if the model uses parts of a copy, or registers parameters or buffers while it runs.
         """
         self.set_facts(experts=experts_in(self._skeleton), hooked=hooked_gradient(self.module))
         if self.example.batch is None:

@@ -124,7 +124,7 @@ def connect_threads(
 ) -> Connections:
     """Return the connections of a rank that is a thread of this process.
 
-    meetings: gives the meeting of an axis and the ranks of a group along it.
+    meetings: returns the meeting for an axis and the ranks of a group along it.
     """
 
     def make(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
@@ -139,12 +139,12 @@ def connect_threads(
 
 
 def groups_exist(plan: ParallelPlan) -> bool:
-    """Return True if the groups of earlier plans serve this one. `connect` then sends nothing."""
+    """Return True if the groups of earlier plans are sufficient. Then `connect` sends nothing."""
     return all_made(group_keys(plan))
 
 
 def group_keys(plan: ParallelPlan) -> set[GroupKey]:
-    """Return the keys of the groups of all ranks that `connect` makes or finds."""
+    """Return the keys of the groups of all ranks that `connect` creates or finds."""
     every = [*plan.groups.items()]
     if in_order := _in_order(plan):
         every.append((_IN_ORDER, in_order))

@@ -90,7 +90,7 @@ class ShardedModel:
 
     @property
     def last_stage(self) -> int:
-        """Return the number of the stage that gives the output."""
+        """Return the number of the stage that computes the output."""
         return 0 if self.pipeline is None else self.pipeline.schedule.num_stages - 1
 
     @property
@@ -265,7 +265,7 @@ class ShardedModel:
 
     @property
     def holds_all_gradients(self) -> bool:
-        """Return True if every rank has every gradient of the whole model after `backward`."""
+        """Return True if every rank has all gradients of the whole model after `backward`."""
         alone = self.strategy.mesh.size == 1
         return alone or (
             self.strategy.mesh.size == self.strategy.dp

@@ -137,7 +137,7 @@ def _step_of_one(model: nn.Module, batch: Batch, facts: ModelFacts) -> Stepped:
     sizes = [(grad.abs() if grad.is_complex() else grad).double().norm() for grad in grads]
     norm, unmade = float(torch.stack(sizes).norm()), ""
     for grad in grads:
-        grad.mul_(norm / 2 / (norm + 1e-6))  # as torch clips
+        grad.mul_(norm / 2 / (norm + 1e-6))  # the same formula as torch
     try:
         batch.optimizer(params, True).step()
     except Exception as error:  # for example, an optimizer whose kernels run only on GPUs

@@ -105,7 +105,7 @@ def together() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PositionMethod:
-    """How a block works on a part of the positions.
+    """The method by which a block works on a part of the positions.
 
     in_parts: arguments computed from a part of the positions, which are passed unchanged. uncut: arguments that stay
     whole, whatever their shape. across: numbers of the attention calls with whole keys (None: decide by length). whole:
@@ -312,7 +312,7 @@ class Spread:
     def _placed(
         self, carried: bool, name: str, value: Any, hidden: Tensor, total: int, given: dict[int, Tensor]
     ) -> Any:
-        """Return an argument as the block gets it on a part of the positions. given: see BlockPart."""
+        """Return the form of an argument that the block gets for a part of the positions. given: see BlockPart."""
         if carried:
             return tree_map_only(Tensor, lambda x: self.peers.split(whole(x), 1), value) if self.first else value
         if name in self.way.in_parts:

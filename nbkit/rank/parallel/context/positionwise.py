@@ -325,7 +325,7 @@ def _tried(
 
     def run() -> Any:
         set_seed(0)
-        # The mode that counts attention is inside DroppingNothing, which computes attention differently.
+        # The mode entered last sees calls first, so `attentions` sees attention before DroppingNothing replaces it.
         with DroppingNothing(), attentions, Draws(draws):
             return call()
 

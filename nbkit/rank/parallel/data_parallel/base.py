@@ -1,4 +1,4 @@
-"""The interface of every data axis, whatever it shards."""
+"""The interface of all data axes."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class OwnedBucket(Bucket):
 
     @torch.no_grad()
     def gather(self) -> tuple[Tensor, dist.Work]:
-        """Start to send the tensors that this rank owns to all others, and to receive theirs."""
+        """Start to send the tensors that this rank owns to all other ranks, and to receive theirs."""
         sizes = [sum(self.reduction.sizes[i] for i in mine) for mine in self.reduction.of_rank]
         like = self.params[0].detach()
         own = [self.params[i].detach().reshape(-1) for i in self.mine]

@@ -287,7 +287,7 @@ def spread_axis(
 
 @contextmanager
 def _only(module: nn.Module, wanted: Callable[[str], bool]) -> Iterator[None]:
-    """Let `module` show only the parameters whose names are `wanted`."""
+    """Remove all parameters from `module` inside this context, except those whose names are `wanted`."""
     hidden = [(place, getattr(*place)) for name, at in homes(module).items() if not wanted(name) for place in at]
     for (part, attribute), _ in hidden:
         part._parameters[attribute] = None

@@ -76,7 +76,7 @@ class _Rebinding:
     ) -> None:
         self._copied, self._original, self._memo = copied, original, memo
         self._own, self._in_place = own, own is not None
-        self._made: dict[int, tuple[Any, Any]] = {}  # id -> (what was found, what it has become)
+        self._made: dict[int, tuple[Any, Any]] = {}  # id -> (the object, its replacement)
         self._cells: dict[int, tuple[CellType, CellType]] = {}
         self._copies, self._known = set[int](), 0
 
@@ -390,7 +390,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of `shape` without memory, with the dtype, device, requires_grad and marks of `like`."""
+    """Return a parameter of `shape` without memory, with the dtype, device, requires_grad and attributes of `like`."""
     empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
     return parameter_like(empty, like)
 

@@ -284,7 +284,7 @@ class _Kept:
 
 
 class Pipeline:
-    """One rank of a pipeline.
+    """A rank of a pipeline.
 
     group: the group of its pp axis, None for a single rank. rank: its position in the pipeline. ordered: a second group
     of the same ranks, for a backend that runs the operations of a group one after the other (NCCL). Then messages are

@@ -97,7 +97,7 @@ def find_chain(
     call: runs the forward pass of the whole model once on a real example, and returns its output. brief: does the same
     operations on smaller tensors. If it fails, `call` is used. stages: names of the modules that begin stages 1, 2,
     ..., in the order of their calls; None to find them. Parameters, buffers, modes and random generators are restored.
-    Raises StrategyError if there is no chain, or if no cut is possible at `stages`. The error names the modules that
+    Raises StrategyError if there is no chain, or if a cut at `stages` is impossible. The error names the modules that
     prevent it.
     """
     if brief is not None:

@@ -39,7 +39,7 @@ from nbkit.rank.device import accelerator
 from nbkit.schedules import Op
 
 _met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""Group -> the number of its last formation after which it has run a collective."""
+"""Group -> the number of the formation (see `_formed`) since which it has run a collective."""
 
 
 def meet_all(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -182,7 +182,7 @@ class OutsideState:
         self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._seen: dict[int, Any] = {}  # by id; keeps the objects alive, so that ids stay unique
         self._generators: list[tuple[_Place, Any]] = []
-        self._called: set[str] = set()  # names in the code that was looked at
+        self._called: set[str] = set()  # names in the code that was searched
         self.unkept: list[str] = []  # iterators and generators that cannot be restored
         self._module = module
         self._own = {**dict(module.named_parameters()), **dict(module.named_buffers())}

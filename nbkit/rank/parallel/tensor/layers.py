@@ -214,7 +214,7 @@ class RowParallel(Around):
     _link: PairState
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # The output of LoRA is part of the sum too.
+        # The output of LoRA is a part of the sum too.
         with self._link.after():
             partial = self.plain(x, *args, **kwargs)
         return self._link.end(partial, core(self.module).bias)

@@ -340,7 +340,7 @@ def known_pair(model: nn.Module, pair: Pair) -> bool:
 
 
 def known_block(block: nn.Module) -> bool:
-    """Return True if everything that `block` computes is known."""
+    """Return True if the class of `block` and its activation are known."""
     if type(block) in _LAYERS:
         return block.activation in (F.relu, F.gelu) or type(block.activation) in POINTWISE  # type: ignore[union-attr]
     return _is_known(type(block))
