@@ -70,8 +70,7 @@ class ModelExample:
     autocast: torch.dtype | None = None
 
     def runs(self, module: nn.Module, short: Any, device: torch.device) -> ModelRuns:
-        """Return how `module`, the whole model, is run. short: a few positions of the rows that show as much, or
-        None."""
+        """Return how `module`, the whole model, is run. short: a few positions of the rows that show as much."""
         few = self.batch if short is None else short
         return ModelRuns(
             self,
@@ -207,8 +206,7 @@ class FactFinder:
             self.facts = self.facts.updated(facts)
 
     def examine_rows(self) -> None:
-        """Find what couples the rows of a batch and what weights them. Needed when a process begins to split its
-        rows."""
+        """Find what couples the rows of a batch and what weights them. Needed when a process begins to split rows."""
         if self.example.batch is not None:
             look = FirstRuns(self.facts.draws, self.short)
             self.set_facts(**self._rows(lambda value: call(self.module, value), look))
@@ -250,8 +248,7 @@ class FactFinder:
         return refused
 
     def _run_first(self) -> None:
-        """Find the random numbers that the model draws, the state that it keeps outside, and what couples rows of a
-        batch."""
+        """Find the model's own random numbers, the state that it keeps outside, and what couples rows of a batch."""
         example, batch = self.example, on_device(self.example.batch, self.device)
         look = first_runs(self.module, batch, inputs=example.inputs, loss=example.loss, parts=self._ranks)
         self.short = look.short

@@ -31,8 +31,7 @@ from nbkit.tensor_layout import Layout, bounds
 
 
 def judge(own: type) -> Judgement:
-    """Return whether a class for `nbkit.techniques.use` is correct, and the likely cause if not; see
-    nbkit.lesson.judge."""
+    """Return whether a class is correct, and the likely cause if it is not; see nbkit.lesson.judge."""
     kind = kind_of(own)
     if not dist.is_initialized():
         raise UsageError("The judge runs on a rank.", numbers="no process group", hint="%%distributed")

@@ -116,8 +116,7 @@ class ModelShapes:
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """The part of a model on one pipeline rank. parameters: their names. buffers: the layouts of its modules'
-    buffers."""
+    """The part of a model on one pipeline rank: names of `parameters`, and layouts of its modules' `buffers`."""
 
     parameters: frozenset[str]
     buffers: Layouts
@@ -171,8 +170,7 @@ class ModelFacts:
     _digests: dict[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def missing(self, strategies: Iterable[Strategy]) -> frozenset[str]:
-        """Return the facts that `strategies` need and that were not searched for; none if there is no example to
-        run."""
+        """Return the facts that `strategies` need and that were not searched for; none if no example can be run."""
         if self.looked is None:
             return frozenset()
         wanted: frozenset[str] = frozenset().union(*map(needed_facts, strategies))

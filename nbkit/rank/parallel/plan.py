@@ -296,8 +296,7 @@ def refusals(
 
 
 def keeps_whole(strategy: Strategy) -> bool:
-    """Return True if each rank holds the whole model, as the user built it. Then a job may begin with this model
-    itself."""
+    """Return True if each rank holds the whole model as the user built it. A job may then begin with this model."""
     return strategy.mesh.size == strategy.dp and strategy.zero == 0 and strategy.ep == 1
 
 

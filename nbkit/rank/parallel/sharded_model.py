@@ -187,8 +187,7 @@ class ShardedModel:
         self.data.after_step()
 
     def outputs(self, micros: int, forward: Forward, *, key: Callable[[int], Hashable]) -> list[Any]:
-        """Return the output of `forward` for each micro-batch on the last stage, without gradients; [] on other
-        ranks."""
+        """Return the output of `forward` per micro-batch on the last stage, without gradients; [] on other ranks."""
         if self.pipeline is None:
             return [forward(0, micro, ())[0] for micro in range(micros)]
         return [output[0] for output in self.pipeline.run(micros, forward, key, training=False)]
@@ -214,8 +213,7 @@ class ShardedModel:
             self.pipeline.begin_again()
 
     def close(self) -> None:
-        """Remove hooks and wrappers from the module, because another strategy is in force. The last reference frees the
-        memory."""
+        """Remove hooks and wrappers from the module, for another strategy. The last reference frees the memory."""
         self.data.close()
         if self.staged is not None:
             self.staged.close()
@@ -284,8 +282,7 @@ class ShardedModel:
 
     @contextmanager
     def evaluating(self, *, autocast: bool = False) -> Iterator[None]:
-        """Set the module to eval mode, without gradients. autocast: whether forward passes run under the job's
-        autocast."""
+        """Set the module to eval mode, without gradients. autocast: whether forwards run under the job's autocast."""
         self.data.settle()
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()

@@ -125,7 +125,7 @@ class WholeTensors:
 
     @torch.no_grad()
     def bring(self) -> None:
-        """Send the weights to their owners, if any rank has another weight than its owner sent. All ranks must call
+        """Send the weights to their owners if any rank has another weight than its owner sent. All ranks must call
         it."""
         if self._is_changed():
             weights = {name: (part.detach(), self._parts[name]) for name, part in self._summed.items()}

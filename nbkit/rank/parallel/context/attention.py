@@ -159,8 +159,7 @@ class ContextAttentionMode(TorchFunctionMode):
 def _without_mask(
     query: Tensor, key: Tensor, value: Tensor, start: int, *, scale: float | None = None, enable_gqa: bool = False
 ) -> Tensor | None:
-    """Attend causally from the queries beginning at `start` to all keys. Return None if no kernel does it without a
-    mask."""
+    """Attend causally from the queries beginning at `start` to all keys, or return None if that needs a mask."""
     if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
         return None
     if query.device.type != "cpu":

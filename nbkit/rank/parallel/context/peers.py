@@ -115,8 +115,7 @@ class Threads(Peers):
         return x
 
     def gather(self, x: Tensor, dim: int, total: int) -> Tensor:
-        """Gather parts (split -> whole), after waiting for all threads. Raises RuntimeError if a thread ends without
-        it."""
+        """Gather parts (split -> whole) from all threads. Raises RuntimeError if a thread ends without taking part."""
         self._here.gathers += 1
         with self._news:
             offers = self._offers.setdefault(self._here.gathers, {})

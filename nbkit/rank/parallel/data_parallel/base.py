@@ -77,8 +77,8 @@ class DataAxis:
 
     @property
     def weights(self) -> dict[str, tuple[Tensor, Layout]]:
-        """Return name -> (the tensor to fill with a weight, its part of the global tensor). Call `refresh` after
-        filling."""
+        """Return name -> (the tensor to fill with a weight, its part of the global tensor). Call `refresh`
+        afterwards."""
         self.settle()
         self._pointers = []  # a transposed view begins at the same address as the whole
         self.follow()
@@ -131,8 +131,7 @@ class DataAxis:
         """Note that the weights were filled from outside."""
 
     def begin_again(self) -> None:
-        """Return to the initial state after an aborted step, or after `let_go`, and allocate memory again. Call it on
-        every rank."""
+        """Return to the initial state after an aborted step or `let_go`, and allocate memory. Call it on every rank."""
         raise NotImplementedError
 
     def let_go(self) -> None:

@@ -226,8 +226,7 @@ _BYTES, _BYTES_SMALL, _LARGE = 128, 16, 128 * 100
 
 
 def aligned(num: int, like: Tensor, num_bytes: int = _BYTES) -> int:
-    """Return `num` rounded up so that this many elements of the dtype of `like` fill a multiple of `num_bytes`
-    bytes."""
+    """Return `num` rounded up so that this many elements of `like` fill a multiple of `num_bytes` bytes."""
     step = max(num_bytes // like.element_size(), 1)
     return -(-num // step) * step
 
@@ -458,7 +457,7 @@ class TwoLevelSum:
 
 @dataclass(frozen=True)
 class Links:
-    """The position of this rank: `index` of `ranks` that share one copy, and `replica` among the holders of the same
+    """The position of this rank: `index` of `ranks` that share one copy; `replica` among the holders of the same
     part."""
 
     group: dist.ProcessGroup | None
@@ -562,8 +561,7 @@ class Reduction:
 
 
 class InFlight:
-    """A queue of at most two running reductions. Before a third one starts, the oldest is received and its memory
-    freed."""
+    """A queue of at most two running reductions. Before a third one starts, the oldest is received and freed."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[Reduction, Callable[[Tensor], None]]] = []

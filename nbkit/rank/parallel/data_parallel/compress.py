@@ -89,8 +89,8 @@ class CompressedBucket(GradientBucket):
         self.arriving = None
 
     def _packed(self, rows: Tensor, off: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return (float32 `rows` as rows of bytes, the rounding error). Changes `rows`. off: the earlier error to
-        add."""
+        """Return (float32 `rows` as rows of bytes, rounding error). Changes `rows`. off: the earlier error, which is
+        added."""
         if not self.int8:
             return rows.to(torch.bfloat16).view(torch.uint8), None
         blocks = self._in_blocks(rows if off is None else rows.add_(off))

@@ -97,8 +97,7 @@ class LocalSteps(Replicas):
 
     @torch.no_grad()
     def _move_on(self) -> None:
-        """Move the weights from the last average by the momentum of the movements, instead of by the last movement
-        alone."""
+        """Move the weights from the last average by the momentum of the movements, not only by the last movement."""
         begun, self._begun = self._begun, None  # the next step stores its start: weights may be set in between
         for name, p in self._averaged().items():
             if begun is None or name not in begun:

@@ -91,8 +91,7 @@ class LateGather:
                 self._stand_ins[number] = [_StandIn(module, self, number) for module in modules]
 
     def wait(self, number: int | None = None, *, until: float | None = None) -> None:
-        """Return when bucket `number` (None: the last) and those before it have arrived. until: deadline
-        (time.monotonic)."""
+        """Return when buckets up to `number` (None: all) have arrived. until: deadline, as time.monotonic()."""
         if not self.missing:
             return
         with self._lock:
@@ -176,8 +175,7 @@ for _name in (
 
 
 def compiles() -> bool:
-    """Return True if torch.compile has compiled anything: it would compile a module again after its dict is
-    replaced."""
+    """Return True if torch.compile has compiled anything: it would compile again after a module's dict is replaced."""
     found = sys.modules.get("torch._dynamo.utils")
     return found is not None and bool(found.counters["stats"]["unique_graphs"])
 

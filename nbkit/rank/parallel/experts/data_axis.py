@@ -243,8 +243,7 @@ class SpreadExperts(DataAxis):
 
 
 def _unit_numbers(units: Sequence[Unit], layers: Sequence[SpreadLayer]) -> list[int]:
-    """Return for each layer the number of the unit with which it runs. It is at least the number of the previous
-    layer."""
+    """Return for each layer the number of the unit with which it runs. The numbers never decrease."""
     found: list[int] = []
     for layer in layers:
         path = layer.layer.name

@@ -79,8 +79,8 @@ class RoutedLayers:
         return [experts_of(moved, number, layer.count, strategy.ep, index) for number, layer in enumerate(self.layers)]
 
     def parts(self, whole: Mapping[str, Layout], strategy: Strategy, index: int) -> dict[str, Layout]:
-        """Return the parts of the parameters in `whole` on rank `index` of those that share experts, in the order of
-        `whole`."""
+        """Return the parts of the parameters in `whole` on rank `index` of those that share experts, in the same
+        order."""
         found: dict[str, Layout | None] = dict(whole)
         for layer, mine in zip(self.layers, self.held(strategy, index), strict=True):
             for name in whole.keys() & set(layer.stacked):

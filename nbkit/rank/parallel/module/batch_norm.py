@@ -131,8 +131,8 @@ def _of_all_ranks(
     group: Any,
     on_device: bool,
 ) -> Tensor:
-    """Run F.batch_norm in training, over the rows of all ranks of `group`. on_device: use torch's kernels for
-    accelerators."""
+    """Run F.batch_norm in training over the rows of all ranks of `group`. on_device: use torch's accelerator
+    kernels."""
     if _runs_again():
         running_mean = running_var = None
     if on_device:

@@ -15,8 +15,7 @@ from torch import nn
 
 
 def structural_blocks(module: nn.Module) -> list[str]:
-    """Return the names of the blocks with parameters, in the order of the module tree; [] if there are fewer than
-    two."""
+    """Return the names of the blocks with parameters, in the order of the module tree; [] if there are not two."""
     groups = list(_lists(module, ""))
     composite = [group for group in groups if 2 * sum(_has_parts(module, name) for name in group) >= len(group)]
     found = [name for group in composite or groups for name in group]

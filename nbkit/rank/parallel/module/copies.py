@@ -172,8 +172,7 @@ class _Rebinding:
                 self._put(held, key, item)
 
     def _is_copy(self, value: Any) -> bool:
-        """Return True if only the copy has `value`. A logger or a process group, for example, is shared with the
-        original."""
+        """Return True if only the copy has `value`. A logger, for example, is shared with the original."""
         if self._known != len(self._memo):
             self._known = len(self._memo)
             self._copies = {id(each) for each in self._memo.values()}

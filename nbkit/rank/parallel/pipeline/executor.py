@@ -182,8 +182,7 @@ def _keep(point: _Point) -> Callable[[Sequence[Tensor]], None]:
 
 
 def _walk(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], dict[Node, Tensor], bool]:
-    """Return the graph of `roots`: the users of each node, the leaf tensors, and True if only a single pass is
-    possible."""
+    """Return the graph of `roots`: the users of each node, the leaf tensors, True if only one pass is possible."""
     users: dict[Node, list[Node]] = {root: [] for root in roots}
     leaves: dict[Node, Tensor] = {}
     one_pass = False

@@ -170,8 +170,7 @@ _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def _when_made(lists: Sequence[Sequence[Op]], num_stages: int, sequences: int | None) -> dict[StageMessage, int]:
-    """Return the time at which a simulated run sends each message. It is later than all messages on which it
-    depends."""
+    """Return the time at which a simulated run sends each message: later than all messages on which it depends."""
     gives = {give for ops in lists for op in ops if (give := _give(op, num_stages)) is not None}
     made, tokens = dict[StageMessage, int](), dict[int, int]()
     waiting, clocks, moved = [deque(ops) for ops in lists], [0] * len(lists), True
@@ -391,8 +390,7 @@ class Channels:
         self._left_over.clear()
 
     def abandon(self) -> None:
-        """Abort a run after an error. Keep the buffers until a later run has ended, because a peer may still write to
-        them."""
+        """Abort a run after an error. Keep the buffers until a later run has ended: a peer may still write to them."""
         self._left_over += [*self._posted.values(), *self._headers.values()]
         for some in self._outbox.values():
             self._left_over += some

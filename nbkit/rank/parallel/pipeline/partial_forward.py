@@ -157,8 +157,8 @@ class StageBoundaries:
         return output
 
     def idle(self) -> bool:
-        """Return True if the forward has not reached its first block yet. Until then, results computed from weights are
-        unused."""
+        """Return True if the forward has not reached its first block yet. Results from weights are unused until
+        then."""
         return self._running and self._at < self._lo
 
     def _pass_by(
@@ -197,8 +197,7 @@ class StageBoundaries:
         return self._around(name, output) if self._followed else output
 
     def _around(self, name: str, output: Any) -> Any:
-        """Return the output of a call, with the values that the previous stage has sent. Store what later stages
-        need."""
+        """Return the output of a call, with the values from the previous stage. Store what later stages need."""
         call = self._calls[name]
         self._calls[name] += 1
         for skip in self._followed.get((name, call), ()):
@@ -249,7 +248,7 @@ class StageBoundaries:
         return args, kwargs
 
     def _arrived(self, number: int, args: Any, kwargs: Any) -> dict[str, Tensor]:
-        """Return the inputs of a block by path. For a tensor that consecutive blocks share, use the previous block's
+        """Return the inputs of a block by path. Take a tensor shared with the previous block from that block's
         input."""
         entry = self.entries[number]
         arrived = {path: look((args, kwargs), path) for path in entry.carried}

@@ -134,8 +134,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def list_absent(module: nn.Module) -> None:
-    """Make `parameters()` of `module` and its submodules also list the parameters of other stages, each in its
-    place."""
+    """Make `parameters()` of `module` and its submodules also list the parameters of other stages, in their places."""
     for part in module.modules():
         if type(part).parameters is nn.Module.parameters:
             vars(part)["parameters"] = _Parameters(part)

@@ -250,8 +250,7 @@ class _Origins:
             self._add(tensor, {given.get(id(tensor), _LOST)})
 
     def combine(self, sources: Iterable[Tensor], results: Iterable[Tensor], written: Collection[Tensor]) -> None:
-        """Note that an operation computed `results` from `sources`, which depend on parameters, and changed
-        `written`."""
+        """Note that an operation computed `results` from `sources` that depend on parameters, and changed `written`."""
         for tensor in written:
             self.change(memory_of(tensor))
         if not self._within:

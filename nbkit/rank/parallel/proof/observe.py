@@ -109,8 +109,7 @@ def run_backward(of: Sequence[Tensor]) -> None:
 
 
 def _weighed(x: Tensor, cotangent: Tensor) -> Tensor:
-    """Return a scalar whose gradient is `cotangent`. For other shapes torch imports symbolic shapes, which takes a
-    second."""
+    """Return a scalar whose gradient is `cotangent`. Other shapes make torch import symbolic shapes, which is slow."""
     found = x * cotangent.conj()
     return torch.view_as_real(found)[..., 0].sum() if found.is_complex() else found.sum()
 

@@ -293,8 +293,7 @@ class OutsideState:
         return found
 
     def numbers(self) -> Iterator[Callable[[float], None]]:
-        """Yield a function that adds to the value, for every changed number and every tensor that was changed in
-        place."""
+        """Yield, for every changed number and every tensor that was changed in place, a function that adds to it."""
         for place in self._places:
             now = place.read()
             for key, value in now.items():
@@ -306,8 +305,8 @@ class OutsideState:
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:
-        """Use other parameters inside this context, computed from the current ones. Restore parameters and buffers at
-        its end."""
+        """Use other parameters, computed from the current ones, inside this context. Parameters and buffers are
+        restored."""
         params = [p.detach() for p in self._module.parameters() if p.is_floating_point() or p.is_complex()]
         # Skip tensors with overlapping memory (see `window` in copies.py), because they cannot be written to.
         params = [p for p in params if p.untyped_storage().nbytes() >= p.numel() * p.element_size()]
@@ -337,8 +336,7 @@ class OutsideState:
             self._class(type(part))
 
     def _hooks(self, parts: Sequence[nn.Module]) -> None:
-        """Watch the hooks of `parts`, except those of nbkit, which are installed and removed with the code that needs
-        them."""
+        """Watch the hooks of `parts`, except nbkit's, which are installed and removed with the code that needs them."""
         held = [hooks for part in parts for key, hooks in vars(part).items() if key in _HOOKS]
 
         def read() -> Slots:
@@ -707,8 +705,7 @@ def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) 
 
 
 def _of_weights(run: Callable[[Sequence[int]], Any], state: OutsideState) -> bool:
-    """Return True if the first pass computes something from the weights that later passes reuse after the weights
-    change."""
+    """Return True if the first pass computes something from the weights, and later passes reuse it for new weights."""
     state.put_back()
     run([0, 1])
     with state.other_weights():
@@ -802,8 +799,7 @@ def _for_each_row(both: Any, first: Any, second: Any) -> bool:
 
 
 def _read_by_row(whole: Any, first: Any, second: Any) -> bool:
-    """Return True if the output of both rows is the concatenation of the outputs of each row, or does not depend on
-    rows."""
+    """Return True if the output of both rows is the outputs of each row, concatenated, or does not depend on rows."""
     tensors = all(isinstance(value, Tensor) for value in (whole, first, second))
     return not tensors or whole.shape == first.shape or _for_each_row([whole], [first], [second])
 

@@ -159,8 +159,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _holder(module: nn.Module, path: str) -> str:
-    """Return what refers from the module at `path` to other parts of the model: a function in its class, or an
-    attribute."""
+    """Return what refers from the module at `path` to other parts of the model: a function or an attribute."""
     part, wanted = module.get_submodule(path), parts_of(module)
     beyond = wanted - {id(each) for each in (*part.modules(), *part.parameters(), *part.buffers())}
     for kind in type(part).__mro__:

@@ -110,7 +110,7 @@ class _Runs:
         return lambda rows: self._output(example, rows)[0]
 
     def operations(self, example: Any) -> list[Any] | None:
-        """Return the operations of the model and the loss on one row, or None if that fails or the loss is not
+        """Return the operations of the model and the loss on one row, or None on an error or if the loss is not
         finite."""
         seen = _Operations()
         with suppress(Exception), torch.no_grad(), seen:
@@ -169,8 +169,7 @@ def _clone(buffer: Tensor | None) -> Tensor | None:
 
 
 def _shortened(example: Any, value: Any, multiple: int) -> Any:
-    """Return `example` with a few of its positions, spread over the row, because masks may hide the first or last
-    ones."""
+    """Return `example` with a few positions, spread over the row, because masks may hide the first or last ones."""
     lengths = [
         tensor.shape[1]
         for tensor in leaves(value).values()

@@ -181,8 +181,8 @@ def plain_attention() -> Iterator[None]:
 
 
 def set_evaluation(module: nn.Module) -> None:
-    """Set every part to evaluation mode, inside `unchanged`. Do not call the model's own `train()`, which may merge
-    weights."""
+    """Set every part to evaluation mode, inside `unchanged`. The model's own `train()`, which may merge, is not
+    called."""
     for part in module.modules():
         part.training = False
 

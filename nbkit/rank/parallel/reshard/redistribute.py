@@ -36,8 +36,7 @@ State = Mapping[str, tuple[Tensor, Layout]]
 """The shards that a rank holds: key -> (its part, the layout of this part in the whole tensor)."""
 
 ROUND_BYTES = 24 << 20
-"""Maximum number of bytes that a rank sends, and receives, in a round. The two buffers together take less than 64
-MB."""
+"""Maximum bytes that a rank sends, and receives, in a round. The two buffers together take less than 64 MB."""
 
 
 def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> ExchangePlan:
@@ -322,8 +321,7 @@ def _address(tensor: Tensor) -> int:
 
 
 IN_PLACE_BYTES = 8 << 20
-"""Maximum bytes that a rank sends, receives and begins in a round. It is small, because the round's tensors need
-memory."""
+"""Maximum bytes that a rank sends, receives and begins in a round. The tensors of the round need memory too."""
 
 
 class TensorMemory(Protocol):
@@ -413,8 +411,7 @@ class InPlace:
     def _lead(
         self, old: TensorMemory, new: TensorMemory, device: torch.device, freed: Callable[[], None], done: list[str]
     ) -> str | None:
-        """Run all rounds. Return None, or why a rank could not begin a round. done: receives the keys that are
-        complete."""
+        """Run all rounds. Return None, or why a rank could not begin a round. done: receives the complete keys."""
         source = {key: tensor for key, (tensor, _) in old.state.items()}
         target = {key: tensor for key, (tensor, _) in new.state.items()}
         begun: list[str] = []

@@ -70,8 +70,7 @@ def digest(
 
 
 def scratch_bytes(*states: Mapping[str, tuple[Tensor, Layout]]) -> int:
-    """Return the maximum bytes of memory that a digest of one of `states` needs: a chunk's hash, a copy, and
-    indices."""
+    """Return the maximum bytes that a digest of one of `states` needs: a chunk's hash, a shifted copy, and indices."""
     elements = max((sum(tensor.numel() for tensor, _ in state.values()) for state in states), default=0)
     return 4 * 8 * min(elements, _CHUNK)
 
@@ -194,8 +193,7 @@ class _Hasher:
 
 
 def _places(part: Box, shape: Sequence[int], of: _Hash, device: torch.device) -> list[Tensor]:
-    """Return one tensor per dim. They broadcast, and their sum is of.index times the flat index in the global
-    tensor."""
+    """Return one tensor per dim. They broadcast. Their sum is of.index times the flat index in the global tensor."""
     found, stride = [], 1
     for dim in reversed(range(len(part.shape))):
         start, length = part.start[dim], part.shape[dim]

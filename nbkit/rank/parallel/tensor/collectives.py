@@ -33,8 +33,7 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `x` (whole -> whole), before a computation that is divided over the ranks. Backward sums their
-    gradients."""
+    """Return `x` (whole -> whole), before a computation that the ranks divide. Backward sums their gradients."""
     return _Copy.apply(x, group)  # type: ignore[no-any-return]
 
 

@@ -178,8 +178,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the hidden states of a block: the argument `hidden_states`, or else the first argument if it is a
-    tensor."""
+    """Return the hidden states of a block: the argument `hidden_states`, or else the first one if it is a tensor."""
     value = args[0] if args else next(iter(kwargs.values()), None)
     if "hidden_states" in kwargs:
         value = kwargs["hidden_states"]

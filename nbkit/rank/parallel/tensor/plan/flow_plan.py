@@ -49,8 +49,7 @@ class MapFlow:
 
 
 def flow_heads(model: nn.Module, flow: MapFlow) -> set[str]:
-    """Return the linear maps that feed only the model's output and have as many outputs as a token embedding has
-    rows."""
+    """Return the linear maps that feed only the model's output, with as many outputs as a token embedding has rows."""
     rows = {model.get_submodule(path).num_embeddings for path in flow.tables}
     shown = (path for path in flow.sources if flow.readers.get(path) == frozenset(("",)))
     return {path for path in shown if sizes(model.get_submodule(path))[1] in rows}

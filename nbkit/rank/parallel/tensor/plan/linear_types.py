@@ -108,8 +108,7 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Return True if the module multiplies the last dim by a matrix that it has. A pipeline stage may have dropped
-    it."""
+    """Return True if the module multiplies the last dim by a matrix that this pipeline stage has."""
     return module is not None and (_is_plain(module) or is_lora(module))
 
 

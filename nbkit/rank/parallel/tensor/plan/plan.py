@@ -66,8 +66,7 @@ def counts_heads(owner: nn.Module) -> bool:
 
 
 def named_counts(owner: nn.Module, heads: Heads) -> tuple[str, ...]:
-    """Return the attributes of `owner` and its configs whose names and values are counts of heads or of all
-    features."""
+    """Return the attributes of `owner` and its configs that by name and value count heads, or features of all heads."""
     parts = {**dict.fromkeys(_HEADS, heads.heads), **dict.fromkeys(_KV_HEADS, heads.kv_heads)}
     widths = {heads.heads * heads.dim, heads.kv_heads * heads.dim}
     return tuple(
@@ -180,8 +179,7 @@ class Pair:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Return the numbers of features of all heads: of each packed matrix, and of each matrix that contains
-        several."""
+        """Return the numbers of features of all heads: of each packed matrix, and of each matrix that packs several."""
         widths = [n for each in self.widths.values() for n in (*each, sum(each))]
         return tuple(dict.fromkeys([self.inner, *widths]))
 
