@@ -139,7 +139,7 @@ class ForwardPass:
     ) -> tuple[Any, Weighed | None, int]:
         """Return (output of the stage, weighted loss, tokens). The last two are None and 0 except on the last stage.
 
-        counted: see Options; None if the loss weights rows.
+        counted: see ModelFacts; None if the loss weights rows.
         """
         model = self.model
         value, target = pair(micro.data, self.inputs)

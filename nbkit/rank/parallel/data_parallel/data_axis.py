@@ -66,7 +66,7 @@ def data_axis(
     """Allocate the memory of the skeleton `module`, and return its data axis. Sends nothing.
 
     layouts: canonical name -> the part of the global tensor that tensor parallelism and the pipeline leave to this
-    rank. exchange, settings: of the strategy. adaptive: see Options. own: for ZeRO 0 and 1, a user's class
+    rank. exchange, settings: of the strategy. adaptive: see JobOptions. own: for ZeRO 0 and 1, a user's class
     (nbkit/techniques/mine.py). owners: for ZeRO 1 and 2, name -> position in the sharding group of the rank that
     updates the whole tensor.
 
