@@ -322,8 +322,8 @@ class JobOptions:
     splits its rows into several forward passes, with any strategy. loss_chunks: number of pieces of the logits.
     compile: compile blocks where that is safe. adaptive: the size of the optimizer's steps does not grow with the
     gradients, as with Adam. own_forward: the user calls the model. whole: parameters that the optimizer can only update
-    whole, as Muon does with matrices. whole_in_tp: these, and parameters that it can update if their rows
-    are split, but not if their columns are split.
+    whole, as Muon does with matrices. whole_in_tp: these, and parameters that it can update if their rows are split,
+    but not if their columns are split.
     """
 
     tp_plan: Mapping[str, str] | None = None
