@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "There is no such program.", numbers=str(script), hint=shell_words("nbkit", "run", "train.py", "--args")
         )
-    told = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
+    local_rank = getattr(arguments, "local_rank", None)
+    told = [] if local_rank is None else [f"--local_rank={local_rank}"]
     sys.argv = [arguments.program, *told, *arguments.args]
     # Not before the program imports torch: it may set variables that torch reads, such as OMP_NUM_THREADS.
     change_when_imported({"torch": lambda _: nbkit.listen(arguments.job, cells=not arguments.no_cells)})

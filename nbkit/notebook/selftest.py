@@ -46,7 +46,7 @@ BF16 = 1e-2
 """The allowed relative distance of a loss in bf16 from that of one process in bf16."""
 _PEERS = {"ddp": "DDP", "zero3": "FSDP2", "tp": "tensor.parallel", "pp": "Schedule1F1B"}
 _PRETENDED_BYTES = 192 << 20  # of a device, for a large model on CPU ranks
-_NCCL_LOG = "nccl"
+_NCCL_LOG = "nccl-log"
 _WAY = re.compile(r"-> \d+\[\w+\](?: \[\w+\])? via (NET/\w+|\w+)")
 _APART = "small_job.apart(trainer)"
 _TOGETHER = "total = torch.ones(1, device=device); dist.all_reduce(total); int(total)"
