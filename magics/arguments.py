@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from nbkit.durations import seconds_of
 from nbkit.errors import UsageError
+from nbkit.notebook.cluster.hosts.start_options import add_place_options
 from nbkit.notebook.export.sbatch_file import add_slurm_options
 from nbkit.notebook.json_text import add_json_option, json_text
 
@@ -153,7 +154,7 @@ def cluster_parser() -> MagicParser:
     )
     start.add_argument("--name", metavar="NAME", help="its name; default: a random one")
     start.add_argument("--gpus", metavar="2,3", help="these GPUs, one rank each")
-    start.add_argument("--cpu", action="store_true", help="make CPU ranks, also if there are GPUs")
+    add_place_options(start)
     start.add_argument(
         "--spares",
         type=int,
@@ -167,32 +168,6 @@ def cluster_parser() -> MagicParser:
         metavar="TIME",
         help="end it after this time without notebook and cell: 30min, 12h (2h)",
     )
-    start.add_argument(
-        "--hosts",
-        default="",
-        metavar="node1:4,node2:4",
-        help="start ranks over SSH; or a file, with a host on each line",
-    )
-    start.add_argument(
-        "--on", default="", metavar="NAME", help="a line in [clusters] of nbkit.toml; options typed here win"
-    )
-    start.add_argument(
-        "--slurm", action="store_true", help="start ranks in a Slurm job; see docs/reference/clusters.md"
-    )
-    start.add_argument(
-        "--mpi", action="store_true", help="start ranks with mpirun: on --hosts, on those of a batch job, or here"
-    )
-    start.add_argument(
-        "--launcher",
-        default="",
-        metavar="NAME",
-        help="lsf, pbs, sge, or the name of your own; see docs/reference/clusters.md",
-    )
-    start.add_argument(
-        "--nodes", type=int, metavar="N", help="for --slurm, --launcher: number of hosts; default: as few as possible"
-    )
-    start.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: Slurm's own")
-    start.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: time limit of the job")
     start.add_argument(
         "--detach",
         action="store_true",
@@ -208,15 +183,6 @@ def cluster_parser() -> MagicParser:
         "--requeue",
         action="store_true",
         help="for --slurm: if Slurm ends the job, ask for another one, run the cells again, and continue the training",
-    )
-    start.add_argument(
-        "--python", default="", metavar="PATH", help="Python on the other hosts; default: that of the notebook"
-    )
-    start.add_argument(
-        "--container",
-        default="",
-        metavar="WORDS",
-        help="run ranks on other hosts in a container: 'apptainer exec --nv torch.sif'; see docs/reference/clusters.md",
     )
     attach = verbs.add_parser("attach", help="connect this notebook to a running cluster")
     attach.add_argument("name", metavar="NAME")

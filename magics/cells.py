@@ -8,12 +8,14 @@ cell runs as a plain magic.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 
-from nbkit.errors import UsageError
+from nbkit.errors import NbkitError, UsageError
 from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.cluster.job import AttachedJob, JobCell
 
@@ -71,15 +73,16 @@ async def run(magic: str, line: str, body: str) -> None:
         print(given := await asyncio.to_thread(_run_in_job, options, body))
         _finish(options, body, given)
         return
-    results = await current().run_async(
-        _with_own_line(magic, line, body),
-        options.ranks,
-        options.timeout,
-        options.detach is not None,
-        at_step=options.at_step,
-        queue=options.queue,
-        tabs=options.tabs,
-    )
+    with _hints_for(magic):
+        results = await current().run_async(
+            _with_own_line(magic, line, body),
+            options.ranks,
+            options.timeout,
+            options.detach is not None,
+            at_step=options.at_step,
+            queue=options.queue,
+            tabs=options.tabs,
+        )
     _finish(options, body, results)
 
 
@@ -104,6 +107,17 @@ def _run_in_job(options: Any, body: str) -> JobCell:
         )
     seconds = {} if options.timeout is None else {"timeout": options.timeout}
     return AttachedJob.attach(options.job).run(body, **seconds)
+
+
+@contextmanager
+def _hints_for(magic: str) -> Iterator[None]:
+    """Let a hint about ranks name `%%rank`, which takes them without an option."""
+    try:
+        yield
+    except NbkitError as error:
+        if magic == "%%rank":
+            error.hint = error.hint.replace("--ranks", magic)
+        raise
 
 
 def _with_own_line(magic: str, line: str, body: str) -> str:
@@ -160,15 +174,16 @@ class CellMagics(Magics):  # type: ignore[misc, untyped-decorator]
             print(given := _run_in_job(options, cell))
             _finish(options, cell, given)
             return
-        results = current().run(
-            _with_own_line(magic, line, cell),
-            options.ranks,
-            options.timeout,
-            options.detach is not None,
-            at_step=options.at_step,
-            queue=options.queue,
-            tabs=options.tabs,
-        )
+        with _hints_for(magic):
+            results = current().run(
+                _with_own_line(magic, line, cell),
+                options.ranks,
+                options.timeout,
+                options.detach is not None,
+                at_step=options.at_step,
+                queue=options.queue,
+                tabs=options.tabs,
+            )
         _finish(options, cell, results)
 
 

@@ -1,6 +1,6 @@
 """The kinds of device that ranks compute on, and the communication backend between devices of each kind.
 
-This is all that the notebook knows of them. What the ranks ask of a kind is a class: see nbkit/rank/device.py.
+The notebook knows no more than this about devices. Ranks use a class for each kind: see nbkit/rank/device.py.
 """
 
 CPU, GLOO = "cpu", "gloo"

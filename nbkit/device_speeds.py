@@ -44,7 +44,7 @@ def settled(speeds: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _alike_together(speeds: Sequence[int], mesh: Mesh) -> str:
-    """Return `places=` that put ranks of one speed into each group along tp and cp; "" if there are none."""
+    """Return a `places=` key that puts ranks of equal speed into each group along tp and cp; "" if none exists."""
     size = mesh.tp * mesh.cp
     ranks = sorted(range(mesh.size), key=lambda rank: (-speeds[rank], rank))
     units = sorted(sorted(ranks[start : start + size]) for start in range(0, mesh.size, size))
@@ -77,9 +77,9 @@ def of_replicas(speeds: Sequence[int], mesh: Mesh) -> tuple[Fraction, ...]:
 
 @lru_cache(maxsize=64)
 def rows_by_speed(total: int, speeds: tuple[Fraction, ...]) -> tuple[tuple[int, int], ...]:
-    """Return (first row, one past the last row) of each replica. The slowest is done as early as possible."""
+    """Return (first row, one past the last row) of each replica. The last replica to finish is as early as possible."""
     counts = [0] * len(speeds)
-    # Each row goes to the replica that would be done with it first. This minimises the longest time.
+    # Give each row to the replica that would finish it first. This minimises the longest time.
     done = [(1 / speed, place) for place, speed in enumerate(speeds)]
     heapify(done)
     for _ in range(total):

@@ -19,8 +19,8 @@
     Stopped                   a KeyboardInterrupt: the user asked a training to stop, at a step boundary
     CellStopped               a KeyboardInterrupt: the user stopped a cell
 
-In a notebook an error shows as its own lines instead of a Python traceback (IPython calls
-`_render_traceback_`), and because it is raised, Run All stops.
+A notebook shows the lines of the error instead of a Python traceback: IPython calls `_render_traceback_`. The
+error is still raised, so Run All stops.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class TrainingError(NbkitError, ValueError):
 
 
 class NotFinite(TrainingError):
-    """The loss became NaN or infinite. spoiled: the weights are not finite either, so further steps do not help."""
+    """The loss became NaN or infinite. spoiled: True if the weights are not finite either: more steps do not help."""
 
     def __init__(
         self, what: str, *, step: int, rank: int, spoiled: bool = False, numbers: str = "", hint: str = ""
@@ -145,11 +145,11 @@ class NotFinite(TrainingError):
 
 
 class SwitchError(TrainingError):
-    """The strategy could not be changed; the old one is in force, and nothing has changed."""
+    """The strategy could not be changed. The old one is still in force, and nothing has changed."""
 
 
 class TornCheckpoint(TrainingError):
-    """A checkpoint that is not whole, is damaged or cannot be read; nothing has changed."""
+    """A checkpoint is incomplete, damaged or unreadable. Nothing has changed."""
 
 
 class BoardError(NbkitError):
@@ -157,7 +157,7 @@ class BoardError(NbkitError):
 
 
 class Stopped(KeyboardInterrupt):
-    """The user asked a training to stop; raised on all ranks at the same step boundary, state intact."""
+    """The user asked a training to stop. Raised on all ranks at the same step boundary; the state is intact."""
 
 
 class CellStopped(KeyboardInterrupt):

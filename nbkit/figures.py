@@ -64,13 +64,13 @@ def html_table(
 ) -> str:
     """Return a table as HTML, in the colours of the notebook's theme.
 
-    titles: a tooltip for each row. figures: the columns that hold numbers; they are right-aligned and keep their line.
-    bold: the number of a row.
+    titles: a tooltip for each row. figures: the columns that hold numbers; they are right-aligned and not wrapped.
+    bold: the index of the row to show in bold; None for no row.
     """
     styles = ["text-align:right;white-space:nowrap" if column in figures else "text-align:left" for column in columns]
 
     def line(cells: Sequence[str], tag: str, more: str = "") -> str:
-        pairs = zip(cells, styles, strict=False)  # the row of something refused has a reason in place of its figures
+        pairs = zip(cells, styles, strict=False)  # a refused row is shorter: it has a reason instead of figures
         return "".join(f"<{tag} style='{style}{more}'>{html.escape(cell)}</{tag}>" for cell, style in pairs)
 
     body = ""

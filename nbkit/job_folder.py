@@ -1,9 +1,9 @@
-"""The folder of a program that listens: which ranks it has, and the secret by which its user may ask them.
+"""The folder of a job: of a program that called `nbkit.listen`. It lists the ranks, and has the secret for requests.
 
     ~/.local/share/nbkit/.jobs/NAME/   (NBKIT_HOME changes the first part); only its owner may enter
       token           the secret, which only its owner may read
       rankN.json      a ListeningRank
-      audit.jsonl     every request, and what became of it
+      audit.jsonl     every request, and its outcome
       telemetry/      what the ranks measure: see nbkit.records
 
 The ranks of one host find each other here. If the folder is shared between hosts, each rank still answers on its own
@@ -29,9 +29,10 @@ from nbkit.wire.processes import Process, node_name
 
 @dataclass(frozen=True)
 class ListeningRank:
-    """A rank of a program that listens. launch: the same on all ranks of one start. cells: it runs live cells.
+    """A rank of a program that listens for requests.
 
-    host, port: where it listens, on loopback. program: the words of its command. begun: time.time().
+    host: the name of its host. port: its port on loopback. launch: an id that all ranks of one start share. program:
+    its command. begun: its start, as time.time(). cells: True if it runs live cells.
     """
 
     rank: int
@@ -54,14 +55,14 @@ class ListeningRank:
 
 
 def jobs() -> Path:
-    """Return the folder that holds the folders of all programs that listen. Its name cannot be a cluster's."""
+    """Return the folder that holds the folders of all jobs. No cluster can have its name, which begins with a dot."""
     if home := os.environ.get("NBKIT_HOME"):
         return user_path(home) / ".jobs"
     return Path(os.environ.get("XDG_DATA_HOME") or user_path("~/.local/share")) / "nbkit" / ".jobs"
 
 
 def names() -> list[str]:
-    """Return the names of all jobs that have a folder, also of those that have ended."""
+    """Return the names of all jobs that have a folder. Jobs that have ended are included."""
     with suppress(OSError):
         return sorted(path.name for path in jobs().iterdir() if path.is_dir())
     return []
@@ -72,7 +73,7 @@ def folder_of(name: str) -> Path:
 
 
 def make(name: str) -> Path:
-    """Return the folder of a job, made if needed. Raises ClusterError if others may enter it."""
+    """Return the folder of a job. Make it if needed. Raises ClusterError if other users may enter it."""
     folder = folder_of(name)
     try:
         jobs().parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,7 @@ def secret_of(folder: Path) -> str:
 
 
 def made_secret(folder: Path) -> str:
-    """Return the secret of a job, made if there is none. All ranks may call this at the same time."""
+    """Return the secret of a job. Make one if there is none. All ranks may call this at the same time."""
     path = folder / "token"
     if not path.exists():
         scratch = folder / f"token.{os.getpid()}"
@@ -141,7 +142,7 @@ def save(folder: Path, rank: ListeningRank) -> None:
 
 
 def ranks_in(folder: Path) -> dict[int, ListeningRank]:
-    """Return the ranks of a job's newest start, by number. A file that is not this user's raises ClusterError."""
+    """Return the ranks of a job's newest start, by number. Raises ClusterError for a file that is not private."""
     found = []
     for path in folder.glob("rank*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):

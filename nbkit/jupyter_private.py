@@ -1,6 +1,6 @@
 """Lists every private symbol of IPython, ipykernel and ipyparallel that nbkit uses or replaces.
 
-Each has its purpose, and what happens without it.
+Each entry says what nbkit uses the symbol for, and what happens without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SYMBOLS = [
         "make an engine a rank",
         "no rank starts: pip install 'ipyparallel==9.2.*'",
     ),
-    # These are not private by name. nbkit replaces them in the controller, which no public interface allows.
+    # Their names are not private. But nbkit replaces them in the controller, and no public interface allows that.
     *listed(
         "ipyparallel.util:",
         "select_random_ports",

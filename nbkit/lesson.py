@@ -10,8 +10,8 @@ side by side. It shows nothing before the guess is locked. Without widgets, `sen
 A notebook that runs without a reader takes its guesses from the variable NBKIT_GUESSES: JSON such as `{"1.2": 1.5}`, or
 the path of a file with it. A question that is not in it counts as "I do not know".
 
-`judge` is for lessons in which the reader writes code. Code on ranks imports this module too, so it imports Jupyter
-only where something is shown.
+`judge` is for lessons in which the reader writes code. Ranks import this module too, so it imports Jupyter only where
+it shows something.
 
 Each guess and each answer is a line of the file `guesses.jsonl` in the notebook's folder. `collect(folder)` reads all
 such files below a folder, for example the home directories of a class.
@@ -92,7 +92,7 @@ def judge(own: Any) -> Judgement:
 
 @dataclass(frozen=True)
 class _Band:
-    """A distance that a guess may have from the measured value."""
+    """The distance from the measured value at which a guess is still right."""
 
     size: float
     is_share: bool
@@ -124,7 +124,7 @@ class _Band:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A guess beside what was measured. right: None if the reader did not guess."""
+    """A guess compared with the measured value. right: None if the reader did not guess."""
 
     question: str
     key: str
@@ -149,7 +149,7 @@ class Verdict:
         return f"Look again: too {'large' if self.guess > self.measured else 'small'}{apart}."
 
     def columns(self) -> list[tuple[str, str]]:
-        """Return what stands side by side: pairs of a title and a value."""
+        """Return the (title, value) pairs to show side by side."""
         shown = [("you said", "—" if self.guess is None else _with_unit(self.guess, self.unit))]
         shown.append(("measured", _with_unit(self.measured, self.unit)))
         if self.formula is not None:
@@ -174,8 +174,8 @@ class Verdict:
 class Prediction:
     """A question and the reader's guess. `predict` makes it.
 
-    locked: whether the reader has answered. guess: a number, a choice, or None for "I do not know". verdict: the guess
-    beside what was measured; None until the guess is locked and checked.
+    locked: True if the reader has answered. guess: a number, a choice, or None for "I do not know". verdict: the guess
+    compared with the measured value; None until the guess is locked and checked.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Prediction:
 
     @property
     def within(self) -> str:
-        """Return in words how close to the measured value a guess has to be."""
+        """Return in words how close a guess has to be to the measured value."""
         return self._band.words(self.unit)
 
     def lock(self, guess: Guess) -> None:
@@ -279,7 +279,7 @@ class Prediction:
                 "band": band}  # fmt: skip
 
     def _checked(self, value: Any, what: str) -> Guess:
-        """Return a number as float, and a choice as it is."""
+        """Return a number as float, and a choice unchanged."""
         if value is None:
             return None
         if self.choices:
@@ -346,7 +346,7 @@ def _display_later(unguessed: Verdict, judge: Callable[[], Verdict]) -> Callable
         return lambda: print(judge())
     from IPython.display import display
 
-    # The text is for a notebook that runs without a page. A page shows the HTML, which does not tell the answer.
+    # A notebook that runs without a page keeps the text. A page shows the HTML, which does not tell the answer.
     bundle = {"text/plain": repr(unguessed), "text/html": f"<p role='status'>{words}</p>"}
     output = display(bundle, raw=True, display_id=True)
 
@@ -373,7 +373,7 @@ def _given() -> Mapping[str, Guess] | None:
 
 
 def _keep(line: dict[str, Any]) -> None:
-    """Append a line to the file. A lesson goes on if that fails, with a warning."""
+    """Append a line to the file. If that fails, warn and let the lesson go on."""
     record = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "user": _user(), **line}
     try:
         # One write of one line: several notebooks of a folder may append at the same time.
@@ -394,10 +394,10 @@ def _user() -> str:
 
 @dataclass(frozen=True)
 class Guesses:
-    """The guesses of a class. `rows` has a dict for each reader and question; pandas.DataFrame(rows) takes it.
+    """The guesses of a class. `rows` has a dict for each reader and question; use it as pandas.DataFrame(rows).
 
-    A row has the first guess: user, file, key, question, unit, guess, measured, right, tries, time. measured and right
-    are None until the reader has run the check. unreadable: the number of lines that cannot be read.
+    A row describes the first guess: user, file, key, question, unit, guess, measured, right, tries, time. measured and
+    right are None until the reader has run the check. unreadable: the number of lines that cannot be read.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -454,7 +454,7 @@ def collect(folder: str | os.PathLike[str]) -> Guesses:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield each line of a file; None for one that is not a guess or an answer."""
+    """Yield each line of a file; None for a line that is neither a guess nor an answer."""
     try:
         texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -476,5 +476,5 @@ def _state(row: Mapping[str, Any]) -> str:
 
 
 def _in_order(key: str) -> tuple[tuple[int, str], ...]:
-    """Sort "2.1" before "10.1"."""
+    """Return a sort key that puts "2.1" before "10.1"."""
     return tuple((int(part), "") if part.isdigit() else (0, part) for part in key.split("."))

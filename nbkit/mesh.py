@@ -1,18 +1,19 @@
 """The grid of ranks, made of named axes and their degrees.
 
-In rank order, tp is the fastest axis, then cp, dp and pp, the slowest. So the ranks that talk most are neighbours on a
-node. Another axis may be the slowest and cross nodes in place of pp. Either `order=` of a strategy says so, or nbkit
-chooses it so that fewer bytes move (see nbkit.planner.exchange). The place of each rank in this order can be given too,
-because ranks of unequal speed suit unequal stages.
+With the number of the rank, the place along tp changes fastest, then along cp, then dp; the place along pp changes
+slowest. So the ranks that communicate most are neighbours on a node. Another axis may be the slowest and cross nodes
+instead of pp. Either `order=` of a strategy says so, or nbkit chooses it so that fewer bytes move (see
+nbkit.planner.exchange). `places=` gives the place of each rank in this order, so that ranks of unequal speed get stages
+that suit them.
 
-`levels_of` divides an all-reduce over several nodes into two levels, so that less goes over the slow links between
-nodes. A group has ranks on k nodes, L on each. In a ring over all n = k L ranks, 2 (n - 1) / n S leaves every node. In
-two levels, the ranks of a node reduce-scatter. Then each rank all-reduces its part with the ranks in the same place on
-the other nodes, and the ranks of a node all-gather. So 2 (k - 1) / k S leaves every node, and L ranks send at the same
-time.
+`levels_of` divides an all-reduce of S bytes over several nodes into two levels, so that fewer bytes cross the slow
+links between nodes. Let the group have L ranks on each of k nodes, n = k L in all. In a ring over all ranks,
+2 (n - 1) / n S bytes leave every node. With two levels, the ranks of a node first reduce-scatter. Then each rank
+all-reduces its part with the ranks in the same place on the other nodes. Last, the ranks of a node all-gather. So
+2 (k - 1) / k S bytes leave every node, and L ranks send them at the same time.
 
     nodes x ranks    2 x 2   2 x 4   2 x 8   4 x 8
-    S leaves a node  1.5     1.75    1.875   1.94     in a ring
+    bytes / S        1.5     1.75    1.875   1.94     in a ring
                      1       1       1       1.5      in two levels
 """
 
@@ -39,8 +40,8 @@ def with_slowest(axis: str) -> tuple[str, ...]:
 class Mesh:
     """Degrees of the axes. Nothing is split along an axis of degree 1. order: from slowest to fastest.
 
-    places: the number of each rank in the grid, counted along `order`; () if it is the rank itself. Ranks ascend along
-    dp, cp and tp, since process groups number them like this.
+    places: the place of each rank in the grid, counted along `order`; () if rank r is at place r. Ranks must ascend
+    along dp, cp and tp, because a process group numbers its ranks in ascending order.
     """
 
     pp: int = 1
@@ -84,12 +85,12 @@ class Mesh:
         return value
 
     def stride(self, axis: str) -> int:
-        """Return how far apart in rank two neighbours along `axis` are."""
+        """Return how many places apart two neighbours along `axis` are."""
         faster = self.order[self.order.index(axis) + 1 :]
         return prod(self.degree(other) for other in faster)
 
     def index(self, rank: int) -> dict[str, int]:
-        """Return the place of `rank` along each axis."""
+        """Return the coordinate of `rank` along each axis."""
         place = self._place(rank)
         return {axis: place // stride % degree for axis, stride, degree in self._steps}
 
@@ -100,7 +101,7 @@ class Mesh:
         return tuple(self._ranks[first + i * stride] for i in range(self.degree(axis)))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Return every group along `axis`, sorted by first rank. Each rank is in one of them."""
+        """Return every group along `axis`, sorted by first rank. Each rank is in exactly one group."""
         return sorted({self.ranks(axis, rank) for rank in range(self.size)})
 
     def _place(self, rank: int) -> int:
@@ -108,7 +109,7 @@ class Mesh:
 
     @cached_property
     def _steps(self) -> Sequence[tuple[str, int, int]]:
-        """Return stride and degree of each axis, cached: the planner asks for hundreds of thousands of places."""
+        """Return (axis, stride, degree) of each axis. Cached, since the planner calls `index` very often."""
         return [(axis, self.stride(axis), self.degree(axis)) for axis in AXES]
 
     @cached_property
@@ -126,22 +127,22 @@ class Mesh:
 
 
 WITHIN, BETWEEN = "within nodes", "between nodes"
-"""Names of the levels, which follow the name of the axis of an all-reduce."""
+"""Names of the levels. They follow the name of the axis, as in "dp within nodes"."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Groups of ranks. within: the ranks of one node each. between: ranks with the same place in their nodes."""
+    """The groups of both levels. within: ranks of the same node. between: ranks in the same place on their nodes."""
 
     within: tuple[tuple[int, ...], ...]
     between: tuple[tuple[int, ...], ...]
 
 
 def levels_of(group: Sequence[int], node_of: Sequence[int]) -> Levels | None:
-    """Return the levels of `group`, or None if two are no better than one: on one node, or with one rank on each.
+    """Return the levels of `group`. Return None if it is on one node, or if each group within a node has one rank.
 
-    node_of: the node number of each rank of the world; () for one node. If nodes hold unequal numbers of the group's
-    ranks, the groups within nodes have the largest size that divides each number.
+    node_of: the node number of each rank of the world; () for one node. The size of the groups within nodes is the
+    largest that divides the number of the group's ranks on each node.
     """
     nodes: dict[int, list[int]] = {}
     for rank in group:

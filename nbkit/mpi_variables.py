@@ -1,4 +1,4 @@
-"""Handles the variables by which mpirun, or srun with PMI, tells a process its number and the number of processes."""
+"""Handles the environment variables by which mpirun, or srun with PMI, tells a process its number in the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_A_PROCESS = (
 def forget_mpi(environment: MutableMapping[str, str]) -> None:
     """Remove the variables that a process inherits from a notebook that is itself a process of an MPI job.
 
-    Otherwise an agent would take the notebook's number for that of its host, libraries would take it for the rank's,
+    Otherwise an agent would use the notebook's number as the number of its host, libraries would use it as the rank,
     and MPI_Init would join the notebook's job.
     """
     for name in [name for name in environment if name.startswith(_OF_A_PROCESS)]:

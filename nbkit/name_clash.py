@@ -1,7 +1,7 @@
 """Find the other project that is called nbkit.
 
-It has the name nbkit on PyPI and the same import name, so pip writes both into one folder. Whichever was installed last
-owns `nbkit/__init__.py`.
+That project is called nbkit on PyPI, and this one nbkit-train. Both have the import name nbkit, so pip writes both into
+one folder. The one that was installed last owns `nbkit/__init__.py`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 from pathlib import Path
 
 REMEDY = "pip uninstall -y nbkit; pip install --force-reinstall --no-deps nbkit-train"
-"""What to type. The first command removes files of ours too, so the second installs them again."""
+"""What to type. The first command also removes files of this project, so the second one installs them again."""
 
 
 def other_nbkit(folder: Path) -> str:
     """Return a sentence about the other project if it is installed in `folder`, else ""."""
     try:
         names = os.listdir(folder)
-    except OSError:  # a package in a zip file
+    except OSError:  # nbkit is imported from a zip file
         return ""
     found = next((name for name in names if name.startswith("nbkit-") and name.endswith(("-info", ".egg"))), "")
     if not found:

@@ -1,6 +1,6 @@
 """Keywords of `nbkit.Trainer`, `nbkit.prepare` and `nbkit.check` that are now fields of option values.
 
-They are accepted in this release, with a DeprecationWarning that says what to type. To end that, delete this file and
+This release still accepts them, with a DeprecationWarning that says what to type. To drop them, delete this file and
 the calls of `regrouped`.
 """
 
@@ -45,8 +45,8 @@ def regrouped(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return the arguments of a call with old keywords moved into option values. Warns of each old keyword.
 
     names: the parameters of the function. The warning names the line that called the caller of this function.
-    Raises UsageError for an old keyword beside the argument that has taken its place, and TrainingError for a value
-    that is wrong.
+    Raises UsageError if an old keyword and the argument that replaces it are both given, and TrainingError for a wrong
+    value.
     """
     old = {name: OLD_KEYWORDS[name] for name in given if name in OLD_KEYWORDS and OLD_KEYWORDS[name][0] in names}
     if not old:

@@ -13,9 +13,9 @@ _OWN = __file__.rpartition("plugins.py")[0]
 
 
 def load(entry: EntryPoint, what: str, error: type[NbkitError]) -> Any:
-    """Return what an entry point of another package names. Raises `error` if it cannot be imported.
+    """Return the object that an entry point of another package names. Raises `error` if it cannot be imported.
 
-    what: its kind, such as "launcher".
+    what: the kind of object, such as "launcher".
     """
     try:
         return entry.load()
@@ -28,7 +28,7 @@ def load(entry: EntryPoint, what: str, error: type[NbkitError]) -> Any:
 
 
 def package_of(entry: EntryPoint) -> str:
-    """Return the name of the package that offers an entry point, as pip takes it."""
+    """Return the name under which pip knows the package that offers an entry point."""
     return entry.dist.name if entry.dist else "PACKAGE"
 
 

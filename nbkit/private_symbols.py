@@ -1,4 +1,4 @@
-"""Private symbols of other libraries: what nbkit uses them for, and what is different where one is missing.
+"""Private symbols of other libraries: what nbkit uses each one for, and what changes if it is missing.
 
 Libraries change their private symbols without notice. Each one that nbkit uses is listed, in rank/torch_private.py or
 jupyter_private.py. A symbol that is missing, or that takes other arguments, degrades one feature; it never prevents a
@@ -18,14 +18,14 @@ from typing import Any, NoReturn
 from nbkit.errors import ClusterError
 
 LACKING = "lacking.json"
-"""In the folder of a cluster: what the parent of the ranks found to be missing, a list of sentences."""
+"""A file in a cluster's folder: a list of sentences, one for each symbol that the parent of the ranks did not find."""
 
 
 @dataclass(frozen=True)
 class Symbol:
     """A private symbol of a library.
 
-    path: "module:name" or "module:Class.name"; "()" calls what stands before it.
+    path: "module:name" or "module:Class.name"; "()" calls the function whose name stands before it.
     purpose: what nbkit does with it. without: what works differently, or does not work, if it is missing.
     parameters: names that its signature must have, if the signature can be read. at_use: True for an attribute that is
     set late and cannot be checked before its use. The code that uses it handles its absence.
@@ -60,7 +60,7 @@ class Symbol:
         try:
             taken = inspect.signature(found).parameters
         except ValueError:
-            return  # made in C++, which tells no signature
+            return  # a function made in C++, whose signature cannot be read
         lacking = [name for name in self.parameters if name not in taken]
         if lacking:
             raise TypeError(f"it takes no {', '.join(lacking)}")
@@ -103,14 +103,14 @@ class Missing:
 
 
 def listed(owner: str, names: str, purpose: str, without: str, *, at_use: bool = False) -> list[Symbol]:
-    """Return a Symbol for each of `names`, of a module ("torch.utils.checkpoint:") or of a class ("torch:Tensor.")."""
+    """Return a Symbol for each of `names`. owner: a module ("torch.utils.checkpoint:") or a class ("torch:Tensor.")."""
     return [Symbol(f"{owner}{name}", purpose, without, at_use=at_use) for name in names.split()]
 
 
 def problems(symbols: Iterable[Symbol], *, imported: bool = False) -> list[str]:
     """Return one sentence for each of `symbols` that is missing or has changed in the installed library.
 
-    imported: look only at modules that this process has imported; others take seconds to import.
+    imported: only look at modules that this process has imported already, since an import takes seconds.
     """
     return [
         sentence

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nbkit.errors import UsageError
 
-_LONGEST = 120  # bytes of a part of a path; file systems take 255, and more text is appended to it
+_LONGEST = 120  # bytes of one part of a path; file systems allow 255, and callers append more text
 _KEPT = "._-+=@,"
 
 

@@ -27,6 +27,7 @@ from nbkit.errors import StrategyError
 from nbkit.mesh import AXES, Mesh, with_slowest
 from nbkit.schedules import names as every_schedule
 from nbkit.techniques import DEGREES, RESERVED, GradientExchange, Key, Settings, refuse_axes, whole_number
+from nbkit.techniques.experts import Moved
 from nbkit.tensor_layout import bounds
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
@@ -39,8 +40,8 @@ class Strategy:
 
     dp, tp, pp, cp: degrees of the mesh. zero: what the data axis shards: 0 nothing, 1 optimizer state, 2 also
     gradients, 3 also parameters. shard: ranks of a sharding group within dp; all of dp (also written 0) unless hsdp.
-    ep, schedule, microbatches, speeds, order, places: see the key of that name in nbkit/techniques/. settings: the
-    values of all other keys that change something. slowest: the axis of the mesh that is chosen to cross nodes if
+    ep, experts, schedule, microbatches, speeds, order, places: see the key of that name in nbkit/techniques/. settings:
+    the values of all other keys that change something. slowest: the axis of the mesh that is chosen to cross nodes if
     `order` is not given; it is not part of the spelling.
     `without_effect` names each given setting that changes nothing. `str()` is the canonical form: the degrees that are
     not 1, in the order dp tp pp cp ("dp=1" if all are 1), then zero and shard, then the other keys in the order of
@@ -56,6 +57,7 @@ class Strategy:
     schedule: str | None = None
     microbatches: int | None = None
     ep: int = field(default=1, kw_only=True)
+    experts: Moved = field(default=(), kw_only=True)
     speeds: tuple[int, ...] = field(default=(), kw_only=True)
     order: str = field(default="", kw_only=True)
     slowest: str = field(default="", kw_only=True)
@@ -211,13 +213,13 @@ class Strategy:
 
     @property
     def composed(self) -> Strategy:
-        """Return the same techniques with the ranks in the usual order. The order of ranks changes no step."""
+        """Return the same techniques with ranks and experts in the usual order. Where they stand changes no step."""
         if not self.speeds:
-            return replace(self, order="", slowest="", places=())
+            return replace(self, order="", slowest="", places=(), experts=())
         at = [self.mesh.index(rank) for rank in range(self.mesh.size)]
         usual = sorted(range(self.mesh.size), key=lambda rank: [at[rank][axis] for axis in AXES])
         speeds = tuple(self.speeds[rank] for rank in usual)
-        return replace(self, order="", slowest="", places=(), speeds=speeds)
+        return replace(self, order="", slowest="", places=(), speeds=speeds, experts=())
 
     @property
     def summed_axis(self) -> str:

@@ -31,6 +31,15 @@ def count(runs: Runs) -> int:
     return sum(stop - start for start, stop in runs)
 
 
+def runs_of(things: Sequence[int]) -> Runs:
+    """Return `things`, which are in ascending order, as runs."""
+    found: list[tuple[int, int]] = []
+    for thing in things:
+        joins = bool(found) and found[-1][1] == thing
+        found.append((found.pop()[0] if joins else thing, thing + 1))
+    return tuple(found)
+
+
 def contiguous(total: int, parts: int, index: int) -> Runs:
     """Return what `bounds` gives the part, as one run."""
     return (bounds(total, parts, index),)
@@ -126,6 +135,15 @@ class Layout:
             if (kept := here.meet(window)) is not None:
                 pieces.append((kept.moved(window.start, (0,) * len(local)), kept.moved(here.start, there.start)))
         return Layout(self.shape, local, tuple(pieces))
+
+    def cut_runs(self, dim: int, runs: Runs) -> Layout:
+        """Return the layout of several runs of the local tensor along `dim`, one behind the other."""
+        parts, pieces, at = [self.cut(dim, *run) for run in runs] or [self.cut(dim, 0, 0)], [], 0
+        for part in parts:
+            shift = tuple(at if d == dim else 0 for d in range(len(self.local)))
+            pieces += [(here.moved((0,) * len(shift), shift), there) for here, there in part.pieces]
+            at += part.local[dim]
+        return Layout(self.shape, (*self.local[:dim], at, *self.local[dim + 1 :]), tuple(pieces))
 
     def part(self, dim: int, parts: int, index: int) -> Layout:
         """Return the layout of part `index` of `parts` nearly equal parts of the local tensor along `dim`."""

@@ -178,10 +178,10 @@ class Recovery(_Option):
     cell reports a hang after 30 s; 600 in a script. float("inf"): never. on_oom: what to do when a step has run out of
     memory and was undone (docs/reference/memory.md). "fit": repeat it with a setting that fits. "ask": ask you for the
     setting (the default in a notebook). "raise": end `fit` with the error (the default elsewhere). balance: measure how
-    fast ranks compute. When this changes, switch to matching speeds= of the strategy (default: False). backup_every:
-    steps between backups of state that only one rank holds, to the host memory of another rank. None (the default): as
-    often as possible below 5 % of the time, if a rank can be replaced. 0: no backups; a replacement then needs a
-    checkpoint.
+    fast ranks compute. When this changes, switch to matching speeds= of the strategy. Under ep=, measure the tokens of
+    experts, and exchange experts between ranks (default: False). backup_every: steps between backups of state that only
+    one rank holds, to the host memory of another rank. None (the default): as often as possible below 5 % of the time,
+    if a rank can be replaced. 0: no backups; a replacement then needs a checkpoint.
 
     A loop over `job.batches` takes only on_failure ("replace" or "stop") and backup_every. Raises TrainingError for an
     invalid value.

@@ -1,4 +1,4 @@
-"""Explains calls with arguments that a function does not take: the error says what it takes, and what to type."""
+"""Explains calls whose arguments do not fit: the error lists the parameters of the function, and says what to type."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def says_what_it_takes(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that makes a function raise UsageError if the arguments do not fit.
 
-    It adds one frame to the call. hint: a call that fits, or a function that makes one from the given arguments.
-    options: arguments that take a dataclass; a keyword that resembles a field of one is answered with that argument.
-    accept: (keywords, parameters of the function) -> the keywords to call it with.
+    The decorator adds one frame to the stack. hint: a call that fits, or a function that makes one from the given
+    arguments. options: argument -> the dataclass that it takes. If an unknown keyword resembles a field of one, the
+    hint names that argument. accept: (keywords, parameters of the function) -> the keywords to call it with.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -39,7 +39,7 @@ def says_what_it_takes(
             try:
                 return function(*args, **given)
             except TypeError as error:
-                # Only an error of the call itself counts. One within the function has the function's frame too.
+                # Explain only an error of the call itself. An error inside the function has one more frame.
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise
                 said = str(error)
@@ -63,9 +63,10 @@ def _unfit(
 
 
 def _nearest(unknown: str, names: list[str], options: Mapping[str, type[Any]]) -> str:
-    """Return a hint with the parameter or field that `unknown` is meant to be; "" if there is none.
+    """Return a hint with the parameter or field that the user probably meant by `unknown`; "" if there is none.
 
-    It has fewer of the same words, or a similar spelling. Parameters come before fields of options.
+    A field of exactly this name comes first. Then come parameters, and last fields, that consist of some of the words
+    of `unknown` or have a similar spelling.
     """
     typed = {name: f"{name}=..." for name in names}
     inner = {

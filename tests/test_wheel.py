@@ -5,6 +5,7 @@ Also the name: another project is called nbkit, and other packages are called ma
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,11 +14,13 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from email.parser import HeaderParser
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import nbkit
+from tests.commands.test_lab import assert_serves
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_BUILT = shutil.ignore_patterns(".git*", ".venv", "__pycache__", "runs", "dist", "build", ".*_cache", ".ipynb_*")
@@ -166,3 +169,40 @@ def test_where_the_other_project_was_installed_later_every_command_says_so(insta
     assert done.returncode == 1
     assert f"{installed}/nbkit/__init__.py belongs to another project named nbkit, not to nbkit-train." in done.stderr
     assert "Traceback" not in done.stderr and "pip uninstall -y nbkit" in done.stderr
+
+
+FIRST = "from IPython.core.interactiveshell import InteractiveShell as S; S.instance().run_cell({!r}).raise_error()"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_in_an_empty_environment_the_first_cell_installs_it_and_demo_and_lab_run(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "NBKIT_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    own = tmp_path / "environment" / "bin" / "python"
+
+    def run(*words: object) -> str:
+        done = subprocess.run([str(word) for word in words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(sys.executable, "-m", "venv", own.parents[1])
+    run(
+        own, "-m", "pip", "install", "-q", "ipykernel", f"torch=={version('torch').partition('+')[0]}"
+    )  # as a service has them
+    lesson = json.loads((ROOT / "notebooks" / "00_quickstart.ipynb").read_text())
+    first = next("".join(cell["source"]) for cell in lesson["cells"] if cell["cell_type"] == "code")
+
+    monkeypatch.setenv("PIP_FIND_LINKS", str(built))
+    run(own, "-c", FIRST.format(first))
+
+    said = run(own.with_name("nbkit"), "demo", "--cpu", "-n", "2", "--steps", "60")
+    assert said.count("state identical") == 5 and "went on as if nothing had happened" in said
+
+    run(own, "-m", "pip", "install", "-q", "nbkit-train[lab]")
+    (tmp_path / "lab").mkdir()
+    assert_serves(own, tmp_path / "lab")

@@ -332,8 +332,8 @@ BUGS = (
     Bug("a rank's experts stand in another order", _case("ep=2", model="mixtral"),
         _around(_Stacked, "compute", lambda compute: lambda self, rows: compute(self, rows[::-1]))),
     Bug("a rank holds the weights of another rank's experts", _case("ep=2", model="mixtral"),
-        _around(RoutedLayers, "parts", lambda parts: lambda self, whole, ranks, index: (
-            parts(self, whole, ranks, (index + 1) % ranks)))),
+        _around(RoutedLayers, "parts", lambda parts: lambda self, whole, strategy, index: (
+            parts(self, whole, strategy, (index + 1) % strategy.ep)))),
     Bug("the norm counts each copy of an expert", _case("ep=2", "clip", model="mixtral", ranks=4),
         lambda: patch.object(ParallelPlan, "copies", property(lambda plan: {}))),
     Bug("the norm is that of the experts on one rank", _case("ep=2", "clip", model="mixtral"),

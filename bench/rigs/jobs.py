@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import nbkit
@@ -25,12 +26,24 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the blocks, and AdamW for the rest, as most use them."""
+    named = dict(model.named_parameters())
+    inside = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
+    rest = [p for name, p in named.items() if name not in inside]
+    return [torch.optim.Muon(inside.values(), lr=0.02), torch.optim.AdamW(rest, lr=3e-4)]
+
+
 def trainer(of: nbkit.GPTConfig, strategy: str, *, batch: int, **changed: Any) -> Trainer:
     """Return a Trainer that records nothing. changed: arguments of Trainer that replace those chosen here."""
     asked: dict[str, Any] = {
         "model": lambda: nbkit.GPT(of),
         "loss": token_loss,
-        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
+        "optimizer": adamw,
         "data": data(of, 8 * batch),
         "batch_size": batch,
         "strategy": strategy,

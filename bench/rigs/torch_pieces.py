@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import nbkit
-from bench.rigs.jobs import token_loss
+from bench.rigs.jobs import muon_and_adamw, token_loss
 
 Step = Callable[[Tensor, Tensor], None]
 """Makes one step on this rank's rows."""
@@ -32,12 +32,12 @@ Step = Callable[[Tensor, Tensor], None]
 CPU = torch.device("cpu")
 
 
-def step_of(strategy: str, model: nbkit.GPT, mesh: DeviceMesh, *, microbatches: int) -> Step:
-    """Return the step of `strategy` on `model`. mesh: with the axes pp, dp, tp."""
+def step_of(strategy: str, model: nbkit.GPT, mesh: DeviceMesh, *, microbatches: int, muon: bool = False) -> Step:
+    """Return the step of `strategy` on `model`. mesh: with the axes pp, dp, tp. muon: under ddp, see muon_and_adamw."""
     if strategy in ("ddp", "zero1"):
         wrapped = DistributedDataParallel(model)
         if strategy == "ddp":
-            return _plain(wrapped, _adamw(model.parameters()))
+            return _plain(wrapped, *(muon_and_adamw(model) if muon else [_adamw(model.parameters())]))
         inner = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
         return _plain(wrapped, inner)
     if strategy == "hsdp shard=2":
@@ -58,16 +58,17 @@ def step_of(strategy: str, model: nbkit.GPT, mesh: DeviceMesh, *, microbatches: 
 
 def _plain(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
+    *optimizers: torch.optim.Optimizer,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Step:
     def step(ids: Tensor, targets: Tensor) -> None:
         with around():
             loss = token_loss(model(ids), targets)
-            optimizer.zero_grad()
+            for each in optimizers:
+                each.zero_grad()
             loss.backward()
-        optimizer.step()
+        for each in optimizers:
+            each.step()
 
     return step
 

@@ -44,11 +44,11 @@ def run(settings: Settings) -> list[Row]:
         names = ["ddp", *(f"ddp {lever}" for lever in LEVERS)]
         loss = {name: ranks.ask("loss", strategy=name, steps=steps)[0] for name in names}
         wire = {name: ranks.ask("wire", strategy=name)[0] for name in names}
-        limited = _limit(2 * MBIT)
-        seconds = {
-            name: [ranks.ask("seconds", strategy=name)[0] for _ in range(settings.count(3))] if limited else []
-            for name in names
-        }
+        with limited(2 * MBIT) as slow:
+            seconds = {
+                name: [ranks.ask("seconds", strategy=name)[0] for _ in range(settings.count(3))] if slow else []
+                for name in names
+            }
     return [_row(name, steps, loss, wire, seconds) for name in names[1:]]
 
 
@@ -77,13 +77,19 @@ def _row(
     )
 
 
-def _limit(mbit: int) -> bool:
-    """Limit the loopback interface to `mbit` Mbit per second, and return True if that worked."""
-    if shutil.which("tc") is None:
-        return False
+@contextmanager
+def limited(mbit: int) -> Iterator[bool]:
+    """Limit the loopback interface to `mbit` Mbit per second inside. Yield False where that is not possible."""
+    queue = ["dev", "lo", "root"]
     rate = ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "400ms"]
-    command = ["tc", "qdisc", "add", "dev", "lo", "root", *rate]
-    return subprocess.run(command, capture_output=True).returncode == 0
+    command = ["tc", "qdisc", "add", *queue, *rate]
+    if shutil.which("tc") is None or subprocess.run(command, capture_output=True).returncode:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        subprocess.run(["tc", "qdisc", "del", *queue], capture_output=True)
 
 
 PERIOD = 8

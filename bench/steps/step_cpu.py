@@ -7,6 +7,10 @@ after every `OF_ONE_START` pairs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from bench.rigs.forked import Ranks
 from bench.settings import Settings, shuffled
 from bench.steps.steps import BAR, MICROBATCHES, PIECES, QUICK, SIZE
@@ -20,23 +24,46 @@ def run(settings: Settings) -> list[Row]:
     """Return two rows for each strategy: CPU-seconds of all ranks with a bar, and wall seconds without one."""
     size = QUICK if settings.quick else SIZE
     rows = []
-    for strategy in STRATEGIES:
-        spent: dict[str, list[tuple[float, float]]] = {"nbkit": [], "nbkit again": [], "torch": []}
-        for _ in range(settings.count(STARTS)):
-            with (
-                Ranks("steps.steps", RANKS, folder=settings.folder, with_="nbkit", **size) as ours,
-                Ranks("steps.steps", RANKS, folder=settings.folder, with_="torch", **size) as theirs,
-            ):
-                arms = {"nbkit": ours, "nbkit again": ours, "torch": theirs}
-                for ranks in (ours, theirs):
-                    ranks.ask("prepare", strategy=strategy, microbatches=MICROBATCHES)
-                    ranks.ask("spent", steps=STEPS)
-                for order in shuffled(list(arms), settings.count(OF_ONE_START)):
-                    for name in order:
-                        said = arms[name].ask("spent", steps=STEPS)
-                        spent[name].append((sum(cpu for _, cpu in said), max(wall for wall, _ in said)))
-        for which, what, bar in ((0, "CPU-seconds of all ranks", BAR), (1, "seconds", None)):
-            values, again, peer = ([one[which] for one in spent[name]] for name in ("nbkit", "nbkit again", "torch"))
-            what = f"step, {strategy}, {RANKS} ranks, {what}, {len(values)} pairs"
-            rows.append(compared(what, values, PIECES[strategy], peer, again, bar, "ms"))
+    for name in STRATEGIES:
+        what = f"step, {name}, {RANKS} ranks"
+        counts = settings.count(STARTS), settings.count(OF_ONE_START), STEPS
+        rows += pairs(what, {"nbkit": name, "torch": name}, PIECES[name], settings.folder, RANKS, counts, BAR, **size)
+    return rows
+
+
+def pairs(
+    what: str,
+    strategies: Mapping[str, str],
+    peer: str,
+    folder: Path,
+    num: int,
+    counts: tuple[int, int, int],
+    cpu_bar: float,
+    wall_bar: float | None = None,
+    **size: Any,
+) -> list[Row]:
+    """Return a row of CPU-seconds of all ranks, and one of wall seconds, of alternating pairs.
+
+    strategies: "nbkit" and "torch" -> what it trains. peer: the name of torch's pieces. counts: starts of the
+    processes, pairs of one start, steps of a block. size: arguments of the Worker of `steps`.
+    """
+    starts, of_one_start, steps = counts
+    spent: dict[str, list[tuple[float, float]]] = {"nbkit": [], "nbkit again": [], "torch": []}
+    for _ in range(starts):
+        with (
+            Ranks("steps.steps", num, folder=folder, with_="nbkit", **size) as ours,
+            Ranks("steps.steps", num, folder=folder, with_="torch", **size) as theirs,
+        ):
+            arms = {"nbkit": ours, "nbkit again": ours, "torch": theirs}
+            for name, strategy in strategies.items():
+                arms[name].ask("prepare", strategy=strategy, microbatches=MICROBATCHES)
+                arms[name].ask("spent", steps=steps)
+            for order in shuffled(list(arms), of_one_start):
+                for name in order:
+                    said = arms[name].ask("spent", steps=steps)
+                    spent[name].append((sum(cpu for _, cpu in said), max(wall for wall, _ in said)))
+    rows = []
+    for which, kind, bar in ((0, "CPU-seconds of all ranks", cpu_bar), (1, "seconds", wall_bar)):
+        values, again, beside = ([one[which] for one in spent[name]] for name in ("nbkit", "nbkit again", "torch"))
+        rows.append(compared(f"{what}, {kind}, {len(values)} pairs", values, peer, beside, again, bar, "ms"))
     return rows

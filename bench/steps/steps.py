@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 import nbkit
 from bench.rigs.forked import Ranks
-from bench.rigs.jobs import config, data, trainer
+from bench.rigs.jobs import adamw, config, data, muon_and_adamw, trainer
 from bench.rigs.torch_pieces import step_of
 from bench.settings import Settings, shuffled
 from bench.table import Row, compared
@@ -100,9 +100,10 @@ ROWS = 64  # batches in the data set
 
 
 class Worker:
-    """A rank that trains one strategy after another. with_: "nbkit" or "torch"."""
+    """A rank that trains one strategy after another. with_: "nbkit" or "torch". muon: train by Muon and AdamW."""
 
-    def __init__(self, *, with_: str, width: int, layers: int, block: int, batch: int) -> None:
+    def __init__(self, *, with_: str, width: int, layers: int, block: int, batch: int, muon: bool = False) -> None:
+        self._muon = muon
         self._prepare = self._trainer if with_ == "nbkit" else self._script
         self._config, self._batch = config(width, layers, block=block), batch
         if with_ == "torch":
@@ -133,14 +134,19 @@ class Worker:
             strategy += f" microbatches={microbatches}"
         # The run is recorded, as by default.
         job = trainer(
-            self._config, strategy, batch=self._batch, loading=nbkit.Loading(collate=self._pace), log_dir="runs"
+            self._config,
+            strategy,
+            batch=self._batch,
+            optimizer=muon_and_adamw if self._muon else adamw,
+            loading=nbkit.Loading(collate=self._pace),
+            log_dir="runs",
         )
         return job.fit
 
     def _script(self, strategy: str, microbatches: int) -> Callable[[int], Any]:
         of = Strategy.parse(strategy, dist.get_world_size())
         mesh = init_device_mesh("cpu", (of.pp, of.dp, of.tp), mesh_dim_names=("pp", "dp", "tp"))
-        step = step_of(strategy, nbkit.GPT(self._config), mesh, microbatches=microbatches)
+        step = step_of(strategy, nbkit.GPT(self._config), mesh, microbatches=microbatches, muon=self._muon)
         rows = data(self._config, ROWS * self._batch)
         sampler: DistributedSampler[Any] = DistributedSampler(rows, of.dp, mesh["dp"].get_local_rank())  # type: ignore[arg-type]
 

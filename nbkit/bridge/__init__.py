@@ -1,1 +1,1 @@
-"""The bridge: the one package on an engine that knows Jupyter."""
+"""The bridge between Jupyter and the training code of a rank: it runs cells and answers requests."""

@@ -31,7 +31,7 @@ from nbkit.wire.processes import Process
 
 runner: Runner | None = None  # these four are set once, by the engine
 place: RankPlace | None = None
-address = ""  # of this host, where its ranks may listen
+address = ""  # the address of this host at which its ranks may listen
 hosts: tuple[str, ...] = ()  # every address of every host of the cluster; () if this is the only host
 dead: set[int] = set()  # ranks of this cluster that have died; only a restart brings them back
 _listener: socket.socket | None = None
@@ -67,7 +67,7 @@ def take_listener() -> socket.socket | None:
 
 
 def reform(generation: int, address: str, port: int) -> int:
-    """Join generation `generation` of the world, whose store is at address:port. Returns it."""
+    """Join generation `generation` of the world, whose store is at address:port. Returns the generation."""
     assert place is not None
     if dead:
         raise ClusterError(f"Rank {min(dead)} has died, and a world has all ranks.", hint="%cluster restart")
@@ -91,7 +91,7 @@ def put(path: str) -> str:
 
 
 def put_parts(parts: list[bytes]) -> str:
-    """Do the same as `put`, on a rank that may be on another host than the notebook."""
+    """Do the same as `put` with the bytes of a parcel, since the rank may be on another host than the notebook."""
     return _assign(lambda: parcel.unpack(parts))
 
 
@@ -105,7 +105,7 @@ def _assign(read: Callable[[], dict[str, Any]]) -> str:
 def _served(act: Callable[[], T]) -> tuple[T | None, str]:
     """Return (what act() returns, ""), or (None, why it failed).
 
-    Values can run code of their own, which may fail, exit, or never end.
+    Evaluating or pickling a value can run user code, which may fail, exit, or never end.
     """
     assert runner is not None
     try:
@@ -121,7 +121,7 @@ def _served(act: Callable[[], T]) -> tuple[T | None, str]:
 def get(expression: str, limit: int, token: str) -> dict[str, Any]:
     """Return the value of an expression as a parcel: {"path", "bytes"}.
 
-    Returns only {"bytes"} if the value is larger than `limit` bytes, and {"error": text} if it has none.
+    Returns only {"bytes"} if the value is larger than `limit` bytes, and {"error": text} if there is no value.
 
     token: the folder of the parcel, so that the notebook can discard it in any case. "" for a notebook that may be on
         another host: then the answer has "parts" instead of "path".
@@ -159,7 +159,7 @@ brought: BroughtProject | None = None
 def look(path: str, digests: Mapping[str, str]) -> dict[str, Any]:
     """Return which of the files in `digests` this host has. Names are relative to the notebook's directory `path`.
 
-    {"shared": whether this host sees the same files under the same path, "lacks": files that were not copied here yet}.
+    "shared": True if this host sees the same files at the same path. "lacks": names of files to copy here.
     """
     there = Path(path)
     if digests and all(_digest(there / name) == digest for name, digest in digests.items()):
@@ -177,7 +177,7 @@ def write(files: Sequence[tuple[str, int, bytes]]) -> None:
         part.chmod(mode & 0o700)
         os.replace(part, target)
         if target.suffix == ".py":
-            # Python would take a compiled file for current if the old source had the same second and size.
+            # Python would use an old compiled file if the old source had the same size and second of modification.
             Path(cache_from_source(target)).unlink(missing_ok=True)
 
 
@@ -193,8 +193,8 @@ def keep(names: Sequence[str]) -> int:
 def use(root: str, digests: Mapping[str, str], shared: bool, changed: Sequence[str]) -> list[str]:
     """Import from the project's files from now on. Returns the names of imported modules whose file is in `changed`.
 
-    Those modules still have their old code. root, digests: see BroughtProject. shared: whether this host sees the
-    notebook's directory; otherwise the files were copied here.
+    Those modules still have their old code. root, digests: see BroughtProject. shared: True if this host sees the
+    notebook's directory, False if the files were copied here.
     """
     global brought
     home = root if shared else str(_home())
@@ -209,7 +209,7 @@ def use(root: str, digests: Mapping[str, str], shared: bool, changed: Sequence[s
 
 def use_as_others(project: BroughtProject) -> None:
     """Import from the same files as the other ranks of this host. Called on a new rank."""
-    shared = look(project.root, project.digests)["shared"] or not _home().is_dir()  # or they were changed since
+    shared = look(project.root, project.digests)["shared"] or not _home().is_dir()  # shared, but changed since
     use(project.root, project.digests, shared, [])
 
 

@@ -3,9 +3,9 @@
 The frames of a failed cell are kept until the next cell begins. pdb shows only the frames of the cell and of the code
 that it calls.
 
-An engine has no standard input, so pdb gets its lines from the notebook. The question goes over the output channel,
-after everything that was printed. The answer comes over the control channel. The thread of that channel is free while
-the main thread waits here.
+An engine has no standard input, so pdb gets its lines from the notebook. The prompt goes over the output channel,
+after everything that was printed. The answer comes over the control channel, whose thread is free while the main
+thread waits here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from IPython.core.debugger import OldPdb  # Python's own: ipykernel puts another one into the module pdb
+from IPython.core.debugger import OldPdb  # Python's own Pdb: ipykernel replaces the one in the module pdb
 
 from nbkit.wire.cells import Prompt, PromptKind
 from nbkit.wire.messages import ForNotebook, PromptOpened
@@ -36,16 +36,16 @@ class NoPrompt(Exception):
 class Prompts:
     """The prompts of one rank. There is one object per rank.
 
-    publish: sends the notebook one of nbkit's own messages. cell: returns the id of the running cell.
+    publish: a function that sends the notebook a message of nbkit. cell: a function that returns the running cell's id.
     """
 
     def __init__(self, rank: int, publish: Callable[[ForNotebook], None], cell: Callable[[], str]) -> None:
         self.rank, self._publish, self._cell = rank, publish, cell
         self.open: Prompt | None = None
         self._lines: SimpleQueue[str | NoPrompt] = SimpleQueue()
-        self._turn = threading.Lock()  # threads of a cell ask one at a time
+        self._turn = threading.Lock()  # only one thread of a cell may have a prompt at a time
         self._number = 0
-        self._refused: dict[str, str] = {}  # cell -> why nobody answers in it
+        self._refused: dict[str, str] = {}  # cell -> why its prompts are refused
 
     def ask(self, kind: PromptKind, where: str) -> str:
         """Return the next line that a person types. Raises NoPrompt, and KeyboardInterrupt when the cell is stopped."""
@@ -53,7 +53,7 @@ class Prompts:
         with self._turn:
             if cell in self._refused:
                 raise NoPrompt(self._refused[cell])
-            while not self._lines.empty():  # an answer to a question that an interrupt has ended
+            while not self._lines.empty():  # an answer to an earlier prompt, which an interrupt has ended
                 self._lines.get()
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -69,12 +69,12 @@ class Prompts:
         return line
 
     def answer(self, number: int, line: str) -> None:
-        """Take the line that was typed in the notebook for question `number`."""
+        """Take the line that was typed in the notebook at prompt `number`."""
         if self.open is not None and self.open.number == number:
             self._lines.put(line)
 
     def refuse(self, cell: str, why: str = "") -> None:
-        """Refuse all prompts of `cell` from now on, and the open one. why: shown; "" while it is stopped."""
+        """Refuse the open prompt of `cell`, and all later ones. why: shown to the user; "" if the cell is stopped."""
         self._refused = {cell: why}
         if self.open is not None and self.open.cell == cell:
             self._lines.put(NoPrompt(why))
@@ -97,13 +97,13 @@ class RankPdb(OldPdb):  # type: ignore[misc]
 
     def __init__(self, prompts: Prompts, own: Cells, outermost: CodeType, kind: PromptKind) -> None:
         super().__init__(stdin=weakref.proxy(self), stdout=sys.stdout, nosigint=True, readrc=False)
-        self.prompt = ""  # the notebook shows it, beside the place where one types
+        self.prompt = ""  # the notebook shows its own prompt beside the input field
         self.prompts, self.own, self.outermost, self.kind = prompts, own, outermost, kind
         self.in_cell = True
 
     def stop_at(self, frame: FrameType) -> None:
         """Ask for commands in the running frame `frame`, and trace the code that follows as the commands say."""
-        self.in_cell = any(self.own.is_cell(each) for each in _outwards(frame))  # a thread of a cell has no cell below
+        self.in_cell = any(self.own.is_cell(each) for each in _outwards(frame))  # not in every thread of a cell
         self.reset()
         for each in _outwards(frame):
             each.f_trace = self.trace_dispatch
@@ -120,17 +120,17 @@ class RankPdb(OldPdb):  # type: ignore[misc]
         self.interaction(None, traceback)
 
     def let_go(self) -> None:
-        """Stop nowhere any more, and drop all frames."""
+        """Remove all stops, and drop all frames."""
         self.reset()
 
     # Overrides of pdb ---------------------------------------------------------------------------------------------
 
     def _cmdloop(self) -> None:
-        self.cmdloop()  # pdb's own method shows an interrupt and asks again; here an interrupt ends the cell
+        self.cmdloop()  # pdb's own method would catch an interrupt and ask again; here an interrupt ends the cell
 
     def forget(self) -> None:
         super().forget()
-        self.__dict__.pop("curframe_locals", None)  # the variables of a frame, and with them its tensors
+        self.__dict__.pop("curframe_locals", None)  # it keeps the variables of a frame, and so its tensors, alive
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
         stack, index = super().get_stack(f, t)
@@ -141,12 +141,12 @@ class RankPdb(OldPdb):  # type: ignore[misc]
         return bool(super().stop_here(frame)) and self._is_of_cell(frame)
 
     def user_call(self, frame: FrameType, argument_list: Any) -> None:
-        # Python runs each statement of a cell as its own module. pdb must not stop where one begins.
+        # IPython runs each statement of a cell as a module of its own. pdb must not stop where each of them begins.
         if not (self.own.is_cell(frame) and frame.f_code.co_name == "<module>"):
             super().user_call(frame, argument_list)
 
     def _is_of_cell(self, frame: FrameType) -> bool:
-        """Return True if a frame is a cell's code, or called by it. Between two statements IPython's own code runs."""
+        """Return True for code of a cell and code that it calls, False for IPython's code between two statements."""
         if not self.in_cell:
             return True
         for each in _outwards(frame):
@@ -165,12 +165,12 @@ class RankPdb(OldPdb):  # type: ignore[misc]
     def do_interact(self, arg: str) -> None:
         self.error("interact has no keyboard here; a line that is no command is run as Python, as at !")
 
-    # Its lines ----------------------------------------------------------------------------------------------------
+    # Input --------------------------------------------------------------------------------------------------------
 
     def readline(self) -> str:
         """Return the command that a person has typed. Returns "continue" if nobody can type, so that the cell goes on.
 
-        pdb calls this as on a file.
+        pdb reads from this object as from a file.
         """
         try:
             return self.prompts.ask(self.kind, self._where()) + "\n"
@@ -199,7 +199,7 @@ FRAMES_KEPT = 200  # the innermost ones; an endless recursion has thousands
 
 @dataclass(frozen=True)
 class FailedCell:
-    """The error and the frames of a cell that failed. moment: its time.time(). The frames hold their variables."""
+    """The error and the frames of a cell that failed. moment: as time.time(). The frames keep their variables alive."""
 
     number: int
     error: str
@@ -214,7 +214,7 @@ class Debugger:
         self.prompts, self.own, self.outermost = prompts, own, outermost
         self.failed: FailedCell | None = None
         self._process = os.getpid()
-        self._passed: dict[tuple[CodeType, int], int] = {}  # calls of torch's breakpoint, by where it stands
+        self._passed: dict[tuple[CodeType, int], int] = {}  # (code, line) -> calls of torch.distributed.breakpoint
 
     def install(self) -> None:
         """Let `breakpoint()`, `pdb.set_trace()` and `torch.distributed.breakpoint()` ask in the notebook."""
@@ -234,7 +234,7 @@ class Debugger:
         RankPdb(self.prompts, self.own, self.outermost, "breakpoint").stop_at(sys._getframe(1))
 
     def breakpoint_of_one(self, rank: int = 0, skip: int = 0, timeout_s: int | None = None) -> None:
-        """Replace torch.distributed.breakpoint: `rank` asks, others wait. timeout_s has no effect: no group has one."""
+        """Replace torch.distributed.breakpoint: `rank` has a prompt, the others wait. timeout_s has no effect."""
         if os.environ.get("PYTHONBREAKPOINT") == "0":
             return
         frame = sys._getframe(1)
@@ -252,7 +252,7 @@ class Debugger:
         self._passed.clear()
 
     def end(self) -> None:
-        """Stop tracing. Called when a cell, or a live cell within it, has ended: nothing is left to step through."""
+        """Stop tracing. Called when a cell, or a live cell within it, has ended, so nothing is left to step through."""
         tracing = getattr(sys.gettrace(), "__self__", None)
         if isinstance(tracing, RankPdb):
             sys.settrace(None)

@@ -1,13 +1,13 @@
-"""A rank, from its fork to its end: it is pinned, joins the world, and becomes an ipyparallel engine.
+"""The life of a rank after its fork: it binds to its device and cores, joins the world, becomes an ipyparallel engine.
 
-The order matters. The rank is pinned before CUDA or any thread starts. On one host the world is formed before the
-engine registers, so that the world is up when the hub hears the first heartbeat. On several hosts the engines register
-first, because they get the address of the world through the notebook.
+The order matters. The rank binds to its device and cores before CUDA or any thread starts. On one host the world is
+formed before the engine registers, so that the world is up when the hub hears the first heartbeat. On several hosts the
+engines register first, because they get the address of the world through the notebook.
 
-When the cluster ends without its user, `Ending` saves a training at its next step boundary. This happens when the
-parent or the controller was killed, or when a batch system has sent SIGTERM to the parent or to all processes of the
-job. A batch system does not wait for long. Without a controller no message of a rank reaches the notebook, so the rank
-writes how it ended in the cluster's folder, where the notebook reads it.
+When the cluster ends and its user has not asked for it, `Ending` saves a training at its next step boundary. This
+happens when the parent or the controller was killed, or when a batch system has sent SIGTERM to the parent or to all
+processes of the job. A batch system does not wait for long. Without a controller no message of a rank reaches the
+notebook. So the rank writes how it ended to the cluster's folder, where the notebook reads it.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ from nbkit.wire.messages import (
 from nbkit.wire.user_code import look_in
 
 PARENT_SECONDS = 1.0
-SEND_SECONDS = 0.5  # for the record of the last cell to leave this process
+SEND_SECONDS = 0.5  # to send the record of the last cell before this process ends
 
 
 class Ending:
-    """The end of a rank whose cluster ends. There is one per rank. loop: of the engine, in the main thread."""
+    """Ends this rank when its cluster ends. There is one object per rank. loop: the engine's, in the main thread."""
 
     def __init__(self, runner: Runner, folder: Path, loop: Any) -> None:
         self.runner, self.folder, self._loop = runner, folder, loop
@@ -86,10 +86,12 @@ class Ending:
         for number in self._signals:
             signal.signal(number, self._on_signal)
         self._masks = threading.local()  # signal masks of threads that fork
-        os.register_at_fork(before=self._hold, after_in_parent=self._let_come, after_in_child=self._be_another)
+        os.register_at_fork(
+            before=self._block_signals, after_in_parent=self._unblock_signals, after_in_child=self._reset_in_fork
+        )
 
     def end_training(self, why: str) -> None:
-        """End the training at its next boundary, and any later training too. The rank lives on. For any thread.
+        """End the training at its next boundary, and any later training too. The rank lives on. Any thread may call it.
 
         why: the reason; "" takes the request back.
         """
@@ -97,9 +99,10 @@ class Ending:
         step_boundary.tell_to_end(why)
 
     def begin(self, why: str, *, now: bool) -> None:
-        """End this rank when the running cell has ended. A training in it ends at its next boundary. For any thread.
+        """End this rank when the running cell has ended. A training in the cell ends at its next step boundary.
 
-        now: do not wait for a cell that does not train. A later call replaces the reason, for one that says more.
+        now: do not wait for a cell that does not train. A later call replaces the reason, since it may know more. Any
+        thread may call this.
         """
         self._why = why
         trains = step_boundary.training() is not None
@@ -124,36 +127,36 @@ class Ending:
         sinks.close_all()
         self._loop.add_callback(self._loop.call_later, SEND_SECONDS, os._exit, 1)
 
-    # A fork of this rank, such as a pool's worker, ends by these signals like any process. If a handler is set, Python
-    # forgets signals that reach a fork before it is ready. So they are blocked until the fork has no handler.
+    # These signals must end a fork of this rank, such as a worker of a pool, like any process. But with a handler set,
+    # Python loses signals that reach a fork before it is ready. So they are blocked until the fork has removed it.
 
-    def _hold(self) -> None:
+    def _block_signals(self) -> None:
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
 
-    def _let_come(self) -> None:
+    def _unblock_signals(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
-    def _be_another(self) -> None:
+    def _reset_in_fork(self) -> None:
         for number in self._signals:
-            if signal.getsignal(number) == self._on_signal:  # not a handler that a fork has set before it forked again
+            if signal.getsignal(number) == self._on_signal:  # a fork that forks again may have set its own handler
                 signal.signal(number, signal.SIG_DFL)
-        self._let_come()
+        self._unblock_signals()
 
     def _on_signal(self, number: int, _: object) -> None:
-        # In another thread, because a signal can come in the middle of anything, this code included.
+        # Use another thread: a signal can interrupt any code of this thread, even this class.
         why = f"the ranks were told to end ({signal.Signals(number).name})"
         threading.Thread(target=self._begin_by_signal, args=(why,), name="nbkit-signal", daemon=True).start()
 
     def _begin_by_signal(self, why: str) -> None:
         if step_boundary.training() is None:
-            # A batch system tells all processes at once. The parent ends this rank too. If the rank ended first, the
-            # parent would take that for a death.
+            # A batch system signals all processes at once, so the parent ends this rank too. If the rank ended first,
+            # the parent would report it as dead.
             time.sleep(PARENT_SECONDS)
         self.begin(self._why or why, now=True)
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]
-    """ipyparallel's engine, which becomes a rank the moment it has a kernel."""
+    """ipyparallel's engine. It becomes a rank as soon as it has a kernel."""
 
     spec: EngineSpec
     rank: int
@@ -178,7 +181,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
 
     async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
         await super().complete_registration(*args, **kwargs)
-        # Nothing is awaited above, so no message has been handled yet.
+        # The call above does not return to the event loop, so no message has been handled yet.
         capture = OutputCapture(self.rank, Path(self.spec.folder) / "output")
         capture.install(self.kernel.session)
         draw_as_text()
@@ -225,7 +228,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
     def _on_rank_died(self, message: RankIsDead) -> None:
         rank = message.death.rank
         calls.dead.add(rank)
-        # A world that is being formed belongs to no cell, so nothing else would end the wait for the dead rank.
+        # Forming a world belongs to no cell, so nothing else would end the wait for the dead rank.
         if forming.deadline is not None:
             failure_alarm.break_out(f"rank {rank} died")
         self.runner.capture.publish(message, self.kernel.iopub_socket)
@@ -252,10 +255,10 @@ class RankEngine(IPEngine):  # type: ignore[misc]
             os._exit(1)
 
     def _orphaned(self) -> None:
-        """End this rank because its parent is gone and nobody would reap it. It never ends in the middle of a cell.
+        """End this rank because its parent is gone and nobody would reap it.
 
-        A training is saved and ends at its next boundary. On another host than the notebook's the rank ends at once: it
-        counts as dead, and nobody could end it later.
+        On one host it ends after its cell; a training is saved and ends at its next step boundary. In a cluster on
+        several hosts it ends at once: it counts as dead, and nobody could end it later.
         """
         if self.spec.line is not None:
             shutil.rmtree(self.spec.folder, ignore_errors=True)
@@ -298,7 +301,7 @@ def main(
     if spec.line is None and not replaces:
         world.World.join(calls.place, listen=listener, address=spec.address, port=spec.port)
     _verify_device(pin.env.get("CUDA_VISIBLE_DEVICES", ""), spec.device)
-    sys.argv = ["ipengine"]  # user code sees this, and never the arguments of our own command
+    sys.argv = ["ipengine"]  # user code sees this instead of nbkit's own arguments
     RankEngine.spec, RankEngine.rank, RankEngine.link, RankEngine.replaces = spec, rank, link, replaces
     RankEngine.launch_instance(
         [
@@ -315,8 +318,8 @@ def main(
 def _draw_own_numbers() -> None:
     """Seed the random generators of torch and numpy anew.
 
-    Forks of one parent would all draw the same random numbers; processes that torchrun starts do not. Python's own
-    generator is seeded anew in every fork. The generator of a GPU starts when this process first uses CUDA.
+    Without this, all forks of one parent would draw the same random numbers, unlike processes of torchrun. Python seeds
+    its own generator anew in every fork. The generator of a GPU starts when this process first uses CUDA.
     """
     import torch
 

@@ -1,21 +1,21 @@
-"""The output of a rank. Every message that an engine publishes while a cell runs passes here once.
+"""The output of a rank. Every message that an engine publishes while a cell runs passes through this module once.
 
 `OutputCapture` marks each message with its cell and a number, so that the notebook knows when it has all of them. It
 writes each message to disk before it is sent, so that a notebook that connects later can get what it missed. Long
-values, pictures and errors are cut (`limited`): text of any length would fill the notebook and its kernel.
+values, pictures and errors are cut (`limited`), because unlimited text would fill the notebook and its kernel.
 
 `RankComms` slows the messages of widgets to a pace that pages can follow. A progress bar updates thirty times a second.
-Such updates are held for a moment and sent as one; they are not counted among the cell's outputs, and not kept. At the
-end of the cell the final state is sent once more, counted and kept. So a finished bar looks finished, also in a
-notebook that connects later.
+Such updates are held for a moment and sent as one. They are not counted among the cell's outputs, and not written to
+disk. At the end of the cell the final state is sent once more; it is counted and written. So a finished bar looks
+finished, also in a notebook that connects later.
 
 `OutputWidgets` is the rank's side of `with ipywidgets.Output():`, which rich's progress bars use. Text that is printed
-inside goes into the widget. In a notebook's own kernel the page does that, by the id of the cell that prints. All ranks
-print in one cell of the notebook, so each rank does it itself and tells the page what the widget holds.
+inside goes into the widget. With a notebook's own kernel the page does that, because it knows which cell prints. Here
+all ranks print in one cell of the notebook. So each rank does it itself, and sends the page the widget's content.
 
-`draw_as_text` makes progress bars text where the program leaves the choice: `tqdm.auto`, and libraries built on it.
-Widgets would be one bar for each rank. They move only on a page that shows widgets, and are lost with the page. Text is
-one line for all ranks, works wherever output does, and stays in the notebook. `tqdm.notebook` is still a widget.
+`draw_as_text` draws progress bars as text if the program uses `tqdm.auto`, or a library built on it. As widgets there
+would be one bar for each rank; they move only on a page that shows widgets, and are lost with the page. Text takes one
+line for all ranks, works wherever output does, and stays in the notebook. `tqdm.notebook` is still a widget.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from nbkit.wire.messages import NEWS, ForNotebook, encoded
 from nbkit.wire.text_encoding import encodable
 
 KEPT_CHARACTERS = 200_000  # of one text; the file on disk has all of it
-_REWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])")  # what a terminal would have overwritten
+_REWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])")  # text that a terminal would have overwritten
 
 
 @dataclass
 class _Area:
-    """The outputs of one widget, as notebooks keep outputs. places: index of each updatable display, by its id."""
+    """The outputs of one widget, in the format of notebooks. places: id of an updatable display -> its index."""
 
     outputs: list[dict[str, Any]] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
@@ -84,8 +84,8 @@ class OutputWidgets:
 
     def __init__(self) -> None:
         self._areas: dict[str, _Area] = {}
-        self._entered: list[str] = []  # those whose `with` is open, innermost last
-        self._left: list[str] = []  # those whose Python objects do not know their outputs yet
+        self._entered: list[str] = []  # widgets whose `with` block runs, the innermost last
+        self._left: list[str] = []  # widgets whose block has ended, and whose Python objects lack their outputs
         self._telling = ""
 
     def on_open(self, comm: str, state: dict[str, Any]) -> None:
@@ -97,11 +97,11 @@ class OutputWidgets:
         self._entered = [other for other in self._entered if other != comm]
 
     def on_update(self, comm: str, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a widget's update that its pages get."""
+        """Return the part of a widget's update that is sent to pages."""
         area = self._areas.get(comm)
         if area is None:
             return state
-        if "outputs" in state:  # append_stdout and the like
+        if "outputs" in state:  # set by append_stdout and similar methods
             area.outputs, area.places = list(state["outputs"]), {}
         if "msg_id" in state:
             self._entered = [other for other in self._entered if other != comm]
@@ -112,9 +112,9 @@ class OutputWidgets:
         return {name: value for name, value in state.items() if name != "msg_id"}
 
     def take(self, kind: str, content: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """Put an output into the widget that it belongs to. Returns (its comm, the update for its pages), or None."""
+        """Put an output into its widget. Returns (comm, update for pages), or None if it belongs to no widget."""
         if kind == "update_display_data":
-            # It may belong to a widget that was left, or to the cell itself.
+            # It may belong to a widget whose `with` block has ended, or to the cell itself.
             known = [comm for comm, area in self._areas.items() if _display_id(content) in area.places]
             comm = known[-1] if known else None
         else:
@@ -127,16 +127,16 @@ class OutputWidgets:
         return comm, {} if kind == "clear_output" and content.get("wait") else {"outputs": list(area.outputs)}
 
     def is_echo(self, comm: str, data: dict[str, Any]) -> bool:
-        """Return True if a widget only repeats what `tell_objects` has told it."""
+        """Return True if a widget only repeats the state that `tell_objects` has given it."""
         return comm == self._telling and data.get("method") == "echo_update"
 
     def tell_objects(self) -> None:
-        """Tell the Python objects of widgets that were left what they hold, as a page would. Runs in their thread."""
+        """Set the outputs of the Python objects of widgets whose `with` block has ended, as a page would."""
         while self._left:
             comm = self._left.pop()
             manager = sys.modules["comm"].get_comm_manager()
             found, area = manager.comms.get(comm), self._areas.get(comm)
-            callback = getattr(found, "_msg_callback", None)  # handle_msg would also run what runs around a cell
+            callback = getattr(found, "_msg_callback", None)  # handle_msg would also run the hooks of a cell
             if area is None or callback is None:
                 continue
             data = {"method": "update", "state": {"outputs": list(area.outputs)}, "buffer_paths": []}
@@ -156,7 +156,7 @@ def _display_id(content: dict[str, Any]) -> str:
 
 
 PACE_SECONDS = 0.1  # between two updates of one widget
-CHARACTERS_PER_SECOND = 2_000_000  # of large updates
+CHARACTERS_PER_SECOND = 2_000_000  # the greatest rate of large updates
 
 Keep = Callable[[str, dict[str, Any]], dict[str, Any]]
 
@@ -244,7 +244,7 @@ class RankComms:
         self._send(update.stream, "comm_msg", content, **_marked(update.options, mark))
 
     def _kept(self, kind: str, content: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        """Count and keep a message, its buffers as base64. Returns its mark."""
+        """Count a message and write it to disk, with its buffers as base64. Returns its mark."""
         buffers = [base64.b64encode(bytes(buffer)).decode() for buffer in options.get("buffers") or ()]
         return self._keep(kind, {**content, "metadata": options.get("metadata") or {}, "buffers": buffers})
 
@@ -271,7 +271,7 @@ def shortened(text: str, limit: int = TEXT_LIMIT, *, hint: str = "") -> str:
 
 
 def limited(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a message that shows a value or an error, without large forms and with long texts cut."""
+    """Return the content of a message that shows a value or an error, with long texts cut and large forms left out."""
     if "traceback" in content:
         lines = [shortened(line) for line in content["traceback"]]
         return {**content, "evalue": shortened(content["evalue"]), "traceback": lines}
@@ -293,10 +293,10 @@ def _is_too_large(form: Any) -> bool:
 
 
 OUTPUT_TYPES = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
-FLUSH_SECONDS = 0.01  # ipykernel's own is 0.2 s; a person watching a print should not wait for it
-"""The least time between two text messages, even if a program flushes after each character. A notebook that gets a
-hundred thousand messages has no time for a stop."""
-LOG_LIMIT = 64 << 20  # bytes of one rank's replay log, and of what it printed; older cells are dropped first
+FLUSH_SECONDS = 0.01  # ipykernel's default, 0.2 s, is a visible delay for a person who watches a print
+"""The shortest time between two text messages, even if a program flushes after each character. A notebook that has to
+handle a hundred thousand messages does not react to Stop."""
+LOG_LIMIT = 64 << 20  # bytes of one rank's replay log, and of the file with its text; a new cell empties a larger file
 
 
 @dataclass
@@ -389,7 +389,7 @@ class OutputCapture:
 
     @property
     def streams(self) -> tuple[Any, ...]:
-        """stdout and stderr as this process had them when it began."""
+        """Return stdout and stderr as they were when this process began."""
         return self._paced.streams
 
     def begin(self, cell: str) -> Capturing:
@@ -406,7 +406,7 @@ class OutputCapture:
         return capturing
 
     def end(self, capturing: Capturing) -> None:
-        """Flush, so that `capturing.count` is final. What a thread prints later goes to the log and is not counted."""
+        """Flush, so that `capturing.count` is final. Later text of a thread goes to the log and is not counted."""
         self._paced.all()
         if self.unkept and len(self.stack) == 1:
             print(f"What this cell shows is not kept on disk: {self.unkept}", file=sys.stderr)
@@ -420,9 +420,9 @@ class OutputCapture:
         message = isinstance(msg_or_type, dict)
         kind = msg_or_type["msg_type"] if message else msg_or_type
         if kind == "status" and ((options.get("parent") or {}).get("metadata") or {}).get("nbkit") == "call":
-            return None  # nobody waits for the busy and idle of our own calls, and each costs two hops
+            return None  # nobody waits for the busy and idle messages of nbkit's own calls, and each costs two hops
         if kind in ("execute_result", "error"):
-            # Both travel in the record that answers the cell, in one message instead of two.
+            # Both are sent with the record that answers the cell, in one message instead of two.
             with self.lock:
                 if self.stack:
                     body = msg_or_type["content"] if message else content
@@ -452,11 +452,11 @@ class OutputCapture:
     def _deliver(self, stream: Any, msg_or_type: Any, content: Any = None, *rest: Any, **options: Any) -> Any:
         try:
             return self._send(stream, msg_or_type, content, *rest, **options)
-        except UnicodeEncodeError:  # nothing was sent yet; the notebook would wait for a missing message
+        except UnicodeEncodeError:  # nothing was sent yet, and the notebook would wait for this message
             return self._send(stream, encodable(msg_or_type), encodable(content), *rest, **options)
 
     def publish(self, message: ForNotebook, stream: Any) -> None:
-        """Send a message of nbkit's own to every notebook that listens."""
+        """Send a message of nbkit to every notebook that listens."""
         self.send(stream, NEWS, encoded(message), metadata={"nbkit": {"rank": self.rank, "cell": "", "seq": -1}})
 
     def missed(self, cell: str, cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
@@ -522,7 +522,7 @@ class OutputCapture:
         self._write(self._replay, "\n")
 
     def _trim(self) -> None:
-        """Empty files that are too large. Called before a cell: after one, its outputs may still be asked for."""
+        """Empty files that are too large. Called before a cell: after one, a notebook may still ask for its outputs."""
         if self.unkept:
             return
         if self._replay.tell() > LOG_LIMIT and not self.stack:
@@ -540,7 +540,7 @@ def _open_private(path: Path) -> TextIO:
 
 
 class _Autonotebook(types.ModuleType):
-    """Replaces `tqdm.autonotebook`, where tqdm.auto makes its choice: always text. Imports tqdm only if used."""
+    """Replaces `tqdm.autonotebook`, from which tqdm.auto gets its bars: they are text. Imports tqdm on first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("tqdm", "trange"):

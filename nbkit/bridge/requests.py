@@ -1,10 +1,9 @@
 """Requests that a rank answers while its main thread is busy.
 
-They come over ipykernel's control channel, and are handled in its thread. They are signed like every message of
-ipyparallel and need no port of their own. Each handler answers at once.
+They come over ipykernel's control channel, and the thread of that channel handles them. They are signed like every
+message of ipyparallel, and need no port of their own. Each handler answers at once.
 
-One of them, GetRecords, sends the record files of this rank's newest training in pieces, for a notebook that does not
-share the disk.
+GetRecords sends the record files of this rank's newest training in pieces, for a notebook that does not share the disk.
 """
 
 from __future__ import annotations
@@ -69,10 +68,10 @@ _PIECE = 1 << 20
 
 
 def recorded(rank: int, file: str = "", offset: int = 0) -> dict[str, Any]:
-    """Return {"run": directory of the newest run, "" for none}, and with `file` also its bytes from `offset` on.
+    """Return {"run": directory of the newest run; "" for none}. With `file`, also return its bytes from `offset` on.
 
-    file: "records", "old" (the part before the newest), "overview" or "plan". The answer has "data" and "head", the
-    first line of the file. By it a reader sees that the file was begun anew.
+    file: "records", "old" (the part before the newest), "overview" or "plan". The bytes are "data". "head" is the first
+    line of the file: it changes when the file begins anew.
     """
     folder = getattr(newest(), "run_dir", None)
     if folder is None:
@@ -100,7 +99,7 @@ def _path(folder: Path, rank: int, file: str) -> Path | None:
 
 
 COMPLETIONS = 200
-COMPLETION_SECONDS = 1.0  # requests, also a stop, are answered one after the other
+COMPLETION_SECONDS = 1.0  # requests are answered one at a time, so a slow completion would delay a stop
 REPLY_BYTES = 4 << 20  # of missed output in one reply; the notebook asks again for the rest
 _LINE_LENGTH = 80  # of the first line of a live cell, in its event
 
@@ -165,7 +164,7 @@ class Requests:
         }
 
     def _undelivered(self) -> dict[str, Any] | None:
-        """Return the last cell if it was long enough to outlive a notebook, and no notebook has confirmed it."""
+        """Return the last cell if it took so long that its notebook may be gone, and no notebook has confirmed it."""
         last = next(reversed(self.runner.records.values()), None)
         if last is None or last.seconds < LONG_SECONDS or last.cell == self.delivered:
             return None
@@ -223,15 +222,15 @@ class Requests:
         step_boundary.inbox.post(number, kind, payload)
         queued = step_boundary.training() is not None
         if not queued:
-            # The training has ended on this rank. It said so before it dropped the waiting requests. So later
-            # requests are dropped here, and none is dropped twice.
+            # The training has ended on this rank, and has dropped the requests that waited. This one came later, so it
+            # is dropped here.
             for unserved in step_boundary.inbox.drop(number):
                 self._not_run(unserved)
         return {"queued": queued}
 
     @handles(FollowCell)
     def _on_follow(self, follow: FollowCell) -> dict[str, Any]:
-        record = self.runner.records.get(follow.cell)  # read before the outputs, so that these include all it counts
+        record = self.runner.records.get(follow.cell)  # before the outputs, which must include all that it counts
         outputs, after = self.runner.capture.missed(follow.cell, follow.cursor, REPLY_BYTES)
         return {"outputs": outputs, "cursor": after, "record": record_text(record) if record else None}
 
@@ -240,7 +239,7 @@ class Requests:
         """Return completions of a name, or of a name with a dot, from the names on this rank."""
         text = complete.text
         if self._completing is not None and self._completing.is_alive():
-            return {"matches": []}  # the last one hangs in the code of a user's object
+            return {"matches": []}  # the last completion hangs in the code of a user's object
         matches = set[str]()
 
         def look() -> None:
@@ -316,7 +315,7 @@ class Requests:
     def _is_withdrawn(self, cell: str) -> bool:
         """Return True if a stop of the cell has reached any rank. Collective: all ranks get the same answer.
 
-        A cell that ran on some ranks only would wait for the others.
+        A cell that ran only on some ranks would wait for the others.
         """
         here = world.current()
         assert here is not None

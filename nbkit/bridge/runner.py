@@ -2,11 +2,11 @@
 
 A cell runs in the engine's own IPython shell, so magics, `!commands`, top-level await and rich display work as in a
 notebook. `Runner` adds four things: the record that goes back, the notebook's own cell number in tracebacks, an event
-loop for await (the engine's loop is busy with the request itself), and a stop that only hits the user's code.
+loop for await (the engine's loop is busy with the request itself), and a stop that only interrupts the user's code.
 
-An interrupt waits while something installed is being imported. A broken-off import cannot be repeated: extension
-modules load once in a process, and a package that is half there imports differently the second time. A module of the
-user may contain a whole training, so its import is interrupted at once.
+An interrupt waits while an installed module is being imported. An interrupted import cannot be repeated: extension
+modules load once in a process, and a half-imported package behaves differently the second time. A module of the user
+may contain a whole training, so its import is interrupted at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from nbkit.wire.link import Link
 from nbkit.wire.messages import CellBegan, CellEnded, ForNotebook, ForParent, ForRank
 from nbkit.wire.text_encoding import encodable
 
-LONGEST_S = 60.0  # code that takes longer is not an import, or an import that hangs
+LONGEST_S = 60.0  # an import that takes longer is interrupted: it hangs, or runs something else
 _LOOKED_S = 0.02
 
 _IMPORTS = "<frozen importlib._bootstrap>"
@@ -58,7 +58,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Return True if an installed module, or one of Python itself, is being imported at `frame`."""
+    """Return True if `frame` is part of the import of an installed module, or of a module of Python itself."""
     body = ""
     for each, _ in walk_stack(frame):
         code = each.f_code
@@ -72,9 +72,9 @@ def is_importing(frame: FrameType | None) -> bool:
 
 
 def when_imported(interrupt: Callable[[], None], wanted: Callable[[], bool]) -> None:
-    """Call `interrupt` from a thread when the main thread imports nothing installed, and repeat while it is `wanted`.
+    """Call `interrupt` from a thread as soon as the main thread imports no installed module.
 
-    After LONGEST_S it is called whatever the main thread does.
+    Repeat it while `wanted()`. After LONGEST_S seconds, call it even during an import.
     """
     main, until = threading.main_thread().ident or 0, time.monotonic() + LONGEST_S
 
@@ -96,27 +96,28 @@ def _is_installed(file: str) -> bool:
     )
 
 
-TEXT_SECONDS = 20.0  # for the text of an error, which the user's code may make; the other ranks wait meanwhile
-PATIENCE_SECONDS = 1.0  # before a stop may break that off
+TEXT_SECONDS = 20.0  # to make the text of an error, perhaps by the user's code, while the other ranks wait
+PATIENCE_SECONDS = 1.0  # before a stop may interrupt that
 AGAIN_SECONDS = 0.5
 VALUE_LIMIT = 64 << 10  # characters of repr; larger values are pulled, not returned
 RECORDS_KEPT = 50
-_OWN_SIGNAL = signal.SIGURG  # used instead of SIGINT when user code handles that one; no program handles this one
+_OWN_SIGNAL = signal.SIGURG  # replaces SIGINT when user code handles SIGINT; programs do not handle SIGURG
 
 
 T = TypeVar("T")
 
 
-class _Untold(BaseException):
-    """Raised to stop waiting for the text of an error."""
+class _TextInterrupted(BaseException):
+    """Raised to end the code that makes the text of an error."""
 
 
 @dataclass
 class Running:
     """A cell that runs now.
 
-    released: why this rank has to end it, such as "rank 1 failed". asked: the user wants it to stop. stopped: it was
-    interrupted for that. saved, saved_step: the newest checkpoint of a training in it that an error has ended.
+    released: why this rank has to end the cell, such as "rank 1 failed". asked: True if the user wants the cell to
+    stop. stopped: True if it was interrupted for that. saved, saved_step: path and step of the newest checkpoint, if an
+    error has ended a training in the cell.
     """
 
     request: CellRequest
@@ -138,15 +139,15 @@ class Runner:
         self.records: OrderedDict[str, CellRecord] = OrderedDict()
         self.requests: dict[str, CellRequest] = {}  # for the records that are kept
         self.in_user_code = False
-        self.serving: Running | None = None  # a call of the notebook, not a cell, that runs the user's code
-        self._telling = 0.0  # when the text of an error was begun, in code that may be the user's
+        self.serving: Running | None = None  # a call from the notebook that runs user code, but is not a cell
+        self._text_begun = 0.0  # when code began to make the text of an error; 0 if none does
         self._elsewhere: set[int] = set()  # GPUs of other ranks on which tensors of this rank were found
         self._untold: tuple[int, str] = (0, "")  # (id of an error whose text could not be made, why)
         self.target: Running | None = None  # the cell for which an interrupt is on its way
         self._held: tuple[Running, float] | None = None  # (cell whose interrupt waits for an import, since when)
         self.loop = asyncio.new_event_loop()
         builtins.input = _no_keyboard
-        # Programs take sys.ps1 as a sign of an interactive process: Lightning then refuses ddp.
+        # If sys.ps1 exists, programs think that the process is interactive: Lightning then refuses ddp.
         vars(sys).pop("ps1", None)
         self.own = Shell(shell, Runner._execute.__code__)
         self.prompts = Prompts(rank, self._publish, lambda: self.running[-1].request.id if self.running else "")
@@ -154,14 +155,14 @@ class Runner:
         self.debugger.install()
         self._show_traceback = shell.showtraceback
         shell.showtraceback = self._showing_traceback
-        # Set permanently: a signal that arrives as a cell ends must not meet a handler that raises in our own code.
+        # Replace the hooks for good: a signal at the end of a cell must not find a handler that raises in nbkit's code.
         shell.kernel.pre_handler_hook = shell.kernel.post_handler_hook = lambda: None
         self._hear_interrupts()
 
     def run(self, request: CellRequest, enters: ast.NodeTransformer | None = None, remark: str = "") -> CellRecord:
         """Run a cell to its end, and return how it ended.
 
-        enters: reduces the cell to the part that a rank runs when it enters the cell late. remark: is printed first.
+        enters: reduces the cell to the part that a late rank runs. remark: a text to print first.
         """
         running = Running(request, time.time())
         with self.shielded():
@@ -188,9 +189,10 @@ class Runner:
             self.in_user_code = outer
 
     def interrupt(self, running: Running, *, insist: bool = False) -> None:
-        """Raise KeyboardInterrupt in the main thread, if that is in user code and `running` goes on. For any thread.
+        """Raise KeyboardInterrupt in the main thread, if that runs user code and `running` has not ended.
 
-        insist: do so even if the cell has blocked SIGINT, or has its own handler for it (which was called before).
+        insist: do so even if the cell has blocked SIGINT, or has its own handler (which was called before). Any thread
+        may call this.
         """
         self.target = running
         ident = threading.main_thread().ident
@@ -198,14 +200,14 @@ class Runner:
             signal.pthread_kill(ident, _OWN_SIGNAL if insist else signal.SIGINT)
 
     def _hear_interrupts(self) -> None:
-        """Install the handlers for interrupts again. A SIGINT handler that a cell has set ends with that cell."""
+        """Install the handlers for interrupts again. This removes a SIGINT handler that a cell has set."""
         for number in (signal.SIGINT, _OWN_SIGNAL):
             signal.signal(number, self._on_sigint)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, _OWN_SIGNAL))
 
     @contextmanager
     def open_to_stop(self) -> Iterator[None]:
-        """Let Stop interrupt user code inside that is not a cell, such as the code of a value to send."""
+        """Let Stop interrupt the code inside. It is user code that is not a cell, such as code that pickles a value."""
         self.serving = serving = Running(CellRequest("", "", 0, ()), time.time())
         self._untold = 0, ""
         self._hear_interrupts()
@@ -220,7 +222,7 @@ class Runner:
             self.serving = None
 
     def stoppable(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `handler`, which Stop can interrupt. It handles messages of pages to widgets, in user code."""
+        """Return `handler` in a form that Stop can interrupt. It passes messages of pages to widgets: user code."""
 
         def handle(*message: Any) -> Any:
             try:
@@ -233,7 +235,7 @@ class Runner:
 
     def _run(self, running: Running, enters: ast.NodeTransformer | None, remark: str) -> CellRecord:
         request = running.request
-        if len(self.running) == 1:  # not a live cell: the cell around one may have set a handler
+        if len(self.running) == 1:  # not for a live cell: the cell around it may have set a handler
             self._hear_interrupts()
         if not request.post_mortem:
             self.debugger.begin()
@@ -255,14 +257,14 @@ class Runner:
             self._let_go(running, error, failure, status)
             self._name_tensors_elsewhere()
         finally:
-            # The parent hears of a failure first of all, since it releases the ranks that wait for this one.
+            # Tell the parent of a failure before anything else, since it releases the ranks that wait for this one.
             self.link.send(CellEnded(request.id, status))
             if len(self.running) == 1:
                 meeting.end_cell(finished=status == "ok")
             running.ended.set()
             self.prompts.refuse(request.id)  # threads that outlive the cell must not wait for an answer
             for stream in (sys.stdout, sys.stderr):
-                if all(stream is not own for own in self.capture.streams):  # a stream that the user has put there
+                if all(stream is not own for own in self.capture.streams):  # the user has replaced the stream
                     with suppress(BaseException):
                         self._told(stream.flush)
             self.capture.end(capturing)
@@ -312,12 +314,12 @@ class Runner:
             self.shell.ast_transformers.remove(enters)
 
     def _attempt(self, request: CellRequest) -> tuple[Any, BaseException | None]:
-        """Return (the shell's result of the cell, None), or (None, the error that escaped the shell).
+        """Return (the shell's result of the cell, None), or (None, error) if the shell has not caught the error.
 
-        Such an error is SystemExit, or an interrupt between the shell's handlers.
+        Such an error is SystemExit, or an interrupt that came outside of the shell's handlers.
         """
         shell = self.shell
-        outer = shell.execution_count, shell.displayhook.exec_result  # of the cell around a live one
+        outer = shell.execution_count, shell.displayhook.exec_result  # of the cell around a live cell
         try:
             try:
                 self.in_user_code = True
@@ -329,7 +331,7 @@ class Runner:
             return None, error
         finally:
             shell.execution_count, shell.displayhook.exec_result = outer
-            # IPython keeps the outputs of every cell, pictures too, for notebooks that it might write.
+            # IPython keeps the outputs of every cell, including pictures, to write notebooks.
             getattr(shell.history_manager, "outputs", {}).clear()
 
     def _execute(self, request: CellRequest) -> Any:
@@ -337,7 +339,7 @@ class Runner:
         if request.post_mortem:
             return self.debugger.post_mortem()
         shell.execution_count = request.number
-        # Cell magics and `!` are turned into Python. An error in that is an error of the cell, and is shown as one.
+        # Turn cell magics and `!` into Python. An error in this is shown as an error of the cell.
         try:
             transformed, broken = shell.transform_cell(request.source), None
         except Exception:
@@ -364,7 +366,7 @@ class Runner:
                 loop.close()
 
     def _on_sigint(self, signum: int, frame: types.FrameType | None) -> None:
-        # An interrupt for a live cell may come after that has ended. It must not hit the training.
+        # An interrupt for a live cell may come after that cell has ended. It must not interrupt the training.
         target, self.target = self.target, None
         meant = None if target else interrupts.meant_for(self.capture.folder, self.rank)
         if meant is not None:
@@ -374,9 +376,9 @@ class Runner:
             target.stopped = True
         if target is not None and target.ended.is_set():
             return
-        if self._telling:
-            if time.monotonic() - self._telling > PATIENCE_SECONDS and not is_importing(frame):
-                raise _Untold
+        if self._text_begun:
+            if time.monotonic() - self._text_begun > PATIENCE_SECONDS and not is_importing(frame):
+                raise _TextInterrupted
             return
         if self.in_user_code:
             if is_importing(frame) and self._waits_for_import(target or self.serving or self.running[-1]):
@@ -392,11 +394,11 @@ class Runner:
         return time.monotonic() < self._held[1] + LONGEST_S
 
     def _showing_traceback(self, *args: Any, **kwargs: Any) -> None:
-        """Show a traceback, and let no late interrupt break into that.
+        """Show a traceback. A late interrupt does not disturb this.
 
-        A rank that ends because of another one shows nothing here: nobody sees more than a line of it, and IPython's
-        text takes a second of a core. The text of an error is made by its own code, which may exit or never end. Then
-        the frames are shown without that text.
+        A rank that ends because another one failed shows nothing here: its user sees only one line of it, and IPython
+        takes a second of CPU time to make the traceback. The text of an error comes from its own code, which may exit
+        or never end. Then the frames are shown without that text.
         """
         was, self.in_user_code = self.in_user_code, False
         given = args[0] if args else kwargs.get("exc_tuple")
@@ -417,20 +419,20 @@ class Runner:
             self.in_user_code = was and self._within_cell()
 
     def _told(self, make: Callable[[], T]) -> T:
-        """Return make(), which asks the user's objects for their text.
+        """Return make(), which calls code of the user's objects to get their text.
 
-        Raises what their code raises, and _Untold if it is stopped or takes longer than TEXT_SECONDS.
+        Raises the errors of that code, and _TextInterrupted if it is stopped or takes longer than TEXT_SECONDS.
         """
         limit = Running(CellRequest("", "", 0, ()), time.time())
         threading.Thread(target=self._limit, args=(limit,), name="nbkit-text", daemon=True).start()
         try:
             try:
-                self._telling = time.monotonic()
+                self._text_begun = time.monotonic()
                 return make()
             finally:
-                self._telling = 0.0
+                self._text_begun = 0.0
         finally:
-            self._telling = 0.0  # an interrupt may have come just before
+            self._text_begun = 0.0  # an interrupt may have come just before
             limit.ended.set()
 
     def _limit(self, limit: Running) -> None:
@@ -456,7 +458,7 @@ class Runner:
 
     def _failure(self, running: Running, error: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
         if error is None or ends_well(error):
-            # An error that was shown and has ended nothing is output.
+            # An error that was shown but did not end the cell is output.
             words = [*(shown["traceback"] if shown else ()), *([end_words(error)] if error else ())]
             if words:
                 print("\n".join(words), file=sys.stderr)
@@ -477,7 +479,7 @@ class Runner:
         )
 
     def said(self, error: BaseException) -> str:
-        """Return the text of an error, which its own code makes, in a form that can be sent."""
+        """Return the text of an error, in a form that can be sent. The error's own code makes it."""
         if not self._is_untold(error):
             try:
                 return self._told(lambda: shortened(str(encodable(str(error)))))
@@ -501,7 +503,7 @@ class Runner:
             self.debugger.keep(
                 running.request.number, f"{failure.ename}: {failure.evalue}", failure.moment, error.__traceback__
             )
-        # IPython keeps the last exception, and with it every tensor in its frames. Its traceback printer does so too.
+        # IPython and its traceback printer keep the last exception, and so every tensor in its frames.
         self.shell.InteractiveTB.tb = None
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             if hasattr(sys, name):
@@ -522,7 +524,7 @@ def _newest_checkpoint() -> tuple[str, int]:
 
 @contextmanager
 def _no_running_loop() -> Iterator[None]:
-    """Hide the engine's running event loop, which has called us, from programs inside: they start their own."""
+    """Hide the engine's running event loop from the code inside, which may start its own loop."""
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -549,12 +551,12 @@ def _status(failure: Failure | None, running: Running) -> Status:
         return "interrupted"
     if running.released or any(sign in failure.evalue for sign in PEER_GONE):
         return "released"
-    return "error"  # also for a KeyboardInterrupt from the user's code or a signal: the others wait for this rank
+    return "error"  # also for a KeyboardInterrupt of the user's code or from a signal: the others wait for this rank
 
 
 def _unsaid(why: BaseException) -> str:
-    """Return a replacement for the text of an error."""
-    if isinstance(why, _Untold):
+    """Return a text that replaces the text of an error. why: the error in making it."""
+    if isinstance(why, _TextInterrupted):
         return "(its text takes too long to make, or was stopped)"
     return f"(its text cannot be made: {type(why).__name__})"
 
@@ -563,12 +565,12 @@ def _is_muted(source: str) -> bool:
     """Return True if a semicolon at the end hides the last value, as in any notebook."""
     try:
         return bool(DisplayHook.semicolon_at_end_of_expression(source))
-    except (SyntaxError, tokenize.TokenError):  # `!commands` and the like are not Python
+    except (SyntaxError, tokenize.TokenError):  # not Python, such as a `!command`
         return False
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` if it is small plain data, else None: the notebook must not need torch to read it."""
+    """Return `value` if it is small plain data, else None: the notebook has to read it without torch."""
     if type(value) in (str, bytes) and len(value) > VALUE_LIMIT:
         return None
     try:

@@ -24,6 +24,8 @@ import IPython
 import IPython.core.magics.execution
 from ipykernel.zmqshell import ZMQExitAutocall
 
+from nbkit.bridge.user_programs import as_first_program
+
 MAGICS = (("line", "run"), ("cell", "capture"))  # magics that run code and show its error
 
 FRAMES_SHOWN = (20, 40)
@@ -151,7 +153,8 @@ class Shell:
     def _run_script(self, run: Callable[[], object], exit_ignore: bool = False, raises: bool = False) -> None:
         direct, self._direct = self._direct, False
         try:
-            run()
+            with as_first_program():
+                run()
         except BaseException as error:
             if ends_well(error) or (exit_ignore and isinstance(error, SystemExit)):
                 return

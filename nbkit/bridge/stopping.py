@@ -1,8 +1,8 @@
 """End a cell from outside: because the user stops it, or because another rank failed first.
 
-SIGINT ends Python code, but it cannot end a wait inside gloo or NCCL. So a rank that is still in its cell shortly
-after is broken out of its collectives. That costs this generation of the world. Both are done from a thread, because
-the main thread is the one that is stuck.
+SIGINT ends Python code, but it cannot end a wait inside gloo or NCCL. So if the cell has not ended shortly after, the
+collectives of the rank are aborted. Then a new generation of the world is needed. A thread does both, because the main
+thread is the one that is stuck.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stopping:
     def stop(self, cell: str, number: int, live: bool = False) -> float | None:
         """Stop a cell for the user. A second call interrupts it at once.
 
-        number: of the request that asks a training to stop at a step boundary; the same on every rank.
+        number: the number of the request to stop a training at a step boundary; the same on every rank.
         live: stop only a live cell; the training around it goes on.
         Returns the seconds that a training has to reach that boundary, 0 if there is no training, or None if no such
         cell runs here.
@@ -86,9 +86,9 @@ class Stopping:
             self._insist(running)
 
     def _ends_in(self, running: Running, patience: float) -> bool:
-        """Return True if the training in the cell reaches a boundary in time, and the cell ends there.
+        """Return True if the training in the cell reaches a step boundary in time, and the cell ends there.
 
-        An interrupt within a step can cost the training: ranks that hold different parts of a model may then stand at
+        An interrupt within a step can destroy the training: ranks that hold different parts of a model may then be at
         different steps.
         """
         deadline = time.monotonic() + patience

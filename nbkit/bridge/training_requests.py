@@ -1,8 +1,8 @@
-"""Serves the controls of a training that a notebook sends (switch, try, pause, trace, ...), and keeps their results.
+"""Executes the controls that a notebook sends to a training (switch, try, pause, trace, ...), and keeps their results.
 
-While the training makes steps, all ranks serve a control at the same step boundary, like a stop. A refused strategy
+While the training makes steps, all ranks execute a control at the same step boundary, like a stop. A refused strategy
 does not end the training: the refusal is the result of the control. An error that breaks the training is the result of
-the control and also the training's own error. Each rank keeps the result until the notebook asks for it.
+the control, and is also raised in the training. Each rank keeps the result until the notebook asks for it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ from nbkit.rank.train.resize.resize import check_handed, resize
 from nbkit.rank.train.switch import prefetch
 
 RESULTS_KEPT = 50
-TABLE_SECONDS = 0.05  # for which a request waits for a table that is nearly ready
-TABLE_REST = (
-    20  # times what the last one took: making them, and looking, is at most a twentieth of this rank's time each
-)
-STAMP_CHANGE = 0.05  # of the seconds of a step; predictions depend on them
-STAMP_STEPS = 200  # a long training has a new table so often; a young one, at every doubling of its steps
+TABLE_SECONDS = 0.05  # the longest time for which a request waits for a new table
+TABLE_REST = 20  # times the duration of the last table, or search for findings, until the next one
+STAMP_CHANGE = 0.05  # a relative change of the step time that makes a new table: predictions depend on that time
+STAMP_STEPS = 200  # steps between two tables in a long training; in a young one, each doubling of its steps
 
 
 @dataclass(frozen=True)
@@ -51,20 +49,20 @@ class Control:
 
 
 class TrainingRequestHandler:
-    """Serves the controls of one rank, and answers questions about them. There is one object per rank."""
+    """Executes the controls of one rank, and answers questions about them. There is one object per rank."""
 
     def __init__(self) -> None:
         self.results: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._served: set[str] = set()  # ids of controls that are being served and have no result yet
+        self._served: set[str] = set()  # ids of controls whose execution has begun
         self._table: dict[str, Any] = {}
         self._stamp = ""
-        self._timed = False  # whether the table has measured seconds of the strategy in force
-        self._seconds = 0.0  # of a step, when they last caused a new table
-        self._rest = 0.0  # until then an older table of the same strategy is good enough
+        self._timed = False  # True if the table has the measured step time of the strategy in force
+        self._seconds = 0.0  # the step time that last caused a new table
+        self._rest = 0.0  # time until which an older table of the same strategy is good enough
         self._tabling: threading.Thread | None = None
-        self._found = self._shown = 0  # number of findings about the model: made so far, and in the table
+        self._found = self._shown = 0  # number of findings about the model: so far, and in the table
         self._looking: threading.Thread | None = None
-        self._looked_at, self._looks_rest = 0, 0.0  # id of the job, and when it may be looked at again
+        self._looked_at, self._looks_rest = 0, 0.0  # id of the last job that was examined, and time of the next
         step_boundary.handlers["control"] = self.serve
         step_boundary.preparers["control"] = self.prepare
 
@@ -81,7 +79,7 @@ class TrainingRequestHandler:
         return prefetch.begin(job, text)
 
     def serve(self, control: Control) -> None:
-        """Do `control`. Called on all ranks at a boundary, or in a cell when no training makes steps."""
+        """Execute `control`. Called on all ranks, at a step boundary, or in a cell when no training makes steps."""
         owner = step_boundary.training() or newest()
         job = getattr(owner, "job", owner)
         predicted: dict[str, Any] = {}
@@ -94,14 +92,14 @@ class TrainingRequestHandler:
             raise
         except BaseException as error:
             self._tell(control, owner, error=error)
-            # A refusal is the same on all ranks. After any other error the training cannot just go on.
+            # All ranks refuse together. After any other error the training cannot simply go on.
             if isinstance(error, NotFinite) or not isinstance(error, NbkitError) or _torn(owner):
                 raise
             return
         goes_on = step_boundary.training() is not None and not step_boundary.is_held()
         switch = job.switcher.pending if control.do in ("switch", "undo") else None
         if goes_on and switch is not None and not switch.done():
-            # The first step under the new strategy gives the result. Nothing else is done before that.
+            # The first step under the new strategy gives the result. No other control is executed before that.
             switch.add_done_callback(lambda pending: self._ended(control, owner, pending, predicted))
             return
         if control.do == "save" and (saving := owner.saves.pending) is not None:
@@ -119,14 +117,14 @@ class TrainingRequestHandler:
         self._tell(control, owner, result=result, error=error, predicted=predicted)
 
     def unserved(self, control: Control) -> None:
-        """Set the result of a `control` that the training did not serve before it ended."""
+        """Set the result of a `control` that the training did not execute before it ended."""
         why = TrainingError(
             "The training ended before its next step boundary.", hint="again: it acts on the newest Trainer now"
         )
         self._tell(control, newest(), error=why, served=False)
 
     def result(self, id: str) -> dict[str, Any]:
-        """Return {"result": of a control, None while there is none, "known": whether this rank has the control}."""
+        """Return {"result": the result of a control or None, "known": True if this rank has got the control}."""
         result = self.results.get(id)
         waits = any(getattr(payload, "id", "") == id for _, payload in step_boundary.inbox.waiting().values())
         return {"result": result, "known": result is not None or waits or id in self._served}
@@ -137,8 +135,8 @@ class TrainingRequestHandler:
         The table is left out if the notebook already has it, with the stamp `known`.
 
         The table is made in its own thread: with many ranks it takes longer than other requests can wait. A second
-        thread does what takes seconds, such as running the model, and a new table follows each finding. The first
-        finding is always about the strategy in force.
+        thread examines the model, for example runs it, which takes seconds. After each finding a new table is made. The
+        first finding is always about the strategy in force.
         """
         training = step_boundary.training()
         owner = training or newest()
@@ -153,7 +151,7 @@ class TrainingRequestHandler:
         step, strategy = job.step, str(job.strategy)
         age = step.bit_length() + step // STAMP_STEPS
         pace, found = measured_pace(job, job.strategy), self._found
-        # Times from before the last switch say nothing about steps now.
+        # Step times from before the last switch do not hold any more.
         timed, seconds = pace is not None and not pace.ago, pace.seconds if pace is not None else 0.0
         if abs(seconds - self._seconds) > STAMP_CHANGE * self._seconds:
             self._seconds = seconds
@@ -180,7 +178,7 @@ class TrainingRequestHandler:
         return {**answer, "table": table if stamp != known else None}
 
     def option(self, strategy: str) -> dict[str, Any]:
-        """Return {"row": the table's row for this strategy, which need not be in it; None without a Trainer}."""
+        """Return {"row": a row of the table for this strategy, even if the table lacks it; None without a Trainer}."""
         owner = step_boundary.training() or newest()
         if owner is None:
             return {"row": None}
@@ -250,8 +248,8 @@ def _idle(thread: threading.Thread | None) -> bool:
 def _torn(owner: Any) -> bool:
     """Return True if the ranks may differ.
 
-    Either a switch in place could not be undone, or a step of a trial broke off. It may have broken off on this rank
-    alone, while the others wait in it.
+    Either a switch in place could not be undone, or a step of a trial failed. It may have failed on this rank only,
+    while the others still wait in it.
     """
     integrity = getattr(getattr(owner, "job", owner), "integrity", None)
     if integrity is None:
@@ -268,7 +266,7 @@ def _predicted(control: Control, job: Any) -> dict[str, Any]:
 
 
 def _act(control: Control, owner: Any) -> dict[str, Any]:
-    """Do the action of `control`, on all ranks. Returns its result, plain values only."""
+    """Do the action of `control`, on all ranks. Returns its result as plain values."""
     if owner is None and control.do != "resize":
         raise UsageError("There is no Trainer on the ranks.", hint="trainer = nbkit.Trainer(...)   in %%distributed")
     if control.do not in _ACTIONS:
@@ -393,6 +391,6 @@ controls: TrainingRequestHandler | None = None  # set once, by the engine
 
 
 def now(id: str, do: str, args: Mapping[str, Any]) -> None:
-    """Do a control at once, on the newest training. Called in a cell on every rank."""
+    """Execute a control at once, on the newest training. Called in a cell on every rank."""
     assert controls is not None
     controls.serve(Control(id, do, args))

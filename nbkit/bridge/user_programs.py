@@ -5,6 +5,7 @@
   `accelerate.notebook_launcher` and `debug_launcher`, torch's `elastic_launch`, and Lightning's strategies
   ddp_notebook, ddp_fork and ddp_spawn. Asking for another number of processes than there are ranks is an error:
   processes beside the ranks would share their devices.
+- `as_first_program`: a script finds nothing in Accelerate that an earlier one has left.
 - `hide_the_world`: processes that a cell starts, by multiprocessing or as shell commands, do not see the rank's world.
 - `warn_of_cells`: explains why a spawned process does not find names from a cell.
 
@@ -122,7 +123,7 @@ def _as_launched(here: world.World) -> Iterator[None]:
     """Set this rank's environment inside, since launchers change it for the processes that they start."""
     outer = {name: os.environ.get(name) for name in here.environment}
     # There are no states before the function itself imports Accelerate.
-    states = [dict(state) for state in _accelerate_states()] or [{} for _ in _ACCELERATE_STATES]
+    states = [dict(kind._shared_state) for kind in _accelerate_states()] or [{} for _ in _ACCELERATE_STATES]
     os.environ.update(here.environment)
     try:
         yield
@@ -133,14 +134,32 @@ def _as_launched(here: world.World) -> Iterator[None]:
             else:
                 os.environ[name] = value
         # `notebook_launcher` refuses to run again while an Accelerator exists. Normally it ends with its process.
-        for state, before in zip(_accelerate_states(), states, strict=False):
-            state.clear()
-            state.update(before)
+        for kind, before in zip(_accelerate_states(), states, strict=False):
+            kind._shared_state.clear()
+            kind._shared_state.update(before)
 
 
-def _accelerate_states() -> list[dict[str, Any]]:
+@contextmanager
+def as_first_program() -> Iterator[None]:
+    """Let a script find no state and no variable of Accelerate that an earlier script has left, as in a new process.
+
+    A script that trains in bf16 would make the next one train in bf16 too. What the script itself leaves stays in its
+    objects, so that later cells can use them.
+    """
+    for kind in _accelerate_states():
+        kind._shared_state = type(kind._shared_state)()  # each object keeps the dict that it was made with
+    before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _accelerate_states() -> list[Any]:
     module = sys.modules.get("accelerate.state")
-    return [getattr(module, name)._shared_state for name in _ACCELERATE_STATES] if module else []
+    return [getattr(module, name) for name in _ACCELERATE_STATES] if module else []
 
 
 _SAID = (

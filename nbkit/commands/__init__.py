@@ -62,6 +62,8 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
 def prepare_parser(modules: Sequence[ModuleType]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nbkit", description="Run PyTorch training on many ranks from a notebook.")
     parser.add_argument("--version", action="version", version=f"nbkit {nbkit.__version__}")
+    # The launcher of deepspeed tells each process of a module its number in this way: see `nbkit run`.
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in modules:
         name = module.__name__.rpartition(".")[2]

@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "There is no such program.", numbers=str(script), hint=shell_words("nbkit", "run", "train.py", "--args")
         )
-    sys.argv = [arguments.program, *arguments.args]
+    told = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
+    sys.argv = [arguments.program, *told, *arguments.args]
     # Not before the program imports torch: it may set variables that torch reads, such as OMP_NUM_THREADS.
     change_when_imported({"torch": lambda _: nbkit.listen(arguments.job, cells=not arguments.no_cells)})
     if arguments.module:
@@ -61,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_AS_MODULE = {**dict.fromkeys(("torchrun", "accelerate", "srun", "mpirun", "mpiexec"), "-m"), "deepspeed": "--module"}
+_STARTS_ANYTHING = ("srun", "mpirun", "mpiexec")
+_AS_MODULE = {**dict.fromkeys(("torchrun", "accelerate", *_STARTS_ANYTHING), "-m"), "deepspeed": "--module"}
 """Launchers -> their option, or that of the Python they start, which runs a module instead of a script."""
 
 
@@ -71,7 +73,10 @@ def _launching(launcher: str, words: Sequence[str], options: Sequence[str]) -> l
     at = next((i for i, word in enumerate(words) if word.endswith(".py") and user_path(word).is_file()), None)
     if as_module is None or at is None:
         return None
-    return [launcher, *words[:at], as_module, "nbkit", "run", *options, *words[at:]]
+    before = list(words[:at])
+    if Path(launcher).name in _STARTS_ANYTHING and not any(Path(word).name.startswith("python") for word in before):
+        before.append(sys.executable)  # the script is started as a program of its own
+    return [launcher, *before, as_module, "nbkit", "run", *options, *words[at:]]
 
 
 def _run_script(script: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import site_settings
+from nbkit.notebook.cluster.hosts.start_options import add_place_options, requested, with_kept_options
 from nbkit.notebook.cluster.launch.pins import pins_within
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.json_text import add_json_option, json_text
@@ -22,7 +23,8 @@ CPU_RANKS = 4
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, metavar="N", help="ranks; default: the idle GPUs, else four on the CPU")
-    parser.add_argument("--cpu", action="store_true", help="use CPU ranks, even if there are GPUs")
+    parser.set_defaults(gpus=None, spares=0, detach=False, requeue=False, save_before=None, rest=())
+    add_place_options(parser)
     names = ", ".join(item.name for item in items(CPU_RANKS))
     parser.add_argument(
         "--only", action="append", metavar="NAME", help=f"test only this item; may be repeated: {names}"
@@ -36,27 +38,31 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     )
     add_json_option(parser)
     parser.epilog = (
-        "It takes about two minutes on the CPU, ten on GPUs. The exit status is 1 if an item fails. The report has the "
-        "results, versions, the output of nbkit doctor, and only environment variables of torch, NCCL and CUDA."
+        "It takes about three minutes on the CPU, fifteen on GPUs. The exit status is 1 if an item fails. The report "
+        "has the results, versions, the output of nbkit doctor, and only environment variables of torch, NCCL and CUDA."
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    pins = pins_within(site_settings.read(), read_machine(), arguments.n, cpu=arguments.cpu).pins
-    kind = pins[0].kind
-    n = arguments.n or (len(pins) if kind == "gpu" else CPU_RANKS)
-    chosen = _chosen(items(n), arguments.only)
-    on = f"{n} {kind.upper()} rank{'s' * (n > 1)}"
+    with_kept_options(arguments)
+    on, n, cpu = requested(arguments), arguments.n, arguments.cpu
+    if on is None:
+        pins = pins_within(site_settings.read(), read_machine(), n, cpu=cpu).pins
+        n = n or (len(pins) if pins[0].kind == "gpu" else CPU_RANKS)
+    chosen = _chosen(items(n if on is None else on.num_ranks), arguments.only)
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
-    say(f"{len(chosen)} items on {on}; the report: {arguments.output}\n")
     # A closed terminal or a `kill` ends it like Ctrl-C, with everything that it started. SIGINT is in the list because
     # a shell that starts it in the background ignores it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    began, devices = time.monotonic(), "no rank has started"
+    began, devices, ranks = time.monotonic(), "no rank has started", "no rank"
     outcomes: list[ItemOutcome] = []
     try:
-        with Trial(n, kind=kind) as trial:
+        # Hosts that share files share the folder of the report rather than /tmp.
+        folder = None if on is None else arguments.output.absolute().parent
+        with Trial(n, cpu=cpu, on=on, folder=folder) as trial:
+            ranks = trial.ranks
+            say(f"{len(chosen)} items on {ranks}; the report: {arguments.output}\n")
             devices = trial.devices()
             for item in chosen:
                 say(f"  {item.name:<16}", end="")
@@ -66,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         say("\nStopped. Nothing is left running.")
         raise
     finally:
-        report = SelftestReport(on, devices, tuple(outcomes), time.monotonic() - began)
+        report = SelftestReport(ranks, devices, tuple(outcomes), time.monotonic() - began)
         report.write(arguments.output)
     if arguments.json:
         print(json_text(report))

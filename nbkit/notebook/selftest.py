@@ -7,13 +7,15 @@ contains nothing that a stranger should not read.
 from __future__ import annotations
 
 import io
+import os
 import re
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,6 +28,7 @@ from nbkit.notebook.bug_report import block, bug_report, without_secrets
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cluster import Cluster
+from nbkit.notebook.cluster.hosts.launcher import StartRequest
 from nbkit.notebook.doctor import doctor
 from nbkit.notebook.run.reader import read_run
 from nbkit.notebook.user_files import uninterrupted, write_file
@@ -39,6 +42,12 @@ LOSSES, WEIGHTS = {"cpu": 1e-10, "gpu": 1e-4}, {"cpu": 1e-9, "gpu": 2e-4}
 """The allowed distance from one process in float64 and in float32: LOSSES relative, WEIGHTS of which a step moves each
 by 1e-3."""
 BYTES = 0.05  # rows of the small model are padded
+BF16 = 1e-2
+"""The allowed relative distance of a loss in bf16 from that of one process in bf16."""
+_PEERS = {"ddp": "DDP", "zero3": "FSDP2", "tp": "tensor.parallel", "pp": "Schedule1F1B"}
+_PRETENDED_BYTES = 192 << 20  # of a device, for a large model on CPU ranks
+_NCCL_LOG = "nccl"
+_WAY = re.compile(r"-> \d+\[\w+\](?: \[\w+\])? via (NET/\w+|\w+)")
 _APART = "small_job.apart(trainer)"
 _TOGETHER = "total = torch.ones(1, device=device); dist.all_reduce(total); int(total)"
 
@@ -53,11 +62,12 @@ class ItemSkipped(Exception):
 
 @dataclass(frozen=True)
 class SelftestCluster:
-    """The cluster that items run on. kind: "cpu" or "gpu". folder: for records."""
+    """The cluster that items run on. kind: "cpu" or "gpu". folder: for records. hosts: how many there are."""
 
     cluster: Cluster
     kind: str
     folder: Path
+    hosts: int = 1
 
     @property
     def n(self) -> int:
@@ -140,9 +150,13 @@ def items(n: int) -> tuple[Item, ...]:
         Item("death", death),
         Item("telemetry-ddp", partial(recorded, "ddp")),
         Item("telemetry-zero3", partial(recorded, "zero3")),
+        Item("bf16", in_bf16),
+        Item("torchrun", torchrun_script),
+        Item("large", large),
+        Item("transports", transports),
+        Item("communicators", communicators),
         Item("bandwidth", bandwidth),
-        Item("speed-ddp", partial(speed, "ddp")),
-        Item("speed-zero3", partial(speed, "zero3")),
+        *(Item(f"speed-{name}", partial(speed, name)) for name in _PEERS),
     )
 
 
@@ -217,6 +231,8 @@ def death(at: SelftestCluster) -> str:
 def recorded(strategy: str, at: SelftestCluster) -> str:
     """Check the bytes that telemetry has counted in a step against the formula."""
     _needs(2, at)
+    if not all(at.cell(f"import os\nos.path.isdir({str(at.folder)!r})").values.values()):
+        raise ItemSkipped("the hosts do not see the folder of the report")
     folder = at.folder / f"telemetry-{strategy}"
     at.cell(f"trainer = small_job.trainer({strategy!r}, log_dir={str(folder)!r}, name='run')\ntrainer.fit(6)")
     (run,) = folder.iterdir()
@@ -229,6 +245,73 @@ def recorded(strategy: str, at: SelftestCluster) -> str:
     return f"{', '.join(said)} of the formula"
 
 
+def in_bf16(at: SelftestCluster) -> str:
+    """Return how far losses in bf16 are from those of one process in bf16."""
+    found = {}
+    for strategy in ("ddp", *(("zero3", "tp") if at.n > 1 else ())):
+        found[strategy] = max(at.cell(f"small_job.in_bf16({strategy!r}, {STEPS})").values.values())
+    said = f"losses {', '.join(f'{off:.1e} ({strategy})' for strategy, off in found.items())} from one process"
+    if not all(off <= BF16 for off in found.values()):
+        raise SelftestFailed(f"{said}; at most {BF16:.0e}")
+    return said
+
+
+def torchrun_script(at: SelftestCluster) -> str:
+    """Run a program that was written for torchrun in a cell, as it is."""
+    if not at.pipelines:
+        raise ItemSkipped("ranks share a GPU, which torchrun does not do")
+    run = "import runpy\n_ran = runpy.run_module('nbkit.rank.selftest.torchrun_script', run_name='__main__')"
+    found = at.cell(f"{run}\n(_ran['saved'], _ran['losses'])").values.values()
+    saved, losses = sum(saved for saved, _ in found), [each for _, each in found]
+    if saved != at.hosts:
+        raise SelftestFailed(f"ranks that take themselves for the first of their host: {saved}; hosts: {at.hosts}")
+    if any(each != losses[0] for each in losses) or losses[0] != sorted(losses[0], reverse=True):
+        raise SelftestFailed(f"its losses are {losses}")
+    _all_answer(at)  # it has destroyed the process group
+    return f"losses {losses[0][0]:.3f} to {losses[0][-1]:.3f} on all ranks; the first of each host saves"
+
+
+def large(at: SelftestCluster) -> str:
+    """Build and train a model whose weights take over a third of a GPU."""
+    found = at.cell(f"speed.large({_PRETENDED_BYTES if at.kind == CPU else None})").values
+    if found[0] is None:
+        raise ItemSkipped(f"too few: its weights, gradients and moments do not fit {at.n} rank{'s' * (at.n > 1)}")
+    one, peak = found[0], max(each["peak"] for each in found.values())
+    if any(each["loss"] != one["loss"] or each["loss"] != each["loss"] for each in found.values()):
+        raise SelftestFailed(f"losses {[each['loss'] for each in found.values()]}")
+    share = f"{one['weights'] / one['device']:.0%} of {'a pretended' if at.kind == CPU else 'the free'} memory"
+    return f"{size(one['weights'])} of weights, {share}" + f"; {size(peak)} at the peak" * (at.kind != CPU)
+
+
+def transports(at: SelftestCluster) -> str:
+    """Return through what NCCL sends between ranks, from its log."""
+    _needs(2, at)
+    if at.kind == CPU or not at.pipelines:
+        raise ItemSkipped("ranks send over gloo")
+    if not (logs := sorted(at.folder.glob(f"{_NCCL_LOG}.*"))):
+        raise ItemSkipped("NCCL logs elsewhere, or on hosts that do not see this folder")
+    found = ways_of_nccl("\n".join(path.read_text(errors="replace") for path in logs))
+    if not found:
+        raise ItemSkipped("NCCL's log names none")
+    return ", ".join(f"{way} {count} x" for way, count in found.items())
+
+
+def ways_of_nccl(log: str) -> dict[str, int]:
+    """Return transport -> how many connections NCCL's log names with it: P2P, SHM, NET/IB, NET/Socket."""
+    return dict(Counter(_WAY.findall(log)).most_common())
+
+
+def communicators(at: SelftestCluster) -> str:
+    """Return the seconds and the memory of a device that one more communicator of all ranks takes."""
+    _needs(2, at)
+    every = at.cell("speed.communicators()").values.values()
+    said = []
+    for how in next(iter(every)):
+        took, taken = (max(one[how][n] for one in every) for n in (0, 1))
+        said.append(f"{how} in {seconds(took)}" + f", {size(taken)} of the GPU" * (at.kind != CPU))
+    return "; ".join(said)
+
+
 def bandwidth(at: SelftestCluster) -> str:
     """Return, for each operation, the bandwidth between all ranks and the seconds of a tiny one."""
     _needs(2, at)
@@ -239,7 +322,10 @@ def bandwidth(at: SelftestCluster) -> str:
 
 def speed(strategy: str, at: SelftestCluster) -> str:
     """Pace beside plain torch, in turns; nothing is judged."""
-    peer = {"ddp": "DDP", "zero3": "FSDP2"}[strategy]
+    if strategy in ("tp", "pp"):
+        _allowed(strategy, at)
+        _needs(2, at)
+    peer = _PEERS[strategy]
     found: dict[str, Any] = at.cell(f"speed.compare({strategy!r}, {str(at.folder / 'speed')!r})").values[0]
     ratios = [ours / theirs for ours, theirs in zip(found["nbkit"], found["torch"], strict=True)]
     pace = f"{found['tokens'] / median(found['nbkit']):,.0f} tokens/s"
@@ -357,28 +443,58 @@ f"{accelerator().name(device)}, {dist.get_backend()}{version}, {torch.get_num_th
 """
 
 
+@contextmanager
+def _logging_of_nccl(folder: Path) -> Iterator[None]:
+    """Have ranks that start inside write to `folder` how NCCL connects, unless the user has NCCL log elsewhere."""
+    if "NCCL_DEBUG_FILE" in os.environ:
+        yield
+        return
+    before = os.environ.get("NCCL_DEBUG")
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder / f"{_NCCL_LOG}.%h.%p")}
+    try:
+        yield
+    finally:
+        del os.environ["NCCL_DEBUG_FILE"], os.environ["NCCL_DEBUG"]
+        if before is not None:
+            os.environ["NCCL_DEBUG"] = before
+
+
 class Trial:
     """`with Trial(4, kind="cpu") as trial: trial.outcome(item)`. What cells print is kept for the report alone."""
 
-    def __init__(self, n: int, *, kind: str) -> None:
-        """Prepare a trial. kind: "cpu" or "gpu"."""
-        self._n, self._kind = n, kind
+    def __init__(self, n: int | None, *, cpu: bool, on: StartRequest | None = None, folder: Path | None = None) -> None:
+        """Prepare a trial with `n` ranks of this machine, or `on` others. folder: for records, which all hosts see."""
+        self._n, self._cpu, self._on, self._where = n, cpu, on, folder
 
     def __enter__(self) -> Trial:
-        self._folder = tempfile.TemporaryDirectory(prefix="nbkit-selftest-", ignore_cleanup_errors=True)
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="nbkit-selftest-", dir=self._where, ignore_cleanup_errors=True
+        )
+        folder, self._cluster = Path(self._folder.name), None
         try:
-            with _kept():
-                self._cluster = Cluster.start(self._n, cpu=self._kind == "cpu", ttl=TTL_SECONDS)
+            with _kept(), _logging_of_nccl(folder):
+                self._cluster = Cluster.start(self._n, cpu=self._cpu, ttl=TTL_SECONDS, on=self._on)
+                hosts = 1 if self._on is None else self._on.num_hosts
+                self._place = SelftestCluster(self._cluster, CPU, folder, hosts)
+                kinds = set(self._place.cell("device.type").values.values())
         except BaseException:
-            self._folder.cleanup()
+            self.__exit__()
             raise
-        self._place = SelftestCluster(self._cluster, self._kind, Path(self._folder.name))
+        self._place = replace(self._place, kind=CPU if kinds == {CPU} else "gpu")
         return self
+
+    @property
+    def ranks(self) -> str:
+        """Return which ranks there are, in words."""
+        n, hosts = self._place.n, self._place.hosts
+        there = f"{n} {self._place.kind.upper()} rank{'s' * (n > 1)}"
+        return there + (f" on {hosts} hosts" if hosts > 1 else "")
 
     def __exit__(self, *_: object) -> None:
         with uninterrupted():
-            with _kept():
-                self._cluster.stop()
+            if self._cluster is not None:
+                with _kept():
+                    self._cluster.stop()
             self._folder.cleanup()
 
     def devices(self) -> str:
@@ -402,13 +518,13 @@ class Trial:
             except Exception as error:
                 took, said = time.monotonic() - began, _said(error)
                 tail = "\n\n".join([tail_of(printed.getvalue()), said, *self._stuck(error)])
-                self._cluster.restart()
+                self._place.cluster.restart()
                 return ItemOutcome(item.name, "FAILED", took, said, tail)
 
     def _stuck(self, error: Exception) -> Iterator[str]:
         """Yield who is stuck where, if the error is a cell that did not end."""
         if isinstance(error, TimeoutError):
-            yield tail_of(str(self._cluster.why()))
+            yield tail_of(str(self._place.cluster.why()))
 
 
 def _said(error: Exception) -> str:

@@ -1,1 +1,1 @@
-"""Computes the costs of a strategy, by arithmetic, before it runs."""
+"""Computes the time, the memory and the traffic of a strategy by arithmetic, before it runs."""

@@ -1,22 +1,23 @@
-"""Plans a switch: which rank sends which boxes of which tensors to which rank, and in which order ranks stand.
+"""Plans a switch: which rank sends which boxes of which tensors to which rank, and the order of the axes over ranks.
 
 In an `ExchangePlan`, every rank receives exactly the elements that it must hold and does not hold yet. Nothing is
-gathered. The plan follows from what all ranks hold before and after, so every rank computes the same plan. A tensor is
-named by a key ("weight/blocks.0.up.weight", "exp_avg/..."). Keys whose tensors are spread alike before and after share
-one list of moves, so thousands of keys cost as much as a few dozen.
+gathered. Every rank knows what all ranks hold before and after, so all compute the same plan. A tensor is named by a
+key ("weight/blocks.0.up.weight", "exp_avg/..."). Keys whose tensors have the same layouts before and after share one
+list of moves, so thousands of keys cost as much as a few dozen.
 
-`placed` chooses the order of the axes over the ranks, which a strategy leaves free: tp may be the fastest or the
-slowest. For example, four ranks under tp hold a quarter each. Under `dp=2 tp=2` with tp the slowest, ranks 0 and 1 want
-the first half, and each lacks one quarter. With tp the fastest, ranks 1 and 2 hold nothing of the halves that they
-want. The same is true in the other direction, and between tensor parallelism and ZeRO.
+`placed` chooses the order of the axes over the ranks, if the strategy does not set it: tp may be the fastest or the
+slowest axis. For example, four ranks under tp hold a quarter each. Under `dp=2 tp=2` with tp the slowest, ranks 0 and 1
+need the first half, and each of them lacks one quarter. With tp the fastest, ranks 1 and 2 need halves of which they
+hold nothing. The same is true in the other direction, and between tensor parallelism and ZeRO.
 
-Over several nodes, tp and cp stay the fastest, so that ranks that talk most are near each other. Whether pp or dp
-crosses nodes depends on how long a step's traffic takes on the links: hidden states of every row, or gradients of a
-stage. If that makes no difference, or is unknown, the order that moves the fewest bytes between nodes is taken.
+Over several nodes, tp and cp stay the fastest, so that ranks that communicate most are close to each other. Either pp
+crosses nodes, with the hidden states of every row, or dp, with the gradients of a stage. The order whose traffic takes
+less time on the links is chosen. If there is no difference, or it is unknown, the order that moves the fewest bytes
+between nodes is chosen.
 
 Another order of the ranks within a group would save a little more, but torch.distributed numbers them in ascending
-order. Over 400 random switches between eight strategies, the two orders save 4.0 % of the bytes on 4 ranks and 1.6 % on
-8. Free numbers would have saved 5.5 % and 2.3 %.
+order. Over 400 random switches between eight strategies, the choice of two orders saves 4.0 % of the bytes on 4 ranks
+and 1.6 % on 8. With a free order within groups it would be 5.5 % and 2.3 %.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from nbkit.tensor_layout import Box, Layout
 
 
 def held(layout: Layout | None) -> tuple[Box, ...]:
-    """Return the parts of the global tensor that a layout holds; () for a rank without this tensor."""
+    """Return the boxes of the global tensor that a layout holds; () for a rank without this tensor."""
     return () if layout is None else tuple(there for _, there in layout.pieces)
 
 
@@ -46,7 +47,7 @@ def within(inner: Box, outer: Box) -> bool:
 
 
 def uncovered(boxes: Iterable[Box], covers: Sequence[Box]) -> list[Box]:
-    """Return the parts of `boxes` outside of `covers`. They do not overlap if `boxes` do not overlap."""
+    """Return the parts of `boxes` that are outside of `covers`. They do not overlap if `boxes` do not overlap."""
     left = list(boxes)
     for cover in covers:
         if not left:
@@ -88,7 +89,7 @@ def halves(box: Box, most: int) -> list[Box]:
 
 
 def _minus(box: Box, hole: Box) -> list[Box]:
-    """Return `box` without `hole`: slabs before and behind the hole along each dim, earlier dims narrowed to it."""
+    """Return `box` without `hole`: slabs before and after the hole along each dim, cut to it along earlier dims."""
     core = box.meet(hole)
     if core is None:
         return [box]
@@ -104,7 +105,7 @@ def _minus(box: Box, hole: Box) -> list[Box]:
 
 
 Holding = Mapping[str, Layout]
-"""The layouts of what one rank holds, by key. The rank does not hold tensors whose key is missing."""
+"""The layout of each tensor that one rank holds, by key. It does not hold a tensor whose key is missing."""
 
 _VARIANTS = 8
 
@@ -119,10 +120,9 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Alike:
-    """Tensors that move alike. itemsize: bytes of an element. sent, received: bytes of one tensor, per rank.
+    """Tensors that make the same moves. itemsize: bytes of an element. sent, received: bytes of one tensor, per rank.
 
-    relayed: the sender did not hold the parts before. It got them in this exchange, for the ranks of its node that lack
-    them.
+    relayed: True if the senders have received the parts earlier in this exchange, to hand them on within their node.
     """
 
     keys: tuple[str, ...]
@@ -135,7 +135,7 @@ class Alike:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The moves of a switch. bytes: what each rank receives, which is what it must hold and does not hold yet."""
+    """The moves of a switch. old, new: what each rank holds. bytes, sent: the bytes that each rank receives, sends."""
 
     old: tuple[Holding, ...]
     new: tuple[Holding, ...]
@@ -155,12 +155,13 @@ class ExchangePlan:
         node_of: Sequence[int] = (),
         relays: bool = True,
     ) -> ExchangePlan:
-        """Return the exchange from what each rank holds (`old[rank]`) to what each must hold (`new[rank]`).
+        """Return the exchange after which each rank that holds `old[rank]` holds `new[rank]`.
 
-        itemsize: bytes of an element, per key. node_of: the node of each rank; () for one node. relays: if several
-        ranks of a node lack a part that no rank of the node holds, the part crosses once, to one of them, which hands
-        it on. A box comes from the rank with the least to send, among the ranks that hold it: those of the same node if
-        there are any, otherwise all.
+        A box is sent by the rank that has the least to send, among the ranks that hold the box. Ranks of the receiver's
+        node are preferred.
+
+        itemsize: bytes of an element, per key. node_of: the node of each rank; () for one node. relays: True to send a
+        part that several ranks of a node lack only once to the node, to one of these ranks, which hands it on.
         Raises TrainingError if a layout has a gap, if the global shape of a tensor changes, or if no rank holds a part
         that is needed.
         """
@@ -174,7 +175,7 @@ class ExchangePlan:
             forced.append([Move(who[0], dst, box) for dst, box, who in direct if len(who) == 1])
             for move in forced[-1]:
                 load[move.src] += move.box.numel * size * len(keys)
-            # Tensors that are alike may come from different ranks. A few variants of the choice even out the sending.
+            # Equal tensors may come from different ranks. A few variants of the choice balance the bytes to send.
             choice = [cell for cell in direct if len(cell[2]) > 1]
             variants = min(len(keys), _VARIANTS) if choice or shared else 1
             free += [(number, keys[i::variants], choice, shared) for i in range(variants)]
@@ -204,7 +205,7 @@ class ExchangePlan:
         return cls(tuple(old), tuple(new), itemsize, tuple(groups), tuple(received), tuple(load), tuple(node_of))
 
     def without_relays(self) -> ExchangePlan:
-        """Return the same exchange in which each rank gets everything from ranks that held it before."""
+        """Return the same exchange without relays: each rank gets everything from ranks that held it before."""
         if not any(group.relayed for group in self.groups):
             return self
         return ExchangePlan.of(self.old, self.new, self.itemsize, node_of=self.node_of, relays=False)
@@ -246,11 +247,11 @@ _Cell = tuple[int, Box, tuple[int, ...]]
 def spreads(
     old: Sequence[Holding], new: Sequence[Holding], itemsize: Mapping[str, int]
 ) -> list[tuple[_Spread, list[str]]]:
-    """Return groups of keys whose tensors are spread alike: ((bytes of an element, layouts before, after), keys).
+    """Return groups of keys with equal layouts: ((bytes of an element, layouts before, layouts after), keys).
 
-    The layouts are per rank. Tensors that no rank must hold afterwards are left out, since none of them is sent.
+    There is a layout for each rank. Tensors that no rank must hold afterwards are left out, since they are not sent.
     """
-    # Shared layouts are looked up by identity, so each is hashed once and not once per key and rank.
+    # Look up layouts by identity first. So each is hashed once, and not once per key and rank.
     numbers: dict[Layout, int] = {}
     layouts: list[Layout] = []
     by_identity: dict[int, int] = {}
@@ -277,14 +278,14 @@ def spreads(
 
 
 def _cells(before: Sequence[Layout | None], after: Sequence[Layout | None]) -> tuple[list[_Cell], list[_Cell]]:
-    """Return two lists: (rank that lacks it, box, ranks that hold it), and the same for boxes that no rank holds."""
+    """Return two lists of (rank that lacks a box, box, ranks that hold it). The second is for boxes that none holds."""
     holders: dict[Box, list[int]] = {}
     for rank, layout in enumerate(before):
         for box in held(layout):
             holders.setdefault(box, []).append(rank)
     apart = all(a.meet(b) is None for a, b in combinations(holders, 2))
     if not apart:
-        # If boxes overlap, small ones come first: their elements lie in larger ones too, so more ranks may send them.
+        # If boxes overlap, take small ones first: larger ones have the same elements, so more ranks can send them.
         holders = dict(sorted(holders.items(), key=lambda each: each[0].numel))
     cells: list[_Cell] = []
     lacking: list[_Cell] = []
@@ -301,7 +302,7 @@ def _cells(before: Sequence[Layout | None], after: Sequence[Layout | None]) -> t
 
 
 def _shared(cells: Sequence[_Cell], node_of: Sequence[int]) -> tuple[list[_Cell], list[_Cell]]:
-    """Split `cells` into those that can be relayed, and the others.
+    """Split `cells` into the ones that can be relayed, and the others.
 
     A cell can be relayed if no rank of the receiver's node holds it, and several ranks of that node lack such cells.
     """
@@ -320,9 +321,9 @@ def _shared(cells: Sequence[_Cell], node_of: Sequence[int]) -> tuple[list[_Cell]
 def _relayed(
     shared: Sequence[_Cell], node_of: Sequence[int], load: list[int], size: int
 ) -> tuple[list[Move], list[Move]]:
-    """Return two lists: moves between nodes, each element once per node; and moves within nodes that hand it on.
+    """Return two lists: moves that send each element once to each node, and moves that hand it on within the node.
 
-    size: bytes of an element, summed over all tensors that move like this. load: bytes that each rank sends; this
+    size: bytes of an element, summed over all tensors that make these moves. load: bytes that each rank sends; this
     function adds to it.
     """
     wanted: dict[int, dict[int, list[tuple[Box, tuple[int, ...]]]]] = {}
@@ -336,8 +337,8 @@ def _relayed(
         into.append(Move(src, dst, box))
 
     for ranks in wanted.values():
-        here: list[Move] = []  # what has crossed to this node
-        # The rank with the least to send is the first, and hands on to the others.
+        here: list[Move] = []  # the moves to this node so far
+        # The rank with the least to send receives first, and hands on to the others.
         for dst in sorted(ranks, key=lambda rank: (load[rank], rank)):
             own: list[Move] = []
             for box, who in ranks[dst]:
@@ -354,7 +355,7 @@ def _relayed(
 
 
 def _sources(missing: Box, holders: Mapping[Box, Sequence[int]], apart: bool) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return the parts of `missing`, each with the ranks that hold all of the part; () if no rank does."""
+    """Return the parts of `missing`, each with the ranks that hold the whole part; () if no rank does."""
     left = [missing]
     found: list[tuple[Box, tuple[int, ...]]] = []
     for source, ranks in holders.items():
@@ -422,22 +423,22 @@ def _raise_missing(found: list[tuple[_Spread, list[str]]], lacking: list[list[_C
 
 
 def orders(strategy: Strategy, *, one_node: bool | None = None) -> list[Strategy]:
-    """Return `strategy` with its ranks in every possible order, the usual one first.
+    """Return `strategy` with the usual order of its axes, and with the other orders that may be better.
 
-    There is only one order if `order=`, `places=` or `speeds=` is given. one_node: True if all ranks are on one node;
-    None if that is unknown.
+    On one node, tp may be the slowest axis; on several nodes, dp may be. There is only one order if `order=`, `places=`
+    or `speeds=` is given. one_node: True if all ranks are on one node; None if that is unknown.
     """
-    free = not (strategy.speeds or strategy.order or strategy.places)  # it is given which ranks are fast
+    free = not (strategy.speeds or strategy.order or strategy.places)  # with speeds=, the places of ranks matter
     others = ("tp", "dp") if one_node is None else ("tp",) if one_node else ("dp",)
     slowest = ("", *others) if free else ("",)
     return list(dict.fromkeys(replace(strategy, slowest=axis) for axis in slowest))
 
 
 def placed(strategy: Strategy, moved: Callable[[Strategy], Any], *, one_node: bool) -> Strategy:
-    """Return the order for which `moved` is least; the usual one if it makes no difference.
+    """Return `strategy` with the order for which `moved` is least; the usual order if there is no difference.
 
-    moved: bytes over all ranks. With several nodes: what a step takes, then bytes between nodes. Raises what `moved`
-    raises.
+    moved: returns the cost of an order, such as (seconds of a step's traffic, bytes to move). Its errors are not
+    caught.
     """
     found = orders(strategy, one_node=one_node)
     return min(found, key=moved) if len(found) > 1 else found[0]

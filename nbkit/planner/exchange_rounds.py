@@ -1,11 +1,11 @@
 """Cuts the plan of a switch into rounds, and gives each rank its part of every round.
 
-Rounds keep buffers small and release memory early. Tensors that move alike are dealt out evenly over the whole
-exchange. So in every round all ranks send that have anything to send. What a rank holds changes linearly from the old
-model to the new one, so an exchange in place hardly ever holds more than the larger of the two.
+Rounds keep buffers small and release memory early. Tensors that make the same moves are spread evenly over the whole
+exchange. So every rank that has something to send does so in every round. The bytes that a rank holds change linearly
+from the old model to the new one, so an exchange in place rarely holds more than the larger of the two.
 
-`steps` gives the rounds as one rank sees them: which boxes it cuts out of which tensors for which rank, and where the
-boxes that it receives belong.
+`steps` gives the rounds as one rank sees them: which boxes of which tensors it sends to which rank, and where the boxes
+that it receives belong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WINDOW = 16
 
 
 class RoundPart(NamedTuple):
-    """A part of a round: every tensor of `keys` makes `moves`. All of them are spread alike. relayed: see Alike."""
+    """A part of a round: every tensor of `keys` makes `moves`. All have the same layouts. relayed: see Alike."""
 
     keys: tuple[str, ...]
     moves: tuple[Move, ...]
@@ -45,10 +45,10 @@ class Round:
 def rounds(plan: ExchangePlan, *, limit: int, in_place: int | None = None) -> list[Round]:
     """Return the exchange of `plan` in rounds. In each, no rank sends or receives more than `limit` bytes.
 
-    A round may exceed `limit` by a single element. in_place: tensors go one by one, in an order that keeps memory low,
-    and the new tensors that a round begins take at most this many bytes on each rank (or it begins a single one).
-    The list is the same on every rank. A round of 0 bytes needs no communication. Relayed parts come last, when their
-    senders have them.
+    A round may exceed `limit` by a single element. in_place: if given, tensors are moved one by one, in an order that
+    keeps memory low, and the new tensors that a round begins take at most this many bytes on each rank (or the round
+    begins only one). The list is the same on every rank. A round of 0 bytes needs no communication. Relayed parts come
+    last, when their senders have them.
     """
     order = list(_evenly(plan) if in_place is None else _frugally(plan))
     made: list[Round] = []
@@ -73,7 +73,7 @@ def _filled(
                     if (count := into.room(rest, limit, in_place)) > 0:
                         break
                 else:
-                    # In place, the order of the tensors keeps memory low, so only one round is filled at a time.
+                    # In place, the order of the tensors keeps memory low. To keep it, fill only one round at a time.
                     if len(filling) == (_OPEN if in_place is None else 1):
                         made.append(filling.pop(0).round)
                     filling.append(into := _Filling(len(plan.new)))
@@ -87,9 +87,10 @@ _Bytes = tuple[tuple[int, int], ...]
 
 
 class _Item(NamedTuple):
-    """A part that goes into a round as a whole, or tensor by tensor.
+    """A part that is put into rounds as a whole, or tensor by tensor.
 
-    sent, received, fresh: (rank, bytes) of one tensor, for the ranks that have any.
+    sent, received, fresh: (rank, bytes) for one tensor: sent, received, and allocated for new tensors. Ranks with 0
+    bytes are left out.
     """
 
     part: RoundPart
@@ -99,7 +100,7 @@ class _Item(NamedTuple):
 
 
 class _Filling:
-    """A round that is being filled, with the bytes that each rank sends, receives and begins in it so far."""
+    """A round that is being filled, with the bytes that each rank sends, receives and allocates in it so far."""
 
     def __init__(self, ranks: int) -> None:
         self.round = Round()
@@ -131,7 +132,7 @@ def _items(plan: ExchangePlan, group: Alike, keys: tuple[str, ...], limit: int) 
             RoundPart(keys, group.moves, group.relayed), _where_any(group.sent), _where_any(group.received), fresh
         )
         return
-    # The tensor is too large for one round. Its boxes are cut, and all ranks that send it do so at the same time.
+    # The tensor is too large for one round. Cut its boxes, so that all ranks that send it do so at the same time.
     most = max(1, limit // group.itemsize // 8)
     queues = [[Move(src, dst, box) for box in halves(whole, most)] for src, dst, whole in group.moves]
     turns = [(i / len(queue), n, move) for n, queue in enumerate(queues) for i, move in enumerate(queue)]
@@ -160,11 +161,11 @@ def _evenly(plan: ExchangePlan) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def _frugally(plan: ExchangePlan) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield (group, one of its keys). Of the next few keys, take the one that adds least to the fullest rank."""
+    """Yield (group, one of its keys): of the next few keys, always the one that adds least to the fullest rank."""
     each = [_gain_and_loss(plan, group) for group in plan.groups]
     old = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.old]
     new = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.new]
-    # level: bytes above the larger of the two models, per rank. Tensors that the new model lacks stay to the end.
+    # level: bytes above the larger of the two models, per rank. Tensors that the new model lacks stay until the end.
     level = [before - max(before, after) for before, after in zip(old, new, strict=True)]
     turns = [(0.5 / len(group.keys), number, 0) for number, group in enumerate(plan.groups)]
     heapq.heapify(turns)
@@ -192,7 +193,7 @@ def _strain(
 
 
 def _gain_and_loss(plan: ExchangePlan, group: Alike) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the bytes that one new tensor takes, and the bytes that its old one frees, per rank."""
+    """Return two tuples of bytes per rank: what one new tensor of the group takes, and what its old tensor frees."""
     key = group.keys[0]
     gain, loss = (tuple(_size(holding, key, plan.itemsize) for holding in side) for side in (plan.new, plan.old))
     return gain, loss
@@ -212,7 +213,7 @@ class BoxPair:
 
 @dataclass(frozen=True)
 class Copy:
-    """Parts that a rank holds both before and after. here: in the new tensor; there: in the old one."""
+    """Parts of tensors that a rank holds both before and after. here: in the new tensor; there: in the old one."""
 
     keys: tuple[str, ...]
     places: tuple[BoxPair, ...]
@@ -220,9 +221,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class WirePiece:
-    """A box on the wire: one for each of `keys`, one after the other. here: in the tensor; there: in the box.
+    """A box of each tensor of `keys`, sent one after the other. here: in the tensor; there: in the box.
 
-    relayed: it is sent from the new tensor, which received it in an earlier round.
+    relayed: True if it is sent from the new tensor, which has received it in an earlier round.
     """
 
     keys: tuple[str, ...]
@@ -235,8 +236,8 @@ class WirePiece:
 class RankRound:
     """A round as one rank sees it.
 
-    sends[r], receives[r]: pieces exchanged with rank r, in the order of the wire. sent, received: their bytes. opens,
-    closes: the keys for which this is the first, or the last, round. They are the same on every rank.
+    sends[r], receives[r]: pieces exchanged with rank r, in the order in which they are sent. sent, received: their
+    bytes. opens, closes: the keys whose first or last round this is. They are the same on every rank.
     """
 
     ranks: int
@@ -257,7 +258,7 @@ class RankRound:
 def steps(plan: ExchangePlan, made: Sequence[Round], rank: int) -> list[RankRound]:
     """Return the rounds `made` of `plan` as `rank` sees them.
 
-    Raises TrainingError, with what is missing, if they would leave an element of the rank's new tensors unfilled.
+    Raises TrainingError if they would not fill every element of the rank's new tensors.
     """
     old, new = plan.old[rank], plan.new[rank]
     mine: dict[int, list[Move]] = {}
@@ -295,7 +296,7 @@ def steps(plan: ExchangePlan, made: Sequence[Round], rank: int) -> list[RankRoun
 
 
 def _places(layout: Layout, box: Box) -> tuple[BoxPair, ...]:
-    """Return where `box` of the global tensor is in the local one."""
+    """Return the parts of the local tensor that `box` of the global tensor covers."""
     found = []
     for here, there in layout.pieces:
         if (part := there.meet(box)) is not None:

@@ -1,7 +1,7 @@
-"""Keeps the predictions for a job on disk beside what is measured, so that the two can be drawn together.
+"""Keeps the predictions for a job on disk beside its measurements, so that both can be drawn together.
 
-<run>/telemetry/plan.jsonl has one line for each strategy that the job has had; rank 0 appends one when the job starts
-and one at each switch. Everything in it is predicted, nothing measured.
+<run>/telemetry/plan.jsonl has one line for each strategy that the job has had. Rank 0 appends a line when the job
+starts, and at each switch. The file has only predictions, no measurements.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from nbkit.planner.traffic import Rest, TrafficTerm
 
 @dataclass(frozen=True)
 class Term:
-    """An operation on an axis in a step, counted as in nbkit.records.readings.Row.
+    """An operation on an axis in a step, counted as in nbkit.records.readings.TrafficRow.
 
-    calls: of one rank, on average. bytes: what all ranks together hand to the operation.
+    calls: the average over ranks. bytes: the size of the tensors that all ranks together give to the operation.
     """
 
     op: str
@@ -31,9 +31,8 @@ class Term:
 class Forecast:
     """A prediction for the steps after `step`. memory: bytes at rest of each rank. traffic: empty if unknown.
 
-    peaks: of each rank, [parameters, gradients, optimizer, activations, working] in bytes, as nbkit.planner.peak.Peak
-    has them; empty if unknown.
-    between: bytes that all ranks send between nodes in a step; None on one node, or if unknown.
+    peaks: [parameters, gradients, optimizer, activations, working] of each rank, in bytes: see nbkit.planner.peak.Peak.
+    Empty if unknown. between: bytes that all ranks send between nodes in a step; None on one node, or if unknown.
     """
 
     step: int
@@ -45,7 +44,7 @@ class Forecast:
 
 
 def terms_of(every: Sequence[Iterable[TrafficTerm]]) -> tuple[Term, ...]:
-    """Return the terms of a step by operation and axis, from those of each rank."""
+    """Return the sum of the terms of all ranks, by operation and axis."""
     sums: dict[tuple[str, str], list[float]] = {}
     for terms in every:
         for term in terms:
@@ -89,7 +88,7 @@ def read(run_dir: Path) -> list[Forecast]:
 
 
 def in_force(of: Sequence[Forecast], step: int) -> Forecast | None:
-    """Return the forecast for step number `step`: the newest one that was made before it."""
+    """Return the forecast for step number `step`: the newest one that was made before that step."""
     return next((one for one in reversed(of) if one.step < max(step, 1)), None)
 
 

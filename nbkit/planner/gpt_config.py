@@ -1,4 +1,4 @@
-"""Sizes of nbkit's GPT. They are apart from the model, so that a plan can be made without torch."""
+"""Sizes of nbkit's GPT. They are in a file of their own, so that a plan can be made without torch."""
 
 from __future__ import annotations
 

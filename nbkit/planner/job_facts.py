@@ -38,13 +38,14 @@ class Routed:
     """A layer of experts.
 
     slots: the rows that it sends to experts, for each sample. width: features of such a row. given: features of what an
-    expert makes of it. count: the number of experts.
+    expert makes of it. count: the number of experts. again: its forward is computed again in the backward pass.
     """
 
     slots: float
     width: int
     given: int
     count: int
+    again: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ def ranks_of_node(node_of: Sequence[int]) -> int | None:
 
 @dataclass(frozen=True)
 class OperationSpeed:
-    """Speed of an operation. latency: seconds with hardly any bytes. speed: bytes per second and rank, all sending.
+    """The speed of an operation. latency: seconds for almost no bytes. speed: bytes per second and rank, if all send.
 
-    gap: seconds after which the next operation may follow. It is less than the latency if several can be under way
-    (the g of LogGP; Alexandrov et al. 1995). None: equal to the latency.
+    gap: seconds after which the next operation may begin. It is less than the latency if several operations can be
+    under way (the g of LogGP; Alexandrov et al. 1995). None: equal to the latency.
     """
 
     latency: float
@@ -36,7 +36,7 @@ class OperationSpeed:
     gap: float | None = None
 
     def holds(self, num_bytes: float) -> float:
-        """Return the seconds for which an operation that sends `num_bytes` keeps the next one waiting."""
+        """Return the seconds for which an operation that sends `num_bytes` delays the next one."""
         return (self.latency if self.gap is None else self.gap) + num_bytes / self.speed
 
     def seconds(self, calls: float, num_bytes: float) -> float:
@@ -48,10 +48,10 @@ class OperationSpeed:
 class WorldLinks:
     """The links of a world of `ranks` ranks.
 
-    ways: speeds by operation (all_to_all, all_reduce, all_gather, reduce_scatter, send). near: an all-to-all within
-    nodes only. far: a message from every rank to the rank in its place on the next node. Both are None on one node.
-    copy: bytes per second when all ranks copy at once, each into newly allocated memory. node_of: the node number of
-    each rank. crowded: True if some ranks share a device or a link, so that none is as fast as it would be alone.
+    ways: speeds by operation (all_to_all, all_reduce, all_gather, reduce_scatter, send). near: the speed of an
+    all-to-all within nodes only. far: of a message from every rank to the rank in the same place on the next node.
+    Both are None on one node. copy: bytes per second when all ranks copy at once, each into newly allocated memory.
+    node_of: the node number of each rank. crowded: True if some ranks share a device or a link, which makes all slower.
     """
 
     ranks: int
@@ -65,24 +65,24 @@ class WorldLinks:
     def moving(self, sent: Sequence[int], received: Sequence[int], kept: Sequence[int]) -> float:
         """Return the seconds of one exchange.
 
-        sent, received, kept: bytes of each rank. The rank that sends or receives most counts, and the one that copies
-        most of its own.
+        sent, received, kept: bytes of each rank; `kept` bytes are copied locally. The seconds are those of the rank
+        that sends or receives most, plus those of the rank that copies most.
         """
         most = max((*sent, *received), default=0)
-        # Packing what is sent and unpacking what arrives are two more copies.
+        # Packing sent bytes and unpacking received bytes are two more copies.
         carried = self.ways["all_to_all"].seconds(1, most) + 2 * most / self.copy if most else 0.0
         return carried + max(kept, default=0) / self.copy
 
     def way(self, term: TrafficTerm, *, spans_nodes: bool = False, apart: bool = False) -> OperationSpeed:
         """Return the speed of an operation of `term`.
 
-        spans_nodes: True if its group has ranks on several nodes. apart: True if it also has only one on each.
+        spans_nodes: True if its group has ranks on several nodes. apart: True if it also has only one rank on each.
         """
         way, one = self.ways.get(term.op, self.ways["all_to_all"]), self.ways["send"]
         latency, gap, speed = way.latency, way.gap, way.speed
         if term.op != "send" and one.latency < latency and self.ranks > 2:
-            # In a ring, latency grows with the ranks; through a switch it does not. So interpolate between one message
-            # and an operation of all ranks.
+            # In a ring, latency grows with the number of ranks; through a switch it does not. So interpolate between
+            # one message and an operation of all ranks.
             share = (term.ranks - 2) / (self.ranks - 2)
             latency = one.latency + share * (latency - one.latency)
             gap = None if gap is None else min(gap, latency)
@@ -91,7 +91,8 @@ class WorldLinks:
                 # Only `near` was measured within nodes; all other measurements also went between nodes.
                 closer = min(self.near.latency / self.far.latency, 1.0) if self.far.latency else 1.0
                 return OperationSpeed(closer * latency, self.near.speed, None if gap is None else closer * gap)
-            # In a ring over all ranks, one rank of each node sends to other nodes. Here all do, as measured for `far`.
+            # In a ring over all ranks, only one rank of each node sends to other nodes. If `apart`, all ranks of a node
+            # do, as in the measurement of `far`.
             speed = min(speed, self.far.speed) if apart else speed
         return OperationSpeed(latency, speed, gap)
 

@@ -1,9 +1,9 @@
-"""Choose the rank that updates each whole tensor, so that all ranks work alike.
+"""Choose the rank that updates each whole tensor, so that all ranks do equal work.
 
-An optimizer such as Muon has to see whole matrices. A strategy that cuts them gives each matrix one owner, which gets
-its gradient, updates it and sends the update back. The cost of a matrix of m x n, with m <= n, is taken as m * m * n:
-the products of Newton and Schulz, and of preconditioners, grow like this. The largest come first, each to the rank that
-has the least so far.
+An optimizer such as Muon needs whole matrices. A strategy that cuts them gives each matrix one owner, which gets its
+gradient, updates it and sends the update back. The cost of an m x n matrix, with m <= n, is estimated as m * m * n: the
+matrix products of Newton-Schulz iterations and of preconditioners grow like this. The most expensive matrices are
+assigned first, each to the rank that has the least work so far.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 
 
 def update_cost(shape: Sequence[int]) -> int:
-    """Return the cost of an update, in products of numbers. A tensor of more dims counts as a matrix of its rows."""
+    """Return the cost of an update, in multiplications. A tensor of more dims counts as a matrix with shape[0] rows."""
     rows, columns = (shape[0], prod(shape[1:])) if shape else (1, 1)
     return max(rows * columns * min(rows, columns), 1)
 
@@ -21,9 +21,10 @@ def update_cost(shape: Sequence[int]) -> int:
 def owners(
     candidates: Mapping[str, Sequence[tuple[int, ...]]], shapes: Mapping[str, Sequence[int]], num_ranks: int
 ) -> dict[str, int]:
-    """Return the name of each tensor -> the number of its owner among `candidates[name]`. Every rank computes the same.
+    """Return {name of a tensor: index of its owner in `candidates[name]`}. Every rank computes the same result.
 
-    candidates: each is a rank, or several that update the same tensor, such as replicas. shapes: of the whole tensors.
+    candidates: possible owners of each tensor. An owner is a rank, or several ranks that all update the tensor, such as
+    replicas. shapes: the shapes of the whole tensors.
     """
     load = [0] * num_ranks
     found: dict[str, int] = {}

@@ -1,42 +1,43 @@
-"""Predicts the bytes that a rank holds at the peak of a step, activations included.
+"""Predicts the bytes that a rank holds at the peak of a step, including activations.
 
-The panel, the plan and a switch all use this sum. It starts from what is there all the time
-(nbkit/planner/traffic.py). On top of that come, at each moment of a step, what the pieces of the model keep and take
-(`PeakLines`), and what the data axis has under way:
+The panel, the plan and a switch all use this sum. It begins with the bytes at rest (nbkit/planner/traffic.py). At each
+moment of a step, it adds the bytes that the pieces of the model keep and use (`PeakLines`), and the temporary bytes of
+the data axis and of a pipeline:
 
-    zero 0      gradients that arrive beside the buffers of their bucket; they move there when the bucket is complete
+    zero 0      new gradients, until their bucket is complete and they move into its buffer
     two levels  copies of up to three buckets, which are summed within the node and between nodes (nbkit/mesh.py);
-                over gloo, also what is received for the newest of them
-    zero 1, 2   copies of up to two buckets that are being reduced, and over gloo what is received for them; after the
-                update, what is gathered for two buckets
-    int8        what rounding takes off the gradients, kept for the next step (nbkit/techniques/compress.py)
-    sync_every  under Adam and similar optimizers, the weights of the last average and how they move; it is counted for
-                every optimizer
-    zero 3      the unit that computes, whole; the next unit, arriving; the gradients of up to two units that are being
-                reduced; the root
-    a pipeline  gradients of a whole stage beside the buffers; for each micro-batch under way, what its stages keep;
-                hidden states that arrive for the next operations; from an I to its W, also the gradients behind each
-                layer. With zero 3, all its units are whole throughout
+                over gloo, also the receive buffer of the newest bucket
+    zero 1, 2   copies of up to two buckets that are being reduced, and over gloo their receive buffers; after the
+                update, the parameters that are gathered for two buckets
+    int8        the rounding errors of the gradients, kept for the next step (nbkit/techniques/compress.py)
+    sync_every  the weights of the last average and their momentum; only Adam and similar optimizers have them, but
+                they are counted for every optimizer
+    zero 3      the whole parameters of the unit that computes, and of the next unit, which is being gathered; the
+                gradients of up to two units that are being reduced; the root (the parameters outside of blocks)
+    a pipeline  gradients of a whole stage beside the buffers; for each micro-batch under way, the activations of its
+                stages; hidden states that are received for the next operations; between an I and its W (see
+                nbkit/schedules), also the gradients of each layer's output. With zero 3, all units of the rank stay
+                gathered
 
-Left out: the batch itself, what kernels and communication libraries allocate, and the gaps of the allocator.
+Left out are the batch itself, the memory of kernels and communication libraries, and the gaps of the allocator.
 
-A piece is what a pipeline can hold alone: a block, plus what comes before the first block or behind the last one. At
-every moment, the bytes that its forward and its backward hold are linear in the number of rows. So two runs give them
-for any number of rows. nbkit/rank/train/estimate/model_trace.py measures pieces like this.
+A piece is the least that a pipeline can place on a rank: a block, plus the layers before the first block or after the
+last one. At every moment, the bytes of its forward and its backward are linear in the number of rows. So two runs give
+them for any number of rows. nbkit/rank/train/estimate/model_trace.py measures pieces like this.
 
-`GPTPieces` computes the pieces of nbkit's GPT by formula, for plans where nothing can run. They equal what model_trace
-measures. Let T be the positions, D the width, t the tensor ranks and c the context ranks. For backward, a block keeps
-this number of elements per row:
+`GPTPieces` computes the pieces of nbkit's GPT by formula, for plans on hardware that is not there. The results equal
+the measurements of model_trace. Let T be the positions, D the width, t the tensor ranks and c the context ranks. For
+backward, a block keeps this number of elements per row:
 
-    whole                 the inputs of the maps behind both norms                 2 T D / c
+    whole                 inputs of the linear layers after both norms             2 T D / c
     over t                queries, keys, values, attention, residual sums (2)      (4 + 2) T D / (t c), and with c > 1
-                          keys and values of all positions in place of its own     2 T D (1 - 1/c) / t
+                          keys and values of all positions instead of its own      2 T D (1 - 1/c) / t
                           attention from the head and from the tail, and together  T D / (t c)
-                          the inner layer, before and behind its activation        8 T D / (t c)
+                          the inner layer, before and after its activation         8 T D / (t c)
     statistics (fp32)     of norms and attention                                   4 T / (t c), T heads / (t c)
 
-This is the count of Korthikanti et al. 2022 (section 4), without dropout masks and with an attention that keeps no
-scores.
+This is the count of Korthikanti et al. 2022 (section 4), without dropout masks and with an attention that does not keep
+its scores.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from nbkit.strategy import Strategy
 
 @dataclass(frozen=True)
 class PeakLine:
-    """A number of bytes that is linear in the rows: `fixed`, plus `row` for each row."""
+    """A number of bytes that is linear in the number of rows: `fixed`, plus `row` for each row."""
 
     fixed: float = 0.0
     row: float = 0.0
@@ -77,7 +78,7 @@ class PeakLine:
 
 
 PeakLines = tuple[PeakLine, ...]
-"""Lines of several moments; the highest one counts."""
+"""A line for each of several moments. The peak is the highest of them."""
 
 
 def most(peak: PeakLines, rows: float) -> float:
@@ -86,7 +87,7 @@ def most(peak: PeakLines, rows: float) -> float:
 
 
 def upper(lines: Iterable[PeakLine]) -> PeakLines:
-    """Return those of `lines` that are the highest for some number of rows >= 0."""
+    """Return the lines of `lines` that are the highest for some number of rows >= 0."""
     found: list[PeakLine] = []
     for line in sorted(set(lines), key=lambda line: (line.row, line.fixed)):
         while found and found[-1].fixed <= line.fixed:
@@ -99,17 +100,17 @@ def upper(lines: Iterable[PeakLine]) -> PeakLines:
 
 
 def _cross(low: PeakLine, high: PeakLine) -> float:
-    """Return the number of rows from which on `high` is higher than `low`."""
+    """Return the number of rows above which `high` is higher than `low`."""
     return (low.fixed - high.fixed) / (high.row - low.row)
 
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """Bytes of one piece whose parameters are all present, counted above what there was when its forward began.
+    """Bytes of one piece, in addition to those that were allocated when its forward began. Its parameters are whole.
 
-    forward, backward: at their highest moments. backward includes what is kept, and the gradients that it makes.
-    kept: held from the end of its forward to its backward, including what it hands on. carried: only what it hands on.
-    deferred: gradients behind each layer, which a split backward keeps until it computes the weights' gradients.
+    forward, backward: bytes at their highest moments. backward includes `kept` and the gradients that it makes. kept:
+    held from the end of its forward to its backward, including its output. carried: its output only. deferred: the
+    gradients of each layer's output, which a split backward keeps until it computes the gradients of the weights.
     """
 
     forward: PeakLines
@@ -134,9 +135,9 @@ _POSTED = 2
 class Weights:
     """Bytes of each parameter of a piece on a rank, in the order of use, whole along the data axis.
 
-    inside: of the piece's block. outside: of what is before the first block or behind the last one, trained or not.
-    partial: bytes of the parameters whose gradients are sums over tp or cp. less_inside, less_outside: how many bytes
-    less zero 3 gathers, since some parameters are cast before.
+    inside: of the piece's block. outside: of the layers before the first block or after the last one, trained or not.
+    partial: bytes of the parameters whose gradients are sums over tp or cp. less_inside, less_outside: bytes that zero
+    3 saves when it gathers, since some parameters are cast first.
     """
 
     inside: tuple[int, ...]
@@ -165,8 +166,8 @@ class Weights:
 class Peak:
     """Bytes of a rank at its highest moment, by purpose.
 
-    activations: what forward keeps for backward. working: everything else that is temporary: what computing and
-    updating take, gradients on their way, gathered parameters. moment: "forward", "backward", "sum", "update" or
+    activations: the tensors that forward keeps for backward. working: all other temporary bytes: of compute and update,
+    of gradients that are being reduced, and of gathered parameters. moment: "forward", "backward", "sum", "update" or
     "gather".
     """
 
@@ -187,7 +188,7 @@ class Peak:
 class _Moment:
     """Bytes at one moment of a step.
 
-    gradients: those present, if there is one data rank. With several ranks, gradients have permanent buffers.
+    gradients: bytes of the gradients so far, with one data rank. Several data ranks have permanent gradient buffers.
     """
 
     name: str
@@ -217,10 +218,10 @@ def peak(
 ) -> Peak:
     """Return the peak of the rank at `place` along pp.
 
-    pieces: as the tensor and context axes of this strategy cut them. weights: of each piece. ranges: the pieces that
-    the rank holds, one range for each of its stages; all pieces without a pipeline. rest: what it holds at rest. rows:
-    of the largest micro-batch. micros: forwards in a step. buffers: bytes of the module's buffers. received: True if a
-    reduce-scatter holds what it receives beside what it sends, as over gloo. levels: ranks of a node over which
+    pieces: the pieces as this strategy's tensor and context axes cut them. weights: one for each piece. ranges: the
+    pieces that the rank holds, one range for each of its stages; all pieces without a pipeline. rest: its bytes at
+    rest. rows: rows of the largest micro-batch. micros: forwards in a step. buffers: bytes of the module's buffers.
+    received: True if a reduce-scatter has its own receive buffer, as over gloo. levels: ranks of a node over which
     gradients are summed before they are summed between nodes; 1 if they are summed in one level.
     """
     step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating(), received, levels)
@@ -285,7 +286,7 @@ class _Step:
         """Yield the moments of forward and backward without a pipeline."""
         rows, count, alone = self.rows, len(self.pieces), self.strategy.dp == 1
         kept = [0.0, *accumulate(piece.kept.at(rows) for piece in self.pieces)]
-        # With several micro-batches, the gradients of the earlier ones are there.
+        # With several micro-batches, the gradients of the earlier ones already exist.
         before = self._gradients if self.micros > 1 and self.strategy.dp == 1 else 0.0
         for i, piece in enumerate(self.pieces):
             yield _Moment("forward", kept[i], self._gathered(i) + most(piece.forward, rows), before)
@@ -313,7 +314,7 @@ class _Step:
                         under_way = [under_way[1], bucket]
                     elif self.strategy.zero:
                         reduced = self._reduced(bucket)
-                        # Gradients are copied and released before any are received.
+                        # Gradients are copied and released before any are received, so the two do not add up.
                         yield _Moment("backward", kept[i], fresh + max(bucket, reduced - bucket) + under_way[1])
                         under_way = [under_way[1], reduced]
                     fresh -= bucket
@@ -321,8 +322,10 @@ class _Step:
             yield _Moment("backward", 0.0, fresh + self._reduced(fresh) + self._root + under_way[1])
 
     def _reduced(self, size: float) -> float:
-        """Return the bytes held while gradients of `size` bytes are reduce-scattered: a copy of them, and what is
-        received. Between two ranks, only the half that is kept is received (nbkit/rank/comm/gloo/collectives.py)."""
+        """Return the bytes of a copy of gradients of `size` bytes, and of the buffer that receives in a reduce-scatter.
+
+        Each of two ranks receives only the half that it keeps (nbkit/rank/comm/gloo/collectives.py).
+        """
         ranks = self.levels if self._in_levels else self.strategy.shard
         return size * (1 + self.received * (0.5 if ranks == 2 else 1))
 
@@ -333,7 +336,7 @@ class _Step:
 
     def _summed(self, newest: float, others: Sequence[float]) -> float:
         """Return the bytes held while buckets are summed in two levels. others: up to two buckets before the newest."""
-        made = [newest] * (self.received and self.levels > 2) + [*others[:1]]  # the oldest's sum is on its way back
+        made = [newest] * (self.received and self.levels > 2) + [*others[:1]]  # the sum of the oldest is being gathered
         return self._reduced(newest) + sum(others) + sum(made) / self.levels
 
     @property
@@ -341,7 +344,7 @@ class _Step:
         return float(sum(sum(self.weights[i].outside) - self.weights[i].less_outside for i in self._own))
 
     def _gathered(self, i: int, *, backward: bool = False) -> float:
-        """Return the bytes of whole parameters beside the shards while piece i computes and the next one's arrive."""
+        """Return the bytes of gathered parameters while piece i computes and the next piece is being gathered."""
         if self.strategy.zero < 3:
             return 0.0
         beside = i - 1 if backward else i + 1
@@ -359,7 +362,7 @@ class _Step:
         return found
 
     def _pipeline(self) -> Iterator[_Moment]:
-        """Yield the moments of this rank's operations in a pipeline, with what its stages keep."""
+        """Yield the moments of this rank's operations in a pipeline, including the activations that its stages keep."""
         rows, total, alone = self.rows, self._gradients, self.strategy.dp == 1
         stages = [_stage(self.pieces, self.weights, lo, hi, rows) for lo, hi in self.ranges]
         schedule = _schedule(self.strategy.schedule or "1f1b", self.strategy.pp, self.micros)
@@ -404,7 +407,7 @@ class _Step:
             yield _Moment("backward", 0.0, total + gathered + self._reduced(largest))
 
     def _arriving(self, homes: Sequence[int], stages: Mapping[int, _Stage]) -> dict[tuple[str, int], float]:
-        """Return the bytes that another rank sends for an operation, by the operation's kind and stage."""
+        """Return {(kind, stage) of an operation: bytes that it receives from another rank}."""
         found = {}
         for number, stage in stages.items():
             if number and homes[number - 1] != self.place:
@@ -418,9 +421,9 @@ class _Step:
 class _Stage:
     """Bytes of a stage of a pipeline.
 
-    forward, backward: at the highest moment, above what was there before its forward. again: as backward, when it adds
-    to gradients that exist. received, handed: what comes from the stage before, and from the one behind. deferred: held
-    from an I to its W. weights: of the largest gradient that a W makes.
+    forward, backward: bytes at their highest moments, in addition to those before the forward. again: backward, if it
+    adds to gradients that exist. received, handed: bytes that come from the previous stage, and from the next one.
+    deferred: bytes held between an I and its W. weights: bytes of the largest gradient that a W makes.
     """
 
     forward: float
@@ -455,7 +458,7 @@ def _all(weights: Weights) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _schedule(name: str, ranks: int, micros: int) -> Schedule:
-    # Once the pipeline is full, what is under way grows no more.
+    # Once the pipeline is full, more micro-batches need no more memory.
     return Schedule.of(name, ranks, micros if type_of(name).holds_all else min(micros, 4 * ranks))
 
 
@@ -466,8 +469,8 @@ _FP32 = 4
 class GPTPieces:
     """The pieces of a GPT by formula.
 
-    element: bytes of a computed element (2 in bf16). parameter: bytes of a weight's element. recompute: whether blocks
-    are recomputed.
+    element: bytes of an element of an activation (2 in bf16). parameter: bytes of an element of a weight. recompute:
+    True if blocks are recomputed in backward.
     """
 
     config: GPTConfig
@@ -483,17 +486,18 @@ class GPTPieces:
         keys = 2 * hidden * (1 - 1 / cp) / tp
         statistics = _FP32 * of.block * (4 + of.heads) / (tp * cp)
         kept = 2 * hidden / cp + (14 + (cp > 1)) * part + keys + statistics
-        # Under tp, the outer maps' inputs and outputs are whole for a moment.
+        # Under tp, the inputs and outputs of the outer linear layers are whole for a moment.
         wide, square = 4 * part + (hidden / cp if tp > 1 else 0), self.parameter * of.width**2 / tp
         top = kept + (2 * hidden / cp if tp > 1 else part)
-        # The moments: behind the activation and the inner map, in attention's maps, and at the end with all gradients.
+        # Three moments: after the activation and the inner linear layer, in the linear layers of attention, and at the
+        # end with all gradients.
         backward: tuple[PeakLine, ...] = (
             PeakLine(4 * square, kept + wide),
             PeakLine(8 * square, kept - 3 * hidden / cp),
             PeakLine(12 * square, 5 * hidden / cp),
         )
         if cp > 1:
-            # The gradients of all keys and values are on their way to the ranks that own them.
+            # The gradients of all keys and values are being sent to the ranks that own them.
             backward = (*backward, PeakLine(9 * square, 6 * part + 5 * hidden / tp))
         if self.recompute:
             again = tuple(PeakLine(line.fixed, line.row + part) for line in backward)
@@ -530,7 +534,7 @@ class GPTPieces:
         vectors = (size * of.width,) * 6 + (size * 3 * of.width // tp, size * 4 * of.width // tp)
         inside = (square,) * 4 + (4 * square,) * 2 + vectors
         partial = sum(inside) if cp > 1 else 6 * size * of.width if tp > 1 else 0
-        # Weights that only maps read are cast before zero 3 gathers them. Norms and embedding tables are not.
+        # Zero 3 casts weights that only linear layers read before it gathers them, but not norms and embedding tables.
         cast = max(size - self.element, 0) if tp == 1 else 0
         less, head = cast * (12 * of.width**2 + 9 * of.width), cast * of.vocab * of.width
         block = Weights(inside, (), partial, less)
@@ -548,7 +552,7 @@ class GPTPieces:
 
     @property
     def each(self) -> Bytes:
-        """Return bytes per element as nbkit trains: weights and gradients are fp32, in bf16 too."""
+        """Return bytes per element. Weights and gradients are in fp32, also if nbkit trains in bf16."""
         return Bytes(self.parameter, self.parameter, 2 * self.parameter)
 
     def recomputing(self, recompute: bool) -> GPTPieces:
@@ -556,9 +560,9 @@ class GPTPieces:
         return replace(self, recompute=recompute)
 
     def touched(self, tp: int = 1, cp: int = 1) -> float:
-        """Return the bytes per row that a forward reads and writes outside of multiplications.
+        """Return the bytes per row that a forward reads and writes outside of matrix products.
 
-        They belong to norms, sums, the activation and logits.
+        They are those of norms, sums, the activation and logits.
         """
         of = self.config
         return self.element * of.block * (of.layers * 28 * of.width + 4 * of.vocab) / (tp * cp)
@@ -582,16 +586,16 @@ class GPTPieces:
         return of.layers * (12 * of.width**2 + 13 * of.width) + (2 * of.vocab + of.block + 2) * of.width
 
     def flops(self, tp: int = 1, cp: int = 1) -> float:
-        """Return the flops of one row's forward: two for each multiplication, in maps and in attention.
+        """Return the flops of one row's forward, in linear layers and in attention: two for each multiplication.
 
-        Half of attention is masked. With cp > 1, each cp rank computes the head.
+        Half of attention is masked. With cp > 1, each cp rank computes the whole head.
         """
         of = self.config
         attention = of.layers * of.block * of.width
         return 2.0 * of.block * ((of.layers * 12 * of.width**2 + attention) / cp + of.vocab * of.width) / tp
 
     def costs(self) -> tuple[float, ...]:
-        """Return the multiplications of each piece. The head belongs to the last one."""
+        """Return the number of multiplications of each piece, per position. The head belongs to the last piece."""
         of = self.config
         block = 12.0 * of.width**2 + of.block * of.width
         return (block,) * (of.layers - 1) + (block + of.vocab * of.width,)
@@ -605,26 +609,26 @@ def _after(lines: tuple[PeakLine, ...], more: float) -> tuple[PeakLine, ...]:
 
 
 # The peak of a switch. Normally, a rank holds the old model, the new model and the buffers of the exchange at the same
-# time. In place, it moves one tensor after the other and releases each old one. It then holds at most the larger of the
+# time. In place, it moves one tensor after the other and releases each old one. Then it holds at most the larger of the
 # two models plus SPARE_BYTES.
 
 SPARE_BYTES = 64 << 20
-"""Bytes beside the larger model: the buffers of a round, and the old and new tensors that move in it."""
+"""Bytes in addition to the larger model: the buffers of a round, and the old and new tensors that move in it."""
 
 
 class During(NamedTuple):
-    """Memory of a switch. num_bytes: per rank, at the peak. in_place: True if all ranks switch in place."""
+    """Memory of a switch. num_bytes: bytes of each rank at the peak. in_place: True if all ranks switch in place."""
 
     num_bytes: tuple[int, ...]
     in_place: bool
 
 
 def during(old: Sequence[int], new: Sequence[int], *, buffers: int, left: Sequence[int | None]) -> During:
-    """Return what each rank holds at the peak of a switch.
+    """Return the memory of each rank at the peak of a switch.
 
-    old, new: bytes of a rank's model (weights, optimizer state, and the gradients that it keeps between steps).
-    buffers: of the exchange, see Exchange.buffer_bytes. left: bytes that a rank can still allocate while it holds the
-    old model; None if unknown. If one rank has no room for both models, all ranks switch in place.
+    old, new: bytes of each rank's model (weights, optimizer state, and the gradients that it keeps between steps).
+    buffers: bytes of the exchange, see Exchange.buffer_bytes. left: bytes that each rank can still allocate while it
+    holds the old model; None if unknown. If one rank has no room for both models, all ranks switch in place.
     """
     both_fit = all(fits(after, buffers=buffers, left=free) for after, free in zip(new, left, strict=True))
     pairs = zip(old, new, strict=True)

@@ -1,20 +1,20 @@
-"""Divides the blocks of a model over the stages of a pipeline, and the stages over ranks, also of unequal speed.
+"""Divides the blocks of a model over the stages of a pipeline, and the stages over ranks of equal or unequal speed.
 
 `partition` makes the slowest stage as fast as possible. It is a dynamic program over (stage, first block), exact in
 whole numbers: the minimax of contiguous partition, as in PipeDream (Narayanan et al. 2019, section 3.1) without its
 replication of stages.
 
-`best_speeds` divides rows and blocks over ranks of unequal speed, and judges by the simulated time of the schedule. The
-longest stage alone does not determine the time of a step: while a pipeline fills and drains, ranks wait for other
-stages too. So a slow last stage should have a little less than its even share. The search moves one cut by one block
-at a time. Given the stages, no other whole numbers of rows are better.
+`best_speeds` divides rows and blocks over ranks of unequal speed. It compares divisions by the simulated time of the
+schedule. The longest stage alone does not determine the time of a step: while a pipeline fills and drains, ranks also
+wait for other stages. So a slow last stage should have a little less than its even share. The search moves one cut by
+one block at a time. For given stages, the rows are divided in the best way.
 
-`best_places` chooses which device takes which stage. Stages hold consecutive blocks, so whole numbers of blocks may
-suit a fast device at one place and not at another: if blocks take 4, 1 and 1, the first one needs the faster of two
-devices. A tensor or context group moves as one. Within a stage, ranks stand in ascending order, as process groups
-number them. A pipeline of single ranks, or of single groups, is solved exactly, by a dynamic program over the set of
-ranks that are taken. With data parallelism, every division of the groups over the stages is tried, up to a limit.
-Beyond the limit, only exchanges of two groups are tried.
+`best_places` chooses which device takes which stage. A stage holds whole, consecutive blocks, so a fast device may suit
+one place better than another: if blocks take 4, 1 and 1, the first stage needs the faster of two devices. A tensor or
+context group is placed as a whole. Within a stage, ranks are in ascending order, because process groups number them so.
+If each stage has one rank, or one group, the best order is found exactly, by a dynamic program over the set of ranks
+that are placed. With data parallelism, every division of the groups over the stages is tried, up to a limit. Above the
+limit, only exchanges of two groups are tried.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from nbkit.strategy import Strategy
 def partition(costs: Sequence[float], stages: int, speeds: Sequence[Fraction | int] = ()) -> list[tuple[int, int]]:
     """Return (first block, one past the last block) of each stage. Every stage holds at least one block.
 
-    costs: of each block, in any unit. speeds: of each stage, if they are unequal: a stage takes its cost / speed.
-    The longest stage is as short as any contiguous partition can make it. Among the partitions that reach this, the
-    stages are as even as possible (least sum of squares), then earlier stages hold more.
+    costs: the cost of each block, in any unit. speeds: the speed of each stage, if they are unequal; a stage takes
+    cost / speed. The longest stage is as short as any contiguous partition can make it. Among such partitions, the one
+    with the most even stages is chosen (least sum of squares), then the one whose earlier stages hold more.
     Raises StrategyError if there are fewer blocks than stages, or if a cost is not a number >= 0.
     """
     _check(costs, stages)
@@ -64,8 +64,8 @@ def partition(costs: Sequence[float], stages: int, speeds: Sequence[Fraction | i
 def ranks_of_stages(strategy: Strategy) -> tuple[int, ...]:
     """Return the rank along pp of each stage of the model, in order.
 
-    gpipe and 1f1b have one stage per rank. interleaved and zb deal out two rounds of stages. zbv and dualpipev go down
-    the ranks and back up, so the first rank holds the first stage and the last.
+    gpipe and 1f1b have one stage per rank. interleaved and zb give each rank two stages, in two rounds over the ranks.
+    zbv and dualpipev go down the ranks and back up, so the first rank holds the first stage and the last.
     """
     return schedules.type_of(strategy.schedule or "1f1b").ranks_of_stages(strategy.pp)
 
@@ -77,7 +77,7 @@ def place(costs: Sequence[float], strategy: Strategy) -> list[list[tuple[int, in
 
 
 def stage_ranges(costs: Sequence[float], strategy: Strategy) -> list[tuple[int, int]]:
-    """Return (first block, one past the last block) of each stage, balanced by the speeds of the ranks.
+    """Return (first block, one past the last block) of each stage, balanced for the speeds of the ranks.
 
     Raises StrategyError as `partition` does.
     """
@@ -122,19 +122,19 @@ def _check(costs: Sequence[float], stages: int) -> None:
 
 
 def _whole(values: Sequence[float | Fraction]) -> list[int]:
-    """Return the values times one common factor. Unlike in floating point, equal sums stay equal."""
+    """Return the values times one common factor, as whole numbers, so that equal sums are exactly equal."""
     exact = [Fraction(value) for value in values]
     factor = lcm(*(value.denominator for value in exact))
     return [int(value * factor) for value in exact]
 
 
 def _shortest_longest(at: list[int], slow: list[int]) -> int:
-    """Return the least time of the longest stage.
+    """Return the smallest possible time of the longest stage.
 
     at: sum of costs before each block. slow: time of each stage per unit of cost.
     """
     blocks, never, stages = len(at) - 1, at[-1] * max(slow) + 1, len(slow)
-    # longest[start]: the least longest time when blocks start.. are divided over stages stage...
+    # longest[start]: the smallest time of the longest stage, if blocks start.. are divided over stages stage..
     longest = [never] * blocks + [0]
     for stage in reversed(range(stages)):
         later = stages - stage - 1
@@ -142,7 +142,7 @@ def _shortest_longest(at: list[int], slow: list[int]) -> int:
         for start in range(stage, blocks - later):
             least = never
             for stop in range(start + 1, blocks - later + 1):
-                # Each later cut makes this stage longer. The rest may not get faster, since no stage may be empty.
+                # A later cut only makes this stage longer.
                 if (time := slow[stage] * (at[stop] - at[start])) >= least:
                     break
                 if (most := following[stop]) < least:
@@ -152,9 +152,9 @@ def _shortest_longest(at: list[int], slow: list[int]) -> int:
 
 
 def _evenest(at: list[int], slow: list[int], limit: int) -> list[list[int]]:
-    """Return [stage][start]: the least sum of squared times for blocks start.. over stages stage..
+    """Return [stage][start]: the least sum of squared times if blocks start.. are divided over stages stage..
 
-    No stage takes longer than `limit`.
+    No stage may take longer than `limit`.
     """
     blocks, stages = len(at) - 1, len(slow)
     never = stages * limit**2 + 1
@@ -174,22 +174,23 @@ def _evenest(at: list[int], slow: list[int], limit: int) -> list[list[int]]:
 
 
 _FORWARD = 1 / 3
-"""A backward pass takes twice as long as its forward."""
+"""The share of forward in the compute: a backward pass takes twice as long as its forward."""
 _FINE = 100
 _MOST, _MANY, _FEW = 64, 1024, 32
-"""Limits on stages times micro-batches: up to _MOST, a search of divisions is worth its simulations; up to _MANY, a
-forecast is worth one simulation; up to _FEW, even for equal stages."""
+"""Limits on stages times micro-batches. Up to _MOST, a search simulates each division. Up to _MANY, a forecast is
+simulated if its stages are unequal; up to _FEW, also if they are equal and messages take time."""
 _EQUAL = 1e-6
 _SIMULATED = 0.03
-"""The share of a step that a division has to save. Unequal stages wait longer than simulated: with 9 and 3 blocks on
-two ranks, the second at half speed, a step was 9 % longer; with 8 and 4, less than 1 % (python -m bench slow_rank)."""
+"""The share of a step that another division has to save. Waits for unequal stages are longer than simulated: with 9 and
+3 blocks on two ranks, the second at half speed, a step was 9 % longer; with 8 and 4, less than 1 % (python -m bench
+slow_rank)."""
 
 
 def computing_seconds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: Sequence[float]) -> float:
     """Return the seconds of a step of `batch` rows, from its first forward to its last backward.
 
-    They include the time that ranks wait for each other. Links take no time. costs: of each block, in any unit. speeds:
-    of each rank, in rows of the whole model per second, forward and backward together.
+    They include the time that ranks wait for each other. Links take no time. costs: the cost of each block, in any
+    unit. speeds: the speed of each rank, in rows of the whole model per second, forward and backward together.
     """
     ranges = stage_ranges(costs, strategy) if strategy.pp > 1 else [(0, len(costs))]
     rows = [stop - start for start, stop in strategy.rows(batch)]
@@ -197,9 +198,9 @@ def computing_seconds(strategy: Strategy, batch: int, costs: Sequence[float], sp
 
 
 def best_speeds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return the `speeds=` that give the shortest step on ranks of these speeds. Arguments as of `computing_seconds`.
+    """Return the `speeds=` that give the shortest step on ranks of these speeds. Arguments: see `computing_seconds`.
 
-    These are the measured speeds, unless another division saves more than a simulation may leave out.
+    These are the given speeds, unless another division saves more than the error of the simulation.
     """
     fastest = max(speeds)
     own = tuple(max(round(_FINE * speed / fastest), 1) for speed in speeds)
@@ -234,8 +235,8 @@ def makespan(
     """Return the seconds of a pipeline's step.
 
     stages: seconds of each stage, for all micro-batches, forward and backward. transfer: seconds of a message between
-    two ranks. schedule: None if there is no pipeline. ranks: 0 if each has as many stages as the schedule says.
-    forward: the share of forward in the seconds of a stage.
+    two ranks. schedule: None if there is no pipeline. ranks: the number of ranks; 0 if it follows from the stages per
+    rank of the schedule. forward: the share of forward in the seconds of a stage.
     """
     if schedule is None:
         return sum(stages)
@@ -249,7 +250,7 @@ def makespan(
 
 
 def _is_sum(schedule: str, micros: int, stages: Sequence[float], transfer: float, ranks: int) -> bool:
-    """Return True if no simulation is needed, or if one is not worth its time."""
+    """Return True if `_full` is exact, or if a simulation is not worth its time."""
     if schedule not in ("gpipe", "1f1b", "interleaved"):
         return False
     operations = micros * len(stages)
@@ -263,17 +264,17 @@ def _is_sum(schedule: str, micros: int, stages: Sequence[float], transfer: float
 
 
 def _full(schedule: str, micros: int, stages: Sequence[float], transfer: float, ranks: int) -> float:
-    """Return the makespan as a sum. It is exact if all stages are equal, or only the last one is longer.
+    """Return the makespan as a sum. It is exact if all stages are equal, or if only the last one is longer.
 
-    While the pipeline is full, the busiest rank never waits. Each other stage adds one pass, on the way in and out.
+    While the pipeline is full, the busiest rank never waits. Each other stage adds the time of one micro-batch, while
+    the pipeline fills and drains.
     """
     sums = [sum(stages[rank::ranks]) for rank in range(ranks)]
     filling = (sum(stages[:ranks]) - max(stages[:ranks])) / micros
     waits = 2 * (len(stages) - 1) * transfer
     if schedule == "1f1b" and ranks > 1:
-        # Only as many micro-batches are under way as there are ranks, so the first rank waits until one comes back.
-        # That many micro-batches take the time of all stages and messages, if this is longer than what the busiest
-        # rank computes.
+        # Only `ranks` micro-batches are under way, so the first rank waits until one comes back. They take the time of
+        # all stages and messages, if this is longer than the compute of the busiest rank.
         around = (sum(stages) + 2 * (ranks - 1) * transfer * micros) / ranks
         waits = max(waits, around - max(sums) + 2 * (ranks - 2) * transfer)
     return max(sums) + filling + waits
@@ -311,7 +312,7 @@ def _spelled(
     costs: Sequence[float],
     speeds: Sequence[float],
 ) -> tuple[int, ...]:
-    """Return speeds whose even shares are these stages and the rows that suit them."""
+    """Return the speeds for which the even division is these stages, with the rows that suit them."""
     mesh, whole = strategy.mesh, sum(costs)
     seconds = _row_seconds(strategy, ranges, costs, speeds)
     rows = rows_by_speed(batch, tuple(1 / Fraction(each) for each in seconds))
@@ -326,10 +327,10 @@ _SAME = 1e-6
 
 @lru_cache(maxsize=32)
 def best_places(strategy: Strategy, batch: int, costs: tuple[float, ...]) -> Strategy:
-    """Return `strategy` with the best `places=`: the slowest rank has the least to do, then the step is the shortest.
+    """Return `strategy` with the best `places=`: the busiest rank has the least to do, then the step is the shortest.
 
-    The places stay as they are if no others are better. Links take no time. batch: rows of a global batch. costs: of
-    each block, in any unit.
+    The places stay the same if no others are better. Links take no time. batch: rows of a global batch. costs: the cost
+    of each block, in any unit.
     """
     if strategy.pp == 1 or not strategy.speeds or len(costs) < len(ranks_of_stages(strategy)):
         return strategy
@@ -353,9 +354,9 @@ def best_places(strategy: Strategy, batch: int, costs: tuple[float, ...]) -> Str
 
 
 def rank_seconds(strategy: Strategy, batch: int, costs: Sequence[float]) -> list[float]:
-    """Return what each rank computes in a step, as rows of the whole model / speed.
+    """Return the compute time of each rank in a step, as rows of the whole model / speed.
 
-    Stages and rows are divided as `speeds=` says.
+    Stages and rows are divided by `speeds=`.
     """
     mesh, rows = strategy.mesh, strategy.rows(batch)
     cost = [0.0] * strategy.pp
@@ -405,7 +406,7 @@ def _divisions(strategy: Strategy, costs: Sequence[float]) -> Iterator[list[list
     elif count <= _DIVISIONS:
         yield from _every(units, strategy.dp)
     else:
-        # Groups of one speed in one stage, the fastest first or last; then every exchange of two present groups.
+        # Put groups of equal speed into one stage, the fastest first or last. Then try every exchange of two groups.
         by_speed = sorted(units, key=lambda unit: (-strategy.speeds[unit[0]], unit))
         for order in (by_speed, by_speed[::-1]):
             yield [sorted(order[start : start + strategy.dp]) for start in range(0, len(order), strategy.dp)]
@@ -426,10 +427,10 @@ def _every(units: Sequence[tuple[int, ...]], each: int) -> Iterator[list[list[tu
 def _of_a_line(
     strategy: Strategy, units: Sequence[tuple[int, ...]], costs: Sequence[float]
 ) -> Iterator[list[list[tuple[int, ...]]]]:
-    """Yield the division whose slowest stage is the shortest of all, then its exchanges of two groups.
+    """Yield the division whose slowest stage is as fast as possible, then its exchanges of two groups.
 
-    The first is exact: it follows from how many blocks each set of groups can hold. Groups of one speed are one kind,
-    so a set is a number of groups of each kind. Yields nothing if there are too many sets.
+    The first is exact: it follows from the number of blocks that each set of groups can hold. Groups of equal speed are
+    one kind, so a set is a number of groups of each kind. Yields nothing if there are too many sets.
     """
     kinds = sorted({strategy.speeds[unit[0]] for unit in units})
     of_kind = [[unit for unit in units if strategy.speeds[unit[0]] == kind] for kind in kinds]
@@ -448,26 +449,26 @@ def _of_a_line(
     left = [list(own) for own in of_kind]
     found = [left[kind].pop(0) for kind in _within(limits[low], at, kinds, counts)]
     yield [[unit] for unit in found]
-    # Others may be as good, and may wait less while the pipeline fills.
+    # Other orders may have an equally fast slowest stage, and wait less while the pipeline fills.
     for a, b in combinations(range(len(found)), 2):
         other = {found[a]: found[b], found[b]: found[a]}
         yield [[other.get(unit, unit)] for unit in found]
 
 
 def _within(limit: Fraction, at: Sequence[Fraction], speeds: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Return the kind of device for each stage so that none takes longer than `limit`; [] if there is no such order.
+    """Return a kind of device for each stage so that no stage takes longer than `limit`; [] if that is impossible.
 
     at: sum of costs before each block. counts: number of devices of each of `speeds`.
     """
     blocks, all_of_them = len(at) - 1, tuple(counts)
-    # For each set: the blocks at which its last stage may end, as bits. Ending farther is not always better: no later
+    # For each set: the blocks at which its last stage may end, as bits. A later end is not always better: no later
     # stage may be empty, and the next device may be too slow for the next block.
     ends: dict[tuple[int, ...], int] = {}
 
     def reach(start: int, kind: int) -> int:
         return bisect_right(at, at[start] + limit * speeds[kind]) - 1
 
-    for some in product(*(range(count + 1) for count in counts)):  # a set comes behind those with one device less
+    for some in product(*(range(count + 1) for count in counts)):  # a set comes after the sets with one device less
         found = int(not any(some))
         for kind, before in _one_less(some):
             for start in _bits(ends[before]):

@@ -1,36 +1,37 @@
 """Predicts the seconds of a step.
 
-Every prediction of seconds uses one sum, `step_parts`. A rank's work and its links come from measurements (`predicted`)
-or from data sheets (nbkit/planner/choose/load.py). The sum has these parts:
+Every prediction of step time uses one sum, `step_parts`. A rank's work and its links come from measurements
+(`predicted`) or from data sheets (nbkit/planner/choose/load.py). The sum has these parts:
 
-compute     what the slowest rank computes: forward, backward and recomputation
-exposed     what it waits for: traffic of tp and cp, messages of a pipeline, and the part of the data axis that nothing
-            hides. `elapsed` simulates that part
-bubble      what the schedule of a pipeline leaves idle, simulated with its own stages (planner/stages.py)
+compute     forward, backward and recomputation of the slowest rank
+exposed     its waits for traffic: of tp and cp, for messages of a pipeline, and for the part of the data axis that
+            compute does not hide. `elapsed` simulates that part
+bubble      the idle time of a pipeline's schedule, simulated with the stages of this model (planner/stages.py)
 optimizer, other    as given
 
 `elapsed` simulates a rank without a pipeline, from its first forward to its last gradient. The link of a rank carries
-one operation at a time, in the order in which they begin. The next one may follow before the first has arrived, where
-latency allows it:
+one operation at a time, in the order in which they begin. An operation may begin before the previous one has arrived,
+if only latency is left:
 
-    zero 0, 1, 2  a bucket of gradients leaves when backward has made its last gradient. Under zero 1 and 2, at most two
-                  are under way. So are all-gathers of updated parameters, during the next forward (in `fit` without
-                  callbacks; otherwise after the step, where nothing hides them)
-    compress      the sums of a bucket leave when the next bucket does; backward waits for them at its end
-    zero 3        the next unit is gathered while one computes; the gradients of a unit leave after its backward
-    tp, cp        between the maps of a unit, which waits for them; on the link of the data axis they queue behind it
+    zero 0, 1, 2  a bucket of gradients is sent when backward has made its last gradient. Under zero 1 and 2, at most
+                  two buckets are under way. The same holds for all-gathers of updated parameters, which run during the
+                  next forward (in `fit` without callbacks; otherwise after the step, where nothing hides them)
+    compress      the sums of a bucket are sent together with the next bucket; backward waits for them at its end
+    zero 3        the next unit is gathered while one computes; the gradients of a unit are sent after its backward
+    tp, cp        traffic between the linear layers of a unit, which waits for it; if it shares the link of the data
+                  axis, it queues there
 
-A pipeline sends all of its data axis after its last backward, and needs no simulation of it.
+A pipeline sends all traffic of its data axis after its last backward, which needs no simulation.
 
-`predicted` scales the parts of a measured step by what they depend on:
+`predicted` scales the parts of a measured step by these quantities:
 
 compute     the work of a rank: rows, positions, features and blocks divided over the axes, by the speeds of the ranks
-exposed     the traffic over the measured link; for the data axis, also how its measured wait compares with the model
+exposed     the traffic over the measured link; for the data axis also the ratio of its measured to its simulated wait
 optimizer   the elements that a rank updates
 data        the rows that a rank reads
 other       unchanged
 
-Before the first step, the blocks' own seconds in one process stand in for a measured step.
+Before the first step, the compute seconds of the blocks in one process replace a measured step.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy
 
 FORWARD = 1 / 3
-"""The share of forward in the compute: a backward multiplies twice as much."""
+"""The share of forward in the compute: a backward has twice the flops."""
 
 
 @dataclass(frozen=True)
 class MessageTime:
-    """Seconds of an operation. holds: it occupies the link. late: from then until it has arrived."""
+    """Seconds of an operation. holds: the time for which it occupies the link. late: from then until it arrives."""
 
     holds: float
     late: float = 0.0
@@ -66,15 +67,15 @@ class MessageTime:
 
 
 Took = Callable[[str, float], MessageTime]
-"""(operation, bytes of the whole tensor) -> what it takes over the data axis."""
+"""A function (operation, bytes of the whole tensor) -> its time over the data axis."""
 
 
 @dataclass(frozen=True)
 class StepUnit:
-    """A piece of the model. share: of the compute. sizes: bytes of each of its parameters, in the order of use.
+    """A piece of the model. share: its share of the compute. sizes: bytes of each parameter, in the order of use.
 
     outside: bytes of the parameters that are in no block; zero 3 gathers them first and releases them last. gathered:
-    the share of the other bytes that zero 3 gathers, which is less than 1 where parameters are cast first.
+    the share of the other bytes that zero 3 gathers; less than 1 if parameters are cast first.
     """
 
     share: float
@@ -90,7 +91,7 @@ class StepUnit:
 
 @dataclass(frozen=True)
 class Within:
-    """Traffic of tp and cp between the maps of a unit. calls: in the forward of a unit, and again in its backward.
+    """Traffic of tp and cp inside a unit. calls: in its forward, and again in its backward. each: the time of a call.
 
     shared: True if it uses the link of the data axis.
     """
@@ -122,13 +123,13 @@ def elapsed(
 
 
 class _Wire:
-    """A link. free: the time at which it can take the next operation."""
+    """A link. free: the time at which the next operation can begin."""
 
     def __init__(self) -> None:
         self.free = 0.0
 
     def send(self, begun: float, message: MessageTime) -> float:
-        """Send `message` at `begun` or as soon as the link is free, and return when it has arrived."""
+        """Send `message` at `begun`, or as soon as the link is free. Return the time when it has arrived."""
         self.free = max(self.free, begun) + message.holds
         return self.free + message.late
 
@@ -149,7 +150,7 @@ class _Run:
         operations = ("reduce_scatter",) if zero else exchange.operations
         now = self._forward(wire, cut[::-1] if zero else [])
         done, arrived = len(self.units), list[float]()
-        crossing = list[MessageTime]()  # what is left to do of the bucket before
+        crossing = list[MessageTime]()  # the remaining operations of the previous bucket
         for size, piece in cut:
             while done > piece:
                 done -= 1
@@ -169,9 +170,9 @@ class _Run:
         return max([now, *arrived])
 
     def _forward(self, wire: _Wire, updated: Sequence[tuple[int, int]]) -> float:
-        """Return when forward is done.
+        """Return the time when forward is done.
 
-        updated: (bytes, first unit that reads them) for each bucket of parameters that is gathered meanwhile.
+        updated: (bytes, first unit that reads them) for each bucket of parameters that is gathered during the forward.
         """
         now, coming = 0.0, [wire.send(0.0, self.took("all_gather", size)) for size, _ in updated[:2]]
         come = 0
@@ -220,7 +221,7 @@ class _Run:
         return max([now, *under_way])
 
     def _compute(self, now: float, seconds: float, wire: _Wire) -> float:
-        """Return when a unit is done, including what is sent between its maps."""
+        """Return the time when a unit is done, including the traffic inside it."""
         calls, each = self.within.calls, self.within.each
         if not calls or not self.within.shared:
             return now + seconds + calls * each.total
@@ -230,7 +231,7 @@ class _Run:
 
 
 DATA = ("dp", "shard", "replicate")
-"""The data axis, and its halves."""
+"""The data axis, and the two axes into which hsdp divides it."""
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,9 @@ class Work:
     """The work that a step gives the ranks.
 
     stages: for each replica, the compute seconds of each stage of its pipeline, for all its rows; a single stage
-    without a pipeline. forward: the share of forward in these seconds. terms: what the busiest rank sends. units: the
-    model as a rank without a pipeline computes with it; without units nothing hides the data axis. passes: forwards in
-    a step without a pipeline. optimizer, other: seconds. waiting: a factor on the seconds waited for the data axis.
+    without a pipeline. forward: the share of forward in these seconds. terms: the traffic of the busiest rank. units:
+    the units of the model on a rank without a pipeline; if empty, compute hides nothing of the data axis. passes:
+    forwards in a step without a pipeline. optimizer, other: seconds. waiting: a factor for the wait for the data axis.
     """
 
     stages: Sequence[Sequence[float]]
@@ -271,19 +272,19 @@ class Work:
 
 @dataclass(frozen=True)
 class OperationPath:
-    """The path of an operation. wire: a number that is equal for paths over the same link."""
+    """The path of an operation. way: its speed. wire: a number that is equal for paths over the same link."""
 
     way: OperationSpeed
     wire: int = 0
 
     def message(self, term: TrafficTerm, size: float | None = None) -> MessageTime:
-        """Return the time of one call of `term`. size: bytes of the call, in place of an equal part of the term."""
+        """Return the time of one call of `term`. size: bytes of the call; by default an equal part of the term."""
         share = 1 / term.calls if size is None else size / term.bytes if term.bytes else 0.0
         holds = self.way.holds(term.wire * share)
         return MessageTime(holds, max(self.way.seconds(1, term.wire * share) - holds, 0.0))
 
     def seconds(self, term: TrafficTerm) -> float:
-        """Return the seconds of all calls of `term` when each one is waited for."""
+        """Return the seconds of all calls of `term`, if the rank waits for each one."""
         return self.way.seconds(term.calls, term.wire)
 
 
@@ -306,11 +307,11 @@ def step_parts(work: Work, strategy: Strategy, lines: Lines) -> Parts:
 
 
 def _pipeline(work: Work, strategy: Strategy, lines: Lines, within: float) -> tuple[float, float, float]:
-    """Return (compute, bubble, exposed) of the slowest replica, from its first forward until its ranks have met."""
+    """Return (compute, bubble, exposed) of the slowest replica, from its first forward until all its ranks are done."""
     sends = [term for term in work.terms if term.axis == "pp" and term.op == "send" and term.calls]
     transfer = max((lines(term).message(term).total for term in sends), default=0.0)
     met = max((lines(term).way.latency for term in sends), default=0.0) * (strategy.pp - 1).bit_length()
-    # Even messages that are hidden have to leave the rank.
+    # Even if compute hides messages, the rank needs time to send them.
     leaving = sum(term.calls * lines(term).message(term).holds for term in sends)
     micros = strategy.microbatches or 1
     found = (0.0, 0.0, 0.0)
@@ -328,7 +329,7 @@ def _pipeline(work: Work, strategy: Strategy, lines: Lines, within: float) -> tu
 
 
 def _longest(stages: Sequence[float], strategy: Strategy) -> float:
-    """Return the compute seconds of all stages of the rank that computes longest."""
+    """Return the compute seconds of the rank that computes longest, over all its stages."""
     homes = ranks_of_stages(strategy)
     if len(homes) != len(stages):  # more rounds than nbkit's own schedules have
         homes = tuple(i % strategy.pp for i in range(len(stages)))
@@ -345,7 +346,7 @@ def _data(
     terms = [term for term in work.terms if term.axis in DATA]
     if not terms or not work.units or strategy.pp > 1 or strategy.exchange.every > 1:
         return sum(lines(term).seconds(term) for term in terms)
-    # `whole`: what is all-reduced, in one level or two. Where gradients are sharded, it is a rank's part of them.
+    # `whole`: the all-reduce of the gradients, or of their shards, in one level or two. `own`: all other operations.
     whole = [term for term in terms if term.axis == strategy.summed_axis]
     own = {term.op: term for term in terms if term.axis != strategy.summed_axis}
     largest = max((term.bytes for term in whole), default=0)
@@ -369,7 +370,7 @@ def _data(
 
 
 def _within(work: Work, inner: Sequence[TrafficTerm], within: float, lines: Lines, *, shared: bool) -> Within:
-    """Return what tp and cp send, spread evenly over the units and over both directions."""
+    """Return the traffic of tp and cp, spread evenly over the units, and over forward and backward."""
     if not within:
         return Within()
     places = 2 * work.passes * len(work.units)
@@ -379,7 +380,7 @@ def _within(work: Work, inner: Sequence[TrafficTerm], within: float, lines: Line
 
 
 _EVERY = 1 << 12
-"""Rows of a made-up batch, from which the shares of ranks of unequal speed are read off."""
+"""Rows of an imaginary batch. Its division gives the shares of ranks of unequal speed."""
 
 
 @dataclass(frozen=True)
@@ -394,8 +395,8 @@ class MeasuredStep:
 class StepTraffic:
     """The traffic of a rank in a step. updates: bytes of optimizer state that it updates.
 
-    units: of the model without a pipeline, if known, with bytes of parameters as this rank computes with them.
-    passes: forwards in a step without a pipeline.
+    units: the units of the model without a pipeline, if known, with the sizes of their parameters on this rank. passes:
+    forwards in a step without a pipeline.
     """
 
     terms: Sequence[TrafficTerm]
@@ -416,8 +417,8 @@ def predicted(
 ) -> Parts:
     """Return the predicted seconds of a step under `strategy`, by part.
 
-    costs: of each block, in any unit, for pipelines. recomputed: whether blocks are recomputed in the backward pass,
-    in the measured step and in the predicted one.
+    costs: the cost of each block, in any unit, for pipelines. recomputed: whether backward recomputes blocks, in the
+    measured step and in the predicted one.
     """
     old = seen.strategy
     part = {name: seen.parts.get(name, 0.0) for name in ("compute", "exposed", "data", "optimizer", "other")}
@@ -445,7 +446,7 @@ def predicted(
 def _stages(
     strategy: Strategy, costs: Sequence[float], whole: float, speeds: Sequence[float]
 ) -> list[tuple[float, ...]]:
-    """Return the seconds of each stage, for each replica; without a pipeline, for each rank."""
+    """Return the seconds of each stage, for each replica. Without a pipeline, return them for each rank."""
     mesh = strategy.mesh
     if strategy.pp == 1:
         return [(whole * _share(strategy, rank) / speeds[rank],) for rank in range(mesh.size)]
@@ -459,7 +460,7 @@ def _stages(
 
 
 def _share(strategy: Strategy, rank: int) -> float:
-    """Return the share of each of its blocks that a rank computes: by rows, positions and features."""
+    """Return the share of each of its blocks that a rank computes, divided by rows, positions and features."""
     rows = strategy.rows(_EVERY)[strategy.mesh.index(rank)["dp"]] if strategy.replica_speeds else (0, 1)
     whole = _EVERY if strategy.replica_speeds else strategy.dp
     return (rows[1] - rows[0]) / whole / (strategy.tp * strategy.cp)
@@ -495,7 +496,7 @@ def _lines(strategy: Strategy, link: WorldLinks) -> Lines:
 
 
 def _spans(term: TrafficTerm, strategy: Strategy, link: WorldLinks) -> tuple[bool, bool]:
-    """Return whether a group along the term's axis spans several nodes, and whether all groups have one rank a node."""
+    """Return (True if a group along the term's axis spans nodes, True if all groups have at most one rank per node)."""
     if len(set(link.node_of)) == 1 or term.level:
         return term.level == BETWEEN, term.level == BETWEEN
     axis = term.axis if term.axis in AXES else "dp"

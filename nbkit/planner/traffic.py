@@ -223,13 +223,13 @@ def routed_terms(strategy: Strategy, facts: Facts, rows: int, element: int, forw
     The tokens are taken as balanced: each rank of a group gets equally many. element: bytes of a feature.
     """
     layers = facts.routed
-    tokens = sum(layer.slots * (layer.width + layer.given) for layer in layers)
-    what, calls = "tokens to experts and back", 4 * forwards * len(layers)
-    yield TrafficTerm("ep", "all_to_all", strategy.ep, calls, round(2 * rows * element * tokens), what)
-    numbers = sum(layer.count + 2 * strategy.ep for layer in layers)
-    yield TrafficTerm(
-        "ep", "all_to_all", strategy.ep, forwards * len(layers), _COUNT * forwards * numbers, "counts of tokens"
-    )
+    # Forward and backward each send them to the experts and back. A recomputed forward does so once more.
+    tokens = sum((2 + layer.again) * layer.slots * (layer.width + layer.given) for layer in layers)
+    what, made = "tokens to experts and back", forwards * sum(1 + layer.again for layer in layers)
+    calls = 2 * (made + forwards * len(layers))
+    yield TrafficTerm("ep", "all_to_all", strategy.ep, calls, round(rows * element * tokens), what)
+    numbers = sum((1 + layer.again) * (layer.count + 2 * strategy.ep) for layer in layers)
+    yield TrafficTerm("ep", "all_to_all", strategy.ep, made, _COUNT * forwards * numbers, "counts of tokens")
 
 
 def key_value_terms(

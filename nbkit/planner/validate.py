@@ -15,7 +15,7 @@ from nbkit.tensor_layout import bounds
 
 @dataclass(frozen=True)
 class Finding:
-    """A remark on a strategy. error: True if the strategy cannot run; otherwise the remark is only good to know.
+    """A remark on a strategy. error: True if the strategy cannot run; False if the remark is only information.
 
     what: one sentence. numbers: the arithmetic. hint: what to type instead, or "".
     """

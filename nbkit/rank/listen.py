@@ -565,19 +565,34 @@ def _mark_wait_in_cpp(begun: int) -> None:
 
     DDP waits for its buckets in C++, where no handle of ours is called. It issues the last bucket when the last
     gradient is there. So from that moment to the end of the pass it waits, or copies the sums into the gradients.
+
+    With find_unused_parameters, it also sums which parameters were used. It waits for that after the buckets, by a
+    handle of ours. So that wait is moved to begin where the wait for the buckets does.
     """
     end = collectives.ring.end
-    calls, _ = collectives.ring.between(max(begun, end - 1), end)
-    last = calls[0] if calls else None
-    if clock.laps is None or last is None or last.peer is not None or last.waited is not None:
+    calls, _ = collectives.ring.between(max(begun, end - 2), end)
+    last, laps = calls[-1] if calls else None, clock.laps
+    if laps is None or last is None or last.peer is not None:
         return
+    moved = last.waited is not None
+    if moved:
+        states = [state for state, _ in laps[-2:]]
+        last = calls[0]
+        if last.waited is not None or last.peer is not None or states != [last.group.blocked, "backward"]:
+            return
     if last.on_device is not None:
         first, stop = last.on_device.ended_in_stream()
-        clock.insert(last.group.blocked, first, stop)
-    elif clock.laps[-1][1] <= last.issued:
-        stop = time.perf_counter_ns()
+        if moved:
+            laps[-2] = last.group.blocked, first
+        else:
+            clock.insert(last.group.blocked, first, stop)
+    elif laps[-3 if moved else -1][1] <= last.issued:
+        stop = laps[-2][1] if moved else time.perf_counter_ns()
         last.waited, last.blocked = last.issued, stop - last.issued
-        clock.insert(last.group.blocked, last.issued, stop)
+        if moved:
+            laps[-2] = last.group.blocked, last.issued
+        else:
+            clock.insert(last.group.blocked, last.issued, stop)
 
 
 # Where libraries log: module -> (class, method, index of the first argument of interest).

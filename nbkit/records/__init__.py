@@ -1,1 +1,1 @@
-"""The records that a training leaves on disk, how they are read, and what is computed from them."""
+"""The records that a training writes to disk, code that reads them, and figures that are computed from them."""

@@ -6,6 +6,7 @@ marks. A page gets the words with each event.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,10 +16,16 @@ Told = Mapping[str, Any]
 """An event as sinks get it: kind, step, and the fields of its class in nbkit.records.events."""
 
 
+def brief(strategy: str) -> str:
+    """Return a strategy without the numbers of its experts, which may take more room than all else."""
+    return re.sub(r"(?<= experts=)\S+", "…", strategy)
+
+
 def _switch(event: Told) -> tuple[str, str]:
     same = event.get("identical") is True
-    return str(event.get("new", "")), (
-        f"switch {_after(event)}: {event.get('old', '')} → {event.get('new', '')}, "
+    old, new = (brief(str(event.get(side, ""))) for side in ("old", "new"))
+    return new, (
+        f"switch {_after(event)}: {old} → {new}, "
         f"{size(event.get('moved_bytes', 0))} moved, {seconds(event.get('pause_s', 0.0))} without a step"
         + ("; weights and optimizer state are identical, bit for bit" if same else "")
     )
@@ -53,6 +60,8 @@ def _resized(event: Told) -> tuple[str, str]:
 
 def _rebalanced(event: Told) -> tuple[str, str]:
     gain = f"{event.get('gain', 0.0):.0%} less computing"
+    if experts := event.get("experts"):
+        return "experts moved", f"{experts} experts moved to other ranks {_after(event)}: {gain}"
     return "rebalanced", f"work divided anew {_after(event)}: speeds {event.get('speeds', '')}, {gain}"
 
 

@@ -106,14 +106,16 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Rebalanced(Event):
-    """Ranks are slower or faster than assumed, so the work is divided again.
+    """Ranks are slower or faster than assumed, or their experts get unequal work, so the work is divided again.
 
-    speeds: relative speed of each rank. gain: expected saving, as a share of the compute seconds of a step.
+    speeds: relative speed of each rank. gain: expected saving, as a share of the compute seconds of a step. experts:
+    how many experts have moved to another rank, in all layers.
     """
 
     kind: ClassVar[str] = "rebalanced"
     speeds: str = ""
     gain: float = 0.0
+    experts: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Figures from the records of all ranks: the parts of each rank's step, late ranks and why, traffic per axis.
+"""Figures from the records of all ranks: the parts of each rank's step, late ranks with the cause, traffic per axis.
 
-Pure arithmetic over nbkit.records.records, the same for the widget, TensorBoard, the terminal and a report.
+This is arithmetic on nbkit.records.records. The widget, TensorBoard, the terminal and a report all use it.
 
-`late_rank` finds the rank that the others wait for. A rank is late if its own work takes longer than on the ranks that
-do the same work, and these stand still for as long. Ranks along dp, cp and tp do the same work. Stages of a pipeline do
-not: a rank with more work than other stages is named only if it costs much more than a rank that is late among its
-equals. If no rank has more work, but transfers of some ranks take longer, all ranks at that slow link are named.
+`late_rank` finds the rank that the others wait for. A rank is late if its own work takes longer than that of the ranks
+that do the same work, and these are idle for as long. Ranks along dp, cp and tp do the same work. Stages of a pipeline
+do not: a rank with more work than other stages is named only if it costs much more time than a rank that is late
+compared to its peers. If no rank works longer, but transfers of some ranks take longer, all ranks at that slow link are
+named.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from statistics import median
 from nbkit.records.records import Group, StepRecord, Traffic
 
 _OWN = ("data", "compute", "optimizer", "other")
-_MUCH_MORE = 3.0  # than a rank beside its equals a stage must be late, to be named instead
-_SHARE = 0.5  # of the others' waiting that a cause must explain
+_MUCH_MORE = 3.0  # a late stage is named if it costs this factor more than any rank that is late among its peers
+_SHARE = 0.5  # the share of the others' waiting that a cause must explain
 
 
 @dataclass(frozen=True)
 class Bar:
     """Seconds of one rank's step. All parts add up to `seconds`.
 
-    exposed: standing still while data was on its way. waiting: standing still because another rank of the group was not
-    there yet. bubble: idle in the pipeline's schedule. other: everything else. peers: the ranks that do the same work,
-    itself included; empty if not known. examining: seconds for which nbkit examined strategies beside the step; they
-    are not part of it. faults: pages of memory that were read from disk.
+    exposed: idle during transfers. waiting: idle because another rank of the group had not begun the operation yet.
+    bubble: idle in the pipeline's schedule. other: everything else. peers: the ranks that do the same work, including
+    this one; empty if unknown. examining: seconds for which nbkit examined strategies at the same time; they are not
+    part of the step. faults: pages of memory that were read from disk.
     """
 
     rank: int
@@ -46,24 +47,24 @@ class Bar:
 
     @property
     def idle(self) -> float:
-        """Seconds for which the rank waited for other ranks."""
+        """Return the seconds for which the rank waited for other ranks."""
         return self.waiting + self.bubble
 
     @property
     def own(self) -> float:
-        """Seconds of the rank's own work."""
+        """Return the seconds of the rank's own work."""
         return self.data + self.compute + self.optimizer + self.other
 
 
 @dataclass(frozen=True)
 class Late:
-    """The rank that the others wait for. seconds: by how much, per step. cause: the part of its step that is longer.
+    """The rank that the others wait for. seconds: their wait, per step. cause: the part of its step that is longer.
 
     beside: the other ranks at the same slow link, if the cause is "exposed". took: seconds of that part on the rank.
-    twins: the ranks that do the same work. twins_took: seconds of the part on them, 0 if there are none. others_took:
-    on the ranks that do other work, or on all others if its twins are as late. All are as shown in the bars. examining:
-    by how much longer nbkit examined strategies on it than on the others. faults: how many more pages of memory were
-    read from disk on it.
+    twins: the other ranks that do the same work. twins_took: seconds of the part on the twins; 0 if there are none.
+    others_took: seconds of the part on the ranks that do other work, or on all others if there are none. All seconds
+    are those of the bars. examining: how many seconds longer nbkit examined strategies on this rank than on the others.
+    faults: how many more pages of memory were read from disk on it.
     """
 
     rank: int
@@ -79,7 +80,7 @@ class Late:
 
     @property
     def by_nbkit(self) -> bool:
-        """Return True if nbkit examined strategies on the rank for as long as it is late."""
+        """Return True if the time for which nbkit examined strategies on the rank explains why it is late."""
         return self.examining >= self.longer and self.cause not in ("exposed", "data")
 
     @property
@@ -89,24 +90,24 @@ class Late:
 
     @property
     def alone(self) -> bool:
-        """Return True if its twins are not as late, so that its share of the work is not the cause."""
+        """Return True if its twins are not late too. Then its share of the work is not the cause."""
         return bool(self.twins) and self.took - self.twins_took >= self.seconds / 2
 
     @property
     def longer(self) -> float:
-        """Seconds by which the part is longer than on its twins, or than elsewhere if the twins are as late.
+        """Return the seconds by which the part is longer than on its twins, or on others if the twins are late too.
 
-        Both are rounded to three digits, as they are shown, so that the shown numbers have this difference.
+        Both are first rounded to three digits, as they are shown, so that the shown numbers have this difference.
         """
         return _shown(self.took) - _shown(self.twins_took if self.alone else self.others_took)
 
 
 _FAULT_S = 1e-4
-"""Seconds that a page from disk costs at least, on a fast disk."""
+"""The least seconds to read a page from a fast disk."""
 
 
 def faults_take(faults: float) -> float:
-    """Return the seconds that so many pages from disk cost at least."""
+    """Return the least seconds to read this number of pages from disk."""
     return faults * _FAULT_S
 
 
@@ -115,7 +116,10 @@ def _shown(seconds: float) -> float:
 
 
 def late_rank(of: Sequence[Bar], *, at_least: float = 0.05) -> Late | None:
-    """Return the rank that the others wait for: their median must idle `at_least` of a step longer than this rank."""
+    """Return the rank that the others wait for, if the median of their idle times exceeds its own by enough.
+
+    at_least: the share of a step by which it must exceed that.
+    """
     if len(of) < 2:
         return None
     floor = at_least * median(bar.seconds for bar in of)
@@ -163,7 +167,7 @@ def _late_among(of: Sequence[Bar], floor: float) -> Late | None:
     if first.own - median(bar.own for bar in others) >= _SHARE * behind:
         excess = {part: getattr(first, part) - median(getattr(bar, part) for bar in others) for part in _OWN}
         return Late(first.rank, behind, max(excess, key=lambda part: excess[part]))
-    # No rank has more work: some wait longer for their own transfers, and the rest wait for them.
+    # No rank works longer. But some have longer transfers, and the others wait for them.
     usual = min(bar.exposed for bar in others)
     if first.exposed - usual < _SHARE * behind:
         return None
@@ -176,18 +180,19 @@ BACKUP = "backup"
 """The axis of the messages that back up the state of a rank. They do not count as sent by a strategy."""
 _ALIKE = ("dp", "shard", "replicate", "ep", "edp", "cp", "tp")
 
-Steps = Mapping[int, StepRecord]  # rank -> its record of one and the same step
+Steps = Mapping[int, StepRecord]  # rank -> its record, all of the same step
 Members = Mapping[str, Sequence[int]]  # label of a group -> global ranks in it
 
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """An operation on one axis, per step, summed over groups and ranks. calls: of one rank, on average.
+    """An operation on one axis, per step, summed over groups and ranks. calls: the average number of calls of a rank.
 
-    bytes: of the tensors that ranks hand to it. sent: bytes that they send for it, see `sent_bytes`; what they receive,
-    for receives. seconds: mean duration of a call, including the wait for late peers; None if no call was timed. algbw,
-    busbw: bytes/s as nccl-tests define them (busbw: the load of each link). overlap: the share of that time in which
-    this rank did something else; None if no call was timed. blocked: seconds for which the ranks stood still for it.
+    bytes: the size of the tensors that ranks give to it. sent: bytes that they send for it, see `sent_bytes`; for
+    receives, the bytes received. seconds: mean duration of a call, including the wait for late peers; None if no call
+    was timed. algbw, busbw: bytes/s as nccl-tests define them (busbw: the load of each link). overlap: the share of the
+    duration in which the rank did something else; None if no call was timed. blocked: seconds for which the ranks were
+    idle because of it.
     """
 
     op: str
@@ -204,7 +209,7 @@ class TrafficRow:
 
 @dataclass(frozen=True)
 class TrafficMatrix:
-    """Bytes from rank to rank in a step. sent: of messages, exact. modelled: of collectives, as if all ran in rings."""
+    """Bytes from rank to rank in a step. sent: of messages, exact. modelled: of collectives, as if all were rings."""
 
     sent: tuple[tuple[float, ...], ...]
     modelled: tuple[tuple[float, ...], ...]
@@ -218,9 +223,9 @@ def members_of(groups: Iterable[Group]) -> dict[str, tuple[int, ...]]:
 def bars(steps: Steps, members: Members) -> list[Bar]:
     """Return the bar of each rank whose step was measured.
 
-    Waiting is separated from transfer in this way: the rank of a group that stood still the least for an operation came
-    last, so its time was transfer. The additional time of other ranks was waiting for peers. This is a lower bound if
-    different ranks are late in turns within one step.
+    Waiting is separated from transfer in this way: the rank of a group that was idle the least for an operation came
+    last, so its idle time was transfer. The additional idle time of other ranks was waiting for peers. This is a lower
+    bound if different ranks are late in turn within one step.
     """
     least: dict[tuple[str, str], float] = {}
     here: dict[str, int] = {}
@@ -239,7 +244,7 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
         waiting = sum(
             row.blocked - least[row.op, row.group]
             for row in record.traffic
-            # If records of other ranks are missing, nobody knows who was late.
+            # If records of other ranks are missing, it is unknown which rank was late.
             if _collective(row) and row.group in members and here[row.group] == len(members[row.group])
         )
         parts = dict(record.parts)
@@ -256,25 +261,25 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
 
 
 MEDIAN_OF = 20  # steps
-STANDS = 5  # steps for which a reading is shown unchanged
+STANDS = 5  # steps for which a figure is shown unchanged
 
 
 def usual_steps(newest: int, first: int) -> range:
     """Return the numbers of the steps whose medians describe a strategy as of step `newest`.
 
-    first: its first step since it came into force. This step also makes what later ones reuse, so it counts only if it
-    is the only one. Every view uses these steps. They stay the same for five steps, so that views that are drawn at
-    different times show the same numbers.
+    first: the first step under the strategy. This step also does work that later steps need not repeat, so it counts
+    only if it is the only one. Every view uses these steps. They stay the same for five steps, so that views that are
+    drawn at different times show the same numbers.
     """
     first, ends = min(first + 1, newest), newest - newest % STANDS
     return range(max(ends - MEDIAN_OF + 1, first), ends + 1) if ends >= first else range(first, newest + 1)
 
 
 def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
-    """Return for each rank the median of each part over several steps, so that one unusual step changes nothing.
+    """Return the median of each part over several steps, for each rank, so that one unusual step changes nothing.
 
-    Each bar is as long as the step by the clock, which tokens per second use too. Time between two steps is in "other".
-    Medians of parts do not add up to the median of the step, so all are scaled by the same factor until they do.
+    The length of a bar is the seconds from step to step, as in tokens per second. Time between two steps is in "other".
+    Medians of parts do not add up to the median of the step, so all are scaled by the same factor to do so.
     """
     usual = median(clock(one) for one in steps) if steps and all(map(clock, steps)) else None
     every: dict[int, list[Bar]] = {}
@@ -298,7 +303,7 @@ def clock(of: Steps) -> float:
 
 
 def adding_up(bar: Bar, by_clock: float | None) -> Bar:
-    """Return `bar` with parts that add up to its seconds, which are those of the clock if known."""
+    """Return `bar` with parts that add up to its seconds. These are `by_clock` if that is known."""
     names = set(Bar.__dataclass_fields__) - {"rank", "seconds", "peers", "examining", "faults"}
     parts = {name: getattr(bar, name) for name in names}
     whole, seconds = sum(parts.values()), bar.seconds if by_clock is None else by_clock
@@ -310,10 +315,10 @@ def adding_up(bar: Bar, by_clock: float | None) -> Bar:
 
 
 def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list[TrafficRow]:
-    """Return the operations by axis, the most bytes first. Messages count where they are sent.
+    """Return the operations by axis, the most bytes first. Messages count on the rank that sends them.
 
     near: other steps of the same strategy. An operation that was not timed in `steps` gets its time from the first of
-    them in which it was timed.
+    these steps in which it was timed.
     """
     every: dict[tuple[str, str], list[Traffic]] = {}
     for record in steps.values():
@@ -323,7 +328,7 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
     for (op, axis), rows in every.items():
         calls, size = sum(row.calls for row in rows), sum(row.bytes for row in rows)
         timed, seconds = sum(row.timed for row in rows), sum(row.seconds for row in rows)
-        # Bytes and waiting of the timed calls: calls of one kind are taken to be equal.
+        # Bytes and waiting of the timed calls, under the assumption that calls of one kind are equal.
         moved = [(row.bytes * row.timed / row.calls, len(members.get(row.group, (0,)))) for row in rows if row.calls]
         alg = sum(size * _whole(op, n) for size, n in moved)
         bus = sum(size * _whole(op, n) * _bus_factor(op, n) for size, n in moved)
@@ -361,12 +366,12 @@ def _timed_as(row: TrafficRow, other: TrafficRow | None) -> TrafficRow:
 
 
 def sent_bytes(op: str, given: float, ranks: int) -> float:
-    """Return the bytes that a rank puts on the wire for an operation of a group of `ranks` ranks.
+    """Return the bytes that a rank sends for an operation of a group of `ranks` ranks.
 
-    given: bytes of the tensors that the rank hands to it. A message is sent as it is. A collective sends as in a ring,
-    an all-to-all to each peer. Every view of "sent" uses this function, and so do the planner's formulas.
+    given: bytes of the tensors that the rank gives to it. A message is sent as it is. A collective counts as a ring; an
+    all-to-all sends to each peer. Every view of "sent" uses this function, and so do the planner's formulas.
     """
-    if op in ("recv", "batch"):  # what is received, and the wait for several messages
+    if op in ("recv", "batch"):  # a receive, and the wait for several messages
         return 0.0
     if op == "send":
         return given
@@ -404,11 +409,11 @@ def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMa
 
 
 def _peers(steps: Steps, members: Members) -> dict[int, tuple[int, ...]]:
-    """Return {rank: the ranks that do the same work, itself included}, joined by groups of other axes than pp."""
+    """Return {rank: the ranks that do the same work, including itself}. Groups of axes other than pp connect them."""
     axes = {row.group: row.axis for record in steps.values() for row in record.traffic}
     if "pp" not in axes.values():
         return dict.fromkeys(steps, tuple(sorted(steps)))
-    # Groups of the whole world contain all stages, so they do not count here.
+    # Groups of the whole world contain all stages, so they do not count.
     joined = [set(members.get(group, ())) for group, axis in axes.items() if axis in _ALIKE]
     found: dict[int, tuple[int, ...]] = {}
     for rank in steps:
@@ -425,7 +430,7 @@ def _collective(row: Traffic) -> bool:
 
 
 def _whole(op: str, n: int) -> float:
-    """Return the factor from one rank's bytes to the whole: nccl-tests count the whole of an all-gather."""
+    """Return the factor from one rank's bytes to the bytes that nccl-tests count, such as a whole all-gather."""
     return n if op in ("all_gather", "gather", "scatter") else 1
 
 

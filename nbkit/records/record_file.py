@@ -1,14 +1,15 @@
-"""The record files of a run: reads them, also while they are written, and writes them.
+"""Writes the record files of a run, and reads them, also while they are written.
 
 `read_since` reads with a cursor, so it never reads the whole history again. It leaves a line that is still being
-written for the next call, and follows to a part that was begun meanwhile.
+written to the next call. If a new part has begun, it goes on there.
 
 `step_at`, `detail_near` and others find single records without reading all files. They search the bytes for the
 beginning of a line: 16 MiB take some milliseconds. Steps older than the two parts exist only as means in the overview.
 
-`RecordFile` writes the file of a rank in two parts of limited size, and `Overview` the whole run. At the default sizes
-about the newest 70 000 steps are there one by one, and all of them as an overview of at most 1024 lines. When those are
-full, every two neighbours become their mean, and each line stands for twice as many steps.
+`RecordFile` writes the file of a rank in two parts of limited size. `Overview` writes the whole run. At the default
+sizes, the files have a record for each of the newest 70 000 steps or so, and an overview of all steps in at most 1024
+lines. When the overview is full, every two neighbouring lines are replaced by their mean, so each line describes twice
+as many steps.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def rank_files(run_dir: Path) -> dict[int, Path]:
 
 
 def check_format(run_dir: Path) -> None:
-    """Raise UsageError for a run that another release has recorded in another format."""
+    """Raise UsageError if another release has recorded the run in another format."""
     for path in rank_files(run_dir).values():
         try:
             with path.open("rb") as file:
                 written_in = json.loads(file.readline()).get("format", 1)
-        except (OSError, ValueError, AttributeError):  # not there yet, or not a header
+        except (OSError, ValueError, AttributeError):  # the file does not exist yet, or has no header
             continue
         if written_in != FORMAT:
             raise UsageError(
@@ -81,16 +82,16 @@ def overview_of(path: Path) -> Path:
 
 
 def written(path: Path) -> tuple[float, float]:
-    """Return when a rank's overview last grew (0 before the first step), and when its file did, as Unix time.
+    """Return the times at which a rank's overview last grew (0 before the first step), and its file, as Unix time.
 
-    A Trainer that makes no steps still records the traffic of its process, so the second time alone says little. In a
-    long run the overview grows only every 2, 4, 8, ... steps.
+    A Trainer that makes no steps still records the traffic of its process, so the second time alone does not show that
+    it trains. In a long run the overview grows only every 2, 4, 8, ... steps.
     """
     return changed(overview_of(path)), changed(path)
 
 
 def changed(path: Path) -> float:
-    """Return when a file was last written, as Unix time; 0 if it does not exist."""
+    """Return the time at which a file was last written, as Unix time; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:  # does not exist yet, or is being replaced by a new part
@@ -100,10 +101,10 @@ def changed(path: Path) -> float:
 def read_since(path: Path, cursor: Cursor = START, *, steps: int | None = None) -> tuple[list[Record], Cursor]:
     """Return (records written since `cursor`, the cursor for the next call).
 
-    steps: return only so many of the newest step records, since reading these costs the most. If more than one part
-    was written meanwhile, the records between are gone; the records then begin with a Header.
+    steps: the largest number of step records to return, the newest ones; they take the most time to read. If more than
+    one part was begun since `cursor`, some records are lost, and the returned ones begin with a Header.
     """
-    # Read the newest part first. If a new part is begun while we read, the other one is the part before it.
+    # Read the newest part first. If a new part begins after that, the old part is the one that was just read.
     part, data = _part(path, cursor)
     if part is None:
         part, data = _part(old_part(path), cursor)
@@ -119,9 +120,10 @@ def read_since(path: Path, cursor: Cursor = START, *, steps: int | None = None) 
 
 
 def cursor_near_end(path: Path, *, num_bytes: int = 256 << 10) -> Cursor:
-    """Return a cursor `num_bytes` before the end of the newest part, so that opening a long run costs nothing.
+    """Return a cursor `num_bytes` before the end of the newest part, so that opening a long run is fast.
 
-    Header and groups are not read from there. Get them with `read_head`, or `read_since(path)[0]` for a short file.
+    Reading from there leaves out Header and Groups. Get them from `read_head`, or from `read_since(path)[0]` for a
+    short file.
     """
     try:
         with path.open("rb") as file:
@@ -154,13 +156,13 @@ def read_head(path: Path) -> list[Record]:
 
 
 def read_overview(path: Path, *, about: int | None = None) -> list[StepRecord]:
-    """Return the whole run, the oldest first, each record the mean of `span` steps.
+    """Return records of the whole run, the oldest first. Each is the mean of `span` steps.
 
-    about: return about so many records, evenly spaced.
+    about: return about this number of records, evenly spaced.
     """
     lines = overview_lines(path)
     if about is not None:
-        # Counted from the end, so that all ranks choose the same steps and the newest is among them.
+        # Count from the end, so that all ranks choose the same steps, and the newest is among them.
         lines = lines[::-1][:: max(1, len(lines) // about)][::-1]
     return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
 
@@ -174,14 +176,14 @@ def overview_lines(path: Path) -> list[bytes]:
 
 
 def newest_run(parent: Path) -> Path | None:
-    """Return the run with the newest step in a directory, or the directory itself if it is a run; None if none."""
+    """Return the run in a directory that has the newest step, or the directory itself if it is a run, or None."""
     folders = [parent, *sorted(parent.glob("*"))] if parent.is_dir() else []
     found = [(written(file), folder) for folder in folders for file in folder.glob("telemetry/rank*.jsonl")]
     return max(found)[1] if found else None
 
 
 def _part(path: Path, cursor: Cursor) -> tuple[int | None, bytes | None]:
-    """Return (number of this part, its bytes from the cursor on). All its bytes if the cursor is in another part."""
+    """Return (number of this part, its bytes after the cursor). Return all its bytes if the cursor is elsewhere."""
     try:
         with path.open("rb") as file:
             head = from_line(file.readline())
@@ -211,7 +213,7 @@ R = TypeVar("R", bound=Record)
 
 
 def step_at(path: Path, step: int) -> StepRecord | None:
-    """Return the record of a step. If it is gone, return the overview's mean of the steps around it, or None."""
+    """Return the record of a step. If it was deleted, return the overview's mean of the steps around it, or None."""
     if (exact := _newest(path, StepRecord, b'"step":%d,' % step)) is not None:
         return exact
     for line in overview_lines(path):
@@ -223,7 +225,7 @@ def step_at(path: Path, step: int) -> StepRecord | None:
 
 
 def detail_near(path: Path, step: int) -> Detail | None:
-    """Return the detailed record of the last step up to `step` that has one, else of the first after it."""
+    """Return the detailed record of the last step up to `step` that has one, else of the first step after it."""
     before: tuple[int, Record | None] | None = None
     after: tuple[int, Record | None] | None = None
     for data in _parts(path):
@@ -253,7 +255,7 @@ def events_of(path: Path) -> list[EventRecord]:
 
 
 def groups_of(path: Path) -> list[Group]:
-    """Return the groups that a rank has used. A part begins with the known groups; later ones follow."""
+    """Return the groups that a rank has used. A part begins with the groups known by then; later ones follow."""
     found = {one.label: one for data in _parts(path) for one in _every(data, Group)}
     return list(found.values())
 
@@ -282,7 +284,7 @@ def _parts(path: Path) -> Iterator[mmap.mmap]:
         try:
             with part.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 yield data
-        except (FileNotFoundError, ValueError):  # ValueError: it is empty
+        except (FileNotFoundError, ValueError):  # ValueError: the file is empty
             continue
 
 
@@ -308,20 +310,20 @@ OVERVIEW_LINES = 1024
 
 
 class RecordFile:
-    """Appends records to `path`. For one thread. head(part): returns what each part begins with."""
+    """Appends records to `path`. Only one thread may use it. head(part): returns the first records of a part."""
 
     def __init__(self, path: Path, head: Callable[[int], Sequence[Record]], *, part_bytes: int = PART_BYTES) -> None:
         self.path, self._head, self._part_bytes = path, head, part_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A process that takes a rank over begins a new part. It never writes into the file of the one before it.
+        # A process that takes over a rank begins a new part. It never writes into the file of the previous process.
         self._part = next((one.part for one in read_head(path) if isinstance(one, Header)), -1)
         self._file: IO[str] | None = None
         self._begin_part()
 
     def write(self, records: Sequence[Record]) -> list[str]:
-        """Append records, and hand them to the operating system, so that readers and crashes find whole lines.
+        """Append records, and return their lines.
 
-        Return the lines.
+        They are handed to the operating system at once, so readers find whole lines, also after a crash.
         """
         lines = [to_line(record) for record in records]
         if self._file is None:
@@ -343,7 +345,7 @@ class RecordFile:
         self._part += 1
         young = self.path.with_suffix(".new")
         young.write_text("".join(to_line(record) for record in self._head(self._part)))
-        # Each of the two is atomic; between them a reader finds no newest part, and waits.
+        # Both replacements are atomic. Between them, a reader finds no newest part, and waits.
         if self.path.exists():
             os.replace(self.path, old_part(self.path))
         os.replace(young, self.path)
@@ -351,7 +353,7 @@ class RecordFile:
 
 
 class Overview:
-    """All steps of a run as at most `lines` means. The file is rewritten only when they are halved."""
+    """Writes all steps of a run as at most `lines` means. Rewrites the file only when it halves their number."""
 
     def __init__(self, path: Path, *, lines: int = OVERVIEW_LINES) -> None:
         self._path, self._lines = overview_of(path), lines
@@ -361,7 +363,7 @@ class Overview:
         self.span = 1
 
     def add(self, step: StepRecord, line: str = "") -> None:
-        """Add a finished step. line: the same in JSON, if that is known."""
+        """Add a finished step. line: the same as a line of JSON, if the caller has it."""
         self._open.append(step)
         if len(self._open) < self.span:
             return
@@ -391,10 +393,10 @@ class Overview:
 
 
 def mean_of(steps: Sequence[StepRecord]) -> StepRecord:
-    """Return one record of neighbouring steps.
+    """Return one record for neighbouring steps.
 
-    Numbers are means weighed by their spans. A number that some steps lack is the mean of those that have it. Words
-    (the strategy) and the step number are the newest's; the start is the oldest's.
+    Numbers are means, weighted by the spans. A number that some steps lack is the mean over the others. Texts (the
+    strategy) and the step number come from the newest step, the start from the oldest.
     """
     if len(steps) == 1:
         return steps[0]

@@ -1,9 +1,9 @@
-"""Records of measurements, and their form as JSON lines. Each rank writes a file, which is read while the job runs.
+"""Records of measurements, and their form as JSON lines. Each rank writes a file, which can be read while the job runs.
 
 <run>/telemetry/rank3.jsonl is the newest part of rank 3's file, and rank3.old.jsonl the part before it. Older parts are
 deleted. Each part begins with a Header and the Groups, so that it can be read alone. rank3.overview.jsonl holds the
-whole run in a bounded number of lines, each the mean of `span` steps. Times are ns of the rank's perf_counter;
-`Header.unix` puts those of all ranks on one axis.
+whole run in a limited number of lines, each the mean of `span` steps. Times are in ns of the rank's perf_counter;
+`Header.unix` converts those of all ranks to the same clock.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 FORMAT = 1
-"""The format of a record file, in its Header. Files without a number have this format too. New fields and kinds do not
-change it, since readers skip what they do not know."""
+"""The number of the format of a record file, in its Header. Files without a number have this format too. New fields and
+kinds of records do not change it, since readers skip unknown ones."""
 
 OUTSIDE = "outside"
-"""The state of the training thread between steps, when it does work that is not part of a step."""
+"""The state of the training thread while it does work that is not part of a step."""
 
 LISTEN_EVERY = 5
-"""The end of asynchronous collectives is measured in one of so many steps, and in steps that are kept in detail."""
+"""The end of asynchronous collectives is measured in one of this number of steps, and in steps with a Detail."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The base of all records, one line each. kind: its name in the file."""
+    """The base class of all records. Each record is a line. kind: the name of its class in the file."""
 
     kind: ClassVar[str] = ""
 
@@ -53,11 +53,11 @@ class Header(Record):
     format: int = FORMAT
 
     def aligned(self, ns: int) -> int:
-        """Return a time of this rank on rank 0's clock, in ns."""
+        """Return a time `ns` of this rank on rank 0's clock, in ns."""
         return ns + self.offset_ns
 
     def unix(self, ns: int) -> float:
-        """Return a time of this rank in seconds since 1970."""
+        """Return a time `ns` of this rank as Unix time, in seconds."""
         return self.unix_s + (ns - self.clock_ns) / 1e9
 
 
@@ -178,7 +178,7 @@ class Detail(Record):
 
     @property
     def inside(self) -> tuple[tuple[str, int, int], ...]:
-        """Return the laps without those outside of the step, such as a live cell before it. Later ones move forward."""
+        """Return the laps without those outside of the step, such as a live cell. Later laps move to close the gap."""
         kept, away = [], 0
         for state, start, stop in self.laps:
             if state == OUTSIDE:
@@ -189,16 +189,16 @@ class Detail(Record):
 
     @property
     def span(self) -> float:
-        """Seconds of the step: from the begin of its first lap to the end of its last."""
+        """Return the seconds from the beginning of the first lap to the end of the last one."""
         laps = self.inside
         return (laps[-1][2] - laps[0][1]) / 1e9 if laps else 0.0
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Bytes at the peak of a step. kind: one of MEMORY_KINDS. module: their module in the model, "blocks.*.mlp".
+    """Bytes at the peak of a step. kind: one of MEMORY_KINDS. module: the module that they belong to, "blocks.*.mlp".
 
-    The same module of each block counts as one, with a star in place of its number.
+    The same module of all blocks counts as one, with a star instead of the number.
     """
 
     kind: str
@@ -209,8 +209,8 @@ class MemoryPart:
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "buckets", "working", "other")
 """The kinds of bytes at the peak.
 
-activations: what forward keeps for backward. buckets: what is sent, received or gathered. working: gradients of
-activations, and what an operation or the optimizer needs for a moment. other: not known.
+activations: tensors that forward keeps for backward. buckets: tensors that are sent, received or gathered. working:
+gradients of activations, and temporary tensors of an operation or of the optimizer. other: unknown.
 """
 
 
@@ -237,12 +237,12 @@ class MemoryRecord(Record):
 
     @property
     def at_rest(self) -> int:
-        """Bytes that the rank holds between two steps, gradients included."""
+        """Return the bytes that the rank holds between two steps, including gradients."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
     @property
     def activations(self) -> int | None:
-        """Bytes at the peak beyond `at_rest`: activations, communication buffers, padding. None if not counted."""
+        """Return the bytes at the peak above `at_rest`: activations, buffers, padding. None if not counted."""
         return max(0, self.peak - self.at_rest) if self.peak and self.source != "rss" else None
 
 
@@ -284,7 +284,7 @@ class HealthRecord(Record):
 
 @dataclass(frozen=True)
 class EventRecord(Record):
-    """A switch, a checkpoint, a failure. event: "kind" and the fields of one of nbkit.records.events."""
+    """An event, such as a switch or a failure. event: "kind", and the fields of its class in nbkit.records.events."""
 
     kind: ClassVar[str] = "event"
     step: int
@@ -304,7 +304,7 @@ _ROWS: dict[str, type] = {
 }
 _FIELDS = {kind: tuple(column.name for column in fields(kind)) for kind in _KINDS.values()}
 _COLUMNS = {row: tuple(column.name for column in fields(row)) for row in _ROWS.values()}
-_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode  # json.dumps would make this object for each line
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode  # json.dumps would make an encoder for each line
 
 
 def to_line(record: Record) -> str:
@@ -323,7 +323,7 @@ def to_line(record: Record) -> str:
 def from_line(line: str | bytes) -> Record | None:
     """Return the record of a line.
 
-    Returns None if the line was cut short, or has a kind or format of another release.
+    Returns None if the line is incomplete, or if another release has written a kind or format that is unknown here.
     """
     try:
         values = json.loads(line)
@@ -345,7 +345,7 @@ def from_line(line: str | bytes) -> Record | None:
 
 
 def _short(value: Any) -> Any:
-    # Small numbers, learning rates among them, keep their digits; a second needs no picoseconds.
+    # Small numbers, such as learning rates, keep their digits. Seconds need no picoseconds.
     if not isinstance(value, float) or value != value or value == 0.0:
         return value
     return round(value, 7) if abs(value) >= 1e-3 else float(f"{value:.6g}")

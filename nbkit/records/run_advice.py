@@ -1,11 +1,10 @@
-"""Finds what costs a step the most, from records of all ranks. Pure: no torch, any process.
+"""Finds what costs the most time of a step, from the records of all ranks, without torch.
 
 `largest_loss` finds it from the bars of all ranks, and `reading` makes a sentence of it, with advice.
 
-`links` returns the delay of each link between two ranks of a pipeline, from one detailed step of all its ranks. A
-message is on its way after it was sent, and its receiver stands still after it has begun to wait. From the later of the
-two until the arrival, the transfer is not hidden by other work. Earlier waiting of the receiver is idle time of the
-schedule.
+`links` returns the delay of each link between two ranks of a pipeline, from one detailed step of all ranks. After a
+message was sent and its receiver has begun to wait, the rest of the transfer is not hidden by other work. An earlier
+wait of the receiver, before the message was sent, is idle time of the schedule.
 
 `differences` finds ranks that are behind, from their fingerprints (`delegating_group.fingerprint`).
 """
@@ -25,7 +24,7 @@ _TIMES_THE_REST = 3.0
 
 @dataclass(frozen=True)
 class PipelineLink:
-    """The messages of a step from one rank to another. seconds: for which the receiver stood still for transfers."""
+    """The messages of a step from one rank to another. seconds: for which the receiver was idle during transfers."""
 
     source: int
     target: int
@@ -35,10 +34,10 @@ class PipelineLink:
 
 
 def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = None) -> list[PipelineLink]:
-    """Return the links with messages, for each pair of ranks and direction, the one with the longest delay first.
+    """Return the links that have messages, one for each direction, the link with the longest delay first.
 
-    offsets: ns to add to a rank's times to get rank 0's (Header.offset_ns); default: all share a clock. Messages are
-    left out if one end is not in the records, or if nobody waited for them.
+    offsets: ns to add to a rank's times to get rank 0's (Header.offset_ns); default: all ranks share a clock. Messages
+    are left out if one end is not in the records, or if no rank waited for them.
     """
     shift = offsets or {}
     sent = {(rank, *key): call for rank, one in details.items() for key, call in _messages(one.calls, "send")}
@@ -48,7 +47,7 @@ def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = Non
             issued = sent.get((source, target, group, place))
             if issued is None or arrived.waited is None:
                 continue
-            # If the arrival was not recorded, it was at the end of the wait, or before.
+            # If the arrival was not recorded, it was at the end of the wait or earlier.
             done = arrived.done if arrived.done is not None else arrived.waited + arrived.blocked
             left = issued.issued + shift.get(source, 0)
             here = shift.get(target, 0)
@@ -62,13 +61,13 @@ def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = Non
 
 
 def slow_link(of: Iterable[PipelineLink], step: float, *, at_least: float = 0.05) -> PipelineLink | None:
-    """Return the link that takes `at_least` of a step of `step` seconds, and several times as long as the next one.
+    """Return the slowest link if it takes a share `at_least` of a step, and several times as long as the next one.
 
-    The next one is between two other ranks, since a slow link is mostly slow in both directions. With only two ranks it
-    is the other direction.
+    The next one is between two other ranks, since a slow link is usually slow in both directions. With only two ranks
+    it is the other direction. step: seconds of a step.
     """
     every = sorted(of, key=lambda link: -link.seconds)
-    # A link that takes longer than the step was measured in another, slower step.
+    # A link that takes longer than a whole step was measured in another, slower step.
     if not every or not at_least * step < every[0].seconds < step:
         return None
     ends = {every[0].source, every[0].target}
@@ -84,25 +83,25 @@ def _messages(calls: Iterable[TimedCall], op: str) -> Iterable[tuple[tuple[int, 
             yield (call.peer, call.group, call.place), call
 
 
-_AT_LEAST = 0.1  # of a step, for a part to be worth a word
-_NAMED = 3  # ranks; more are counted
+_AT_LEAST = 0.1  # the share of a step from which a part is mentioned
+_NAMED = 3  # up to this number, ranks are named; more are only counted
 _SHARED = ("exposed", "bubble", "data", "optimizer", "other")
 
 
 def largest_loss(of: Sequence[Bar], *, slow: PipelineLink | None = None) -> PipelineLink | Late | str:
-    """Return what costs the most: a slow link (see `slow_link`), a late rank, or a part of the step.
+    """Return what costs the most time: a slow link (see `slow_link`), a late rank, or a part of the step.
 
-    A part is the one that takes the most time besides compute, or "compute" if none takes much. A rank or link is not
-    named if all ranks would lose more to one part even without it. The late rank itself shows that: its bubble is what
-    would remain without its lateness.
+    The part is the one that takes the most time besides compute, or "compute" if none takes much. A rank or link is not
+    returned if every rank loses more time to one part anyway. The late rank itself shows this: it waits for no late
+    rank, so its bubble would remain.
     """
     if not of:
         return "compute"
     late = late_rank(of)
     least = {part: min(getattr(bar, part) for bar in of) for part in _SHARED}
     if slow is not None and (late is None or slow.seconds > late.seconds):
-        for_it = dict.fromkeys(("bubble", "exposed"), slow.seconds)  # where standing still for a link shows
-        # A bubble may be on some ranks alone. On average it is what the pipeline loses.
+        for_it = dict.fromkeys(("bubble", "exposed"), slow.seconds)  # the wait for a slow link is in these parts
+        # Only some ranks may have a bubble. The average is the loss of the pipeline.
         lost = least | {"bubble": fmean(bar.bubble for bar in of)}
         if slow.seconds >= max(seconds - for_it.get(part, 0.0) for part, seconds in lost.items()):
             return slow
@@ -120,10 +119,10 @@ def reading(
     slow: PipelineLink | None = None,
     alike: bool = True,
 ) -> str:
-    """Return a sentence on where the time of a step goes, and what to try. "" without bars.
+    """Return a sentence that says what takes the time of a step, and what to try. "" without bars.
 
-    slow: see `slow_link`. alike: ranks of one stage have equal shares of the work. Its numbers on a late rank are
-    lengths of parts in these bars, and their difference.
+    slow: see `slow_link`. alike: True if ranks of one stage have equal shares of the work. For a late rank, the numbers
+    are lengths of parts in these bars, and their difference.
     """
     whole = sum(bar.seconds for bar in of)
     if whole <= 0:
@@ -153,7 +152,7 @@ def reading(
     what, advice = _SPOKEN[loss], _ADVICE[loss]
     moved = [row for row in rows if row.op not in MESSAGES and row.bytes]
     if loss == "exposed" and moved:
-        longest = max(moved, key=lambda row: row.blocked)  # time hidden behind compute costs nothing
+        longest = max(moved, key=lambda row: row.blocked)  # time that compute hides costs nothing
         what = f"exposed {longest.op.replace('_', '-')} on {longest.axis}"
         advice = _EXPOSED.get(longest.axis, advice)
     return f"{share:.0%} of the step is {what}: {advice}"
@@ -171,7 +170,7 @@ def _plain(late: Late, step: float) -> str:
 
 
 def _why(late: Late, step: float) -> str:
-    """Return why a rank is late. Ranks with the same share of the work tell what makes its compute long."""
+    """Return why a rank is late. A comparison with ranks that have the same work tells why its compute is long."""
     if late.cause != "compute" or not late.twins:
         return _plain(late, step)
     several = len(late.twins) > 1
@@ -239,7 +238,7 @@ def differences(fingerprints: Sequence[Mapping[str, int]]) -> list[str]:
     """Return the differences between the ranks' fingerprints (index == rank); empty if all match.
 
     There is a line for each group whose members issued different numbers of collectives, and for each pair of ranks
-    with a send that nobody received, or a receive that nobody sent.
+    with a send that was not received, or a receive without a send.
     """
     lines = []
     transfers: dict[str, dict[str, int]] = {"sent": {}, "received": {}}
@@ -258,7 +257,7 @@ def differences(fingerprints: Sequence[Mapping[str, int]]) -> list[str]:
 
 
 def _unmatched(sent: Mapping[str, int], received: Mapping[str, int]) -> list[str]:
-    # A receive from "any" can take messages of any pair, so such a destination is compared in total.
+    # A receive from "any" can take messages of any pair, so the totals of such a destination are compared.
     anyone = {key.replace("any->", "*->") for key in received if ": any->" in key}
 
     def totals(counts: Mapping[str, int]) -> dict[str, int]:

@@ -77,7 +77,7 @@ def layout() -> dict[str, Any]:
         },
         "Experts": {
             "tokens that the experts of a rank compute": ["Multiline", [f"^{EXPERTS}$"]],
-            "most tokens of a rank / mean of the ranks": ["Multiline", [f"^{IMBALANCE}$"]],
+            "most tokens of a rank in each layer / mean of the ranks": ["Multiline", [f"^{IMBALANCE}$"]],
             "tokens of each expert": ["Multiline", [f"^{EXPERTS}/"]],
         },
         "Memory": {"bytes of a rank": ["Multiline", ["^memory/"]]},

@@ -1,7 +1,7 @@
-"""Pipeline schedules: the operations of each rank on each micro-batch, in order. Pure arithmetic, no torch.
+"""Pipeline schedules: the operations of each rank on each micro-batch, in order. This package does not need torch.
 
-`Schedule.of("zbv", ranks=4, microbatches=8)` gives the lists of operations that the executor follows and that
-`simulate` turns into a planned timeline. `register("mine", build)` adds a schedule of your own.
+`Schedule.of("zbv", ranks=4, microbatches=8)` returns the lists of operations that the executor follows. `simulate`
+makes a timeline from them. `register("mine", build)` adds a schedule of your own.
 """
 
 from nbkit.schedules.builtin import BUILT_IN

@@ -1,15 +1,14 @@
-"""The schedules that nbkit brings: GPipe, 1F1B, interleaved 1F1B, two zero-bubble schedules, and DualPipeV.
+"""The schedules that come with nbkit: GPipe, 1F1B, interleaved 1F1B, two zero-bubble schedules, and DualPipeV.
 
-A list stays valid if all operations of some micro-batches are removed: nothing else waits for them. So a rule that
-needs a multiple of the ranks, or at least twice as many micro-batches as ranks, is asked for more micro-batches than
-there are, and the rest is dropped.
+A list stays valid if all operations of some micro-batches are removed, because no other operation waits for them. Some
+rules need a multiple of the ranks, or at least twice as many micro-batches as ranks. They make lists for more
+micro-batches than there are, and drop the surplus.
 
 Zero-bubble schedules split a backward pass: the gradients of weights fill the time in which a rank would wait.
-Qi et al. 2023 (arXiv 2401.10241, ZB) and 2024 (arXiv 2405.15362, ZB-V) write these lists by hand or find them with
-an integer program. Here a greedy scheduler on a grid of equal costs makes them: a free rank takes an input
-gradient that is ready, else a forward while it holds fewer than `limit` activations, else a weight gradient. It tries
-the orders of stages, and the limits, one after the other, until the last rank is never idle once its first forward can
-begin. No list can be better than that.
+Qi et al. 2023 (arXiv 2401.10241, ZB) and 2024 (arXiv 2405.15362, ZB-V) write these lists by hand, or find them with
+an integer program. Here a greedy scheduler makes them, on a grid of equal costs. A free rank takes an input gradient
+that is ready, else a forward if it holds fewer than `limit` activations, else a weight gradient. The scheduler tries
+different limits and orders of stages, until the last rank is never idle after its first forward. No list can be better.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from nbkit.schedules.schedule import Kind, Op, names, rank_of, register
 
 
 def gpipe(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
+    """Return all forwards, followed by all backwards (Huang et al. 2019, arXiv 1811.06965)."""
     forwards = [Op("F", rank, micro) for micro in range(microbatches)]
     return forwards + [Op("B", rank, micro) for micro in range(microbatches)]
 
 
 def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return each backward as soon as possible, so that rank r holds at most ranks - r activations.
+    """Return each backward as soon as possible, so that rank r of n holds activations of at most n - r micro-batches.
 
-    PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.
+    This is PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.
     """
     warm = min(microbatches, ranks - rank - 1)
     forwards = [Op("F", rank, micro) for micro in range(microbatches)]
@@ -41,10 +40,10 @@ def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
 
 
 def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
-    """Return 1F1B with several stages on each rank, stage s on rank s mod ranks. The bubble is that many times smaller.
+    """Return 1F1B with `stages_per_rank` stages on each rank: stage s is on rank s mod ranks.
 
-    Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2: groups of `ranks` micro-batches pass one stage of this
-    rank after the other.
+    Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2: a group of `ranks` micro-batches passes the stages of
+    this rank in turn, then the next group does.
     """
     groups = -(-microbatches // ranks)
     forwards, backwards = [], []
@@ -58,10 +57,10 @@ def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) 
 
 
 def dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return stages r and 2 ranks - 1 - r on each rank, whose forwards and backwards alternate.
+    """Return DualPipeV: stages r and 2 ranks - 1 - r are on rank r, and their forwards and backwards alternate.
 
     These are the eight steps of DeepSeek's DualPipeV, the "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe).
-    There a forward and a backward run side by side; here they run one after the other.
+    DeepSeek runs a forward and a backward at the same time; here they run one after the other.
     """
     return [op for op in _dualpipev(ranks, max(microbatches, 2 * ranks), rank) if op.micro < microbatches]
 
@@ -96,7 +95,7 @@ def _dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
         do("B", 1)
         do("F", 1)
         do("B", 0)
-    # In the last backwards of the pipeline, the second half leaves the gradients of weights for later.
+    # In the second half of the last backwards, the gradients of weights are left for later.
     endings = [half for _ in range(rank + 1) for half in (1, 0)]
     for number, half in enumerate(endings):
         do("I" if number > rank else "B", half)
@@ -107,30 +106,27 @@ def _dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
 
 
 def _one_by_one(forwards: list[Op], backwards: list[Op], warm: int) -> list[Op]:
-    """Return `warm` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    """Return `warm` forwards, then forwards and backwards in turn, then the remaining backwards."""
     steady = chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
     return [*forwards[:warm], *steady, *backwards[len(forwards) - warm :]]
 
 
 def zb(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
-    """Return a zero-bubble schedule, stages r, r + ranks, ... on each rank. Gradients of weights fill the gaps.
-
-    Qi et al. 2023, ZB.
-    """
+    """Return a zero-bubble schedule with stages r, r + ranks, ... on rank r (Qi et al. 2023, ZB)."""
     return zero_bubble(ranks, microbatches, stages_per_rank, v_shaped=False)[rank]
 
 
 def zbv(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return a zero-bubble schedule in a V: stages r and 2 ranks - 1 - r on each rank (Qi et al. 2024, ZB-V)."""
+    """Return a zero-bubble schedule in a V: stages r and 2 ranks - 1 - r are on rank r (Qi et al. 2024, ZB-V)."""
     return zero_bubble(ranks, microbatches, 2, v_shaped=True)[rank]
 
 
 @lru_cache(maxsize=64)
 def zero_bubble(ranks: int, microbatches: int, stages_per_rank: int, *, v_shaped: bool) -> list[list[Op]]:
-    """Return the lists of all ranks.
+    """Return the list of each rank.
 
-    A rank holds `stages_per_rank` x `ranks` activations at once (as 1F1B's first rank does), and up to `ranks` more if
-    that ends earlier. Raises StrategyError if no schedule is found, which would be a bug here.
+    A rank holds at most `stages_per_rank` x `ranks` activations at once (like the first rank of 1F1B), and up to
+    `ranks` more if the schedule then ends earlier. Raises StrategyError if no schedule is found, which would be a bug.
     """
     ideal = 3 * stages_per_rank * microbatches + ranks - 1
     least: tuple[int, list[list[Op]]] | None = None
@@ -150,7 +146,7 @@ def zero_bubble(ranks: int, microbatches: int, stages_per_rank: int, *, v_shaped
 
 
 class _Grid:
-    """A greedy scheduler with ticks of equal length. In each tick a rank does one operation or none."""
+    """A greedy scheduler with ticks of equal length. In each tick, a rank does one operation or none."""
 
     def __init__(
         self,
@@ -170,14 +166,14 @@ class _Grid:
             placed[rank_of(stage, ranks, v_shaped=v_shaped)].append(stage)
         self.forward_order = [sorted(stages, reverse=late_forward) for stages in placed]
         self.backward_order = [sorted(stages, reverse=late_backward) for stages in placed]
-        # Micro-batches that have passed each stage. Those of the current tick count from the next tick on.
+        # The number of micro-batches that have passed each stage before the current tick.
         self.forwards, self.backwards = [0] * num_stages, [0] * num_stages
         self.weights: list[deque[Op]] = [deque() for _ in range(ranks)]
         self.held = [0] * ranks
         self.ops: list[list[Op]] = [[] for _ in range(ranks)]
 
     def run(self, below: int) -> int | None:
-        """Return the tick at which everything is done, or None if that is not before `below`."""
+        """Return the tick at which all operations are done, or None if that is not before tick `below`."""
         left = 3 * self.microbatches * len(self.forwards)
         for tick in range(below):
             if not left:
@@ -223,7 +219,7 @@ class _Grid:
             self.held[rank] -= 1
 
 
-# Not checked at each import: tests/schedules checks these.
+# Do not check these at each import. tests/schedules checks them.
 register("gpipe", gpipe, check=False)
 register("1f1b", one_f_one_b, check=False)
 register("interleaved", interleaved, stages_per_rank=2, check=False)

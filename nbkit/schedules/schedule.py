@@ -22,7 +22,8 @@ Kind = Literal["F", "B", "I", "W"]
 class Op(NamedTuple):
     """An operation on one micro-batch at one stage.
 
-    kind: F forward, B whole backward, I gradient of the stage's input, W gradients of its weights (B = I then W).
+    kind: F is a forward, B a whole backward, I the gradient of the stage's input, W the gradients of its weights. B is
+    I followed by W.
     """
 
     kind: Kind
@@ -39,7 +40,7 @@ class Op(NamedTuple):
 
 
 def before(op: Op, num_stages: int, *, split: bool) -> tuple[Op, ...]:
-    """Return the operations that must come before `op`. split: the stage after this one has I and W instead of B."""
+    """Return the operations that must come before `op`. split: True if the next stage has I and W instead of B."""
     kind, stage, micro = op
     if kind == "F":
         return (Op("F", stage - 1, micro),) if stage else ()
@@ -81,7 +82,7 @@ class ScheduleType:
 
     @cached_property
     def holds_all(self) -> bool:
-        """Return True if more micro-batches mean more activations at once, as in GPipe."""
+        """Return True if a rank holds more activations at once with more micro-batches, as in GPipe."""
         few, many = (Schedule.of(self.name, 2, microbatches) for microbatches in (8, 12))
         return most_held(many) > most_held(few)
 
@@ -92,7 +93,7 @@ class ScheduleType:
 
 _types: dict[str, ScheduleType] = {}
 built_in: tuple[str, ...] = ()
-"""The names of nbkit's own schedules, which cannot be replaced; builtin.py sets it."""
+"""The names of nbkit's own schedules, which cannot be replaced. builtin.py sets this."""
 _CHECKED = [(ranks, microbatches) for ranks in (2, 3, 4) for microbatches in (1, 2, 3, ranks, 2 * ranks + 1)]
 
 
@@ -183,10 +184,10 @@ def type_of(name: str) -> ScheduleType:
 
 
 def checked_sizes(name: str, ranks: int, microbatches: int) -> list[Schedule]:
-    """Return a user's schedule for `microbatches` and, as for a short last batch, for fewer; [] for nbkit's own.
+    """Return a user's schedule for `microbatches`, and for all smaller numbers; [] for one of nbkit's own.
 
-    Of more than 31 micro-batches only `microbatches` itself is among them: a short batch is looked at when it comes.
-    Raises StrategyError if one of them is wrong.
+    A short last batch of an epoch has fewer micro-batches. If there are more than 31, only `microbatches` itself is
+    checked here, and a short batch when it comes. Raises StrategyError if one of the schedules is wrong.
     """
     if type_of(name).is_built_in:
         return []
@@ -194,7 +195,7 @@ def checked_sizes(name: str, ranks: int, microbatches: int) -> list[Schedule]:
 
 
 def registered() -> list[ScheduleType]:
-    """Return the schedules that users have registered. A new rank needs them too."""
+    """Return the schedules that users have registered, since a new rank needs them too."""
     return [each for each in _types.values() if not each.is_built_in]
 
 
@@ -207,7 +208,7 @@ def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
 class Schedule:
     """The operations of every rank of a pipeline, in order.
 
-    name: one of `names()`. ranks: of the pipeline. virtual: stages on each rank. ops: the list of each rank.
+    name: one of `names()`. ranks: ranks of the pipeline. virtual: stages on each rank. ops: one list for each rank.
     """
 
     name: str
@@ -218,7 +219,7 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, ranks: int, microbatches: int, virtual: int | None = None) -> Schedule:
-        """Return the schedule of that name. virtual: stages on each rank, if the schedule takes any number.
+        """Return the schedule of that name. virtual: stages on each rank, if the schedule can have any number.
 
         Any number of micro-batches >= 1 is allowed. Raises StrategyError for an unknown name, and for a number of
         stages that the schedule cannot have.
@@ -241,12 +242,12 @@ class Schedule:
         return _made(name, ranks, microbatches, virtual)
 
     def with_microbatches(self, microbatches: int) -> Schedule:
-        """Return the same schedule for another number of micro-batches, such as those of a short last batch."""
+        """Return the same schedule for another number of micro-batches, such as that of a short last batch."""
         return Schedule.of(self.name, self.ranks, microbatches, self.virtual)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Return the number of stages of the whole pipeline."""
         return self.ranks * self.virtual
 
     @property
@@ -260,21 +261,21 @@ class Schedule:
         return any(op.kind == "I" for ops in self.ops for op in ops)
 
     def rank_of(self, stage: int) -> int:
-        """The rank of the pipeline that holds `stage`."""
+        """Return the rank of the pipeline that holds `stage`."""
         return rank_of(stage, self.ranks, v_shaped=self.v_shaped)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` holds, in the order in which a micro-batch passes them."""
+        """Return the stages that `rank` holds, in the order in which a micro-batch passes them."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
 
 def most_held(schedule: Schedule) -> int:
-    """Return the largest number of activations that a rank holds at once. Each stage of a micro-batch counts."""
+    """Return the largest number of activations that any rank holds at once. Each stage of a micro-batch counts."""
     return max(peak_of(ops) for ops in schedule.ops)
 
 
 def peak_of(ops: Sequence[Op]) -> int:
-    """Return the largest number of activations that a rank holds at once, from F to the end of B or W."""
+    """Return the largest number of activations held at once by a rank with these operations: from F to B or W."""
     held = peak = 0
     for op in ops:
         held += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
@@ -285,7 +286,8 @@ def peak_of(ops: Sequence[Op]) -> int:
 def check_lists(schedule: Schedule) -> None:
     """Raise StrategyError if the lists are wrong.
 
-    An operation is missing, twice, or on the wrong rank, or the ranks would wait for each other for ever.
+    This is so if an operation is missing, twice there, or on the wrong rank, or if the ranks would wait for each other
+    forever.
     """
     split = check_complete(schedule)
     done: set[Op] = set()
@@ -304,7 +306,7 @@ def check_lists(schedule: Schedule) -> None:
 
 
 def check_done(schedule: Schedule, done: Sequence[int]) -> None:
-    """Raise StrategyError if a rank could not do all its operations. done: how many each rank could do."""
+    """Raise StrategyError if a rank could not do all its operations. done: the number that each rank could do."""
     counts = enumerate(zip(done, schedule.ops, strict=True))
     stuck = [f"rank {rank} before {ops[n].in_words}" for rank, (n, ops) in counts if n < len(ops)]
     if stuck:
@@ -320,7 +322,7 @@ def _sizes(schedule: Schedule) -> str:
 def check_complete(schedule: Schedule) -> set[tuple[int, int]]:
     """Return the pairs (stage, micro) whose backward is split.
 
-    Raises StrategyError if an operation is missing, twice, or on the wrong rank.
+    Raises StrategyError if an operation is missing, twice there, or on the wrong rank.
     """
     seen: set[Op] = set()
     for rank, ops in enumerate(schedule.ops):
@@ -363,7 +365,7 @@ def _made(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
 
 
 def _list_of(kind: ScheduleType, ranks: int, microbatches: int, rank: int, more: dict[str, int]) -> tuple[Op, ...]:
-    """Return the list of a user's schedule for one rank. Raises StrategyError if it gives none."""
+    """Return the list of a user's schedule for one rank. Raises StrategyError if `build` does not return one."""
     called = f"build({ranks}, {microbatches}, {rank})"
     hint = "def build(ranks, microbatches, rank): return [Op('F', rank, 0), Op('B', rank, 0), ...]"
     try:

@@ -1,10 +1,10 @@
-"""Simulates a schedule with given costs of its stages, and plans the order in which a pipeline generates.
+"""Simulates a schedule with given costs of its stages, and plans the order in which a pipeline generates tokens.
 
-`simulate` returns when each operation begins and ends, or fails if the schedule cannot run.
+`simulate` returns the times at which each operation begins and ends. It fails if the schedule cannot run.
 
-`token_rounds` is the order for generation. A sequence enters the first stage again when the last stage has its token.
-Sequences follow one another through the stages. As many sequences as stages keep every rank busy; with only one, each
-rank waits for all others.
+`token_rounds` returns the order for generation. A sequence enters the first stage again when the last stage has made
+its token. Sequences follow one another through the stages. If there are as many sequences as stages, every rank is
+busy. With only one sequence, each rank waits for all others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Cost = float | Sequence[float]
 
 
 class OpTime(NamedTuple):
-    """An operation and its time, in the unit of the costs."""
+    """An operation with the times at which it starts and stops, in the unit of the costs."""
 
     op: Op
     start: float
@@ -29,10 +29,11 @@ class OpTime(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """A simulated schedule: when each operation runs. spans, idle, peak: one entry for each rank.
+    """The result of a simulation. makespan: the time of the last end. spans, idle, peak: one entry for each rank.
 
-    idle: the share of the makespan in which the rank does nothing. peak: the most micro-batches whose activations
-    it held at once, counted for each of its stages, from F to the end of B or W.
+    spans: its operations with their times. idle: the share of the makespan in which the rank does nothing. peak: the
+    largest number of activations that it holds at once. One counts for each stage and micro-batch, from F to the end of
+    B or W.
     """
 
     spans: tuple[tuple[OpTime, ...], ...]
@@ -42,7 +43,7 @@ class ScheduleTimeline:
 
     @property
     def bubble(self) -> float:
-        """Mean share of the time in which a rank is idle."""
+        """Return the share of the time in which a rank is idle, averaged over the ranks."""
         return sum(self.idle) / len(self.idle)
 
 
@@ -54,10 +55,11 @@ def simulate(
     backward_weight: Cost = 1.0,
     transfer: float = 0.0,
 ) -> ScheduleTimeline:
-    """Run the lists as the executor does: sends never block, a receive waits.
+    """Return the times at which operations run if the executor follows the lists: sends never block, receives wait.
 
-    Costs: one number, or one for each stage; a B costs input plus weight. transfer: between two ranks, same unit.
-    Raises StrategyError when an operation is missing or doubled, or when the ranks would wait for each other.
+    forward, backward_input, backward_weight: one cost, or one for each stage; a B costs the sum of the last two.
+    transfer: the time of a message between two ranks, in the same unit. Raises StrategyError if an operation is missing
+    or doubled, or if the ranks would wait for each other forever.
     """
     num_stages = schedule.num_stages
     costs = {"F": _each(forward, num_stages), "I": _each(backward_input, num_stages)}
@@ -96,11 +98,11 @@ def _each(cost: Cost, num_stages: int) -> list[float]:
 def token_rounds(schedule: Schedule, sequences: int, rounds: int) -> tuple[tuple[Op, ...], ...]:
     """Return the forwards of each rank. Micro-batch n is round n // sequences of sequence n % sequences.
 
-    schedule: says which rank holds which stage. All stages are taken to need equal time. Of the operations that could
-    run, a rank takes the one nearest to a token. Every stage takes micro-batches in the order of their numbers.
+    schedule: determines which rank holds which stage. All stages are assumed to take equal time. Of the operations that
+    could run, a rank chooses the one at the last stage. Every stage takes micro-batches in the order of their numbers.
     """
     last, total = schedule.num_stages - 1, sequences * rounds
-    done = [0] * (last + 1)  # micro-batches that have passed each stage
+    done = [0] * (last + 1)  # number of micro-batches that have passed each stage
     lists: list[list[Op]] = [[] for _ in range(schedule.ranks)]
     while done[last] < total:
         before = list(done)

@@ -20,7 +20,7 @@ class CSV:
 
     The columns are step, loss, lr, grad_norm, tokens_per_second, samples_per_second, step_seconds, memory_bytes,
     memory_peak_bytes, strategy, event and logged. `event` has the text of a row that is not a step. `logged` has values
-    that the loop logs, as "name=value". Each row is on disk when the next one is written.
+    that the loop logs, as "name=value". Each row is flushed as soon as it is written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -28,7 +28,7 @@ class CSV:
         self._file: IO[str] | None = None
 
     def open(self, run: dict[str, Any]) -> None:
-        """Open the file, with the names of the columns in its first line."""
+        """Open the file. The first line of a new file has the names of the columns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", newline="", encoding="utf-8")
         self._rows = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")

@@ -1,4 +1,4 @@
-"""What an event tells a tracker: the numbers of a step, or a line of text."""
+"""Turns an event into something that a tracker can log: the numbers of a step, or a line of text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _NOT_TOLD = ("kind", "step", "seconds", "tokens", "samples")
 def numbers(event: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a step by name; {} for other events.
 
-    They are what the step's entry of `history` has (loss, lr, grad_norm, what the loop logs, ...), and: step_seconds;
-    tokens_per_second and samples_per_second, of all ranks together; memory_bytes and memory_peak_bytes, of rank 0: on
-    its device, or of its process if that is the CPU.
+    They are the numbers of the step's entry of `history` (loss, lr, grad_norm, values that the loop logs, ...), and:
+    step_seconds; tokens_per_second and samples_per_second, of all ranks together; memory_bytes and memory_peak_bytes,
+    of rank 0's device, or of its process if it computes on the CPU.
     """
     if event["kind"] != StepDone.kind:
         return {}
-    # Importing it earlier would load torch in the notebook's process too.
+    # An import at the top would load torch in the notebook's process too.
     from nbkit.rank.device import accelerator
     from nbkit.rank.telemetry.health import bytes_held
     from nbkit.rank.world import world

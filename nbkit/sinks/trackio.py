@@ -16,7 +16,7 @@ class Trackio:
 
     def __init__(self, project: str = "nbkit", **options: Any) -> None:
         require("trackio")
-        # A rank has no page that a dashboard could be put into.
+        # A rank has no page in which a dashboard could be shown.
         self.options = {"project": project, "embed": False, **options}
         self._run: Any = None
 

@@ -11,6 +11,7 @@ from nbkit.techniques.bucket import BucketKey
 from nbkit.techniques.compress import CompressKey
 from nbkit.techniques.ep import ExpertsKey
 from nbkit.techniques.exchange import GradientExchange
+from nbkit.techniques.experts import MovedExpertsKey
 from nbkit.techniques.key import AnyStrategy, GradientKey, Key, whole_number
 from nbkit.techniques.microbatches import MicrobatchesKey
 from nbkit.techniques.mine import Judgement, MineKey, class_in, in_full, judge_schedule, use
@@ -37,6 +38,7 @@ from nbkit.techniques.sync_every import SyncEveryKey
 
 for _key in (  # in the order in which a strategy is spelled
     ExpertsKey(),
+    MovedExpertsKey(),
     ScheduleKey(),
     MicrobatchesKey(),
     OrderKey(),

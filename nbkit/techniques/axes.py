@@ -1,7 +1,7 @@
-"""The axes of a strategy: what each of them splits, and with which others it can be composed.
+"""The axes of a strategy: what each axis splits, and with which other axes it can be composed.
 
-Two axes can be composed only if each of them names the other. So a new axis begins as one entry here, and one degree in
-nbkit/mesh.py and nbkit/strategy.py. Every other axis refuses it until its own entry names it.
+Two axes can be composed only if each of them names the other. So a new axis begins as an entry here, and as a degree in
+nbkit/mesh.py and nbkit/strategy.py. Every other axis refuses it until its own entry names the new axis.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nbkit.errors import StrategyError
 class Axis:
     """An axis of the mesh.
 
-    technique: how a training is split along it. splits: what its ranks divide. goes_with: the axes that it can be
-    composed with. missing: why ranks cannot run the axis yet; "" if they can.
+    technique: the name of the technique. splits: what its ranks divide. goes_with: the axes with which it can be
+    composed. missing: why ranks cannot run the axis yet; "" if they can.
     """
 
     name: str
@@ -57,7 +57,7 @@ DEGREES: Mapping[str, Axis] = {axis.name: axis for axis in _KNOWN}
 
 @lru_cache(maxsize=256)
 def refuse_axes(degrees: tuple[tuple[str, int], ...]) -> None:
-    """Raise StrategyError if axes of these degrees cannot be composed."""
+    """Raise StrategyError if axes with these degrees cannot be composed."""
     split = {axis: degree for axis, degree in degrees if degree > 1}
     for axis in split:
         DEGREES[axis].refuse(split)

@@ -1,4 +1,4 @@
-"""bucket=25M: bytes of gradients in one message. The sums are the same."""
+"""bucket=25M: the bytes of gradients that are sent in one message. The sums do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 class BucketKey(GradientKey):
-    """A number of bytes, also as 25M or 1G. zero=3 has no buckets."""
+    """A number of bytes, which can be written as 25M or 1G. zero=3 has no buckets."""
 
     name = "bucket"
     neutral = BUCKET

@@ -1,4 +1,4 @@
-"""compress=int8: gradients travel in fewer bytes, and their sums are off within a bound."""
+"""compress=int8: gradients are rounded to fewer bytes before they are sent. The error of their sums has a bound."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from nbkit.techniques.key import AnyStrategy, GradientKey
 
 FORMATS = ("bf16", "int8")
 BLOCK = 512
-"""Elements that share one float32 scale under compress=int8."""
+"""The number of elements that share one float32 scale under compress=int8."""
 
 
 class CompressKey(GradientKey):
-    """bf16 or int8."""
+    """The format in which gradients are sent: bf16 or int8."""
 
     name = "compress"
     suggestions: ClassVar[Sequence[str]] = FORMATS
@@ -46,6 +46,6 @@ class CompressKey(GradientKey):
         sent = replace(exchange, operations=("all_to_all", "all_gather"))
         if value == "bf16":
             return replace(sent, bytes_per_element=2.0)
-        # Rounding errors are kept: those of a rank's gradients, and those of the sums that it makes.
+        # Each rank keeps the rounding errors of its gradients, and of the part of the sums that it makes.
         kept = exchange.kept + 1 + 1 / strategy.degree("dp")
         return replace(sent, bytes_per_element=1 + 4 / BLOCK, kept=kept)

@@ -1,8 +1,8 @@
 """ep=2: the experts of a mixture are spread over the ranks of each group of 2 along dp.
 
-A rank holds its experts' weights, gradients and optimizer state. All other parameters are as dp (and zero=) leave them.
-Each layer sends a token to the ranks that hold its experts, and gets their outputs back. The torch half is in
-nbkit/rank/parallel/experts/.
+A rank holds the weights, gradients and optimizer state of its own experts. All other parameters are handled as by dp
+(and zero=) alone. Each layer sends a token to the ranks that hold the token's experts, and gets their outputs back. The
+torch half is in nbkit/rank/parallel/experts/.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exchange of gradients between ranks that hold all of them, from which the planner computes its cost."""
+"""Describes how ranks that hold whole gradients exchange them. The planner computes the cost from this."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
-"""Default bytes of the first bucket, which should leave early, and of the other buckets."""
+"""Default bytes of the first bucket, which should be sent early, and of the other buckets."""
 _FP32 = 4
 
 
@@ -14,10 +14,10 @@ _FP32 = 4
 class GradientExchange:
     """Describes how ranks that hold whole gradients exchange them.
 
-    bucket: bytes of gradients in one message; zero 1 and 2 have such buckets too. operations: those that each bucket
-    takes, one after the other. bytes_per_element: on the wire; None for the gradients' own format. every: steps between
-    two exchanges; if it is more than 1, weights are averaged and no gradients are sent. kept: bytes that a rank keeps
-    from step to step, as a share of the bytes of its gradients.
+    bucket: bytes of gradients in one message; zero 1 and 2 also use such buckets. operations: the collectives for each
+    bucket, one after the other. bytes_per_element: bytes of an element when it is sent; None for the gradients' own
+    format. every: steps between two exchanges; if it is more than 1, weights are averaged and no gradients are sent.
+    kept: bytes that a rank keeps from step to step, as a multiple of the bytes of its gradients.
     """
 
     bucket: int = BUCKET
@@ -28,7 +28,7 @@ class GradientExchange:
 
     @property
     def is_sum(self) -> bool:
-        """Return True if it is one all-reduce, which can have two levels over several nodes."""
+        """Return True if it is a single all-reduce, which can have two levels over several nodes."""
         return self.operations == ("all_reduce",)
 
     @property
@@ -37,9 +37,9 @@ class GradientExchange:
         return 1.0 if self.bytes_per_element is None else self.bytes_per_element / _FP32
 
     def per_step(self, elements: float, gradients: float, weights: float) -> Iterator[tuple[str, int, str]]:
-        """Yield (operation, bytes, what is sent) of a step.
+        """Yield (operation, bytes, name of the data) for each operation of a step.
 
-        elements: that a rank trains. gradients, weights: their bytes in their own formats.
+        elements: the number that a rank trains. gradients, weights: their bytes in their own formats.
         """
         if self.every > 1:
             yield "all_reduce", round(weights / self.every), "weights, averaged now and then"
@@ -50,7 +50,7 @@ class GradientExchange:
             yield operation, round(size), what
 
     def buckets(self, sizes: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the buckets that are made of gradients: lists of bytes, in the order of backward.
+        """Yield the buckets for gradients of these sizes, in the order of backward: a list of sizes for each bucket.
 
         See `chunks` in nbkit/rank/parallel/data_parallel/buckets.py.
         """

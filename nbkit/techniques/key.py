@@ -1,4 +1,4 @@
-"""The base classes of keys: what a key has to say about itself, and what it may leave out."""
+"""The base classes of keys: what a key has to define, and what it can leave out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbkit.techniques.registry import key_of, names, spelled
 
 
 class AnyStrategy(Protocol):
-    """The view that a key has of the strategy that it is part of; see nbkit.strategy.Strategy."""
+    """The part of a strategy that its keys can use; see nbkit.strategy.Strategy."""
 
     def degree(self, axis: str) -> int:
         """Return the number of ranks along `axis`: "dp", "tp", "pp" or "cp"."""
@@ -23,11 +23,11 @@ class AnyStrategy(Protocol):
 
     @property
     def zero(self) -> int:
-        """Return what the data axis shards, 0 to 3."""
+        """Return the ZeRO stage of the data axis, 0 to 3."""
 
     @property
     def shard(self) -> int:
-        """Return the ranks of a sharding group; dp without hsdp."""
+        """Return the number of ranks of a sharding group. Without hsdp it is dp."""
 
     @property
     def ep(self) -> int:
@@ -43,12 +43,12 @@ class AnyStrategy(Protocol):
 
 
 class Key:
-    """A key of a strategy: how its value is written, what it goes with, and what it costs.
+    """A key of a strategy: how its value is written, with what it can be combined, and what it costs.
 
-    name: the word before the `=`. neutral: the value that changes nothing, and that the key has if it is not given.
-    same: why the neutral value, if it is given, has no effect. suggestions: values that the planner tries where a step
-    waits for its link. engine: the torch half of a GradientKey, a function or its place as
-    "package.module:function"; see `ReplicaSetup` in nbkit/rank/parallel/data_parallel/ddp.py. None if there is none.
+    name: the word before the `=`. neutral: the value that changes nothing; the key has it if it is not given. same: why
+    the neutral value has no effect if it is given. suggestions: values that the planner tries if a step waits for its
+    link. engine: the torch half of a GradientKey: a function, or its place as "package.module:function"; None if there
+    is none. See `ReplicaSetup` in nbkit/rank/parallel/data_parallel/ddp.py.
     """
 
     name: ClassVar[str]
@@ -59,14 +59,14 @@ class Key:
     is_field: ClassVar[bool] = False
     """True if Strategy has a field of this name, because the planner and the ranks read the value in many places."""
     rehearsed: ClassVar[bool] = False
-    """True if the step that proves a strategy before it trains is made with this key."""
+    """True if the step that tests a strategy before the training uses this key."""
 
     def parse(self, text: str) -> Any:
-        """Return the value that `text` means. It must be hashable. Raises StrategyError if it means none."""
+        """Return the value that `text` means. It must be hashable. Raises StrategyError for an invalid text."""
         raise NotImplementedError
 
     def spell(self, value: Any) -> str:
-        """Return the text that `parse` reads as `value`."""
+        """Return the text from which `parse` makes `value`."""
         return str(value)
 
     def word(self, value: Any) -> str:
@@ -74,33 +74,33 @@ class Key:
         return f"{self.name}={self.spell(value)}"
 
     def refuse(self, value: Any, strategy: AnyStrategy) -> None:
-        """Raise StrategyError if `value`, which is not neutral, cannot be part of `strategy`."""
+        """Raise StrategyError if `value` cannot be part of `strategy`. It is not called for the neutral value."""
 
     def no_effect(self, value: Any, strategy: AnyStrategy) -> str:
-        """Return why `value`, which is not neutral, changes nothing in `strategy`; "" if it changes something.
+        """Return why `value` changes nothing in `strategy`; "" if it changes something.
 
-        The result ends the sentence "order=dp has no effect because dp is 1".
+        The result ends the sentence "order=dp has no effect because dp is 1". It is not called for the neutral value.
         """
         return ""
 
     def settle(self, value: Any, strategy: AnyStrategy) -> Any:
-        """Return the value that is used in place of `value`. A key that is a field may replace the neutral one."""
+        """Return the value to use instead of `value`. A key that is a field may also replace the neutral value."""
         return value
 
     def deviation(self, value: Any) -> tuple[str, str] | None:
-        """Return how a training differs from that of one process, and by how much; None if it does not."""
+        """Return how a training differs from one in a single process, and by how much; None if it does not differ."""
         return None
 
     def exchange(self, value: Any, exchange: GradientExchange, strategy: AnyStrategy) -> GradientExchange:
-        """Return how gradients are exchanged with `value`. exchange: how they are without it."""
+        """Return how gradients are exchanged with `value`. exchange: how they are exchanged without it."""
         return exchange
 
 
 class GradientKey(Key):
-    """A key about what data parallel ranks send each other. It is refused where there is only one such rank.
+    """A key about the messages between data parallel ranks. It is refused if there is only one such rank.
 
-    needs_whole: the key needs ranks that hold the whole model and its whole gradients in each step. A key with a torch
-    half does, and a strategy has at most one such key.
+    needs_whole: True if ranks must hold the whole model and its whole gradients in each step. This is so for a key with
+    a torch half. A strategy can have at most one of these.
     """
 
     needs_whole: ClassVar[bool] = True
@@ -133,7 +133,7 @@ class GradientKey(Key):
         self.refuse_others(value, strategy)
 
     def refuse_others(self, value: Any, strategy: AnyStrategy) -> None:
-        """Raise StrategyError if an earlier key of the strategy has a torch half too."""
+        """Raise StrategyError if another key of the strategy also has a torch half."""
         before = [key_of(name) for name in names()[: names().index(self.name)] if name in strategy.settings]
         for other in before:
             if self.engine is not None and other.engine is not None:
@@ -151,7 +151,7 @@ def _needs_whole(name: str) -> bool:
 
 
 def whole_number(key: str, text: str, *, least: int = 1, what: str = "") -> int:
-    """Return the whole number that `text` is. Raises StrategyError if it is none, or less than `least`."""
+    """Return `text` as a whole number. Raises StrategyError if it is none, or less than `least`."""
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         what = what or f"a value of {key}"
         raise StrategyError(

@@ -1,4 +1,4 @@
-"""microbatches=8: how many parts of a rank's rows flow through a pipeline, one behind the other."""
+"""microbatches=8: the number of parts of a rank's rows that pass through a pipeline, one after the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
 class MicrobatchesKey(Key):
-    """A whole number; twice the ranks of a pipeline if it is not given. Without a pipeline there is none."""
+    """A whole number. The default is twice the ranks of the pipeline. Without a pipeline there is none."""
 
     name = "microbatches"
     is_field = True

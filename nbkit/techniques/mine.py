@@ -1,6 +1,6 @@
-"""mine=ddp: a class of your own does what nbkit's data parallelism, ZeRO-1 or split linear maps do.
+"""mine=ddp: a class of your own does the work of nbkit's data parallelism, ZeRO-1 or split linear layers.
 
-`use(MyDDP)` takes the class, and `strategy="mine"` trains with it. A class has the methods of one kind:
+`use(MyDDP)` registers the class, and `strategy="mine"` trains with it. A class has the methods of one kind:
 
     ddp     __init__(self, model)               before the first step: give every rank the weights of rank 0
             ready(self, parameter)              the gradient of a parameter is complete: `parameter.grad`
@@ -11,11 +11,11 @@
             gather(self, part, weights)         write the parts of all ranks into `weights`, a flat tensor
 
     tp      part(self, size, rank, ranks)       (start, stop) of the features that a rank holds, of `size`
-            column(self, x, weight, bias)       a linear map whose output features are divided; x is whole
-            row(self, x, weight, bias)          a linear map whose input features are divided; the output is whole
+            column(self, x, weight, bias)       a linear layer whose output features are divided; x is whole
+            row(self, x, weight, bias)          a linear layer whose input features are divided; the output is whole
 
-The classes call torch.distributed on the default group: a strategy with `mine=` divides nothing but the whole world.
-`size` is a multiple of `ranks`. The torch half is nbkit/rank/parallel/mine.py, and judge.py beside it says whether a
+The classes call torch.distributed on the default group, so the axis of a strategy with `mine=` is the whole world.
+`size` is a multiple of `ranks`. The torch half is nbkit/rank/parallel/mine.py. judge.py in the same folder tests if a
 class is right.
 """
 
@@ -36,15 +36,15 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "zero1": ("part", "reduce", "gather"),
     "tp": ("part", "column", "row"),
 }
-"""The methods by which a class is known, by kind. A kind is also the preset that the class takes the place of."""
+"""Kind -> the methods of its classes. A kind is also the name of the preset that the class replaces."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict on code of a user's own.
+    """A verdict on code that a user has written.
 
-    name: of the class or function. right: True if it computes what nbkit computes, and sends no more bytes. numbers:
-    what was compared, or what is off. cause: the likely cause; "" if it is right.
+    name: the name of the class or function. right: True if its results equal nbkit's, and it sends no more bytes.
+    numbers: what was compared, or what is wrong. cause: the likely cause; "" if it is right.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Judgement:
 
 
 def kind_of(given: Any) -> str:
-    """Return which kind of class this is: "ddp", "zero1" or "tp". Raises UsageError if it is none."""
+    """Return the kind of a class: "ddp", "zero1" or "tp". Raises UsageError if it is none of these."""
     if isinstance(given, type):
         for kind, methods in METHODS.items():
             if all(callable(getattr(given, name, None)) for name in methods):
@@ -75,7 +75,7 @@ def kind_of(given: Any) -> str:
 class MineKey(Key):
     """The kind of the class: ddp, zero1 or tp.
 
-    classes: by kind, those that this process knows.
+    classes: kind -> the class that this process knows.
     """
 
     name = "mine"
@@ -117,18 +117,18 @@ def use(own: type) -> None:
     It replaces an earlier class of the same kind. Raises UsageError for a class with other methods.
     """
     kind, known = kind_of(own), _key().classes
-    known.pop(kind, None)  # the last one is what "mine" means
+    known.pop(kind, None)  # "mine" means the class that was added last
     add(MineKey({**known, kind: own}))
 
 
 def class_in(strategy: AnyStrategy) -> type | None:
-    """Return the class that `strategy` trains with, None if it needs none. Raises StrategyError if it is not known."""
+    """Return the class with which `strategy` trains, or None. Raises StrategyError if this process does not know it."""
     kind = strategy.settings.get("mine")
     return None if kind is None else _key().class_of(kind)
 
 
 def in_full(text: str) -> str:
-    """Return a strategy that begins with the word "mine" with the preset and the key that it stands for."""
+    """Return a strategy in full: replace "mine" at its beginning by the preset and the key that it stands for."""
     first, _, rest = text.strip().partition(" ")
     if first != "mine":
         return text
@@ -150,10 +150,10 @@ SIZES = ((2, 4), (2, 1), (4, 8), (4, 2), (3, 7))
 
 
 def judge_schedule(build: Callable[..., Any]) -> Judgement:
-    """Compare a schedule with 1F1B: is it complete, does it end, how long is a step, and what does a rank keep.
+    """Compare a schedule with 1F1B: is it complete, does it end, how long is a step, how many activations are kept?
 
-    build: as for `nbkit.schedules.register`. A micro-batch takes 1 for a forward and 2 for a backward; messages take no
-    time.
+    build: as for `nbkit.schedules.register`. A forward of a micro-batch takes time 1, a backward takes time 2, and
+    messages take no time.
     """
     name = getattr(build, "__name__", "the schedule")
     for ranks, microbatches in SIZES:
@@ -170,7 +170,7 @@ def judge_schedule(build: Callable[..., Any]) -> Judgement:
             return Judgement(name, False, f"{size}: it gives {shown}", cause)
         ops = tuple(tuple(Op(*op) for op in each) for each in lists)
         try:
-            found = simulate(Schedule("1f1b", ranks, microbatches, 1, ops))  # its name says which rank has which stage
+            found = simulate(Schedule("1f1b", ranks, microbatches, 1, ops))  # the name determines the stages of ranks
         except StrategyError as error:
             off = f"{error.what.removeprefix('1f1b: ').removesuffix('.')} ({error.numbers})"
             return Judgement(name, False, off, _cause_in(ops, microbatches))

@@ -1,4 +1,4 @@
-"""order=dp: the axis that crosses nodes. Its neighbours are farthest apart in rank."""
+"""order=dp: the axis that crosses nodes. The numbers of the ranks along it are farthest apart."""
 
 from __future__ import annotations
 

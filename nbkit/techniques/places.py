@@ -1,4 +1,4 @@
-"""places=1:0: the number of each rank in the mesh, for ranks of unequal speed that suit unequal stages."""
+"""places=1:0: the position of each rank in the mesh, so that a slow rank can have a small stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The keys of a strategy by name.
 
-nbkit's own keys are added in `__init__.py`. A user's key comes from `register`, or from a package that has an entry
-point in the group `nbkit.techniques`. Entry points are only read if a strategy has a key that is not known yet.
+`__init__.py` adds nbkit's own keys. `register` adds a user's key. A package can offer a key by an entry point in the
+group `nbkit.techniques`. Entry points are only read if a strategy has a key that is not known yet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GROUP = "nbkit.techniques"
 RESERVED = (*DEGREES, "zero", "shard")
-"""Keys that nbkit/strategy.py reads itself."""
+"""Keys that nbkit/strategy.py itself reads."""
 
 _keys: dict[str, Key] = {}
 _built_in: list[str] = []
@@ -90,17 +90,17 @@ def add(key: Key, *, built_in: bool = False) -> None:
 
 
 def keys() -> Sequence[Key]:
-    """Return the keys that are known, nbkit's own first, in the order in which a strategy is spelled."""
+    """Return the known keys, nbkit's own first, in the order in which a strategy is written."""
     return tuple(_keys.values())
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the keys that are known."""
+    """Return the names of the known keys."""
     return tuple(_keys)
 
 
 def registered() -> list[Key]:
-    """Return the keys that users have registered, or given a class. A new rank needs them too."""
+    """Return the keys that users have registered, or for which they have a class. A new rank needs them too."""
     return [key for name, key in _keys.items() if name not in _built_in or getattr(key, "classes", None)]
 
 
@@ -136,9 +136,9 @@ def exchange_of(strategy: AnyStrategy) -> GradientExchange:
 
 
 def parsed(key: Key, text: str) -> Any:
-    """Return the value of a key in a strategy. Raises StrategyError for a text that the key cannot read.
+    """Return the value of a key in a strategy. Raises StrategyError for a text that the key cannot parse.
 
-    It also raises StrategyError if the key does not read what it spells: strategies are stored and sent as text.
+    It also raises StrategyError if the key cannot parse its own spelling: strategies are stored and sent as text.
     """
     try:
         value = key.parse(text)
@@ -165,14 +165,14 @@ def parsed(key: Key, text: str) -> Any:
 
 
 def engine_place(key: Key) -> Callable[..., Any] | str | None:
-    """Return the torch half of a key as it was given: a function, or the place of one."""
-    # `key.engine` would make a method of a function in the class.
+    """Return the torch half of a key as the class defines it: a function, or the place of a function."""
+    # `key.engine` would turn a function in the class into a method.
     engine = inspect.getattr_static(key, "engine")
     return engine.__func__ if isinstance(engine, staticmethod) else engine
 
 
 def engine_of(key: Key) -> Callable[..., Any] | None:
-    """Return the torch half of a key, imported now if the key has the place of it; None if it has none.
+    """Return the torch half of a key. Import it if the key has only its place. Return None if there is none.
 
     Raises StrategyError if it cannot be imported.
     """
@@ -192,13 +192,13 @@ def engine_of(key: Key) -> Callable[..., Any] | None:
 
 @dataclass(frozen=True)
 class Settings(Mapping[str, Any]):
-    """Values of keys by name, without those that change nothing, in the order of the keys. It is hashable."""
+    """Values of keys by name, without neutral values, in the order of the keys. It is hashable."""
 
     pairs: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
-        """Return `values` without neutral ones. Raises StrategyError for a name that no key has."""
+        """Return `values` without neutral values. Raises StrategyError for a name that no key has."""
         if isinstance(values, cls):
             return values
         given = {name: value for name, value in values.items() if value != key_of(name).neutral}

@@ -1,4 +1,4 @@
-"""speeds=2:1:1:1: how fast the ranks compute, if they are unequal. Rows and stages follow."""
+"""speeds=2:1:1:1: the speeds of unequal ranks. Rows and stages are divided by them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
 class SpeedsKey(Key):
-    """A whole number for each rank, with colons between them; only their ratios count. All equal if it is not given."""
+    """A whole number for each rank, separated by colons. Only their ratios count. By default, all are equal."""
 
     name = "speeds"
     neutral: ClassVar[tuple[int, ...]] = ()

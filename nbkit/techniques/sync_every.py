@@ -1,4 +1,4 @@
-"""sync_every=8: each replica makes 8 steps by itself, then weights are averaged: an eighth of the bytes."""
+"""sync_every=8: each replica makes 8 steps by itself, then weights are averaged. This sends an eighth of the bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbkit.techniques.registry import key_of, spelled
 
 
 class SyncEveryKey(GradientKey):
-    """The number of steps between two averages; 1 if it is not given."""
+    """The number of steps between two averages. The default is 1."""
 
     name = "sync_every"
     neutral = 1
@@ -48,6 +48,6 @@ class SyncEveryKey(GradientKey):
         )
 
     def exchange(self, value: int, exchange: GradientExchange, strategy: AnyStrategy) -> GradientExchange:
-        # Under Adam and similar optimizers a rank keeps the weights of the last average, and how they move. It is
+        # With Adam and similar optimizers, a rank keeps the weights of the last average, and their momentum. Both are
         # counted for every optimizer.
         return replace(exchange, every=value, kept=exchange.kept + 2.0)

@@ -1,1 +1,1 @@
-"""Shared by notebook and ranks: cells, values and calls that travel between them; processes; nvidia-smi."""
+"""Code that the notebook and the ranks share: messages, cells and values between them; processes; nvidia-smi."""

@@ -1,4 +1,4 @@
-"""The activity of a rank, as it reports it: where its code is, what it waits for, and what it has issued so far."""
+"""The activity of a rank, as it reports it: the running line, what it waits for, and the operations that it issued."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ANYONE = -1
 
 @dataclass(frozen=True)
 class CodeLine:
-    """A line of the user's own code. cell: the number of its cell, 0 for a file. calls: what it is calling, or ""."""
+    """A line of the user's own code. cell: the number of its cell; 0 for a file. calls: the function called, or ""."""
 
     file: str
     line: int
@@ -26,12 +26,12 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective, a message, or the making of a group ("new_group"), as one rank has issued it.
+    """A collective, a message, or the creation of a group ("new_group"), as one rank has issued it.
 
-    group: the label of the group, the same on all ranks. members: its global ranks. number: its number among the
-    collectives of the group, or among the messages of the pair. peer: the global rank at the other end of a message.
-    bytes: contributed by this rank. root: the global rank that is the root of a broadcast or the like. seconds: since
-    it was issued.
+    group: the label of the group, the same on all ranks. members: its global ranks. number: the number of this
+    operation among the collectives of the group, or among the messages of the pair. peer: the global rank at the other
+    end of a message. bytes: contributed by this rank. root: the global rank of the root of a broadcast or a similar
+    operation. seconds: since it was issued.
     """
 
     op: str
@@ -49,12 +49,12 @@ class Operation:
 
     @property
     def where(self) -> str:
-        """The axis, or "group N" for a user's own group, which is named by torch's number."""
+        """Return the axis, or "group N" for a group that the user made. N is torch's number."""
         return f"group {self.axis}" if self.axis.isdigit() else self.axis
 
     @property
     def name(self) -> str:
-        """The operation in words: "all_reduce #17 on dp", "recv #2 from rank 3"."""
+        """Return the operation in words: "all_reduce #17 on dp", "recv #2 from rank 3"."""
         if self.peer is None:
             return f"{self.op} #{self.number}" + (f" on {self.where}" if self.axis else "")
         whom = "any rank" if self.peer == ANYONE else f"rank {self.peer}"
@@ -65,8 +65,8 @@ class Operation:
 class GroupLog:
     """The operations that a rank has issued in one group since this generation of the world began.
 
-    issued: number of its collectives. sent, received: numbers of its messages, by the other's global rank.
-    operations, messages: the newest of them, the oldest first.
+    issued: number of collectives. sent, received: global rank of the peer -> number of messages. operations, messages:
+    the newest collectives and messages, the oldest first.
     """
 
     axis: str
@@ -83,11 +83,11 @@ class Activity:
     """The state of one rank at a moment: what it runs and what it waits for.
 
     cell: the number of the running cell, or None. line: the innermost line of the user's own code. waits: the operation
-    that it waits for. on_device: only its device waits, and the host has gone on. step: of its training, or None.
-    prompt: the kind of prompt at which it waits for a person ("breakpoint", "post-mortem"), or "". stacks: of every
-    thread, "" unless they were asked for. cells: file -> cell number. split_call: the line of the user's own code that
-    calls, outside of a step, a model of which each rank holds a part. split_by: the strategy that has split it.
-    unfinished: what torch's flight recorder holds of operations between devices that have not ended.
+    that it waits for. on_device: True if only its device waits, and the host has gone on. step: the step of its
+    training, or None. prompt: the kind of prompt at which it waits for a person ("breakpoint", "post-mortem"), or "".
+    stacks: the stacks of all threads; "" unless they were requested. cells: file -> cell number. split_call: the user's
+    line that calls a split model outside of a step. split_by: the strategy that has split the model. unfinished: the
+    entries of torch's flight recorder for operations between devices that have not ended.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""A cell on its way to the ranks and back: the call, the request that the notebook sends, the record of each rank."""
+"""The messages for a cell: the request that the notebook sends to the ranks, and the record that each rank returns."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ COMM_TYPES = frozenset({"comm_open", "comm_msg", "comm_close"})
 """Messages between a widget and the pages that show it."""
 
 SIGNATURES_KEPT = 1000
-"""The number of message signatures that each process remembers, to refuse a message that comes twice. Connections are
-encrypted, so nobody else can repeat a message. Jupyter keeps 65,536, which take 8 MB in each process."""
+"""The number of message signatures that each process remembers, to refuse a message that arrives twice. Connections are
+encrypted, so nobody else can repeat a message. Jupyter's default is 65,536, which takes 8 MB in each process."""
 
 ENGINE_OPTIONS = (
-    "--IPEngine.enable_nanny=False",  # the parent that forked the ranks is their nanny
+    "--IPEngine.enable_nanny=False",  # the parent of the ranks does the work of a nanny
     "--IPEngine.timeout=60",
-    "--IPEngine.max_heartbeat_misses=0",  # the parent watches the controller; a busy rank never leaves
+    "--IPEngine.max_heartbeat_misses=0",  # a busy rank must not leave; the parent watches the controller instead
     f"--Session.digest_history_size={SIGNATURES_KEPT}",
 )
-"""Options of the ipyparallel engines to which cells are sent: ranks, and their stand-ins in benchmarks."""
+"""Options of the ipyparallel engines that run cells: ranks, and the engines that replace them in benchmarks."""
 
-LONG_SECONDS = 2.0  # the notebook acknowledges a longer cell, so that a later one does not show it again
+LONG_SECONDS = 2.0  # the notebook confirms the end of a longer cell, so that a later notebook does not show it again
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class CellRequest:
     """A cell on its way to the ranks.
 
     id: unique in the cluster. number: the notebook's execution count, so that tracebacks read "Cell In[5], line 2".
-    ranks: all that run it. requests: how many requests to a running training had been sent before this cell. detached:
-    the notebook does not wait for it. post_mortem: instead of the source, run a prompt in the frames of the cell that
-    failed last.
+    ranks: all ranks that run it. requests: the number of requests to a running training that were sent before it.
+    detached: True if the notebook does not wait for it. post_mortem: True to open a prompt in the frames of the cell
+    that failed last, instead of running the source.
     """
 
     id: str
@@ -51,10 +51,10 @@ class CellRequest:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question of a rank for a line that a person types in the notebook.
+    """A prompt of a rank: it waits for a line that a person types in the notebook.
 
-    cell: the id of the cell that asks. number: of this question on this rank; the answer has it too. where: the line of
-    code in words: "cell 4 line 2".
+    cell: the id of the cell that waits. number: the number of this prompt on this rank; the answer has it too. where:
+    the line of code in words: "cell 4 line 2".
     """
 
     cell: str
@@ -68,10 +68,10 @@ class Prompt:
 class Failure:
     """Why a cell ended early on one rank. traceback: lines with ANSI colours, as IPython shows them.
 
-    moment: time.time() when it happened; the earliest of several is the root cause.
-    line: in the cell, 0 if unknown. where: the collective the rank was in, or "". stopped: nbkit has ended the cell
-    because that was requested. saved, saved_step: the newest checkpoint of the rank's newest training, or "".
-    device_lost: the message of the rank's device if it does not compute any more, else "".
+    moment: time.time() when it happened; the earliest failure of several ranks is the root cause. line: the line in the
+    cell; 0 if unknown. where: the collective that the rank was in, or "". stopped: True if nbkit has ended the cell on
+    request. saved, saved_step: the newest checkpoint of the rank's newest training, or "". device_lost: the error of
+    the rank's device if it does not compute any more, else "".
     """
 
     ename: str
@@ -90,9 +90,9 @@ class Failure:
 class CellRecord:
     """The record of a cell that ended on one rank.
 
-    outputs: how many output messages it published; the screen is complete when that many have arrived.
-    value: of the last expression, if it is plain data. bundle: the same as a mime bundle, or None.
-    dirty: why the world must be formed anew, or "". counts: collectives issued per group.
+    outputs: the number of output messages that it published; the output is complete when that many have arrived.
+    value: the value of the last expression, if it is plain data. bundle: the same as a MIME bundle, or None.
+    dirty: why the world must be formed again, or "". counts: group -> number of collectives issued.
     """
 
     cell: str
@@ -110,9 +110,9 @@ class CellRecord:
 
 @dataclass(frozen=True)
 class Remote:
-    """A function on a rank, by name, so that the notebook can call the bridge without importing it.
+    """A function on a rank, given by its name. So the notebook can call the bridge without importing it.
 
-    `Remote("nbkit.bridge.calls:run_cell")(...)` imports the module in the process where it is called, and calls the
+    `Remote("nbkit.bridge.calls:run_cell")(...)` imports the module in the process in which it is called, and calls the
     function there.
     """
 
@@ -124,7 +124,7 @@ class Remote:
 
 
 def record_text(record: CellRecord) -> str:
-    """Return a record as text for a JSON message. Values of all plain types are kept."""
+    """Return a record as text for a JSON message. `record_from` restores values of all plain types."""
     return base64.b64encode(pickle.dumps(record)).decode()
 
 
@@ -136,7 +136,7 @@ def record_from(text: str) -> CellRecord:
 
 
 def first_line(source: str, length: int = 40) -> str:
-    """Return the first line of a cell with content, cut to `length` characters."""
+    """Return the first line of a cell that is not empty, cut to `length` characters."""
     lines = (line.strip() for line in source.splitlines())
     first = next((line for line in lines if line and not line.startswith("# %%")), "")
     return first if len(first) <= length else first[: length - 1] + "…"
@@ -154,7 +154,7 @@ def ranks_named(ranks: tuple[int, ...] | list[int]) -> str:
 
 
 def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
-    """Return ranks as people read them: `(0, 1, 2, 5)` -> `"0-2,5"`."""
+    """Return ranks as text for people: `(0, 1, 2, 5)` -> `"0-2,5"`."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:

@@ -1,7 +1,7 @@
-"""Reports in the folder of a cluster, which the notebook reads: ends of the cluster and of ranks, and resizes.
+"""Reports in the folder of a cluster: the end of the cluster, ends of ranks, and resizes. The notebook reads them.
 
-The ranks and their parent write them if they are on the notebook's host. Otherwise they tell the coordinator, which
-writes them.
+On the notebook's host, the ranks and their parent write them. On other hosts they tell the coordinator, which writes
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from nbkit.wire.messages import Death, RankEnd, SizeChange, from_plain
 
 END_SIGNALS = "NBKIT_END_SIGNALS"
-"""The variable in which a batch script names the signals that announce the end of its job: USR2,TERM."""
+"""The variable in which a batch script names the signals that announce the end of its job, such as USR2,TERM."""
 SAVED = "saved to "
 HINT = "%cluster restart   then build the Trainer again, and trainer.load(path)"
 
@@ -27,8 +27,8 @@ HINT = "%cluster restart   then build the Trainer again, and trainer.load(path)"
 class ClusterEnd:
     """The end of a cluster.
 
-    why: the cluster ends. step: the last step of the training in it, -1 while it goes on. saved: what was saved of it,
-    or why nothing was. again: a batch system takes the hosts away, and may give others.
+    why: the reason. step: the last step of its training; -1 while that still runs. saved: what was saved of the
+    training, or why nothing was. again: True if a batch system takes the hosts away, and may give others.
     """
 
     why: str
@@ -38,7 +38,7 @@ class ClusterEnd:
 
     @property
     def words(self) -> str:
-        """The end in words, for people."""
+        """Return the end in words, for people."""
         return f"{self.why}; the training has ended after step {self.step}, {self.saved}"
 
 
@@ -50,7 +50,7 @@ def write(folder: Path, end: ClusterEnd) -> None:
 
 
 def _write(path: Path, report: ClusterEnd | Death | SizeChange) -> None:
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")  # several ranks write the end
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")  # several ranks write a report
     scratch.write_text(json.dumps(asdict(report)))
     scratch.replace(path)
 
@@ -61,7 +61,7 @@ def take_back(folder: Path) -> None:
 
 
 def read(folder: Path) -> ClusterEnd | None:
-    """Return the report, or None if no training has been told to end."""
+    """Return the report of the end, or None if there is none."""
     try:
         return ClusterEnd(**json.loads((folder / "end.json").read_text()))
     except (OSError, ValueError):
@@ -69,14 +69,14 @@ def read(folder: Path) -> ClusterEnd | None:
 
 
 def write_rank(folder: Path, death: Death) -> None:
-    """Write the report of a rank that ended, atomically; a RankEnd if it is replaced. Raises OSError."""
+    """Write the report of a rank that ended, atomically. It is a RankEnd if the rank is replaced. Raises OSError."""
     _write(folder / f"rank{death.rank}.end.json", death)
 
 
 def read_ranks(folder: Path) -> Iterator[RankEnd]:
-    """Yield the report of each rank that ended. It is written before anybody is told."""
+    """Yield the report of each rank that ended. A report is written before any message about the end is sent."""
     for path in folder.glob("rank*.end.json"):
-        with suppress(OSError, ValueError):  # the folder is gone, or the file half written: the next look finds it
+        with suppress(OSError, ValueError):  # the folder is gone, or the file is half written: a later call finds it
             yield from_plain(RankEnd, json.loads(path.read_text()))
 
 

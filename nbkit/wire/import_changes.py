@@ -1,4 +1,4 @@
-"""Changes modules of other projects at the moment when a program imports them. nbkit itself imports none of them."""
+"""Changes modules of other projects when a program imports them. nbkit itself does not import these modules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Change = Callable[[ModuleType], None]
 
 
 class ChangingFinder(MetaPathFinder):
-    """Finds each module in `changes` with the other finders, and changes it after its code has run."""
+    """Finds each module in `changes` by means of the other finders, and changes it after its code has run."""
 
     def __init__(self, changes: dict[str, Change]) -> None:
         self._changes = changes
-        self._asked: set[str] = set()  # modules that the other finders are being asked for
+        self._asked: set[str] = set()  # modules that the other finders are looking for now
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -47,7 +47,7 @@ def _change_after(spec: ModuleSpec, change: Change) -> None:
 
 
 def change_when_imported(changes: dict[str, Change]) -> None:
-    """Call each change with the module of its name: at once if that is imported already, else after its import."""
+    """Call each change with its module: at once if the module is already imported, else after its import."""
     later = {}
     for name, change in changes.items():
         if (module := sys.modules.get(name)) is not None:

@@ -1,9 +1,9 @@
-"""An interrupt of a rank from outside: SIGINT, and a file with the cell that it is meant for.
+"""Interrupts a rank from outside: with SIGINT, and a file that names the cell.
 
-A rank in code that holds the interpreter (a C call, a regular expression) hears no request, because none of its threads
-runs. A signal still reaches it. Code that checks for signals now and then, like `re`, ends with KeyboardInterrupt, as
-in a plain kernel. A signal names no cell, so the rank reads the cell from the file. An interrupt that comes after its
-cell has ended hits no other cell.
+A rank whose code holds the interpreter (a C call, a regular expression) receives no request, because no other thread
+runs. A signal still reaches it. Code that sometimes checks for signals, like `re`, ends with KeyboardInterrupt, as in a
+plain kernel. A signal cannot name a cell, so the rank reads the cell from the file. So an interrupt that comes after
+its cell has ended does not stop another cell.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 
 def send(folder: Path, rank: int, cell: str, deliver: Callable[[int], object]) -> None:
-    """Interrupt `rank` in `cell`. folder: where its output is kept. deliver: sends its process a signal."""
-    with suppress(OSError):  # without the file it is an interrupt that names no cell
+    """Interrupt `rank` in `cell`. folder: where its output is kept. deliver: a function that sends it a signal."""
+    with suppress(OSError):  # without the file, the interrupt is for whatever cell runs
         _named(folder, rank).write_text(cell)
     deliver(signal.SIGINT)
 
 
 def meant_for(folder: Path, rank: int) -> str | None:
-    """Return the cell that a SIGINT is meant for, once; None if it did not come from `send`. Called on the rank."""
+    """Return the cell that a SIGINT is for, only once; None if `send` has not sent the signal. Called on the rank."""
     path = _named(folder, rank)
     try:
         cell = path.read_text()

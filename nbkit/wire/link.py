@@ -20,8 +20,8 @@ from typing import Generic, TypeVar, cast
 
 from nbkit.wire.messages import Message, ProtocolError, decoded, encoded
 
-SEND_SECONDS = 20  # in which the other end must take a part of a message
-SILENT_SECONDS = 4  # a host that acknowledges nothing for so long counts as gone
+SEND_SECONDS = 20  # time for the other end to take a part of a message
+SILENT_SECONDS = 4  # a host that acknowledges nothing for this time counts as gone
 
 
 Sent = TypeVar("Sent", bound=Message)
@@ -29,20 +29,20 @@ Received = TypeVar("Received", bound=Message)
 
 
 class Link(Generic[Sent, Received]):
-    """An end of the line, by the messages that it sends and receives: a parent's is a Link[ForRank, ForParent].
+    """An end of the line. The types are the messages sent and received: a parent has a Link[ForRank, ForParent].
 
-    Sending is thread-safe. Sending to a vanished end does nothing: its process is ending.
+    Sending is thread-safe. It does nothing if the other end is gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        # The network or the other host did not answer, or the other host has given this one up (a reset).
-        # False if the other process just ended: it closes its end.
+        # True if the network or the other host did not answer, or if the other host has reset the connection.
+        # False if the other process has simply ended: then its end is closed.
         self.broke = False
-        self.closed = False  # closed in order, by the other end or its system
+        self.closed = False  # True if the other end, or its system, has closed the connection normally
         self.refused: ProtocolError | None = None  # why the last message could not be read
-        self.fault = ""  # the same in words, also for what is no message; "" if the other end has closed
-        self.longest: int | None = None  # bytes of a message; None: no limit
+        self.fault = ""  # the same in words, or why the bytes are no message; "" if the other end has closed
+        self.longest: int | None = None  # limit on the bytes of a message; None: no limit
         self._lock = threading.Lock()
         self._rest = b""
         # Do not wait forever for a process that reads nothing, such as a suspended one.
@@ -52,16 +52,16 @@ class Link(Generic[Sent, Received]):
         with self._lock:
             try:
                 self.sock.sendall(self._packed(json.dumps(encoded(message)).encode()) + b"\n")
-            except BlockingIOError:  # a part of the message was sent: nothing after it could be read
+            except BlockingIOError:  # only a part of the message was sent, so nothing after it could be read
                 with suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 return
 
     def receive(self) -> list[Received] | None:
-        """Return the messages that have arrived; blocks for the first. Returns None if the other end is gone.
+        """Return the messages that have arrived. Block until there is one. Return None if the other end is gone.
 
-        Also returns None after a message that cannot be read, because nothing after it can be trusted.
+        Also return None after a message that cannot be read, because nothing after it can be trusted.
         """
         try:
             data = self.sock.recv(65536)
@@ -80,7 +80,7 @@ class Link(Generic[Sent, Received]):
         except ProtocolError as error:
             self.refused, self.fault = error, str(error)
             return None
-        except ValueError as error:  # not our message
+        except ValueError as error:  # not a message of nbkit
             self.fault = str(error)
             return None
 
@@ -110,15 +110,15 @@ class SignedLink(Link[Sent, Received]):
     Each message carries an HMAC of its direction, its number and its text. Without the key nobody can add, change,
     repeat or reorder messages.
 
-    key: of this connection only, see `key_of`. opened: whether this end has opened the connection. sent, received: how
-    many messages have gone each way, for an end that a process hands to its successor.
+    key: the key of this connection, see `key_of`. opened: True if this end has opened the connection. sent, received:
+    numbers of messages so far, if this process takes over the end of another process.
     """
 
     def __init__(self, sock: socket.socket, key: str, *, opened: bool, sent: int = 0, received: int = 0) -> None:
         super().__init__(sock)
         self.key, self.opened, self.sent, self.received = key, opened, sent, received
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The kernels ask each other, so a busy or suspended process does not seem to be gone.
+        # The operating systems check the connection, so a busy or suspended process does not seem to be gone.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", SILENT_SECONDS - 1)):
             if hasattr(socket, name):
@@ -146,6 +146,6 @@ class SignedLink(Link[Sent, Received]):
 def key_of(secret: str, nonce: str) -> str:
     """Return the key of one connection.
 
-    nonce: a random text of its listening end, so that no message is valid on another connection.
+    nonce: a random text from the end that listens. Because of it, no message is valid on another connection.
     """
     return hmac.new(secret.encode(), nonce.encode(), hashlib.sha256).hexdigest()

@@ -53,8 +53,8 @@ _making = threading.Lock()
 class Message:
     """A message. Its fields are plain values, tuples, messages, and dataclasses of these.
 
-    A subclass needs no decorator: it becomes a frozen dataclass when its first message is made. A process uses few of
-    them, and to make all of them at import took 0.04 s of every notebook and rank.
+    A subclass needs no decorator: it becomes a frozen dataclass when its first message is made. A process uses only a
+    few of them, and making all at import took 0.04 s in every notebook and rank.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -67,11 +67,11 @@ class Message:
 
 
 class Request(Message):
-    """Sent by the notebook to a rank, which answers at once, with plain values, even while its main thread is busy."""
+    """Sent by the notebook to a rank. The rank answers at once with plain values, even if its main thread is busy."""
 
 
 class ForNotebook(Message):
-    """Sent by a rank to every notebook that listens, beside the outputs of cells."""
+    """Sent by a rank to every notebook that listens, over the same channel as the outputs of cells."""
 
 
 class ForParent(Message):
@@ -83,7 +83,7 @@ class ForRank(Message):
 
 
 class ForCoordinator(Message):
-    """Sent by a host of a cluster on several hosts, from its agent or its parent of ranks."""
+    """Sent by a host of a cluster on several hosts: by its agent, or by the parent of its ranks."""
 
 
 class ForAgent(Message):
@@ -95,11 +95,11 @@ class ForHost(Message):
 
 
 class ForJob(Message):
-    """Sent by a notebook or a command to a rank of a program that listens. It answers each with one JobAnswer."""
+    """Sent by a notebook or a command to a rank of a program that listens. The rank answers with one JobAnswer."""
 
 
 class PassedOn(ForCoordinator, ForHost):
-    """Sent by one host to others, by way of the coordinator."""
+    """Sent by one host to others through the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Death:
     """The end of a rank's process.
 
     how: "SIGKILL", "it exited with code 1", ... when: time.time(). pid: 0 if unknown. cells: the cells that it ran, or
-    None if nobody knows. failed: what the rank has said of its device if that does not compute any more, or "".
+    None if that is unknown. failed: the error of its device if that does not compute any more, or "".
     """
 
     rank: int
@@ -122,8 +122,8 @@ class Death:
 class RankEnd(Death):
     """The report of a death in the cluster's folder, which the notebook reads.
 
-    replaced: "" if the rank is dead; "under way", or "done" by the process `by`, in a training in `cell`. said: to the
-    user.
+    replaced: "" if the rank is not replaced, "under way" or "done". by: the new process. cell: the cell with the
+    training. said: a sentence for the user.
     """
 
     replaced: str = ""
@@ -136,8 +136,8 @@ class RankEnd(Death):
 class SizeChange:
     """The report of a finished resize in the cluster's folder, which the notebook reads.
 
-    n: the number of ranks. pids, pins: of all of them. newcomers: the new ones. cell: in which it was done; enters: new
-    ranks run it. said: to the user. when: time.time().
+    n: the number of ranks. pids, pins: of all ranks. newcomers: the new ranks. cell: the cell in which it was done.
+    enters: True if new ranks run that cell. said: a sentence for the user. when: time.time().
     """
 
     n: int
@@ -152,7 +152,7 @@ class SizeChange:
 
 @dataclass(frozen=True)
 class WantedSize:
-    """The number of ranks that a resize asks for. pins: of all ranks, () to keep them. cell: that asks for it."""
+    """The number of ranks that a resize wants. pins: of all ranks, () to keep them. cell: the cell that wants it."""
 
     size: int
     pins: tuple[dict[str, Any], ...]
@@ -163,15 +163,15 @@ class WantedSize:
 
 
 class SayHello(Request):
-    """The notebook asks for a Hello: if it arrives, outputs will arrive too."""
+    """The notebook asks for a Hello. If that arrives, outputs will arrive too."""
 
 
 class GetStatus(Request):
-    """The notebook asks for process, device and world of a rank, and what it is doing."""
+    """The notebook asks for the process, device and world of a rank, and for what it is doing."""
 
 
 class NotebookSeen(Request):
-    """The notebook says now and then that it is there. cell: it has everything of this cell, or ""."""
+    """The notebook regularly says that it is there. cell: a cell whose outputs and records it has all got, or ""."""
 
     cell: str = ""
 
@@ -184,7 +184,7 @@ class FollowCell(Request):
 
 
 class StopCell(Request):
-    """The notebook stops a cell for the user. number: of the request, the same on all ranks. live: see RunLiveCell."""
+    """The notebook stops a cell for the user. number: the request's, the same on all ranks. live: see RunLiveCell."""
 
     cell: str
     number: int
@@ -192,17 +192,17 @@ class StopCell(Request):
 
 
 class StopCall(Request):
-    """The notebook stops a call of its own, such as sending a value, for which it does not wait any longer."""
+    """The notebook stops one of its own calls, such as sending a value, because it does not wait for it any longer."""
 
 
 class CompleteName(Request):
-    """The notebook asks for names on a rank that begin with this text, for Tab."""
+    """The notebook asks for the names on a rank that begin with this text, to complete them on Tab."""
 
     text: str
 
 
 class AnswerPrompt(Request):
-    """The notebook sends the line that a person has typed for question `number` of a rank."""
+    """The notebook sends the line that a person has typed at prompt `number` of a rank."""
 
     number: int
     line: str
@@ -215,7 +215,7 @@ class RefusePrompts(Request):
     why: str
 
 
-# notebook -> rank: trainings. All ranks act on those with a number after the same step.
+# notebook -> rank: trainings. All ranks act on a request with a number after the same step.
 
 
 class RunLiveCell(Request):
@@ -226,7 +226,7 @@ class RunLiveCell(Request):
 
 
 class ControlTraining(Request):
-    """The notebook sends an action on a training, such as "switch"; GetControlResult asks what came of it."""
+    """The notebook sends an action on a training, such as "switch". GetControlResult asks for the result."""
 
     number: int
     id: str
@@ -241,13 +241,13 @@ class GetControlResult(Request):
 
 
 class GetStrategies(Request):
-    """The notebook asks for the progress of a training and the table of its strategies, unless it is still `known`."""
+    """The notebook asks for the progress of a training, and for the table of strategies if it is newer than `known`."""
 
     known: str = ""
 
 
 class GetStrategyRow(Request):
-    """The notebook asks for the row of one strategy, which need not be in the table."""
+    """The notebook asks for the row of one strategy, even if the table does not have it."""
 
     strategy: str
 
@@ -264,7 +264,7 @@ class GetRecords(Request):
 
 
 class GetActivity(Request, ForJob):
-    """The notebook asks where a rank's code is and what it waits for. stacks: of every thread too."""
+    """The notebook asks where a rank's code is and what it waits for. stacks: True to get the stack of each thread."""
 
     stacks: bool = False
 
@@ -274,7 +274,7 @@ class GetProgress(Request):
 
 
 class LookAtProcesses(Request):
-    """The notebook asks for the state of silent ranks' processes on the host of this one."""
+    """The notebook asks a rank for the state of the processes of silent ranks on the same host."""
 
     ranks: tuple[int, ...]
     processes: tuple[Process, ...]
@@ -284,7 +284,7 @@ class LookAtProcesses(Request):
 
 
 class GetJobState(ForJob):
-    """The notebook asks how far a rank is: its step, seconds of a step, loss, memory."""
+    """The notebook asks for the progress of a rank: its step, seconds of a step, loss, memory."""
 
 
 class PlanJobCell(ForJob):
@@ -295,9 +295,9 @@ class PlanJobCell(ForJob):
 
 
 class DecideJobCell(ForJob):
-    """The notebook tells a rank to run the planned cell, or not to. seconds: in which it has to have ended.
+    """The notebook tells a rank to run the planned cell, or not to. seconds: the time limit of the cell.
 
-    It is sent when all ranks have planned the cell, so that all run it after the same step or none does.
+    It is sent when all ranks have planned the cell, so that all run it after the same step, or none does.
     """
 
     run: bool
@@ -305,7 +305,7 @@ class DecideJobCell(ForJob):
 
 
 class JobAnswer(Message):
-    """A rank of a program that listens answers. error: in words, "" if `values` has what was asked for."""
+    """A rank of a program that listens answers. error: an error in words; "" if `values` has the answer."""
 
     values: dict[str, Any]
     error: str = ""
@@ -338,11 +338,11 @@ class RankReady(ForParent):
 
 
 class SinksOpened(ForParent):
-    """A training in the rank has opened sinks of the user's. The parent has them closed before it ends the rank."""
+    """A training in the rank has opened sinks of the user. The parent has them closed before it ends the rank."""
 
 
 class CellBegan(ForParent):
-    """A rank begins a cell. ranks: all that run it, so that the parent can release them when one fails."""
+    """A rank begins a cell. ranks: all ranks that run it, so that the parent can release them when one fails."""
 
     cell: str
     ranks: tuple[int, ...]
@@ -356,18 +356,18 @@ class CellEnded(ForParent):
 
 
 class InUse(ForParent, ForCoordinator):
-    """A notebook has shown that it is there; the cluster's time to live begins anew."""
+    """A notebook has shown that it is there. The cluster's time to live begins again."""
 
 
 class InterruptRank(Request, ForParent, PassedOn):
-    """The notebook asks another rank, and that one the parents, to interrupt a cell of a rank that does not answer."""
+    """The notebook asks to interrupt a cell of a rank that does not answer. Another rank passes this to the parents."""
 
     rank: int
     cell: str
 
 
 class EndRank(Request, ForParent, PassedOn):
-    """The notebook asks another rank, and that one the parents, to end a rank that does not answer at all."""
+    """The notebook asks to end a rank that does not answer at all. Another rank passes this to the parents."""
 
     rank: int
 
@@ -386,11 +386,11 @@ class TrainingEnded(ForParent, ForCoordinator):
     saved: str
 
 
-# rank -> parent: a training in which dead ranks are replaced. The first host's parent hears these of all hosts.
+# rank -> parent: a training in which dead ranks are replaced. The first host's parent gets these from all hosts.
 
 
 class FitEntered(ForParent):
-    """A rank makes the steps of a `fit` that a new rank can enter, at this statement of this cell."""
+    """A rank has begun a `fit`. A new rank can enter it at this statement of this cell."""
 
     cell: str
     statement: int
@@ -405,8 +405,8 @@ class FitLeft(ForParent):
 class ReadyToForm(ForParent):
     """A rank waits to form the next generation of the world: after a death, for a resize, or because it is new.
 
-    generation: the newest that it was in, 0 if it is new. step: its number of finished steps, -1 if unknown. address,
-    port: of the store, from rank 0. process: of a new rank. resize: the number of ranks that it waits for.
+    generation: the newest that it was in; 0 if the rank is new. step: its number of finished steps; -1 if unknown.
+    address, port: of the store, from rank 0. process: of a new rank. resize: the number of ranks that it waits for.
     """
 
     generation: int
@@ -424,7 +424,7 @@ class TrainingGoesOn(ForParent):
 
 
 class WaitsForOthers(ForParent):
-    """A rank has waited for others in a step; 0 seconds: it goes on. due: end the ranks that do not wait, they hang."""
+    """A rank has waited for others in a step; 0 seconds: it goes on. due: end the ranks that do not wait: they hang."""
 
     seconds: float
     due: bool
@@ -441,9 +441,9 @@ class ReleaseCell(ForRank):
 
 
 class RankIsDead(ForRank, ForNotebook, PassedOn):
-    """The parent tells that a rank is dead and is not replaced. The other ranks tell the notebook.
+    """The parent reports that a rank is dead and is not replaced. The other ranks tell the notebook.
 
-    unregister: the receiving parent tells the hub of it, since the rank's own parent is gone.
+    unregister: True if the receiving parent has to tell the hub, since the rank's own parent is gone.
     """
 
     death: Death
@@ -451,16 +451,16 @@ class RankIsDead(ForRank, ForNotebook, PassedOn):
 
 
 class RankIsReplaced(ForRank):
-    """The parent tells that a rank has died in a training and is replaced, and breaks the others out of their step."""
+    """The parent reports that a rank has died in a training and is replaced. The other ranks leave their step."""
 
     death: Death
 
 
 class FormWorld(ForRank):
-    """The parent tells all ranks to form a generation of the world, with new ranks in the place of dead ones.
+    """The parent tells all ranks to form a generation of the world, in which new ranks replace dead ones.
 
-    address, port: of its store. statement: at which new ranks enter the cell. how, since: who died of what, and when.
-    devices: a sentence about the devices of new ranks, or "".
+    address, port: of its store. statement: where new ranks enter the cell. how, since: which ranks died of what, and
+    when. devices: a sentence about the devices of new ranks, or "".
     """
 
     generation: int
@@ -474,7 +474,7 @@ class FormWorld(ForRank):
 
 
 class FormResizedWorld(ForRank):
-    """The parent tells all ranks to form a generation of the world with another number of ranks. pins: of all ranks."""
+    """The parent tells ranks to form a generation of the world with another number of ranks. pins: of all of them."""
 
     generation: int
     address: str
@@ -496,11 +496,11 @@ class LeaveWorld(ForRank):
 
 
 class RanksChanged(ForRank, ForNotebook):
-    """The parent has written down a finished replacement or resize. The ranks tell the notebook to read it."""
+    """The parent has written the report of a finished replacement or resize. The ranks tell the notebook to read it."""
 
 
 class EndTraining(ForRank, ForHost):
-    """The coordinator tells trainings to save and end at their next step; the ranks live on. why: "" takes it back."""
+    """The coordinator tells trainings to save and end at their next step. The ranks live on. why: "" takes it back."""
 
     why: str
 
@@ -510,7 +510,10 @@ class CloseSinks(ForRank):
 
 
 class EndOfCluster(ForRank, ForHost):
-    """The parent tells a rank to save its training, and to end after its cell. now: at once if it does not train."""
+    """A parent tells a rank, or the coordinator a parent, to save a training and end after the cell.
+
+    now: end at once if there is no training.
+    """
 
     why: str
     now: bool = True
@@ -520,10 +523,10 @@ class EndOfCluster(ForRank, ForHost):
 
 
 class HostJoined(ForCoordinator):
-    """An agent tells what its host has, so that the hosts can be compared.
+    """An agent describes its host, so that the coordinator can compare the hosts.
 
-    ahead: seconds by which its clock is ahead of the coordinator's. labels, reasons: of its ranks' devices. spares: of
-    those in reserve. versions: by package. driver: of NVIDIA, or "". addresses: of the host.
+    ahead: seconds by which its clock is ahead of the coordinator's. labels, reasons: of its ranks' devices. spares:
+    labels of devices in reserve. versions: package -> version. driver: version of the NVIDIA driver, or "".
     """
 
     index: int
@@ -541,7 +544,7 @@ class HostJoined(ForCoordinator):
 
 
 class HostUnfit(ForCoordinator):
-    """An agent tells why its host cannot run its ranks, which ends the start. The fields are those of an NbkitError."""
+    """An agent reports why its host cannot run its ranks. This ends the start. The fields are those of NbkitError."""
 
     host: str
     what: str
@@ -550,11 +553,11 @@ class HostUnfit(ForCoordinator):
 
 
 class Listen(ForAgent):
-    """The coordinator tells an agent to listen for a moment, to see whether other hosts can connect to it."""
+    """The coordinator tells an agent to listen for a moment, to test if other hosts can connect to it."""
 
 
 class Listening(ForCoordinator):
-    """An agent listens here."""
+    """An agent listens at this address and port."""
 
     address: str
     port: int
@@ -567,13 +570,13 @@ class TryHosts(ForAgent):
 
 
 class HostsTried(ForCoordinator):
-    """An agent tells which hosts it could not connect to: (number of the host, the system's error)."""
+    """An agent reports the hosts that it could not connect to: (number of the host, the system's error)."""
 
     unanswered: tuple[tuple[int, str], ...]
 
 
 class StartRanks(ForAgent):
-    """The coordinator tells an agent to become the parent of its ranks, since all hosts fit together."""
+    """The coordinator tells an agent to become the parent of its ranks, since all hosts are compatible."""
 
     backend: str
     device: str
@@ -584,7 +587,7 @@ class StartRanks(ForAgent):
 
 
 class StartFailed(ForCoordinator):
-    """A parent tells that a rank ended before the cluster was ready. log: the last lines of the rank's log."""
+    """A parent reports that a rank ended before the cluster was ready. log: the last lines of the rank's log."""
 
     rank: int
     how: str
@@ -592,18 +595,18 @@ class StartFailed(ForCoordinator):
 
 
 class CellFailed(PassedOn):
-    """A parent tells that a cell has failed on a rank, so that the parents of other hosts release its other ranks."""
+    """A parent reports that a cell has failed on a rank. The parents of other hosts release the cell's other ranks."""
 
     cell: str
     rank: int
 
 
 class ToldToEnd(ForCoordinator):
-    """A parent has got SIGTERM; the coordinator knows more about why, and tells the other hosts."""
+    """A parent has got SIGTERM. The coordinator knows more about the reason, and tells the other hosts."""
 
 
 class EndNow(ForAgent, ForHost):
-    """The coordinator ends all ranks at once, or an agent that has none: the cluster ends, or it is one too many."""
+    """The coordinator ends all ranks, or an agent without ranks, at once: the cluster ends, or the host is surplus."""
 
     why: str
 
@@ -619,7 +622,7 @@ class RankStarted(PassedOn):
 
 
 class RankSaid(PassedOn):
-    """A parent passes on what a rank of its host says about a training."""
+    """A parent passes on a message about a training from a rank of its host."""
 
     rank: int
     pid: int
@@ -627,7 +630,7 @@ class RankSaid(PassedOn):
 
 
 class RankPlaced(PassedOn):
-    """A parent has given a rank another device. spares: the labels of those that are left. said: for the user."""
+    """A parent has given a rank another device. spares: labels of the spares that are left. said: for the user."""
 
     rank: int
     said: str
@@ -637,13 +640,13 @@ class RankPlaced(PassedOn):
 
 
 class RankEnded(PassedOn):
-    """A parent tells that a rank of its host has ended. The first host's parent decides what becomes of it."""
+    """A parent reports that a rank of its host has ended. The first host's parent decides if it is replaced."""
 
     death: Death
 
 
 class ReplacementNoted(ForCoordinator):
-    """The first host's parent tells how far a replacement is, for the coordinator to write it down."""
+    """The first host's parent reports the state of a replacement. The coordinator writes the report."""
 
     end: RankEnd
 
@@ -652,7 +655,7 @@ class ReplacementNoted(ForCoordinator):
 
 
 class StartRank(PassedOn):
-    """The first host's parent asks for a new rank in the place of one that died in a training in this cell."""
+    """The first host's parent asks for a new rank, to replace one that died in a training in this cell."""
 
     rank: int
     cell: str
@@ -677,12 +680,12 @@ class DismissRank(PassedOn):
 REQUEST, NEWS = "nbkit_request", "nbkit_news"
 """The types of Jupyter messages that carry a Request, and a message ForNotebook."""
 
-_NAME, _PROTOCOL = "_message", "_protocol"  # beside the fields, whose names have no underscore in front
+_NAME, _PROTOCOL = "_message", "_protocol"  # keys beside the fields, whose names do not begin with an underscore
 T = TypeVar("T")
 
 
 class ProtocolError(ClusterError):
-    """A message that cannot be read, mostly because another release of nbkit has sent it."""
+    """A message that cannot be read, usually because another release of nbkit has sent it."""
 
 
 def encoded(message: Message) -> dict[str, Any]:
@@ -691,7 +694,7 @@ def encoded(message: Message) -> dict[str, Any]:
 
 
 def decoded(values: Mapping[str, Any]) -> Message:
-    """Return the message from what `encoded` returned, which may have been JSON meanwhile.
+    """Return the message from the values that `encoded` returned, also if they were sent as JSON.
 
     Raises ProtocolError for another version of the protocol, and for a name or fields that are not in this table.
     """
@@ -718,7 +721,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return the `kind` from what `to_plain` returned. Raises ProtocolError if fields are missing or unknown."""
+    """Return an object of `kind` from the values of `to_plain`. Raises ProtocolError for missing or unknown fields."""
     hints = _hints(kind)  # type: ignore[arg-type]
     try:
         return kind(**{name: _typed(value, hints.get(name)) for name, value in values.items()})
@@ -731,7 +734,7 @@ def _values_of(value: Any) -> dict[str, Any]:
 
 
 def _typed(value: Any, hint: Any) -> Any:
-    """Return a plain value as `hint` says: JSON has made lists of tuples, and dicts of dataclasses."""
+    """Return a plain value as the type `hint`. JSON has turned tuples into lists, and dataclasses into dicts."""
     parts = get_args(hint)
     if value is None:
         return None
@@ -758,13 +761,13 @@ def _table() -> dict[str, type]:
 
 
 def is_sent(kind: type) -> bool:
-    """Return True for the class of a message. The classes that say who receives it have subclasses."""
+    """Return True for the class of a message, False for the base classes that say who receives a message."""
     return issubclass(kind, Message) and not kind.__subclasses__()
 
 
 @cache
 def protocol() -> str:
-    """Return the version of the protocol: a digest of all names and fields. Processes of one cluster have the same."""
+    """Return the version of the protocol: a digest of all names and fields. It must be equal in a whole cluster."""
     table = [(name, list(get_annotations(kind).items())) for name, kind in sorted(_table().items())]
     return hashlib.sha256(repr(table).encode()).hexdigest()[:8]
 
@@ -789,7 +792,7 @@ def handles(*kinds: type[M]) -> Callable[[Handler[Receiver, M, Context, T]], Han
 
 @cache
 def handlers_of(receiver: type) -> dict[type[Message], str]:
-    """Return the names of the methods of a class that handle messages, by the kind of message."""
+    """Return {class of a message: name of the method of `receiver` that handles it}."""
     methods = {name: method for base in reversed(receiver.__mro__) for name, method in vars(base).items()}
     return {kind: name for name, method in methods.items() for kind in getattr(method, "handled_messages", ())}
 
@@ -797,8 +800,8 @@ def handlers_of(receiver: type) -> dict[type[Message], str]:
 def deliver(message: Message, receiver: object, *context: Any) -> Any:
     """Call the handler of a message with the message and `context`, and return what it returns.
 
-    Without a handler the message is dropped, and named in the log: a process must not end because of it. A test sees to
-    it that each kind has a handler (tests/wire/test_messages.py).
+    A message without a handler is dropped and named in the log, because a process must not end because of it. A test
+    checks that each kind has a handler (tests/wire/test_messages.py).
     """
     kind: Any = type(receiver)
     if (name := handlers_of(kind).get(type(message))) is None:

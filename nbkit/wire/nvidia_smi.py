@@ -1,4 +1,4 @@
-"""Ask nvidia-smi and read its csv answers, without CUDA and torch: for the notebook and for the ranks."""
+"""Run nvidia-smi and read its csv answers, without CUDA and torch. The notebook and the ranks use this."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 CSV = "--format=csv,noheader,nounits"
-# Often not on PATH: the driver of WSL, and the driver of a Kubernetes node that is put into a container.
+# In WSL, and in containers on Kubernetes, nvidia-smi is often here and not on PATH.
 _ELSEWHERE = ("/usr/lib/wsl/lib/nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def find() -> str | None:
-    """Return the path of nvidia-smi; None where it is not installed."""
+    """Return the path of nvidia-smi; None if it is not installed."""
     return shutil.which("nvidia-smi") or next((path for path in _ELSEWHERE if os.access(path, os.X_OK)), None)
 
 
@@ -24,10 +24,11 @@ _END_SECONDS = 1.0
 
 
 def ask(smi: str, *questions: Sequence[str], seconds: float = 60.0) -> list[str]:
-    """Return the answers to questions (arguments). All run at once: without persistence mode each wakes every GPU.
+    """Return nvidia-smi's answers. Each question is its arguments for one run; all run at the same time.
 
-    An answer is "" if the driver sees no GPU. Raises OSError, subprocess.TimeoutExpired after `seconds` for one of
-    them, or subprocess.SubprocessError with nvidia-smi's own complaint.
+    Without persistence mode each run has to wake every GPU. An answer is "" if the driver sees no GPU. Raises OSError,
+    subprocess.TimeoutExpired if one run takes longer than `seconds`, or subprocess.SubprocessError with nvidia-smi's
+    own error.
     """
     running = [
         subprocess.Popen([smi, *question], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -39,10 +40,10 @@ def ask(smi: str, *questions: Sequence[str], seconds: float = 60.0) -> list[str]
         for process in running:
             if process.poll() is None:
                 process.kill()
-                with suppress(subprocess.TimeoutExpired):  # a process that a broken driver holds does not end
+                with suppress(subprocess.TimeoutExpired):  # with a broken driver, the process may not end
                     process.wait(_END_SECONDS)
     for process, (out, err) in zip(running, said, strict=True):
-        # 6: the driver works and sees no GPU.
+        # Exit code 6: the driver works, but sees no GPU.
         if process.returncode not in (0, 6):
             complaint = (err.strip() or out.strip() or f"exit status {process.returncode}").splitlines()[0]
             raise subprocess.SubprocessError(complaint)
@@ -56,6 +57,6 @@ def rows(answer: str) -> list[list[str]]:
 
 
 def number(text: str) -> float | None:
-    """Return the number at the beginning of a cell; None for "[N/A]" and the like."""
+    """Return the number at the beginning of a cell; None for a cell such as "[N/A]"."""
     found = _NUMBER.match(text.strip())
     return float(found[0]) if found else None

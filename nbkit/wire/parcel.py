@@ -1,8 +1,8 @@
-"""Parcels: values on their way between the notebook and a rank, each in a file in shared memory.
+"""Parcels: values that the notebook and a rank send each other, each in a file in shared memory.
 
 A value is pickled with its buffers out of band (PEP 574), so an array of 100 MB is copied once, into the file. The
-receiver maps the file copy-on-write and builds the array on that memory without another copy. Tensors travel as arrays,
-so the notebook needs no torch to receive one. The file is unlinked as soon as it is mapped.
+receiver maps the file copy-on-write, and builds the array on that memory without another copy. Tensors are sent as
+arrays, so the notebook needs no torch to receive one. The file is unlinked as soon as it is mapped.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from nbkit.wire.processes import Process, boot_id
 
 _SHARED = Path("/dev/shm")
 _ALIGN = 64
-_SPARE = 16 << 20  # of shared memory, left for others
-_ROUNDS = 100  # attempts to remove a folder into which others write; after that it stays
+_SPARE = 16 << 20  # bytes of shared memory to leave for other processes
+_ROUNDS = 100  # attempts to remove a folder while other processes write into it; then it stays
 LIMIT_BYTES = 1 << 30
-LEFT_AFTER = 600.0  # seconds; processes of another container that shares /dev/shm cannot be looked up here
+LEFT_AFTER = 600.0  # seconds; the pid may belong to another container that shares /dev/shm
 
 
 class _Packer(pickle.Pickler):
@@ -93,7 +93,7 @@ def size_of(packed: tuple[bytes, list[pickle.PickleBuffer]]) -> int:
 
 
 def reserve() -> str:
-    """Return a new token. Parcels named `token/...` can be written until `discard(token)`, and not after it."""
+    """Return a new token. Parcels named `token/...` can be written until `discard(token)` is called."""
     token = _new_name()
     for place in _places():
         (place / token).mkdir(mode=0o700)
@@ -101,7 +101,7 @@ def reserve() -> str:
 
 
 def write(packed: tuple[bytes, list[pickle.PickleBuffer]], name: str = "") -> str:
-    """Write a packed value to a new private file; returns its path. The last reader unlinks it.
+    """Write a packed value to a new private file. Return its path. The last reader unlinks it.
 
     Raises FileNotFoundError if `name` is under a token that was discarded.
     """
@@ -129,14 +129,14 @@ def packed_bytes(packed: tuple[bytes, list[pickle.PickleBuffer]]) -> list[bytes]
 
 
 def unpack(parts: list[bytes]) -> Any:
-    """Return the value from its `packed_bytes`. Arrays in it are writable."""
+    """Return the value from the result of `packed_bytes`. Its arrays are writable."""
     return pickle.loads(parts[0], buffers=[bytearray(part) for part in parts[1:]])
 
 
 def discard(token: str) -> None:
-    """Unlink the parcels under `token`. A rank that is about to write one fails, since the folder is gone."""
+    """Unlink the parcels under `token`. A rank that wants to write another one fails, since the folder is gone."""
     for place in _places():
-        # A parcel created between the listing and the removal of its folder takes another round.
+        # If a parcel is created between listing and removing the folder, another round is needed.
         for _ in range(_ROUNDS):
             if not (place / token).exists():
                 break
@@ -144,9 +144,9 @@ def discard(token: str) -> None:
 
 
 def remove_left() -> int:
-    """Remove this user's parcels whose notebook died before it could; returns how many there were."""
+    """Remove this user's parcels whose process has died before it could remove them. Return their number."""
     removed = 0
-    # Do not use `_places`: it leaves out full shared memory, which needs cleaning most.
+    # Do not use `_places`: it leaves out shared memory that is full, where cleaning is most useful.
     for path in (path for place in (_SHARED, Path(tempfile.gettempdir())) for path in place.glob("nbkit-*-*-*")):
         try:
             pid, started = map(int, path.name.split("-")[1:3])
@@ -166,7 +166,7 @@ def remove_left() -> int:
 def _new_name() -> str:
     """Return a name for a parcel of this process.
 
-    It has the pid and the start of the process, so that `remove_left` can tell whether the process still lives.
+    It has the pid and the start time of the process, so that `remove_left` can see if the process still lives.
     """
     own = Process.of(os.getpid())
     return f"nbkit-{own.pid}-{own.started:.0f}-{uuid.uuid4().hex}"

@@ -1,6 +1,6 @@
 """The state of a process that does not answer: what the system says about it, and the stack that it dumps.
 
-A thread that holds the interpreter lets no other Python code of its process run. faulthandler answers even then: its
+While a thread holds the interpreter, no other Python code of its process can run. faulthandler answers even then: its
 signal handler is C code that appends the stack of the main thread to a file. See `failure_alarm.dump_on_signal`.
 """
 
@@ -23,7 +23,7 @@ _PAUSE_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame of a stack, as faulthandler names it."""
+    """A frame of a stack, as faulthandler prints it."""
 
     file: str
     line: int
@@ -34,8 +34,8 @@ class Frame:
 class ProcessState:
     """The state of a process, seen from outside.
 
-    stopped: by a signal or a debugger. state: the system's word for it. kernel: the kernel function in which it sleeps.
-    stack: of the main thread, innermost first; () if none was dumped.
+    stopped: True if a signal or a debugger has stopped it. state: the system's word for its state. kernel: the kernel
+    function in which it sleeps. stack: the stack of the main thread, innermost first; () if it was not dumped.
     """
 
     stopped: bool
@@ -47,8 +47,8 @@ class ProcessState:
 def look(process: Process, log: Path, seconds: float = 1.0) -> ProcessState | None:
     """Return the state of a process of this host that dumps its stack into `log` on SIGUSR1.
 
-    Returns None if it has ended, or is not on this host. A stopped process is not asked for its stack. seconds: how
-    long to wait for the stack.
+    Returns None if it has ended, or is not on this host. A stopped process cannot dump its stack. seconds: the time to
+    wait for the stack.
     """
     if not process.is_alive():
         return None
@@ -67,7 +67,7 @@ def look(process: Process, log: Path, seconds: float = 1.0) -> ProcessState | No
 def _main_stack(process: Process, log: Path, seconds: float) -> tuple[Frame, ...]:
     try:
         before = log.stat().st_size
-    except OSError:  # it has not installed our handler, so the signal would end it
+    except OSError:  # the process has not installed the handler yet, so the signal would end it
         return ()
     process.end(signal.SIGUSR1)
     deadline, text = time.monotonic() + seconds, ""
@@ -76,7 +76,7 @@ def _main_stack(process: Process, log: Path, seconds: float) -> tuple[Frame, ...
         with log.open(errors="replace") as file:
             file.seek(before)
             earlier, text = text, file.read()
-        if text and text == earlier:  # all of it is there
+        if text and text == earlier:  # the dump is complete
             break
     return main_thread_of(text)
 

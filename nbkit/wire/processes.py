@@ -1,7 +1,7 @@
 """The unique identity of a process: its pid together with its start time.
 
-The system reuses pids. Code that signals a process of a cluster later (the notebook, the parent of the ranks,
-`nbkit clean`) checks here first whether it is still the same process.
+The system reuses pids. Before code sends a signal to a process of a cluster (the notebook, the parent of the ranks,
+`nbkit clean`), it checks here that the pid is still the same process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 import psutil
 
 STOP_SIGNAL = signal.SIGUSR1
-"""The signal with which a user's stop ends the parent of the ranks at once. Batch systems send SIGTERM: see Parent."""
+"""The signal that ends the parent of the ranks at once, for a user's stop. Batch systems send SIGTERM: see Parent."""
 
 
 @dataclass(frozen=True)
 class Process:
     """A process, by pid and start time.
 
-    started: in clock ticks since the boot called `boot`; on systems other than Linux in seconds since the epoch. Ticks
-    are used because the time of day of a start changes when the clock is set: the process would seem another one.
+    started: in clock ticks since the boot with the id `boot`; on systems other than Linux in seconds since the epoch.
+    Ticks do not change when somebody sets the clock. A time of day does, and the process would seem to be another one.
     """
 
     pid: int
@@ -63,8 +63,8 @@ class Process:
 def followers(leader: int, folder: str | os.PathLike[str]) -> list[Process]:
     """Return the running processes of the session that process `leader` leads or led, without the leader.
 
-    folder: return only processes with this folder, or one below it, in their environment. When a whole session has
-    ended, its number may be reused for another session.
+    folder: return only processes with this folder, or one below it, in their environment: if the whole session has
+    ended, another session may have the same number.
     """
     found = []
     for pid in psutil.pids():
@@ -77,13 +77,13 @@ def followers(leader: int, folder: str | os.PathLike[str]) -> list[Process]:
 
 
 def _look(pid: int) -> tuple[float, bool]:
-    """Return (start time, whether the process is a zombie). Raises ProcessLookupError."""
+    """Return (start time, True if the process is a zombie). Raises ProcessLookupError."""
     if sys.platform == "linux":
         try:
             text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except OSError:
             raise ProcessLookupError(f"there is no process {pid}") from None
-        # The command's name may contain spaces and brackets, so fields are counted from its closing bracket.
+        # The command's name may contain spaces and brackets, so count the fields after the last bracket.
         fields = text.rpartition(")")[2].split()
         return float(fields[19]), fields[0] in "ZX"
     try:

@@ -1,4 +1,4 @@
-"""Make text encodable. Jupyter's messages are UTF-8, and a Python string may hold surrogates, which UTF-8 cannot."""
+"""Make text encodable. Jupyter's messages are UTF-8, which cannot encode the surrogates of some Python strings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def encodable(value: Any) -> Any:
-    """Return `value` (text, or dicts and lists of it) with lone surrogates as escapes: a backslash and five more."""
+    """Return `value` (text, or dicts and lists of text) with lone surrogates as backslash escapes."""
     if isinstance(value, str):
         try:
             value.encode()

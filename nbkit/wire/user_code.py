@@ -1,8 +1,8 @@
-"""Tell the user's own source files (cells, scripts, modules) from those of Python, packages and nbkit.
+"""Distinguish the user's own source files (cells, scripts, modules) from those of Python, packages and nbkit.
 
-It also keeps modules in the user's folder, such as one called queue or random, from hiding modules of Python's own.
-`python -m` looks in the working directory first, so one such module could break a process at its start. A notebook
-looks there after the standard library, and so do ranks.
+It also keeps a module in the user's folder, such as one called queue or random, from hiding a module of the standard
+library. `python -m` looks in the working directory first, so such a module could break a process at its start. A
+notebook looks there after the standard library, and so do ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 @functools.lru_cache(4096)
 def is_users(file: str) -> bool:
-    """Return True if `file`, as a frame names it, is the user's own code."""
+    """Return True if `file`, the file name of a frame, is the user's own code."""
     path = Path(file)
     return not (
         file.startswith(("<frozen", "<string>"))
@@ -38,7 +38,7 @@ def look_in(folder: str) -> None:
     """Import from `folder` too, after the standard library and before installed packages. "": the working directory."""
     if folder and folder in sys.path:
         return
-    sys.path[:] = [path for path in sys.path if path != folder]  # "" was in front of all
+    sys.path[:] = [path for path in sys.path if path != folder]  # remove "" from the front
     packages = (number for number, path in enumerate(sys.path) if path.endswith(("site-packages", "dist-packages")))
     sys.path.insert(next(packages, len(sys.path)), folder)
 

@@ -66,6 +66,30 @@ def test_debug_launcher_and_elastic_launch_run_in_place_too(two: Cluster) -> Non
     assert two.run(cell).values == {0: {0: 40}, 1: {1: 41}}
 
 
+SCRIPT = """
+import os, sys
+from accelerate import Accelerator
+if sys.argv[1:]:
+    os.environ["ACCELERATE_MIXED_PRECISION"] = sys.argv[1]  # as transformers 4 does for bf16=True
+accelerator = Accelerator(cpu=True)
+"""
+
+
+def test_a_script_does_not_find_the_precision_of_the_one_before(two: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    two.run(f"import os; os.environ['ACCELERATE_LOG_LEVEL'] = 'error'\n%run {script} bf16\nfirst = accelerator")
+    used = two.run("accelerator.state.mixed_precision, accelerator.reduce(torch.ones(1)).item()").values
+    assert used[0] == ("bf16", 2.0)  # cells can use what the script has made
+
+    two.run(f"%run {script}")
+
+    found = two.run("[each.state.mixed_precision for each in (first, accelerator)]").values
+    assert found == {0: ["bf16", "no"], 1: ["bf16", "no"]}
+    left = two.run("{name: os.environ.pop(name) for name in [*os.environ] if name.startswith('ACCELERATE_')}").values
+    assert left[1] == {"ACCELERATE_LOG_LEVEL": "error"}
+
+
 LIGHTNING = '''
 """The launcher of a strategy that starts processes, as in Lightning: it forks, and reads what rank 0 has put."""
 import torch.multiprocessing as mp

@@ -93,6 +93,37 @@ def test_two_ranks_are_four_and_two_again_while_they_train(cluster: Cluster, tmp
     assert [(event["old_ranks"], event["ranks"]) for event in events if event["kind"] == "resized"] == [(2, 4), (4, 2)]
 
 
+MIXTURE = """
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.head = nn.Linear(8, 4), nn.Linear(8, 1)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        weight, choice = self.router(x).softmax(-1).max(-1)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if len(mine := (choice == number).nonzero().flatten()):
+                made = made.index_add(0, mine, expert(x[mine]) * weight[mine, None])
+        return self.head(made)
+
+defaults["model"] = Mixture
+"""
+
+
+@pytest.mark.long
+def test_experts_at_other_places_stay_there_with_more_ranks(cluster: Cluster) -> None:
+    cluster.run(MIXTURE)
+    alone = cluster.run(f"trainer = make()\n{CELL}").values[0]
+    told, results = resized_while_it_trains(cluster, [4, 2], strategy="ep=2 experts=0:0-3")
+    cluster.run("defaults['model'] = lambda: Net(width=64, buffer=3)")
+
+    assert [one.strategy for one in told] == ["dp=4 ep=2 experts=0:0-3", "dp=2 ep=2 experts=0:0-3"]
+    for losses in results.values.values():
+        assert losses == pytest.approx(alone, abs=1e-10)
+
+
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
     run = Run(run_dir)
     run.refresh()

@@ -69,11 +69,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_jupyterlab_serves_the_first_lesson(tmp_path: Path) -> None:
-    private = {name: str(tmp_path / name) for name in ("HOME", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
-    command = [sys.executable, "-m", "nbkit", "lab", "--no-browser", "--allow-root", "--port", "0"]
-    log = tmp_path / "log"
+    assert_serves(Path(sys.executable), tmp_path)
+
+
+def assert_serves(python: Path, folder: Path) -> None:
+    """Type `nbkit lab` in `folder`, with the packages of `python`, and ask its server for the first lesson."""
+    private = {name: str(folder / name) for name in ("HOME", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
+    command = [python, "-m", "nbkit", "lab", "--no-browser", "--allow-root", "--port", "0"]
+    log = folder / "log"
     with log.open("wb") as out:
-        lab = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **private}, stdout=out, stderr=out)
+        lab = subprocess.Popen(command, cwd=folder, env={**os.environ, **private}, stdout=out, stderr=out)
     try:
         served = _answer(lab, log)
         assert served["content"]["cells"]

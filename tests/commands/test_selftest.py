@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -14,7 +15,11 @@ import psutil
 import pytest
 from forked_parents import forked_parents_of_programs
 
+from nbkit.commands import selftest
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest
+from nbkit.notebook.cluster.hosts.start_options import requested, with_kept_options
+from nbkit.notebook.selftest import ways_of_nccl
 
 MAIN = """
 import sys
@@ -121,3 +126,27 @@ def test_an_item_that_is_not_there_is_answered_with_those_that_are(tmp_path: Pat
 
     assert status == 2
     assert "There is no item 'zero4'" in said and "zero3" in said
+
+
+def test_nccls_log_says_through_what_ranks_send() -> None:
+    # Written by hand in the form of NCCL 2.28, not recorded from a machine.
+    log = """\
+g1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+g1:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA
+g2:12:22 [0] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [receive] via NET/IB/0/GDRDMA
+g2:12:22 [0] NCCL INFO Channel 00 : 2[0] -> 3[1] via SHM/direct/direct
+g2:12:22 [0] NCCL INFO Connected all rings
+"""
+    assert ways_of_nccl(log) == {"NET/IB": 2, "P2P": 1, "SHM": 1}
+
+
+def test_options_of_a_line_in_nbkit_toml_count_where_nothing_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nbkit.toml").write_text('[clusters]\nlarge = "--slurm -n 8 --partition gpu -- --mem=4G"\n')
+    parser = argparse.ArgumentParser()
+    selftest.prepare_parser(parser)
+    options = parser.parse_args(["--on", "large", "-n", "4"])
+    with_kept_options(options)
+    assert requested(options) == SlurmRequest(4, partition="gpu", options=("--mem=4G",))

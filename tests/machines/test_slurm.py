@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 from slurm_nodes import SlurmNodes
 from waiting import until
 
-from nbkit import Cluster
+from nbkit import Cluster, job_folder
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts import progress
@@ -118,6 +119,51 @@ def test_a_notebook_in_an_allocation_of_several_nodes_uses_them_and_leaves_them(
     cluster.stop()
     assert slurm.jobs() == [f"{job} RUNNING"]
     slurm.command("scancel", job)
+
+
+UNDER_SRUN = """
+import os, pathlib, sys, time
+import torch, torch.distributed as dist
+rank, size, stop = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"]), pathlib.Path(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=rank, world_size=size)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+while rank == 1 and not stop.exists():
+    time.sleep(0.02)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.long
+def test_a_program_under_srun_listens_and_answers_on_its_node(slurm: SlurmNodes, tmp_path: Path) -> None:
+    script, stop = tmp_path / "train.py", tmp_path / "stop"
+    script.write_text(UNDER_SRUN)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nbkit = (sys.executable, "-m", "nbkit")
+    srun = ("srun", "-N1", "-n2", "--job-name=listens", sys.executable, str(script), str(port), str(stop))
+    program = subprocess.Popen([*nbkit, "run", "--job", "mine", *srun])
+    try:
+        until(lambda: len(job_folder.ranks_in(job_folder.folder_of("mine"))) == 2, 60)
+        job, node = slurm.command("squeue", "-h", "-n", "listens", "-o", "%i %N").split()
+
+        def asked(*words: str) -> str:
+            return slurm.command("srun", "--overlap", f"--jobid={job}", f"--nodelist={node}", "-n1", *nbkit, *words)
+
+        line = next(number for number, text in enumerate(UNDER_SRUN.splitlines(), 1) if "sleep(" in text)
+        stands = f"rank 1 is in time.sleep, train.py line {line}"
+        until(
+            lambda: re.search(rf"Rank 0 waits in all_reduce #\d+ on world .*{stands}", asked("why", "--job", "mine")),
+            60,
+        )
+        assert "step 10" in asked("watch", "mine", "--once")
+    finally:
+        stop.touch()
+        assert program.wait(60) == 0
+    assert slurm.jobs() == []
 
 
 def test_the_tasks_of_an_allocation_are_its_ranks() -> None:

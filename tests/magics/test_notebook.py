@@ -253,7 +253,10 @@ def test_inside_another_cell_magic_it_runs_as_a_plain_magic(started: Kernel, wra
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("%%distributed --ranks 9\n1", "There is no rank 9"),
+        ("%%distributed --ranks 9\n1", "--ranks 0-1"),
+        ("%%rank 9\n1", "%%rank 0-1"),
+        ("%%time\n%%rank 9\n1", "%%rank 0-1"),
+        ("%pull rank --rank 9", "--rank 0"),
         ("%%distributed --rnaks 0\n1", "unrecognized arguments"),
         ("%%distributed --timeout soon\n1", "'soon' is no length of time"),
         ("%%distributed --detach 7\n1", "not a name that a notebook variable can have"),

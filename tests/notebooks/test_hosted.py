@@ -1,4 +1,4 @@
-"""A notebook on Colab or Kaggle, as far as it can be imitated: `long`, because ranks start as a user's do.
+"""A notebook on Colab or Kaggle, as far as it can be imitated. What starts ranks as a user's do is `long`.
 
 /dev/shm has 64 MB, as in a container without --shm-size. There is one kernel and no terminal, so that everything is
 typed into cells. The kernel has the service's variables. Not imitated are the GPUs (tests/notebook/cluster/
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from clusters import home_of_clusters
+from lessons import LESSONS, code_of, stored
 
 SHARED_MB = 64
 CELLS = (
@@ -52,6 +53,31 @@ with Headless(Path.cwd(), lambda cell, text: None) as kernel:
 html = [str(each.get("data", {}).get("text/html", "")) for cell in cells for each in cell["outputs"]]
 Path("shown.json").write_text(json.dumps({"texts": list(map(shown_by, cells)), "html": html}))
 """
+
+
+TWICE = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+installed = []
+shell.register_magic_function(installed.append, "line", "pip")
+shell.run_cell(sys.argv[1]).raise_error()
+assert "nbkit" in shell.extension_manager.loaded and not installed
+sys.modules["nbkit"] = None  # as if it were missing
+assert isinstance(shell.run_cell(sys.argv[1]).error_in_exec, ImportError)
+print("pip", *installed)
+"""
+
+
+def test_the_first_cell_of_each_lesson_installs_nbkit_only_where_it_is_missing(tmp_path: Path) -> None:
+    (first,) = {"".join(code_of(stored(path))[0]["source"]) for path in LESSONS}
+    env = os.environ | {"IPYTHONDIR": str(tmp_path)}
+
+    done = subprocess.run([sys.executable, "-c", TWICE, first], env=env, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == 'pip install -q "nbkit-train[widgets]"'
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ config = {
     "warmup_steps": 2,
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
-    "bf16": False,  # Accelerate would keep it in the environment of the process, for the next program too
+    "bf16": True,
     "gradient_checkpointing": True,
     "group_by_length": False,
     "seed": 42,

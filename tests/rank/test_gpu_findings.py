@@ -20,7 +20,7 @@ from pretend.communicator import Work
 from ranks import next_generation, run_ranks
 from torch import nn
 
-from nbkit.errors import NbkitError, StrategyError, TrainingError
+from nbkit.errors import NbkitError, StrategyError, SwitchError, TrainingError
 from nbkit.rank import device
 from nbkit.rank.comm import link_probe
 from nbkit.rank.comm.delegating_group import DelegatingGroup
@@ -28,6 +28,7 @@ from nbkit.rank.parallel import device_mesh
 from nbkit.rank.parallel.data_parallel.ddp import ALIVE
 from nbkit.rank.parallel.pipeline.p2p import Channels
 from nbkit.rank.telemetry import collectives
+from nbkit.rank.train import builder
 from nbkit.rank.world import failure_alarm
 from nbkit.strategy import Strategy
 
@@ -58,23 +59,32 @@ def telemetry(world: Any, gpu: PretendAccelerator) -> tuple[int, int]:
     return _works_between_steps("off"), _works_between_steps("time")
 
 
-def pipeline(world: Any, gpu: PretendAccelerator) -> list[float]:
-    """Return the losses of a pipeline. After two steps the world gets a new generation, as after an error in a cell."""
+def pipeline(world: Any, gpu: PretendAccelerator) -> tuple[list[float], list[str]]:
+    """Return the losses of a pipeline, and from which communicator the last one was split. After two steps the world
+    gets a new generation, as after an error in a cell."""
     trainer = quiet(model=blocks, strategy="pp=2")
     trainer.fit(2)
     next_generation(world)
+    known = list(Communicator.everyone)
     trainer.fit(2)
-    return [record["loss"] for record in trainer.history]
+    new = [one.parent.partition("/")[2] for one in Communicator.everyone if one.met and one not in known]
+    return [record["loss"] for record in trainer.history], new
 
 
 def letters() -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 6), *blocks()[:4], nn.Linear(6, 8))
 
 
-def writer(strategy: str) -> Any:
+def tied_letters() -> nn.Module:
+    model = letters()
+    model[-1].weight = model[0].weight  # type: ignore[union-attr]
+    return model
+
+
+def writer(strategy: str, model: Callable[[], nn.Module] = letters) -> Any:
     texts = torch.arange(9) % 8
     return quiet(
-        model=letters,
+        model=model,
         strategy=strategy,
         loss=lambda logits, ids: nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()),
         data=[(texts[i : i + 4], texts[i + 1 : i + 5]) for i in range(4)] * 8,
@@ -87,6 +97,17 @@ def generating(world: Any, gpu: PretendAccelerator) -> list[list[int]]:
     found = [job.generate(texts[:3], 3).tolist()]
     next_generation(world)
     return [*found, job.generate(texts[:3], 3).tolist()]
+
+
+def tied(world: Any, gpu: PretendAccelerator) -> tuple[list[list[float]], int]:
+    """Return the losses of a model whose ends share a weight under ddp and pp, and the communicators that pp adds."""
+    losses = []
+    for strategy in ("ddp", "pp=2"):
+        known = list(Communicator.everyone)
+        trainer = writer(strategy, tied_letters)
+        trainer.fit(3)
+        losses.append([record["loss"] for record in trainer.history])
+    return losses, sum(one.met and one not in known for one in Communicator.everyone)
 
 
 CHAIN = ("zero3", "tp", "pp=2", "zero2", "ddp", "pp=2 schedule=zbv", "zero1", "tp", "zero3", "pp=2")
@@ -112,6 +133,24 @@ def ten_switches(world: Any, gpu: PretendAccelerator) -> list[int]:
     return counts
 
 
+def failed_switch(world: Any, gpu: PretendAccelerator) -> list[str]:
+    """Return the strategy, and what is said, after a switch to a pipeline that failed on rank 1, and after another."""
+    trainer, said = writer("ddp"), ""
+    trainer.fit(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if gpu.rank == 1:
+            patch.setattr(builder, "parallelize", lambda *_, **__: 1 / 0)
+        try:
+            trainer.switch("pp=2")
+        except SwitchError as error:
+            said = str(error)
+    trainer.fit(1)
+    found = [str(trainer.strategy)]
+    trainer.switch("pp=2")
+    trainer.fit(1)
+    return [*found, str(trainer.strategy), said]
+
+
 def connecting(world: Any, gpu: PretendAccelerator) -> list[str]:
     """Return what a switch to tp does before it builds: give back the allocator's reserve, and make communicators."""
     trainer, done = writer("ddp"), list[str]()
@@ -127,7 +166,8 @@ def connecting(world: Any, gpu: PretendAccelerator) -> list[str]:
         trainer.job.builder.connect(Strategy.parse("tp", 2), alike=True)
     finally:
         del gpu.trim
-    return [*done, *(one.key.partition("/")[2] for one in Communicator.everyone if one.met and one not in known)]
+    new = [one for one in Communicator.everyone if one.met and one not in known]
+    return [*done, *(f"{one.key} of {one.parent}".partition("/")[2] for one in new)]
 
 
 def forgotten(world: Any, gpu: PretendAccelerator) -> list[int]:
@@ -279,9 +319,9 @@ def each(rank: int, scenes: list[Callable[..., Any]]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def lasting() -> list[dict[str, Any]]:
     """Return by rank the results of the scenes after which the ranks go on."""
-    first = [ten_switches, connecting, forgotten]  # no other scene has made groups yet
+    first = [ten_switches, connecting, forgotten, failed_switch]  # no other scene has made groups yet
     stuck = [half_done, stuck_in_two, alone_in_a_first_use]
-    scenes = [*first, telemetry, pipeline, generating, *stuck, asserted, queues, leaving]
+    scenes = [*first, tied, telemetry, pipeline, generating, *stuck, asserted, queues, leaving]
     return run_ranks(each, 2, scenes, join=False, generations=6, timeout=180)
 
 
@@ -294,9 +334,19 @@ def test_telemetry_keeps_nothing_alive_that_would_not_live_without_it(lasting: l
 
 @pytest.mark.long
 def test_a_pipeline_goes_on_in_a_world_that_was_formed_again(lasting: list[dict[str, Any]]) -> None:
-    losses = [rank["pipeline"] for rank in lasting]
+    (losses, new), other = (rank["pipeline"] for rank in lasting)
 
-    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert (losses, new) == other and len(losses) == 4
+    assert new == ["all"]
+
+
+def test_the_ends_of_a_pipeline_sum_a_weight_that_they_share_without_a_communicator_of_their_own(
+    lasting: list[dict[str, Any]],
+) -> None:
+    for rank in lasting:
+        (ddp, pp), new = rank["tied"]
+        assert pp == pytest.approx(ddp, rel=1e-5) and ddp[0] != ddp[2]
+        assert new <= 1  # for all messages of the pipeline
 
 
 def test_a_pipeline_generates_where_the_first_use_of_a_group_waits_for_all_members(
@@ -311,11 +361,19 @@ def test_a_pipeline_generates_where_the_first_use_of_a_group_waits_for_all_membe
 def test_of_ten_switches_only_the_communicators_are_left_that_the_strategy_or_an_undo_uses(
     lasting: list[dict[str, Any]],
 ) -> None:
-    own = {name: {"tp"} if name == "tp" else {"up", "down"} if name[:2] == "pp" else {"dp"} for name in ("ddp", *CHAIN)}
+    own = {name: {name[:2]} if name[:2] in ("tp", "pp") else {"dp"} for name in ("ddp", *CHAIN)}
     expected = [len(own[new] | own[old]) for old, new in pairwise(("ddp", "ddp", *CHAIN))]
 
     for rank in lasting:
         assert rank["ten_switches"] == expected
+
+
+def test_a_switch_to_a_pipeline_that_fails_is_taken_back_and_the_next_one_succeeds(
+    lasting: list[dict[str, Any]],
+) -> None:
+    for rank in lasting:
+        first, second, said = rank["failed_switch"]
+        assert first == "dp=2" and second.startswith("pp=2") and "division by zero" in said
 
 
 def test_communicators_are_made_when_a_strategy_connects_from_memory_that_torch_has_given_back(
@@ -323,7 +381,8 @@ def test_communicators_are_made_when_a_strategy_connects_from_memory_that_torch_
 ) -> None:
     for rank in lasting:
         first, *made = rank["connecting"]
-        assert first == "reserve given back, 0 made" and len(made) == 1
+        assert first == "reserve given back, 0 made"
+        assert len(made) == 1 and made[0].startswith("all of ") and made[0].endswith("/all")  # split from that of all
 
 
 def test_groups_that_were_forgotten_are_closed_when_nobody_uses_them(lasting: list[dict[str, Any]]) -> None:

@@ -311,21 +311,42 @@ def test_a_program_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[s
     assert "There is no such program" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+RUN = ["nbkit", "run", "--job", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["torchrun", "--nproc-per-node", "2"], ["torchrun", "--nproc-per-node", "2", "-m", *RUN]),
+        (["accelerate", "launch"], ["accelerate", "launch", "-m", *RUN]),
+        (["srun", "-n", "2", "python3", "-u"], ["srun", "-n", "2", "python3", "-u", "-m", *RUN]),
+        (["srun", "-n", "2"], ["srun", "-n", "2", sys.executable, "-m", *RUN]),
+        (["deepspeed", "--num_gpus", "2"], ["deepspeed", "--num_gpus", "2", "--module", *RUN]),
+    ],
+)
 def test_run_before_a_launcher_stands_before_its_script(
-    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: list[str], after: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(os, "execv", lambda found, command: started.append((found, command)))
-    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name == launcher else None)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name == before[0] else None)
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(0)")
 
     with contextlib.suppress(UsageError):
-        main(["run", "--job", "mine", launcher, "--nproc-per-node", "2", str(script), "--lr", "1"])
+        main(["run", "--job", "mine", *before, str(script), "--lr", "1"])
 
-    words = [launcher, "--nproc-per-node", "2", "-m", "nbkit", "run", "--job", "mine", str(script), "--lr", "1"]
-    assert started == [(f"/bin/{launcher}", words)]
+    assert started == [(f"/bin/{before[0]}", [*after, str(script), "--lr", "1"])]
+
+
+def test_the_number_that_deepspeed_gives_a_module_reaches_the_script_as_its_first_argument(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    command = [sys.executable, "-m", "nbkit", "--local_rank=1", "run", str(script), "--lr", "1"]
+
+    done = subprocess.run(command, capture_output=True, text=True)
+
+    assert done.stdout.strip() == "['--local_rank=1', '--lr', '1']", done.stderr
 
 
 def states_in_a_closure(rank: int, home: str) -> list[str]:
@@ -356,6 +377,50 @@ def test_what_a_closure_computes_is_not_the_optimizers_time(tmp_path: Path) -> N
     (states,) = run_ranks(states_in_a_closure, 1, str(tmp_path), join=False)
 
     assert states[1:] == ["forward"] * 3  # the first step is not recorded
+
+
+LATE = 0.3
+
+
+def waits_of_ddp(rank: int, port: int, home: str, unused: bool) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    from nbkit.rank import listen
+    from nbkit.rank.telemetry.phases import clock
+
+    os.environ |= {"NBKIT_HOME": home, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    listen.listen("waits")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    made: list[dict[str, float]] = []
+
+    def note(step: Any) -> None:
+        times: dict[str, float] = {}
+        for state, start, stop in step.intervals():
+            assert start <= stop
+            times[state] = times.get(state, 0.0) + (stop - start) / 1e9
+        made.append(times)
+
+    clock.listeners.append(note)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), find_unused_parameters=unused)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        loss = model(torch.ones(4, 8)).sum()
+        time.sleep(LATE * rank)
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return [step.get("wait world", 0.0) for step in made[1:]]
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_ddp_waits_for_a_late_rank_also_where_it_looks_for_unused_parameters(unused: bool, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    waits, _ = run_ranks(waits_of_ddp, 2, port, str(tmp_path), unused, join=False)
+
+    assert len(waits) == 2 and min(waits) >= 0.9 * LATE  # rank 1 sleeps so long while rank 0 waits
 
 
 # --- Long -------------------------------------------------------------------------------------------------------------
@@ -407,10 +472,10 @@ STEPS = {"metrics": 14, "hf_trainer": 6, "nanogpt": 6, "fsdp2_dcp": 7, "accelera
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 BIN = Path(sys.executable).parent
-LAUNCHERS = {
+LAUNCHERS: dict[str, tuple[Any, ...]] = {  # under Slurm: tests/machines/test_slurm.py
     "torchrun": (BIN / "torchrun", "--nproc-per-node", "2", "--standalone"),
-    "accelerate": (BIN / "accelerate", "launch", "--cpu", "--num_processes", "1"),  # several take GPUs or MPI
-    "srun": ("srun", "-n", "2", sys.executable),
+    "accelerate": (BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", "2"),  # the program asks for the CPU
+    "deepspeed": (BIN / "deepspeed", "--num_gpus", "2", "--no_local_rank"),
 }
 
 
@@ -443,9 +508,12 @@ def test_programs_that_listen_compute_the_same_and_their_steps_are_known(name: s
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_that_nbkit_run_starts_has_ranks_that_listen(launcher: str, tmp_path: Path) -> None:
-    if launcher == "srun" and subprocess.run(["sinfo"], capture_output=True).returncode:
-        pytest.skip("no Slurm runs here")
+def test_a_launcher_that_nbkit_run_starts_has_ranks_that_listen(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not LAUNCHERS[launcher][0].exists():
+        pytest.skip(f"{launcher} is not installed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     program = PROGRAMS / "accelerate_loop.py"
     expected = launched(program, tmp_path / "expected", command=LAUNCHERS[launcher])
 
@@ -453,6 +521,5 @@ def test_a_launcher_that_nbkit_run_starts_has_ranks_that_listen(launcher: str, t
     assert launched(program, tmp_path / "listening", command=(*begin, *LAUNCHERS[launcher])) == expected
 
     (job,) = AttachedJob.list()
-    ranks = 1 if launcher == "accelerate" else 2
-    assert (job.ranks, job.state) == (ranks, "ended")
-    assert len(read_run(job.folder).picture()["ranks"]) == ranks
+    assert (job.ranks, job.state) == (2, "ended")
+    assert len(read_run(job.folder).picture()["ranks"]) == 2

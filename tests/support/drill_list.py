@@ -46,7 +46,7 @@ MAGICS = (
     _before("GPUs of a machine that has none", "--cpu", "%cluster start --gpus 0,1"),
     Drill("an option that has another name now", "--here", "%%distributed --local\n1"),
     Drill("a second cluster, with other options", "%cluster stop   first", "%cluster start -n 4 --cpu"),
-    Drill("a rank that is not there", "There is no rank 7", "%%rank 7\n1"),
+    Drill("a rank that is not there", "%%rank 0-1", "%%rank 7\n1"),
     Drill("ranks that cannot be read", "'0,x' does not name ranks", "%%distributed --ranks 0,x\n1"),
     Drill("a time that is none", "'soon' is no length of time", "%%distributed --timeout soon\n1"),
     Drill("results of a detached cell", "--detach results", "%%distributed --detach --as results\n1"),

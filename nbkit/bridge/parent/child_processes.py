@@ -1,4 +1,4 @@
-"""Child processes of the parent of the ranks: starts them afresh, says how they ended, ends them. And the log.
+"""Starts and ends child processes of the parent of the ranks, says how they ended, and writes the parent's log.
 
 python -m nbkit.bridge.parent.child_processes FOLDER PORT RANK REPLACES FD...      a rank that was not forked
 """
@@ -20,9 +20,9 @@ from nbkit.wire.user_code import OWN_MODULES
 
 
 def has_ended(pid: int) -> bool:
-    """Return True if a child has ended, without reaping it.
+    """Return True if a child has ended. Do not reap it.
 
-    Until it is reaped, no other process gets its pid, or the id of its group.
+    Until a child is reaped, no other process gets its pid or the id of its group.
     """
     if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -39,9 +39,10 @@ def kill_group(pid: int) -> None:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel has killed because memory ran out; 0 if it does not say.
+    """Return how many processes the kernel has killed because memory ran out; 0 if that is unknown.
 
-    Counts those of this cgroup, version 2 (a container sees its own as the root) or 1; else of the whole machine.
+    Count the processes of this cgroup, version 2 or 1. A container sees its own cgroup as the root. Without such a
+    cgroup, count the processes of the whole machine.
     """
     own = _own_cgroup(root)
     places = (
@@ -60,14 +61,14 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 
 class Ends:
-    """Says in words how ranks ended. There is one per parent: it does not count processes that were killed before."""
+    """Says in words how ranks ended. There is one object per parent. It ignores kills from before it was made."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._oom_kills = oom_kills(root)
 
     def how(self, status: int, device: str) -> str:
-        """Return in words how a rank ended. status: of os.waitpid. device: its words on a failed device, or ""."""
+        """Return in words how a rank ended. status: from os.waitpid. device: the error of a failed device, or ""."""
         if device:
             return f"its device failed: {device}"
         if not os.WIFSIGNALED(status):
@@ -94,13 +95,16 @@ def log(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} parent: {text}", flush=True)
 
 
-_started: list[subprocess.Popen[bytes]] = []  # kept, or subprocess would reap them before the parent does
+_started: list[subprocess.Popen[bytes]] = []  # keeps them alive: subprocess would reap them before the parent does
 
 
 def start_afresh(
     folder: Path, port: int, rank: int, line: socket.socket, listener: socket.socket | None, *, replaces: bool
 ) -> int:
-    """Start rank `rank` in its own session, where a process with torch in it must not be forked. Returns its pid."""
+    """Start rank `rank` as a new process with its own session. Returns its pid.
+
+    Used on systems where a process that has imported torch must not fork.
+    """
     fds = [line.fileno()] + ([listener.fileno()] if listener else [])
     program = [sys.executable, *OWN_MODULES, "nbkit.bridge.parent.child_processes"]
     arguments = map(str, (folder, port, rank, int(replaces), *fds))

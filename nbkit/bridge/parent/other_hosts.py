@@ -4,8 +4,8 @@ The coordinator runs on the notebook's host (nbkit/notebook/cluster/hosts). It p
 parents: a cell that failed, a rank that died. So the ranks of all hosts are released without the notebook.
 
 When ranks are replaced, the parent of the first host decides for the ranks of all hosts. Each parent forks and reaps
-the ranks of its own host. It tells the first host's parent what they say about a training, and how they end. Commands
-for these ranks come back. Both go through the coordinator, which keeps their order.
+the ranks of its own host. It tells the first host's parent what these ranks say about a training, and how they end.
+The first host's parent sends commands for them. All these messages go through the coordinator, which keeps their order.
 
     RankSaid   RankStarted   RankPlaced   RankEnded   to the first host's parent
     StartRank   TellRank   DismissRank                from it, to the parent of that rank
@@ -63,7 +63,7 @@ class CoordinatorLine:
         self._told = 0.0
 
     def receive(self) -> list[ForHost]:
-        """Return the messages that have come; blocks for the first."""
+        """Return the messages that have arrived. Block until there is one."""
         messages = self.link.receive()
         self.gone = messages is None
         return messages or []
@@ -84,7 +84,7 @@ class CoordinatorLine:
 class RankElsewhere:
     """A rank of another host, as the first host's parent sees it. It can be used like a Child (see parent.py).
 
-    pid: 0 until its own parent has said that it is started.
+    pid: 0 until the parent on its host has said that the rank was started.
     """
 
     def __init__(self, rank: int, coordinator: CoordinatorLine) -> None:
@@ -98,11 +98,11 @@ class RankElsewhere:
         self._line.send(TellRank(self.rank, message))
 
     def start(self, cell: str, death: Death) -> None:
-        """Have it started in the place of a rank that died in that cell, on the device that its host chooses."""
+        """Have this rank started on its host, which chooses the device. It replaces a rank that died in cell `cell`."""
         self._line.send(StartRank(self.rank, cell, death))
 
     def dismiss(self) -> None:
-        """Have it ended, without declaring it dead."""
+        """Have the rank ended, without declaring it dead."""
         self.dismissed = True
         self._line.send(DismissRank(self.rank))
 
@@ -111,7 +111,7 @@ class OtherHosts:
     """The ranks of other hosts, and the messages about them. There is one per parent.
 
     ranks: at the first host's parent, the ranks of the other hosts; empty elsewhere and on a single host.
-    undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them.
+    undecided: at another host's parent, its ranks that have ended, until it hears if they are replaced or dead.
     """
 
     def __init__(self, parent: Parent) -> None:
@@ -155,7 +155,7 @@ class OtherHosts:
         return waits and self._line is not None and not self._line.gone
 
     def go_on(self) -> None:
-        """Start the ranks that are due, once the old rank of that number has been reaped."""
+        """Start each replacement that is due, if the old rank of that number has been reaped."""
         for rank in sorted(set(self._to_start) - set(self.parent.children)):
             asked = self._to_start.pop(rank)
             if not self.parent.ending:
@@ -182,7 +182,7 @@ class OtherHosts:
     # At the first host's parent
 
     def begin(self, rank: int, cell: str, death: Death) -> None:
-        """Have a rank started on its own host, in the place of one that died in a training in that cell."""
+        """Have a rank started on its own host. It replaces one that died in a training in cell `cell`."""
         if self._line is None or rank in self.parent.spec.ranks:
             self.parent.replacer.placed(rank, self.parent.spares.place(cell, death))
             self.parent.start_rank(rank, replaces=True)

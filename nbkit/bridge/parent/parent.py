@@ -11,19 +11,18 @@ five things:
 - It ends a rank that does not answer at all, when a notebook asks for that.
 - It ends the cluster when the controller is gone, or when nobody has used it for its time to live.
 
-A cluster on several hosts has a parent on each host. It tells the coordinator what it tells its own ranks, and tells
-them what it hears from there. The coordinator decides when to end. The first host's parent decides which ranks are
-replaced (other_hosts.py).
+A cluster on several hosts has a parent on each host. Each parent passes messages between its ranks and the coordinator.
+The coordinator decides when to end. The first host's parent decides which ranks are replaced (other_hosts.py).
 
-`EndInOrder` ends the ranks of a host when their user has not asked for it: a training is saved at its next step
-boundary. Batch systems send SIGTERM before they kill: at a job's time limit, or to make room for another job. Some send
-it twice. On a cluster of several hosts the coordinator is told. It knows more about the reason and tells the other
-hosts.
+`EndInOrder` ends the ranks of a host when somebody other than the user asks for it. A training is first saved at its
+next step boundary. Batch systems send SIGTERM before they kill: at a job's time limit, or to make room for another job.
+Some send it twice. In a cluster on several hosts, the parent tells the coordinator, which knows more about the reason
+and tells the other hosts.
 
-`Spares` are the devices in reserve. A rank moves to one of them if its own device may be bad: if the rank has said that
-its device does not compute any more, or if the rank has died twice on it in one cell. One death alone does not point to
-the device: mostly it is a kill, memory that ran out, or the program. A device that was left is never used again. Each
-host has its own spares, and the parent there assigns them.
+`Spares` are the devices in reserve. A rank moves to one of them if its own device may be broken: if the rank has said
+that its device does not compute any more, or if the rank has died twice on it in one cell. A single death is not blamed
+on the device: its usual cause is a kill, a lack of memory, or the program. A device that a rank has left is never used
+again. Each host has its own spares, which the parent there assigns.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ from nbkit.wire.user_code import look_in
 
 
 def controller_of(folder: Path) -> Process | None:
-    """Return the controller of the cluster in `folder`; None until the notebook has started it and said so."""
+    """Return the controller of the cluster in `folder`; None until the notebook has started and announced it."""
     try:
         return Process(**json.loads((folder / "controller.json").read_text()))
     except (OSError, json.JSONDecodeError):
@@ -106,10 +105,10 @@ def end_schedulers(folder: Path, controller: Process | None) -> None:
 
 
 def unregister(engine_file: Path, rank: int) -> None:
-    """Have the hub forget engine `rank`, so that its clients learn of it and the id is free again.
+    """Unregister engine `rank` from the hub, so that the hub tells its clients, and the id is free again.
 
-    The nanny process of ipyparallel, which nbkit does not start, would do the same. Call it in a separate process: the
-    parent must not use zmq.
+    The nanny process of ipyparallel would do the same, but nbkit does not start it. Call this in a separate process,
+    since the parent must not use zmq.
     """
     import zmq
     from jupyter_client.session import Session
@@ -128,13 +127,13 @@ def unregister(engine_file: Path, rank: int) -> None:
     context.term()
 
 
-END_SECONDS = 600.0  # for a training to reach a boundary and be saved; the sender of SIGTERM waits less
+END_SECONDS = 600.0  # for a training to reach a step boundary and be saved; a sender of SIGTERM waits less
 
 
 class EndInOrder:
     """Ends the ranks in order. There is one per parent.
 
-    asked: set by the signal handler, which does nothing else, so that the signal can come at any time.
+    asked: True after SIGTERM. The signal handler does nothing else, so the signal may come at any time.
     """
 
     def __init__(self, parent: Parent) -> None:
@@ -144,7 +143,7 @@ class EndInOrder:
     def go_on(self) -> None:
         """Begin the end that a signal has asked for. End all ranks at once if that takes too long."""
         if self.asked:
-            self.asked = False  # a second signal finds that the end was begun
+            self.asked = False  # if a second signal comes, the end has already begun
             if self.parent.coordinator:
                 self.parent.coordinator.link.send(ToldToEnd())
             if not self.parent.ending:
@@ -154,12 +153,12 @@ class EndInOrder:
             self.parent.end_all("the training did not end in time")
 
     def begin(self, why: str, *, now: bool = True) -> None:
-        """End every rank. A training is saved at its next step boundary, and its rank ends after that.
+        """End every rank. A training is saved at its next step boundary, and then its ranks end.
 
         If no rank runs a cell, all end at once. now: do not wait for cells that do not train.
         """
         parent = self.parent
-        if parent.ending and not self.why:  # they are being ended at once already
+        if parent.ending and not self.why:  # the ranks are already being ended at once
             return
         if not parent.ending and not any(child.cells for child in parent.children.values()):
             parent.end_all(why)
@@ -178,7 +177,7 @@ class EndInOrder:
                 child.link.send(EndOfCluster(why, now))
 
 
-DEATHS = 2  # so many deaths of one rank on one device in one cell may be the device's fault
+DEATHS = 2  # after this number of deaths of one rank on one device in one cell, the device may be the cause
 
 
 class Spares:
@@ -191,8 +190,8 @@ class Spares:
     def place(self, cell: str, death: Death) -> str:
         """Choose the device of the process that replaces a dead rank. Returns a sentence about a change, or "".
 
-        death: as for Replacer.takes; it may come again, for a further process in its place. On several hosts the
-        coordinator is told too, for the first host's parent and for the notebook.
+        Called again with the same death if the replacing process fails too. On several hosts the coordinator is also
+        told, for the first host's parent and for the notebook.
         """
         said = self._placed(cell, death)
         line, spec = self.parent.coordinator, self.parent.spec
@@ -237,19 +236,19 @@ def _counted(count: int) -> str:
 
 
 START_SECONDS = 180.0  # for the controller to write its address; the notebook waits as long
-GRACE_SECONDS = 0.25  # in which the other ranks of a failed cell may end by themselves
+GRACE_SECONDS = 0.25  # the other ranks of a failed cell have this time to end by themselves
 TICK_SECONDS = 1.0
-FAILED_KEPT = 50  # cells; all ranks begin a cell at nearly the same time
-_COORDINATOR = "coordinator"  # its key in the selector, beside the ranks
+FAILED_KEPT = 50  # number of cells; a few are enough, since all ranks begin a cell at nearly the same time
+_COORDINATOR = "coordinator"  # key of its socket in the selector; the other keys are ranks
 
 
 @dataclass
 class Child:
     """A rank as its parent sees it.
 
-    fit: where a new rank can enter the `fit` that it runs. replaces: it is a newcomer. dismissed: it was ended
-    because its replacement begins again or was given up. failed: its words on its device, which does not compute any
-    more. has_sinks: a training in it has sinks of the user's, which are closed before it ends.
+    fit: the `fit` that it runs, and where a new rank can enter. replaces: True for a new rank of an existing world.
+    dismissed: True if the parent has ended it, so its end is not a death. failed: the error of its device, if that
+    does not compute any more. has_sinks: True if a training in it has sinks of the user, to close before it ends.
     """
 
     rank: int
@@ -264,7 +263,7 @@ class Child:
     cells: dict[str, tuple[int, ...]] = field(default_factory=dict)  # running cells: id -> its ranks
 
     def dismiss(self) -> None:
-        """End it, without declaring it dead."""
+        """End the rank, without declaring it dead."""
         self.dismissed = True
         kill_group(self.pid)
 
@@ -285,7 +284,7 @@ class Parent:
         self.replacer, self.resizer, self.spares = Replacer(self), Resizer(self), Spares(self)
         self.elsewhere = OtherHosts(self)
         self.due: dict[str, tuple[float, str]] = {}  # cell -> (when to release it, why)
-        self.failed: dict[str, str] = {}  # latest cells in which a rank has failed -> why the others are released
+        self.failed: dict[str, str] = {}  # newest cells in which a rank has failed -> why the others are released
         self.seen = time.monotonic()
         self.ends = Ends()
         self.selector = selectors.DefaultSelector()
@@ -334,11 +333,11 @@ class Parent:
             self.elsewhere.go_on()
             self.replacer.go_on()
             self.resizer.go_on()
-            self._let_go()
+            self._end_if_unused()
         log("every rank has ended")
 
     def start_rank(self, rank: int, *, replaces: bool = False) -> None:
-        """Fork a rank from this process, which has torch in memory. If forking is unsafe, start it afresh.
+        """Fork a rank from this process, which has torch in memory. If forking is unsafe, start a new process.
 
         replaces: another rank of this number has died, or the other ranks already have a world without this one.
         """
@@ -359,13 +358,13 @@ class Parent:
 
     @property
     def members(self) -> dict[int, Child | RankElsewhere]:
-        """The ranks that may take part in a training and that this parent handles."""
+        """Return the ranks that may take part in a training and that this parent handles."""
         return {**self.children, **self.elsewhere.ranks}
 
     def _become(self, rank: int, theirs: socket.socket, listener: socket.socket | None, replaces: bool) -> None:
         """Drop what belongs to the parent, then be a rank. Runs in the forked child, and never returns."""
         try:
-            os.setsid()  # so that processes of this rank can be ended with it
+            os.setsid()  # processes that this rank starts can then be ended with it
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, STOP_SIGNAL):
                 signal.signal(number, signal.SIG_DFL)
@@ -417,10 +416,10 @@ class Parent:
     def _on_cell_began(self, began: CellBegan, child: Child) -> None:
         self.seen = time.monotonic()
         child.cells[began.cell] = began.ranks
-        # The cell was on its way when the rank died. Nothing else would end its wait for the dead rank.
+        # The cell was on its way when the rank died. Nothing else would end the wait for the dead rank.
         for rank in self.dead.intersection(began.ranks):
             child.link.send(ReleaseCell(began.cell, f"rank {rank} died"))
-        # Another rank has failed in the cell before this one began, so this one was not released then.
+        # Another rank failed in the cell before this rank began it, so this rank was not released then.
         if began.cell in self.failed:
             child.link.send(ReleaseCell(began.cell, self.failed[began.cell]))
 
@@ -477,11 +476,11 @@ class Parent:
         if self.coordinator.gone:
             self.selector.unregister(self.coordinator.link.sock)
             log("the line to the coordinator is closed")
-            if self.coordinator.link.broke:  # nobody can reach the ranks any more, or stop their waits
+            if self.coordinator.link.broke:  # nobody else can reach the ranks any more and end their waits
                 for child in self.children.values():
                     for cell in child.cells:
                         child.link.send(ReleaseCell(cell, "the notebook's host does not answer"))
-            elif not self.ending:  # it was killed
+            elif not self.ending:  # the coordinator was killed
                 self.end_in_order.begin("the coordinator of the cluster has ended", now=False)
 
     # Messages of the coordinator. OtherHosts has more.
@@ -532,7 +531,7 @@ class Parent:
         for child in list(self.children.values()):
             if not has_ended(child.pid):
                 continue
-            kill_group(child.pid)  # its process group: also DataLoader workers and commands that it had started
+            kill_group(child.pid)  # its process group includes DataLoader workers and commands that it has started
             del self.children[child.rank]
             _, status = os.waitpid(child.pid, 0)
             self._close(child)
@@ -553,7 +552,7 @@ class Parent:
         child.link.sock.close()
 
     def _tell_dead(self, child: Child, how: str) -> None:
-        """Handle the unexpected end of a rank: have it replaced, or tell everybody and release waiting ranks."""
+        """Handle the unexpected end of a rank: have it replaced, or report its death and release waiting ranks."""
         death = Death(child.rank, how, time.time(), child.pid, tuple(sorted(child.cells)), child.failed)
         self.resizer.give_up(f"rank {child.rank} died ({how})", gone=child)
         death = self.replacer.explained(child, death)
@@ -583,9 +582,9 @@ class Parent:
         """Write the report of a death for the notebook. It is a RankEnd if the rank is replaced."""
         try:
             cluster_end.write_rank(self.folder, death)
-        except OSError as error:  # a full disk must not end the cluster; the ranks report the death too
+        except OSError as error:  # a full disk must not end the cluster, and the ranks also report the death
             log(f"what is told of rank {death.rank} could not be written: {error}")
-        if self.coordinator and isinstance(death, RankEnd):  # the notebook gets it there; other deaths have RankIsDead
+        if self.coordinator and isinstance(death, RankEnd):  # it tells the notebook; for other deaths RankIsDead does
             self.coordinator.link.send(ReplacementNoted(death))
 
     def spread_death(self, death: Death) -> None:
@@ -608,7 +607,7 @@ class Parent:
         finally:
             os._exit(0)
 
-    def _let_go(self) -> None:
+    def _end_if_unused(self) -> None:
         if self.ending:
             return
         self.controller = controller = self.controller or controller_of(self.folder)
@@ -630,7 +629,7 @@ class Parent:
             self.end_all(f"no notebook and no cell for {self.spec.ttl:.0f} s")
 
     def end_all(self, why: str) -> None:
-        """End every rank at once. An idle rank has nothing to save. Sinks of the user's get a moment to close."""
+        """End every rank at once. An idle rank has nothing to save. Sinks of the user get a moment to close."""
         self.ending, self.end_in_order.deadline = True, float("inf")
         log(f"ending the ranks: {why}")
         if self.kill_at == float("inf"):
@@ -644,7 +643,7 @@ class Parent:
     def _kill_when_closed(self) -> None:
         """End the ranks if the end has begun and no rank is closing its sinks any more, or if that takes too long.
 
-        The other ranks live until then, so that the sinks are not told of a failure.
+        The other ranks live until then; otherwise the sinks would be told that the training has failed.
         """
         closing = any(child.has_sinks for child in self.children.values())
         if self.kill_at < float("inf") and (not closing or time.monotonic() >= self.kill_at):
@@ -681,8 +680,8 @@ def main() -> None:
 def serve(parent: Parent) -> None:
     """Import torch, wait for the controller, and be the parent of the ranks until they have ended."""
     folder, began = parent.folder, time.monotonic()
-    # Import once what ranks need, so that every fork has it for free. Do not touch CUDA: a forked child could not
-    # use it any more.
+    # Import everything that ranks need once, before they are forked. Do not touch CUDA here: a forked child could not
+    # use CUDA then.
     import torch.distributed
     import torch.distributed.fsdp
     import torch.distributed.pipelining
@@ -702,7 +701,7 @@ def serve(parent: Parent) -> None:
                 controller.end(signal.SIGTERM)
             return
     gc.collect()
-    gc.freeze()  # forks share memory pages that no garbage collection touches
+    gc.freeze()  # forks share memory pages only while no garbage collection writes to them
     parent.run()
 
 

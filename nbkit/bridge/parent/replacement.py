@@ -1,24 +1,25 @@
 """The parent's side of replacing ranks that died in a training (`Replacer`), and of resizing (`Resizer`).
 
-Replacing a rank:
+Replacing a rank (the ranks that live are survivors, the new process is a newcomer):
 
-1. A rank dies while all ranks make the steps of one `fit` that newcomers can enter. Each rank has said so when it began
-   the `fit`. The survivors are broken out of their collectives and wait. The newcomer is forked and registers its
-   engine.
+1. All ranks have reported that they run a `fit` that newcomers can enter, and one rank dies. The survivors are broken
+   out of their collectives and wait. The newcomer is forked and registers its engine.
 2. When everyone waits, all are told to form the next generation of the world. From here on nobody counts as dead.
-3. A survivor says that the training goes on. If another rank dies before that, all of this begins again, for both.
+3. A survivor reports that the training goes on. If another rank dies before that, all steps are repeated for both.
 
-It is given up if a survivor has left the training, if nobody survives, if a rank does not come in time, or if the same
-rank has died three times at one step. Then the ranks are dead, as without a replacement. On several hosts the parent of
-the first host handles the ranks of all hosts: see other_hosts.py.
+A replacement is given up if a survivor has left the training, if nobody survives, if a rank does not come in time, or
+if the same rank has died three times at one step. Then the ranks that died are dead. On several hosts the parent of the
+first host handles the ranks of all hosts: see other_hosts.py.
 
 Changing the number of ranks:
 
-1. The ranks say that they wait, and for which number of ranks. The first to say so begins it. New ranks are forked.
+1. The ranks report that they wait, and for which number of ranks. The first report begins the resize. New ranks are
+   forked.
 2. When all wait, the ranks of the new world are told to form it. The others go on waiting.
-3. A rank says that all go on. The others are told to leave, and are ended when their cell has ended.
+3. A rank reports that all go on. The others are told to leave, and are ended when their cell has ended.
 
-It is given up if a rank dies or does not come in time. Then nothing has changed, unless the world was being formed.
+A resize is given up if a rank dies or does not come in time. Then nothing has changed, unless the world was being
+formed.
 """
 
 from __future__ import annotations
@@ -60,16 +61,16 @@ if TYPE_CHECKING:
     Member: TypeAlias = Child | RankElsewhere
 
 WAIT_SECONDS = 60.0  # for every survivor to leave its step, and for the newcomers to start
-SAME_STEP = 3  # so many deaths of one rank at one step are the fault of its program
+SAME_STEP = 3  # this many deaths of one rank at one step are blamed on the program
 
 
 @dataclass
 class Replacement:
     """A replacement that is under way.
 
-    deaths: by rank. waits: rank -> its message that it is ready to form the world. fresh: ranks
-    that have died since the world was last formed. starts: how often each rank was started. devices: rank -> the
-    sentence about its new device. left: why a rank will not come, or "".
+    deaths: rank -> its death. waits: rank -> its message that it is ready to form the world. fresh: ranks that have
+    died since the world was last formed. starts: rank -> how often a newcomer was started for it. devices: rank -> the
+    sentence about its new device. left: why a rank has left the training, or "".
     """
 
     fit: FitEntered
@@ -95,7 +96,7 @@ class Replacement:
 
     @property
     def step(self) -> int:
-        """The number of finished steps of the survivor that has made the fewest; -1 if not known."""
+        """Return the smallest number of finished steps of a survivor; -1 if it is unknown."""
         return min((ready.step for ready in self.waits.values() if ready.step >= 0), default=-1)
 
     def form(self) -> FormWorld:
@@ -115,13 +116,13 @@ class Replacement:
 
 
 class Replacer:
-    """Replaces ranks. There is one per parent; on several hosts that of the first host handles all ranks."""
+    """Replaces ranks. There is one object per parent. On several hosts, the first host's object handles all ranks."""
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self.under_way: Replacement | None = None
         self._died: list[tuple[str, int, int]] = []  # (cell, rank, finished steps), over all replacements
-        self._stand: dict[tuple[int, int], float] = {}  # (rank, pid) -> seconds for which it has waited for others
+        self._waited: dict[tuple[int, int], float] = {}  # (rank, pid) -> seconds for which it has waited for others
         self._hung: dict[tuple[int, int], str] = {}  # (rank, pid) that was ended because it hung -> how it ended
 
     @handles(FitEntered)
@@ -139,14 +140,14 @@ class Replacer:
 
     @handles(WaitsForOthers)
     def _on_wait(self, waits: WaitsForOthers, child: Member) -> None:
-        self._stand[child.rank, child.pid] = waits.seconds
+        self._waited[child.rank, child.pid] = waits.seconds
         if waits.due:
             self._end_hung(waits.seconds)
 
     def _end_hung(self, seconds: float) -> None:
         """End the ranks that do not wait, after the others have waited for `seconds`. If all wait, none is ended."""
         members = list(self.parent.members.values())
-        moves = [child for child in members if not self._stand.get((child.rank, child.pid))]
+        moves = [child for child in members if not self._waited.get((child.rank, child.pid))]
         in_step = all(child.fit is not None and not child.dismissed for child in members)
         if self.under_way or not in_step:
             return
@@ -159,7 +160,7 @@ class Replacer:
                 self.parent.coordinator.link.send(EndRank(child.rank))
 
     def leave(self, child: Member, why: str = "") -> None:
-        """Note that a rank has left the training. If others wait to go on with it, the replacement is given up."""
+        """Note that a rank has left the training. If the others wait for it, the replacement is given up."""
         child.fit = None
         if self.under_way and not self._is_new(child):
             # `go_on` acts on it, after all messages are read: another rank may have said that the training goes on.
@@ -176,14 +177,14 @@ class Replacer:
             self.under_way.left = self.under_way.left or f"rank {rank} is lost: {how}"
 
     def explained(self, child: Member, death: Death) -> Death:
-        """Return the death, with why it was ended if it hung."""
+        """Return the death. If the rank was ended because it hung, say so in it."""
         return replace(death, how=self._hung.pop((child.rank, child.pid), death.how))
 
     def takes(self, child: Member, death: Death) -> bool:
         """Handle the death of `child`. Returns True if its rank is replaced, or if its death ends a replacement."""
         parent, replacement = self.parent, self.under_way
-        self._stand.pop((child.rank, child.pid), None)
-        # A rank that is being ended, such as a new rank of a resize that was given up, is not part of the training.
+        self._waited.pop((child.rank, child.pid), None)
+        # A dismissed rank, such as a new rank of a resize that was given up, is not part of the training.
         there = [other for other in parent.members.values() if not other.dismissed]
         survivors = [other for other in there if not self._is_new(other)]
         fits = {other.fit for other in survivors} | (set() if self._is_new(child) else {child.fit})
@@ -232,11 +233,11 @@ class Replacer:
             child.link.send(form)
 
     def _too_often(self, replacement: Replacement) -> str:
-        """Return why one of the dead ranks is not replaced once more, or ""."""
+        """Return why one of the dead ranks is not replaced again, or ""."""
         cell, step = replacement.fit.cell, replacement.step
         for rank in replacement.fresh:
             self._died.append((cell, rank, step))
-            # A survivor may have finished the step that another survivor was broken out of.
+            # One survivor may have finished the step in which another survivor was interrupted.
             same = sum(where == [cell, rank] and abs(when - step) <= 1 for *where, when in self._died)
             if same >= SAME_STEP:
                 return f"rank {rank} has died {same} times at step {step + 1}, so it is the program"
@@ -354,7 +355,7 @@ class Resizer:
                 child.link.send(form)
 
     def give_up(self, why: str, gone: Child | None = None) -> None:
-        """Give up: all ranks go on as before, if they can. gone: the rank that died, reported unless it is new."""
+        """Give up: all ranks go on as before, if they can. gone: a rank that died. It is reported unless it is new."""
         resizing, self.under_way = self.under_way, None
         if resizing is None:
             return
@@ -378,10 +379,10 @@ class Resizer:
         parent.spec = replace(parent.spec, pins=pins_of(pins), world_size=size)
         write_pins(parent.spec, parent.folder / "spec.json")
         for rank in self._leaving:
-            self._leaving[rank] = 0.0  # its number is wanted again
+            self._leaving[rank] = 0.0  # a new rank will have its number
 
     def _end(self, told: TrainingGoesOn) -> None:
-        """End the resize: a rank says that all go on."""
+        """End the resize, since a rank has reported that all go on."""
         resizing, self.under_way = self.under_way, None
         assert resizing is not None
         pids = {child.rank: child.pid for child in self.parent.children.values() if child.rank < resizing.size}

@@ -1,4 +1,4 @@
-"""The specification of a cluster, which the notebook writes to disk and the parent and the ranks read."""
+"""The specification of a cluster. The notebook writes it to disk; the parent and the ranks read it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 class RankPin:
     """The device, cores and threads of a rank.
 
-    env: set before anything starts. cores: to bind to, () for all. threads: for torch. label, why: for people.
+    env: variables to set before the rank does anything else. cores: CPU cores to bind to; () for all. threads: the
+    number of threads of torch. label, why: the device and the reason for it, in words.
     """
 
     env: dict[str, str]
@@ -33,7 +34,7 @@ class RankPin:
 class CoordinatorAddress:
     """The connection to the coordinator of a cluster on several hosts; see SignedLink.
 
-    fd: of the open connection. key, sent, received: the state of its link, as the previous process has left it.
+    fd: file descriptor of the open connection. key, sent, received: state of the link, from the previous process.
     """
 
     fd: int
@@ -46,16 +47,17 @@ class CoordinatorAddress:
 class EngineSpec:
     """The specification of a cluster for one of its hosts.
 
-    folder: of the cluster. engine_file: the controller's connection file for engines, which may not exist yet.
+    folder: the cluster's folder. engine_file: the controller's connection file for engines. It may not exist yet.
 
-    pins: of the ranks of this host, the first of which is rank `base` of `world_size`.
-    spares: devices in reserve. retired: devices that ranks were moved away from.
+    base, world_size: the first rank of this host, and the number of ranks of all hosts. pins: one for each rank of this
+    host. spares: devices in reserve. retired: devices that ranks were moved away from.
 
-    ttl: seconds without a notebook and without a running cell after which the cluster ends. launcher: the notebook; if
-    it ends, the start is given up. forked: ranks are forks of the parent; else each is started afresh. address: of this
-    host, where its ranks may listen. hosts: every address of every host, which the store of a generation admits; () if
-    this is the only host. port: of the first generation's store, filled in by the parent. line: None if all ranks are
-    on the notebook's host; else the ranks register first and form the world when the notebook says so.
+    ttl: seconds without a notebook and without a running cell after which the cluster ends. launcher: the notebook's
+    process; if it ends, the start is given up. forked: True if ranks are forks of the parent, False if each is a new
+    process. address: the address of this host at which its ranks may listen. port: the port of the first generation's
+    store; the parent sets it. hosts: every address of every host; only these may connect to a store. () if this is the
+    only host. line: None if all ranks are on the notebook's host. Otherwise the ranks register first, and form the
+    world when the notebook says so.
     """
 
     name: str
@@ -92,7 +94,7 @@ class EngineSpec:
     def sees_all_gpus(self) -> bool:
         """Return True if each rank sees the GPUs of all ranks of its host, in rank order, as under torchrun.
 
-        It sees its own GPU alone if ranks share one, and if they have MIG instances: CUDA shows a process one instance.
+        A rank sees only its own GPU if ranks share a GPU or have MIG instances: CUDA shows a process only one instance.
         """
         given = [pin.env.get(_VISIBLE, "") for pin in self.pins]
         return all(uuid.startswith("GPU-") for uuid in given) and len(set(given)) == len(given)
@@ -106,7 +108,7 @@ class EngineSpec:
         return RankPlace(
             rank=rank,
             world_size=self.world_size,
-            # Code written for torchrun computes on cuda:LOCAL_RANK. If a rank sees its own GPU alone, that is cuda:0.
+            # Code written for torchrun computes on cuda:LOCAL_RANK. For a rank that sees only its own GPU it is cuda:0.
             local_rank=rank - self.base if self.device == "cpu" or self.sees_all_gpus else 0,
             local_world_size=len(self.pins),
             device=self.device,
@@ -129,7 +131,7 @@ def pins_of(saved: Iterable[Mapping[str, Any]]) -> tuple[RankPin, ...]:
 
 
 def write_pins(spec: EngineSpec, path: Path) -> None:
-    """Write the devices of `spec` to `path`: for ranks that are started afresh, and for the notebook."""
+    """Write the devices of `spec` to `path`, for ranks that are not forked, and for the notebook."""
     saved = json.loads(path.read_text()) | {key: [asdict(pin) for pin in getattr(spec, key)] for key in _DEVICES}
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(saved))

@@ -1,1 +1,1 @@
-"""The work of a rank, together with its parent, when another rank dies in a training and is replaced."""
+"""The ranks' side of replacing a rank that died in a training. The parent's side is nbkit/bridge/parent."""

@@ -1,8 +1,8 @@
-"""The names and the cell that ranks hand to a new rank, before it has a Trainer. All ranks take part.
+"""Sends a new rank the user's names and the cell, before it has a Trainer. All ranks take part.
 
-A new rank gets the names of a cell that are equal on all living ranks. Imports, definitions and plain values are sent
-by value (see pickle_by_value.py), up to a size. Objects of the training come with the Trainer, and their names are
-bound to its attributes. A new rank does not get values that differ between ranks, are larger, or cannot be pickled.
+A new rank gets the names whose values are equal on all living ranks. Imports, definitions and plain values are sent by
+value (see pickle_by_value.py), up to LIMIT_BYTES each. Objects of the training come with the Trainer, and their names
+are bound to its attributes. A new rank does not get values that differ between ranks, are larger, or cannot be pickled.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from nbkit.wire.cells import CellRequest
 class CellHandover:
     """The data that a new rank gets before it has a Trainer.
 
-    trains: it will get a Trainer. span: of the `fit` under way, or None. dtype: torch's default. names: pickled. bound:
-    see RankNames. lacks: names that it does not get. project: the copied files to import from, or None.
+    trains: True if it will get a Trainer. span: the steps of the `fit` under way, or None. dtype: torch's default.
+    names: names and values, pickled. bound: see RankNames. lacks: names that it does not get. project: the copied files
+    to import from, or None.
     """
 
     request: CellRequest
@@ -60,16 +61,16 @@ def hand_over(runner: Runner, trainer: Any, span: FitRange | None, newcomers: tu
 
 
 def receive(newcomers: tuple[int, ...]) -> CellHandover:
-    """Return what the others hand to this new rank, and import from the same files. Collective, with `hand_over`."""
+    """Return what the other ranks send to this new rank. Import from the same files. Collective, with `hand_over`."""
     gathered(None)
     handed: CellHandover = broadcast(None, giver_among(newcomers))
-    if handed.project is not None:  # before the names are read, since these may be modules of the project
+    if handed.project is not None:  # before the names are unpickled, since they may need modules of the project
         calls.use_as_others(handed.project)
     return handed
 
 
 def giver_among(newcomers: tuple[int, ...]) -> int:
-    """Return the rank that hands something to the new ranks: the first that is not new."""
+    """Return the rank that sends to the new ranks: the first that is not new."""
     assert calls.place is not None
     return min(set(range(calls.place.world_size)) - set(newcomers))
 
@@ -86,7 +87,7 @@ def gathered(told: Told) -> list[Told]:
 
 
 def broadcast(handed: Handed | None, giver: int) -> Handed:
-    """Return the value that rank `giver` hands to all. Collective."""
+    """Return the value `handed` of rank `giver`. Collective."""
     assert calls.place is not None
     told: list[Any] = [handed]
     dist.broadcast_object_list(told, src=giver, device=accelerator().device(calls.place.device))
@@ -94,7 +95,7 @@ def broadcast(handed: Handed | None, giver: int) -> Handed:
     return told[0]  # type: ignore[no-any-return]
 
 
-LIMIT_BYTES = 1 << 20  # of one value
+LIMIT_BYTES = 1 << 20  # of one pickled value
 _OF_THE_TRAINER = ("", "job", "model", "optimizer")
 _DATA = ("loop.data", "loop.eval_data")
 _OF_THE_RANK = ("rank", "local_rank", "device")  # never sent: every rank has its own values
@@ -104,8 +105,8 @@ _OF_THE_RANK = ("rank", "local_rank", "device")  # never sent: every rank has it
 class RankNames:
     """The names on one rank.
 
-    digests: name -> digest of its pickle. bound: name -> the Trainer's attribute, "" for the Trainer itself. others:
-    names whose value cannot be sent.
+    digests: name -> digest of its pickled value. bound: name -> attribute of the Trainer that is its value; "" for the
+    Trainer itself. others: names whose value cannot be sent.
     """
 
     digests: dict[str, str]
@@ -114,21 +115,21 @@ class RankNames:
 
 
 def parts_of(trainer: Any) -> dict[str, Any]:
-    """Return the objects that a new rank builds itself, by the Trainer's attribute; "" for the Trainer or OwnLoop."""
+    """Return {attribute of the Trainer: object} for objects that a new rank makes itself; "" is the Trainer itself."""
     return {} if trainer is None else {name: getattr(trainer, name) if name else trainer for name in _OF_THE_TRAINER}
 
 
 def data_of(trainer: Any) -> dict[str, Any]:
-    """Return the data that the Trainer was given, by the Trainer's attribute. A new rank has them from its own Trainer.
+    """Return {attribute of the Trainer: data} for the data of the Trainer. A new rank has them in its own Trainer.
 
-    In other values the data are sent by value: a part of them, or an object made from them, gets a copy.
+    Other values that refer to the data, such as a part of them, are sent with a copy of the data.
     """
     found = {} if trainer is None else {name: attrgetter(name)(trainer) for name in _DATA}
     return {name: data for name, data in found.items() if data is not None}
 
 
 def names_of(namespace: Mapping[str, Any], hidden: Mapping[str, Any], trainer: Any) -> RankNames:
-    """Return the names that the user has set. hidden: names of the shell itself."""
+    """Return the names that the user has set. hidden: the names of the shell itself, which are left out."""
     parts = {id(part): name for name, part in parts_of(trainer).items()}
     bindable = {id(data): name for name, data in data_of(trainer).items()} | parts
     digests, bound, others = dict[str, str](), dict[str, str](), list[str]()
@@ -141,7 +142,7 @@ def names_of(namespace: Mapping[str, Any], hidden: Mapping[str, Any], trainer: A
         try:
             pickled = dumps(value, classes=True, limit=LIMIT_BYTES, foreign=parts)
             digests[name] = hashlib.sha256(pickled).hexdigest()
-        except Exception:  # whatever a value raises when it is pickled
+        except Exception:  # pickling a value may raise anything
             others.append(name)
     return RankNames(digests, bound, tuple(others))
 

@@ -1,6 +1,6 @@
 """A new rank of an existing world: it joins, gets names and a Trainer, and enters the cell.
 
-It takes the place of a rank that died, or the number of ranks grows.
+It takes the place of a rank that died, or it is an additional rank of a resize.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReplacementRank:
         self.runner = runner
 
     def announce(self) -> None:
-        """Say that this rank is ready to join; the parent answers when everyone is."""
+        """Tell the parent that this rank is ready to join. The parent answers when all ranks are ready."""
         assert calls.place is not None
         address, port = calls.open_store() if calls.place.rank == 0 else ("", 0)
         self.runner.link.send(ReadyToForm(0, -1, address, port, process=Process.of(os.getpid())))

@@ -1,6 +1,6 @@
-"""The statement of a cell that calls `fit`. A survivor finds it, and a new rank enters the cell there.
+"""Finds the statement of a cell that calls `fit`. A survivor finds it, and a new rank enters the cell there.
 
-history = trainer.fit(500)          the new rank runs this and what follows; its fit makes the steps that are left
+history = trainer.fit(500)      the new rank runs this statement and the rest of the cell; `fit` makes the steps left
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _MANY = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, 
 def statement_of(source: str, frame: FrameType, is_trainer: Callable[[str], bool]) -> int | None:
     """Return the index of the top-level statement of `source` that calls NAME.fit(...) in `frame`.
 
-    Returns None if a new rank cannot enter there. It can enter if the statement calls nothing else before `fit`: then
-    there is nothing to catch up with.
+    Returns None if a new rank cannot enter there. It can enter if the statement calls nothing else before `fit`, so
+    that the new rank has missed nothing.
     """
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     for index, statement in enumerate(ast.parse(source).body):
@@ -57,7 +57,7 @@ class Entering(ast.NodeTransformer):
         self._index: int | None = index
 
     def visit_Module(self, node: ast.Module) -> Any:
-        """Cut the cell, the first time only: cells that run within this one are left alone."""
+        """Cut the cell. Later calls change nothing: they are for cells that run within this one."""
         index, self._index = self._index, None
         if index == NOWHERE:
             node.body = []

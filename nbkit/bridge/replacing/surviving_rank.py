@@ -1,6 +1,6 @@
 """A rank of a training that waits for its parent, because another rank died or the number of ranks changes.
 
-The messages come on the thread of the link. The main thread, in which the training runs, takes them from a queue.
+Messages arrive on the link's thread. The main thread, in which the training runs, takes them from a queue.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from nbkit.wire.messages import (
     WantedSize,
 )
 
-NEWS_SECONDS = 3.0  # a failed collective shows a peer's end before its death is reported
-WORD_SECONDS = 120.0  # twice as long as the parent waits for anybody
+NEWS_SECONDS = 3.0  # to wait, after a collective has failed, for the report that a rank has died
+WORD_SECONDS = 120.0  # to wait for the parent: twice as long as it waits for any rank
 FORM_SECONDS = 30.0
 _TICK = 0.05
 
 
 class RankLeft(Stopped):
-    """Raised on a rank that leaves: its cell ends here, and then its process ends."""
+    """Raised on a rank that leaves the world. Its cell ends here, and then its process ends."""
 
     def _render_traceback_(self) -> list[str]:
-        return [str(self)]  # nobody reads it, and a traceback with frames takes IPython seconds
+        return [str(self)]  # nobody reads it, and IPython takes seconds for a traceback with frames
 
 
 class SurvivingRank:
-    """The host of the trainings of this rank: see nbkit.rank.train.replace.resume_fit.Host. One per rank."""
+    """The RankHost (see nbkit.rank.train.replace.resume_fit) of the trainings of this rank. There is one per rank."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.link = runner, runner.link
         self._messages: queue.SimpleQueue[ForRank] = queue.SimpleQueue()
-        self._broken = False  # a rank has died, and the world was not formed since
+        self._broken = False  # True if a rank has died and the world was not formed again
         self.enterable = False
 
     # From the link's thread
@@ -103,7 +103,7 @@ class SurvivingRank:
         return OwnLoop(job) if self._seat(None) else None
 
     def _seat(self, statement: int | None) -> bool:
-        """Tell the parent where a new rank can enter the cell. Returns False if no rank is replaced in this cell.
+        """Tell the parent where a new rank can enter the cell. Returns False if ranks are not replaced in this cell.
 
         statement: None if a new rank takes part only until the training is saved.
         """
@@ -114,7 +114,7 @@ class SurvivingRank:
         if not len(request.ranks) == calls.place.world_size > 1:
             return False
         while not self._messages.empty():
-            self._messages.get()  # left from an earlier training
+            self._messages.get()  # drop messages of an earlier training
         self._broken, self.enterable = False, statement is not None
         self.link.send(FitEntered(request.id, NOWHERE if statement is None else statement))
         return True
@@ -154,7 +154,7 @@ class SurvivingRank:
             except (ClusterError, RuntimeError) as another:
                 if not self.is_broken(another):
                     raise
-                continue  # another one has died
+                continue  # another rank has died
             return NewWorld(form.newcomers, form.how, form.since, form.devices)
 
     def resized(self, trainer: Any, asked: ResizeAtBoundary, span: FitRange | None) -> None:
@@ -184,10 +184,10 @@ class SurvivingRank:
     def _await_form(
         self, error: BaseException, step: int, size: WantedSize | None = None
     ) -> FormWorld | FormResizedWorld | LeaveWorld:
-        """Say that this rank waits, and return the message to form the world, or that this rank leaves.
+        """Tell the parent that this rank waits. Return its answer: to form the world, or to leave it.
 
-        Raises `error` if the dead rank is not replaced, and ClusterError if the number of ranks stays, or if no message
-        comes. size: for a resize.
+        size: the wanted number of ranks, for a resize. Raises `error` if the dead rank is not replaced, and
+        ClusterError if a resize is given up or if no answer comes.
         """
         here = world.current()
         assert here is not None
@@ -238,7 +238,7 @@ class SurvivingRank:
     def _join(self, form: FormWorld) -> None:
         here = world.current()
         assert here is not None
-        self._broken = not self._messages.empty()  # a rank that has died since is in a further message
+        self._broken = not self._messages.empty()  # another message means that another rank has died
         if self._broken:
             raise ClusterError("Another rank has died.")
         listener = calls.take_listener() if here.place.rank == 0 else None

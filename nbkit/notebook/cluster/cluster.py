@@ -502,7 +502,7 @@ class Cluster:
         """Return the value of a name (or expression) on one rank. Several ranks, or None for all, give a list."""
         self.connection.check_open()
         self.connection.check_idle("pull")
-        chosen = chosen_ranks([ranks] if isinstance(ranks, int) else ranks, self.entry.n)
+        chosen = chosen_ranks(ranks, self.entry.n)
         self.connection.check_alive(chosen)
         values = pull(self.connection.client, name, chosen, force=force, shared=not self.entry.is_spread)
         return values[0] if isinstance(ranks, int) else values

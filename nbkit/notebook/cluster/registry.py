@@ -289,14 +289,17 @@ _FIRST = ("amber", "brisk", "calm", "clear", "eager", "gentle", "lucid", "mellow
 _SECOND = ("brook", "cedar", "comet", "delta", "ember", "finch", "harbor", "lark", "maple", "otter", "ridge", "willow")
 
 
-def chosen_ranks(ranks: Sequence[int] | str | None, n: int) -> tuple[int, ...]:
-    """Return `"0,2-3"`, `[0, 2, 3]` or None (all of `n`) as sorted ranks.
+def chosen_ranks(ranks: Sequence[int] | str | int | None, n: int) -> tuple[int, ...]:
+    """Return `"0,2-3"`, `[0, 2, 3]`, 2 or None (all of `n`) as sorted ranks.
 
     Raises UsageError for anything that is not a rank.
     """
     if ranks is None:
         return tuple(range(n))
-    if isinstance(ranks, str):
+    hint = f"--ranks 0-{n - 1}" if n > 1 else "--ranks 0"
+    if isinstance(ranks, int):
+        ranks, hint = [ranks], "--rank 0"
+    elif isinstance(ranks, str):
         ranks = _parsed(ranks, n)
     chosen = tuple(sorted(set(ranks)))
     wrong = [rank for rank in chosen if not 0 <= rank < n]
@@ -304,7 +307,7 @@ def chosen_ranks(ranks: Sequence[int] | str | None, n: int) -> tuple[int, ...]:
         raise UsageError(
             f"There is no rank {wrong[0]}." if wrong else "No rank is chosen.",
             numbers=f"the cluster has {n} ranks: 0-{n - 1}",
-            hint=f"--ranks 0-{n - 1}" if n > 1 else "--ranks 0",
+            hint=hint,
         )
     return chosen
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from nbkit.figures import unit_of
 from nbkit.records import record_file
-from nbkit.records.event_words import mark_of
+from nbkit.records.event_words import brief, mark_of
 from nbkit.records.readings import (
     MEDIAN_OF,
     STANDS,
@@ -63,9 +63,9 @@ class Grown:
 class Curve:
     """Points in order of their steps, with the time in seconds and the tokens since the run began.
 
-    unit: what is counted as tokens, "tokens" or "rows". imbalance: (step, most tokens of a rank's experts / mean), the
-    mean of several steps in a long run. epoch: changes whenever existing points have changed; a reader
-    then begins anew.
+    unit: what is counted as tokens, "tokens" or "rows". imbalance: (step, most tokens of a rank's experts in each
+    layer / mean), the mean of several steps in a long run. epoch: changes whenever existing points have changed; a
+    reader then begins anew.
     """
 
     def __init__(self, at_most: int = POINTS) -> None:
@@ -148,9 +148,9 @@ class Curve:
         return max(0.0, unix - self._zero)
 
     def _name(self, strategy: str) -> int:
-        if strategy not in self.strategies:
-            self.strategies.append(strategy)
-        return self.strategies.index(strategy)
+        if (name := brief(strategy)) not in self.strategies:
+            self.strategies.append(name)
+        return self.strategies.index(name)
 
     def _go_back(self, step: int) -> None:
         """Drop the points from a step on. Those steps are made again after a loaded checkpoint or an undone trial."""

@@ -1,1 +1,1 @@
-"""Chooses a strategy: hardware in a line, seconds and memory of each strategy, a table with its reasons."""
+"""Chooses a strategy for hardware that one line describes: predicts time and memory of each one, and gives reasons."""

@@ -1,22 +1,22 @@
-"""Computes what a strategy makes the ranks do and send, and predicts the seconds of a step from data sheets.
+"""Computes the work and the traffic that a strategy gives the ranks, and predicts the step time from data sheets.
 
 The model is given as formulas or as measurements (`Subject`). `Known` asks for its pieces and weights once for each
-pair of tp and cp degrees. The bytes to send follow from sums over the weights, which is fast enough for thousands of
+pair of tp and cp degrees. The bytes to send are sums over the weights, which is fast enough for thousands of
 candidates. nbkit.planner.traffic has the formulas, and computes the same bytes weight by weight for a training.
 
-Hardware is described in a line: "128 x 8 H100" is 128 nodes of 8 devices each; "8 A100" is one node. The figures come
+A line describes the hardware: "128 x 8 H100" is 128 nodes of 8 devices each; "8 A100" is one node. The figures come
 from the makers' public data sheets: dense bf16 (fp16 for the V100), and one direction of a link. The network speed is
-what such nodes commonly have per device. `net=` in the line overrides it: "2 x 8 H100 net=12.5GB/s".
+the one that such nodes commonly have per device. `net=` in the line overrides it: "2 x 8 H100 net=12.5GB/s".
 
 nbkit/planner/step.py adds up the seconds of these parts:
 
-compute   multiplications, at the share of the data sheet's rate that large ones reach; and the bytes that everything
-          else reads and writes, at the share of the memory's rate
-links     bytes, at the share of the links' rate, within a node and between nodes
-optimizer reading and writing parameters, gradients and state
+compute   matrix products, at a share of the data sheet's flops; and the bytes that all other operations read and
+          write, at a share of the memory bandwidth
+links     bytes that are sent within a node and between nodes, at a share of the links' bandwidth
+optimizer reading and writing of parameters, gradients and state
 
-`Rates` holds the three shares. One measured step calibrates the first of them (`calibrated`). At the ends of the
-`interval`, the data axis is wholly hidden or not at all, and the shares are some percent better or worse.
+`Rates` holds the three shares. One measured step calibrates the share of the flops (`calibrated`). For the bounds of
+the `interval`, compute hides the data axis completely or not at all, and the shares are some percent higher or lower.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from nbkit.strategy import Strategy
 class Device:
     """Figures of one device.
 
-    flops: per second. memory: bytes. bandwidth: bytes per second of its memory. near, far: bytes per second that it
-    sends within its node, and to other nodes.
+    flops: per second. memory: bytes. bandwidth: of its memory, in bytes per second. near, far: bytes per second that it
+    can send within its node, and to other nodes.
     """
 
     name: str
@@ -75,10 +75,10 @@ DEVICES = {
         Device("MI300X", 1307e12, 192e9, 5.3e12, 448e9, 50e9),
     )
 }
-"""Known devices by name. flops: dense, in 16 bits with sums in 32 bits. A link counts in one direction."""
+"""Known devices by name. flops: dense, 16-bit, accumulated in 32 bits. The bandwidth of a link is for one direction."""
 
 NODE = 8
-"""Devices of a node, if a line names more than that and no nodes."""
+"""Devices of a node, if a line names more devices than this and no nodes."""
 
 _LINE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*x?\s*([a-z][\w-]*)((?:\s+\w+=\S+)*)", re.IGNORECASE)
 _SPEED = re.compile(r"net=([\d.]+)\s*(GB/s|Gbit/s)", re.IGNORECASE)
@@ -140,18 +140,18 @@ class Hardware:
 
 
 _DELAY = 20e-6
-"""Seconds until a collective is under way."""
+"""Seconds that a collective needs to start."""
 _CALIBRATED = 0.13
 """The largest error of a calibrated prediction. All but one published step in docs/evidence/planner.md is within it."""
 _BACK = 2.0
-"""A backward pass multiplies twice as much as its forward."""
+"""A backward pass computes this many times the flops of its forward pass."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of the data sheet's figures that are reached: for flops, for memory bandwidth and for links.
+    """The shares of the data sheet's figures that a job reaches: of flops, memory bandwidth and link bandwidth.
 
-    spread: how far off the shares may be, in each direction.
+    spread: the relative error of the shares, in each direction.
     """
 
     flops: float = 0.65
@@ -164,9 +164,9 @@ class Rates:
 class Load:
     """The work that a step gives the ranks.
 
-    flops: in the forward passes of all blocks, for the part that one replica has of each. touched: bytes that
-    everything else in these passes reads and writes. again: the share of the forwards that backward computes once more.
-    stages: the share of the blocks that each stage has. terms: what the busiest rank sends. units, passes: see
+    flops: of the forward passes of all blocks, for one rank's part of each block. touched: bytes that all other
+    operations in these passes read and write. again: the share of the forward passes that backward computes once more.
+    stages: each stage's share of the compute. terms: the traffic of the busiest rank. units, passes: see
     nbkit.planner.step.Work. updated: bytes that the optimizer reads and writes.
     """
 
@@ -181,7 +181,7 @@ class Load:
 
     @property
     def sent(self) -> dict[str, float]:
-        """Return the bytes that leave the busiest rank by axis, or by axis and level where an axis has two levels."""
+        """Return the bytes that the busiest rank sends, by axis. An axis with two levels has a key for each level."""
         found: dict[str, float] = {}
         for term in self.terms:
             name = f"{term.axis} {term.level}".strip()
@@ -190,9 +190,9 @@ class Load:
 
 
 def spans(strategy: Strategy, axis: str, node: int) -> bool:
-    """Return True if neighbours along `axis` sit on different nodes.
+    """Return True if neighbours along `axis` are on different nodes.
 
-    axis: its name, followed by the level where it has two levels.
+    axis: its name, followed by the level if it has two levels.
     """
     mesh = strategy.mesh
     axis, _, level = axis.partition(" ")
@@ -218,7 +218,7 @@ def seconds(
 ) -> Parts:
     """Return the seconds of a step by part.
 
-    hidden: True if computing hides all of the data axis, False if it hides nothing, None to simulate it.
+    hidden: True if compute hides all traffic of the data axis, False if it hides none, None to simulate it.
     lines: the result of `lines_of` for the same arguments, if it is known already.
     """
     device = on.device
@@ -237,7 +237,7 @@ def seconds(
 
 
 def lines_of(strategy: Strategy, on: Hardware, rates: Rates) -> Lines:
-    """Return the function that gives the path of each term. It holds for all schedules and micro-batches of a mesh."""
+    """Return the function that gives the path of each term. All schedules and micro-batches of a mesh can share it."""
     found: dict[tuple[str, str, str], OperationPath] = {}
 
     def line(term: TrafficTerm) -> OperationPath:
@@ -265,20 +265,20 @@ def _rails(strategy: Strategy, term: TrafficTerm, node: int) -> int:
 
 
 def interval(load: Load, strategy: Strategy, on: Hardware, rates: Rates) -> tuple[float, float]:
-    """Return the least and the most seconds that a step may take."""
+    """Return the lower and the upper bound of the step time, in seconds."""
     best, worst = (
         replace(rates, **{name: getattr(rates, name) * factor for name in ("flops", "bandwidth", "links")})
         for factor in (1 + rates.spread, 1 - rates.spread)
     )
     lines = lines_of(strategy, on, best)
-    # Even if the data axis is hidden, its bytes have to leave the rank.
+    # Even if compute hides the data axis, the rank needs time to send its bytes.
     leaving = sum(lines(term).seconds(term) for term in load.terms if term.axis in DATA)
     least = max(seconds(load, strategy, on, best, hidden=True).total, leaving)
     return least, seconds(load, strategy, on, worst, hidden=False).total
 
 
 def calibrated(load: Load, strategy: Strategy, on: Hardware, measured: float, *, rates: Rates | None = None) -> Rates:
-    """Return `rates` with the share of flops at which a step with this load takes `measured` seconds."""
+    """Return `rates` with another share of flops, so that a step with this load takes `measured` seconds."""
     rates = rates or Rates()
     low, high = 0.01, 1.0
     for _ in range(50):
@@ -300,10 +300,10 @@ class PerElement(Protocol):
 
 
 class Subject(Protocol):
-    """A model, given by formulas or by measurements. recompute: whether its blocks are recomputed.
+    """A model, given by formulas or by measurements. recompute: True if its blocks are recomputed in backward.
 
-    flops, touched: for the forward of one row, on a rank with these degrees. costs: of the pieces, in any unit.
-    refused: why the model cannot be split like this, as (what, numbers); None if it can.
+    flops, touched: for the forward of one row, on a rank with these degrees; see Load. costs: the compute of each
+    piece, in any unit. refused: why the model cannot be split like this, as (what, numbers); None if it can.
     """
 
     @property
@@ -326,7 +326,7 @@ class Subject(Protocol):
 class Candidate:
     """A strategy with its batch sizes.
 
-    rows: in one forward. micros: forwards in a step. recompute: whether blocks are recomputed.
+    rows: rows per rank in one forward. micros: forwards in a step. recompute: True if blocks are recomputed.
     """
 
     strategy: Strategy
@@ -336,9 +336,9 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """Return the key of a row in the plan.
+        """Return the key of this candidate's row in the plan.
 
-        Candidates that differ only in schedule, micro-batches or recompute share one row. The best of them gets it.
+        Candidates that differ only in schedule, micro-batches or recompute have the same key. The plan has the best.
         """
         of = self.strategy
         return of.dp, of.tp, of.pp, of.cp, of.zero, of.shard
@@ -364,7 +364,7 @@ class Known:
         self.costs = subject.costs()
 
     def ranges(self, strategy: Strategy) -> dict[int, tuple[tuple[int, int], ...]]:
-        """Return the blocks of the pipeline places that may hold the most.
+        """Return the blocks at the pipeline places that may need the most memory: {place: ranges of blocks}.
 
         These are the first place, which has the most micro-batches under way; the last place; and the places with the
         most blocks and with the most bytes of parameters.
@@ -394,7 +394,7 @@ class Known:
         return _cut(self.costs, len(ranks_of_stages(strategy)))
 
     def kept(self, strategy: Strategy) -> PeakLine:
-        """Return the bytes that a forward at the first place keeps, without what it hands on."""
+        """Return the bytes that a forward at the first place keeps for backward, without the output that it sends."""
         key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
         if key not in self._kept:
             pieces = self.pieces(strategy.tp, strategy.cp)
@@ -405,15 +405,15 @@ class Known:
         return self._kept[key]
 
     def held(self, strategy: Strategy) -> int:
-        """Return the bytes of the parameters at the place that has most of them, whole along dp."""
+        """Return the bytes of the parameters at the place that has the most, not divided along dp."""
         return self._of_fullest(strategy)[0]
 
     def gathered(self, strategy: Strategy) -> int:
-        """Return the bytes of the same parameters as zero 3 gathers them."""
+        """Return the bytes that zero 3 gathers for the same parameters."""
         return self._of_fullest(strategy)[1]
 
     def gathered_inside(self, strategy: Strategy) -> int:
-        """Return the bytes that zero 3 gathers for those of these parameters that are in blocks."""
+        """Return the bytes that zero 3 gathers for the same parameters, only for those in blocks."""
         return self._of_fullest(strategy)[2]
 
     def shares(self, strategy: Strategy) -> tuple[float, ...]:
@@ -425,7 +425,7 @@ class Known:
         return self._shares[key]
 
     def units(self, strategy: Strategy) -> tuple[StepUnit, ...]:
-        """Return the units of the whole model without a pipeline. The parameters of a block count as one."""
+        """Return the units of the whole model without a pipeline. All parameters of a block count as one."""
         key = strategy.tp, strategy.cp
         if key not in self._units:
             weights = self.weights(*key)
@@ -441,7 +441,7 @@ class Known:
         return self._units[key]
 
     def _of_fullest(self, strategy: Strategy) -> tuple[int, int, int]:
-        """Return sizes of the fullest place: bytes it holds, bytes that zero 3 gathers, and those of them in blocks."""
+        """Return bytes of parameters at the fullest place: held, gathered by zero 3, and gathered in blocks only."""
         key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
         if key not in self._fullest:
             places, weights = self.ranges(strategy).values(), self.weights(strategy.tp, strategy.cp)
@@ -490,7 +490,7 @@ def load_of(known: Known, candidate: Candidate, facts: Facts) -> Load:
 
 
 def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[TrafficTerm]:
-    """Yield what the busiest rank sends in a step."""
+    """Yield the traffic of the busiest rank in a step."""
     strategy, subject = candidate.strategy, known.subject
     tp, pp, cp = strategy.tp, strategy.pp, strategy.cp
     micros, rows = candidate.micros, candidate.rows * candidate.micros
@@ -500,7 +500,7 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
         yield from data_terms_of(known, strategy, micros, facts.node)
     if tp > 1:
         yield from block_terms(tp, hidden, blocks, micros, again=candidate.recompute)
-        for op in ("all_gather", "reduce_scatter"):  # embedding and head, on the average place
+        for op in ("all_gather", "reduce_scatter"):  # embedding and head, averaged over the pipeline places
             yield TrafficTerm("tp", op, tp, round(2 * micros / pp), round(2 * hidden / pp), "embedding and head")
     if pp > 1:
         stages = type_of(strategy.schedule or "1f1b").stages_per_rank
@@ -530,7 +530,7 @@ def data_terms_of(known: Known, strategy: Strategy, micros: int, node: int | Non
 
 @lru_cache(maxsize=64)  # recompute does not change where a model is cut
 def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """Return the first block of each stage, then the end of the last one. A training cuts by the same costs."""
+    """Return the first block of each stage, then the end of the last stage. A training uses the same costs."""
     return 0, *(stop for _, stop in partition(costs, stages))
 
 

@@ -1,12 +1,12 @@
-"""Tries every strategy on some hardware, and makes a plan of those that fit, the fastest first.
+"""Tries every strategy on given hardware, and makes a plan of those that fit, the fastest first.
 
-`search` predicts seconds first, since they are cheap. It then computes memory in the order of seconds, until `ROWS`
-strategies fit; on few devices, for all of them. If parameters, gradients and optimizer state alone do not fit, the
-strategy is refused by that sum.
+`search` first predicts the step time of each strategy, which is cheap. Then it computes the memory of the fastest ones
+until `ROWS` strategies fit, or of all on few devices. A strategy is refused at once if its parameters, gradients and
+optimizer state alone do not fit.
 
 A `Plan` holds the rows, the best first, and the refused strategies with the arithmetic. It is shown as text or HTML,
-and `why` explains why one row comes before another. `recommended` chooses one of several strategies: by their seconds,
-or by the cost of a switch if the seconds do not decide. `keys_that_help` finds the keys of the data axis
+and `why` explains why one row comes before another. `recommended` chooses one of several strategies: by step time, or
+if the times are too close, one that saves a switch or memory. `keys_that_help` finds the keys of the data axis
 (nbkit/techniques/) that shorten a step which waits for its link.
 """
 
@@ -46,25 +46,25 @@ from nbkit.planner.validate import validate
 from nbkit.strategy import Strategy, divisors
 
 ALIKE = 1.02
-"""Seconds this close count as equal: the simpler strategy is recommended."""
+"""Step times within this factor count as equal. Then the simpler strategy is recommended."""
 
 AGED = 400  # steps
 WIDER = 0.1
-"""Seconds that were measured more than `AGED` steps ago may now be longer or shorter by this share. The ranks, their
+"""A step time that was measured more than `AGED` steps ago may now be longer or shorter by this share: the ranks, their
 links and their other load may have changed since."""
 
 T = TypeVar("T")
 
 
 def fastest(seconds: Mapping[T, float]) -> T | None:
-    """Return the first of those that take the least seconds. The order is that of Strategy.every, simple ones first."""
+    """Return the first key whose seconds are within `ALIKE` of the least. The order is that of Strategy.every."""
     least = min(seconds.values(), default=0.0)
     return next((one for one, took in seconds.items() if took <= ALIKE * least), None)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A recommendation. strategy: "" without evidence. why: its advantage. rivals: others that may be faster."""
+    """A recommendation. strategy: "" if too little is known. why: the reason. rivals: others that may be faster."""
 
     strategy: str = ""
     why: Literal["fastest", "in force", "least memory", ""] = ""
@@ -72,12 +72,13 @@ class Choice:
 
 
 def recommended(rows: Sequence[Mapping[str, Any]], limit: float | None, now: str) -> Choice:
-    """Return the recommended strategy among those that fit; none without evidence.
+    """Return the recommended strategy among those that fit. Recommend none if too little is known.
 
-    Evidence are the seconds of at least two strategies with their bounds (see `bounds_of`), the one in force among
-    them. The fastest one is recommended, and the simplest of equally fast ones. If others may be faster too, it is the
-    strategy in force if it is among these, since a switch may gain nothing; otherwise the one that holds the least.
-    rows: of a table of strategies, simple ones first. limit: bytes that the fullest rank can hold; None if unknown.
+    The step times of at least two strategies and their bounds (see `bounds_of`) must be known, including those of the
+    strategy in force. The fastest strategy is recommended; of equally fast ones, the simplest. If the bounds leave open
+    which of several strategies is the fastest, the strategy in force is recommended if it is one of them, since a
+    switch may gain nothing. Otherwise the one of them that needs the least memory is recommended.
+    rows: a table of strategies, simple ones first. limit: bytes that the fullest rank can hold; None if unknown.
     now: the strategy in force.
     """
     sizes = {row["strategy"]: row["peak_bytes"] or row["memory"].get("after", 0) for row in rows if row["ok"]}
@@ -100,14 +101,14 @@ def recommended(rows: Sequence[Mapping[str, Any]], limit: float | None, now: str
 
 
 NEAR = 1.03
-"""A measured step that is longer by this factor at most is as good as the best one."""
+"""A measured step counts as equal to the best one if it is longer by at most this factor."""
 
 
 def undecided(rows: Iterable[Mapping[str, Any]], now: str) -> list[str]:
-    """Return the strategies of a comparison that longer measuring can tell apart; [] if there is nothing to tell.
+    """Return the strategies of a comparison that should be measured longer to find the fastest; [] if none.
 
-    These are the fastest one, and those whose interval reaches into its interval though their median is more than
-    `NEAR` times as long. now: the strategy in force, which is the one that is recommended if nothing is told apart.
+    These are the fastest one, and those whose median is more than `NEAR` times as long, but whose interval overlaps
+    with the fastest one's. now: the strategy in force. It is left out.
     """
     known = [row for row in rows if not row["error"] and row["high_s"] is not None]
     best = min(known, key=lambda row: row["step_s"], default=None)
@@ -125,17 +126,17 @@ def _seconds(row: Mapping[str, Any]) -> float | None:
 
 
 def prediction_error(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return by what factor predictions of this job were wrong at worst, where both are known; None if nowhere."""
+    """Return the largest factor between a measured and a predicted step time of this job; None if no row has both."""
     both = [(row["step_s"], row["predicted_step_s"]) for row in rows]
     factors = [max(took / said, said / took) for took, said in both if took and said]
     return max(factors, default=None)
 
 
 def bounds_of(row: Mapping[str, Any], error: float | None = None) -> tuple[float, float]:
-    """Return the lower and the upper bound of the seconds of a row's step.
+    """Return the lower and the upper bound of a row's step time, in seconds.
 
-    They are 0 and infinity if too few steps were measured, and wider if these were long ago. A prediction may be wrong
-    by the factor `error`; if that is unknown, it bounds nothing.
+    The bounds are 0 and infinity if too few steps were measured. They are wider if the steps were long ago. For a
+    prediction they follow from the factor `error`; they are 0 and infinity if it is None.
     """
     if row["step_s"] is None:
         predicted: float = row["predicted_step_s"]
@@ -147,15 +148,15 @@ def bounds_of(row: Mapping[str, Any], error: float | None = None) -> tuple[float
 
 
 _WORTH = 0.95
-"""A key is mentioned if a step with it takes at most this share of the seconds."""
+"""A key is mentioned if a step with it takes at most this share of the time."""
 
 
 def keys_that_help(strategy: Strategy, plain: float, predict: Callable[[Strategy], float | None]) -> dict[str, float]:
-    """Return the predicted seconds of a step by key and value, for those that make it shorter.
+    """Return {key with its value: predicted seconds of a step} for keys that make the step shorter.
 
-    First comes the best value of each key that changes no sum. Then come those after which a training differs from that
-    of one process. plain: seconds of `strategy` without them. The result is empty unless every rank holds whole
-    gradients.
+    Keys that keep training equal to one process come first, each with its best value. Then come the keys that change
+    the training. plain: seconds of a step of `strategy` without these keys. The result is empty unless every rank holds
+    whole gradients.
     """
     if strategy.zero or strategy.dp == 1 or strategy.dp < strategy.mesh.size:
         return {}
@@ -178,7 +179,7 @@ def keys_that_help(strategy: Strategy, plain: float, predict: Callable[[Strategy
 
 
 def is_exact(word: str) -> bool:
-    """Return True if a training with this word of a strategy has the losses of one process."""
+    """Return True if this word of a strategy leaves the losses equal to those of one process."""
     name, _, value = word.lower().partition("=")
     if not techniques.is_key(name):  # the ranks know more keys than this process
         return False
@@ -190,12 +191,12 @@ def is_exact(word: str) -> bool:
 class PlanRow:
     """A strategy that fits.
 
-    strategy: as one types it. microbatch_size: rows of a forward, if there is no pipeline. recompute: whether blocks
-    are recomputed. peak: bytes of the fullest rank. seconds: of a step; parts: the same by part; low, high: their
-    bounds. sent: bytes that the busiest rank sends in a step, by axis. between: those of them along axes that cross
-    nodes. rate: tokens per second, or samples if they have no positions. limit: what takes the longest. levers: seconds
-    of a step with a key of nbkit/techniques/, if the step waits for a link that the key relieves. Except for bucket
-    sizes, such a step does not compute what one process does.
+    strategy: as one types it. microbatch_size: rows of a forward, if there is no pipeline. recompute: True if blocks
+    are recomputed. peak: bytes of the fullest rank. seconds: the step time, with its parts and its bounds low and high.
+    sent: bytes that the busiest rank sends in a step, by axis. between: the part of them that crosses nodes. rate:
+    tokens per second, or samples if they have no positions. limit: the part that takes longest. levers: the step time
+    with each key of nbkit/techniques/ that relieves a link for which the step waits. With such a key, except bucket=,
+    the training differs from that of one process.
     """
 
     strategy: str
@@ -216,7 +217,7 @@ class PlanRow:
 
     @property
     def settings(self) -> str:
-        """Return all that a Trainer is given, in one line."""
+        """Return all settings of a Trainer for this row, in one line."""
         words = [self.strategy] + [f"microbatch_size={self.microbatch_size}"] * (self.microbatch_size is not None)
         return " ".join(words + ["recompute"] * self.recompute)
 
@@ -242,10 +243,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of `nbkit.plan`. rows: the best first; the first one is recommended. considered: all strategies.
+    """The result of `nbkit.plan`. rows: the best first; the first is recommended. considered: the number of strategies.
 
-    on: the hardware. memory: bytes of a device; usable: those of them that a job may use. unit: of rates, "tokens" or
-    "rows".
+    on: the hardware. memory: bytes of a device. usable: the bytes that a job may use of it. unit: the unit of rates,
+    "tokens" or "rows".
     """
 
     model: str
@@ -277,7 +278,7 @@ ROWS = 16
 USABLE = 0.92
 """The usable share of a device's memory. CUDA, NCCL and the allocator's gaps take the rest."""
 LEAST_POSITIONS = 1024
-"""The least positions per rank of a context axis. With fewer, a rank's traffic costs more time than it saves."""
+"""The fewest positions per rank along a context axis. With fewer, the traffic costs more time than cp saves."""
 _SMALL = 64
 _MICROS = (1, 2, 4, 8, 16)
 _ALIKE = 200
@@ -352,7 +353,7 @@ def _strategies(facts: Facts, on: Hardware) -> Iterator[Strategy]:
                 if cp > 1 and (facts.sequence is None or facts.sequence // cp < LEAST_POSITIONS):
                     continue
                 dp = world // (tp * pp * cp)
-                # With a pipeline, zero 3 keeps everything gathered, so it saves little beside zero 2.
+                # With a pipeline, zero 3 keeps all parameters gathered, so it saves little compared to zero 2.
                 stages = range(4) if pp == 1 or world <= _SMALL else range(3)
                 groups = [(0, dp)] if dp == 1 else [(stage, dp) for stage in stages]
                 if dp * tp * cp > on.node and dp > 1 and 1 < on.node // (tp * cp) < dp and pp == 1:
@@ -361,7 +362,7 @@ def _strategies(facts: Facts, on: Hardware) -> Iterator[Strategy]:
                     if dp % shard == 0:
                         made = Strategy(dp, tp, pp, cp, zero, shard, "1f1b" if pp > 1 else None, 2 * pp)
                         yield made
-                        if on.nodes > 1 and dp > 1 and pp > 1:  # pp crosses nodes, or dp does
+                        if on.nodes > 1 and dp > 1 and pp > 1:  # either pp or dp can cross nodes
                             yield replace(made, order="dp")
 
 
@@ -370,7 +371,7 @@ def _candidates(strategy: Strategy, batch: int, blocks: int) -> Iterator[Candida
     sizes = [micro for micro in _MICROS if rows % micro == 0] if strategy.pp > 1 or rows > 1 else [rows]
     if strategy.pp == 1 and rows not in sizes:
         sizes.append(rows)
-    # Large micro-batches first: fewer forwards are better if nothing waits for them.
+    # Large micro-batches come first: without a pipeline, fewer forwards are better.
     for micro in sorted(sizes, reverse=True):
         for recompute in (False, True):
             if strategy.pp == 1:
@@ -384,9 +385,9 @@ def _candidates(strategy: Strategy, batch: int, blocks: int) -> Iterator[Candida
 
 
 def _least(known: Known, candidate: Candidate, rest: Rest) -> Peak:
-    """Return a lower bound of the peak, which is quicker to compute.
+    """Return a lower bound of the peak, which is quicker to compute than the peak.
 
-    It holds the states, and what forward keeps of the least number of micro-batches under way.
+    It counts the bytes at rest, and what forward keeps for the smallest number of micro-batches under way.
     """
     kept = known.kept(candidate.strategy).at(candidate.rows) * min(candidate.strategy.pp, candidate.micros)
     gradients = rest.gradients if candidate.strategy.dp > 1 else 0
@@ -433,7 +434,7 @@ def _row(
 def _relieved(
     known: Known, parts: Parts, load: Load, candidate: Candidate, on: Hardware, rates: Rates
 ) -> dict[str, float]:
-    """Return the seconds that a step would take with levers of the data axis."""
+    """Return the seconds of a step with each key of the data axis that would shorten it."""
 
     def predict(strategy: Strategy) -> float:
         terms = tuple(data_terms_of(known, strategy, candidate.micros, on.node))
@@ -469,7 +470,7 @@ def _gb(size: float) -> str:
 
 
 def chosen(plan: Plan) -> PlanRow:
-    """Return the recommendation. Raises StrategyError, with the closest miss, where nothing fits."""
+    """Return the recommended row. Raises StrategyError if nothing fits. It names the strategy that comes closest."""
     if plan.rows:
         return plan.rows[0]
     near = plan.refused[-1] if plan.refused else None
@@ -563,7 +564,7 @@ def _title(plan: Plan) -> str:
 
 
 def _levers(plan: Plan) -> list[str]:
-    """Return lines on what would relieve the link of the best row that has levers."""
+    """Return lines about the keys that would relieve the link of the best row that has any."""
     row = next((row for row in plan.rows if row.levers), None)
     if row is None:
         return []
@@ -571,7 +572,7 @@ def _levers(plan: Plan) -> list[str]:
 
 
 def in_words(levers: Mapping[str, float]) -> str:
-    """Return the seconds of a step with each lever, in words. Levers that do not change losses come first."""
+    """Return the seconds of a step with each key, in words. Keys that do not change losses come first."""
     words = []
     for exact, what in ((True, "With the same sums"), (False, "Not equal to one process")):
         some = [f"{lever} {span(took)}" for lever, took in levers.items() if is_exact(lever) is exact]

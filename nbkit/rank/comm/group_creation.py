@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -159,6 +160,29 @@ def reform_group(group: DelegatingGroup, store: Store, *, meets_as: str = "") ->
     group.inner, group.sockets, group.meeting = raw, held.sockets, held.meeting
     group.formed, group.destroyed = group.formed + 1, False
     group.keep[:] = [held.store]
+
+
+@contextmanager
+def split_from_world(group: dist.ProcessGroup) -> Iterator[None]:
+    """Have the first use of `group` inside split its communicator from that of all ranks, if the backend can.
+
+    Collective over the world: every rank enters with a group of its own, and these groups share no rank. Nothing may be
+    under way between all ranks. The default group is not bound to a device, which would make torch split by itself:
+    then single messages of the user's code would wait for each other in one communicator.
+    """
+    world: Any = dist.group.WORLD
+    own = device_backend(group) if isinstance(group, DelegatingGroup) else None
+    source = device_backend(world) if isinstance(world, DelegatingGroup) else None
+    if own is None or not getattr(source, "supports_splitting", False) or not hasattr(own, "options"):
+        yield
+        return
+    if world.meeting is not None:  # a split blocks until all ranks are there, and cannot be broken off
+        world.meeting.at(f"split {len(world.meeting.been)}", world.size())
+    own.options.split_from, own.options.split_color = source, min(group.members)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        own.options.split_from = None  # it keeps the other one alive
 
 
 class _Held:

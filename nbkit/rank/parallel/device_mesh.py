@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,19 @@ _forgotten = 0
 """The number of times that groups were forgotten; see `forget`."""
 
 
+_made_in: weakref.ref[dist.ProcessGroup] | None = None
+
+
+def _forget_destroyed() -> None:
+    """Forget the groups of an earlier default group: user code has destroyed them with it, on all ranks alike."""
+    global _made_in
+    default: Any = dist.group.WORLD
+    if _made_in is None or _made_in() is not default:
+        if _made_in is not None:
+            _made.clear()
+        _made_in = weakref.ref(default)
+
+
 def key_of(axis: str, ranks: tuple[int, ...]) -> GroupKey:
     """Return the key of the group that `group_of` would make or find now."""
     return axis, ranks, _forgotten
@@ -38,13 +53,15 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
 
     Every rank makes the same groups in the same order, even those it is not in, because torch requires it.
     """
+    _forget_destroyed()
     own: dist.ProcessGroup | None = None
     for ranks in every:
         if len(ranks) == 1:
             continue
         key = key_of(axis, ranks)
         if key not in _made:
-            _made[key] = dist.new_group(list(ranks), group_desc=axis)
+            # Beside a device's backend it has no gloo, whose ranks would all connect to each other for nothing.
+            _made[key] = dist.new_group(list(ranks), backend=dist.get_backend(), group_desc=axis)
         if rank in ranks:
             own = _made[key]
     return own
@@ -52,6 +69,7 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
 
 def all_made(keys: Collection[GroupKey]) -> bool:
     """Return True if all these groups exist. `group_of` then sends nothing for them."""
+    _forget_destroyed()
     return all(key in _made for key in keys)
 
 
@@ -99,6 +117,7 @@ def groups_made() -> int:
     An interrupt may reach one rank before a group was made and another rank after it.
     """
     forming.join()
+    _forget_destroyed()
     made = sorted(key for key in _made if key[-1] == _forgotten)
     return zlib.crc32(repr((made, group_tables.group_count)).encode())
 
@@ -187,17 +206,17 @@ class Axes:
         """Return the group of this rank along `axis`, or None if it is alone there."""
         return self._groups[axis]
 
-    def used(self, edges: object) -> list[dist.ProcessGroup]:
-        """Return this rank's groups in which a step makes collectives.
+    def used(self) -> list[dist.ProcessGroup | None]:
+        """Return this rank's groups in which a step makes collectives; None where this rank is alone.
 
-        edges: the channels of a pipeline. With them, a pipeline makes no collectives along pp.
+        The axes are the same, and in one order, on all ranks. A pipeline of devices makes no collectives along pp.
         """
         halved = self.shard not in (1, self.mesh.dp)
-        axes = {*AXES} - {"dp", "pp"} | {*(("shard", "replicate") if halved else ("dp",)), *(() if edges else ("pp",))}
+        axes = {*AXES} - {"dp", "pp"} | ({"shard", "replicate"} if halved else {"dp"})
         axes |= {"ep", "edp"} if self.ep > 1 else set()
         levels = {f"{axis} {level}" for axis in axes for level in (WITHIN, BETWEEN)} & self._groups.keys()
         axes = levels | {axis for axis in axes if f"{axis} {WITHIN}" not in levels}
-        return [group for axis in sorted(axes) if (group := self._groups.get(axis)) is not None]
+        return [self._groups.get(axis) for axis in sorted(axes)]
 
     def levels(self, axis: str) -> LevelGroups | None:
         """Return the two levels of an all-reduce along `axis`, or None if it has only one."""

@@ -28,7 +28,7 @@ from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.experts.data_axis import spread_axis
 from nbkit.rank.parallel.experts.dispatch import SpreadLayer, spread_layers
 from nbkit.rank.parallel.mine import own_linears
-from nbkit.rank.parallel.model_facts import ModelFacts
+from nbkit.rank.parallel.model_facts import ModelFacts, needed_facts
 from nbkit.rank.parallel.module.batch_norm import synchronised
 from nbkit.rank.parallel.module.block_discovery import structural_blocks, within
 from nbkit.rank.parallel.module.compile import compilable, compile_blocks
@@ -44,6 +44,7 @@ from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.whole_tensors import WholeTensors
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.schedules import Schedule
+from nbkit.strategy import Strategy
 from nbkit.techniques import class_in
 from nbkit.tensor_layout import Layout
 
@@ -66,12 +67,13 @@ class ShardedSkeleton:
 
     def build(self, device: torch.device) -> ShardedModel:
         """Give the module memory, and give a pipeline its channels. It sends nothing."""
-        axes, edges, pipeline = self.connections.axes, self.connections.edges, None
+        axes, pipeline = self.connections.axes, None
         if self.schedule is not None:
             group, index = axes.group("pp"), axes.index("pp")
             line = axes.mesh.ranks("pp", axes.rank)
             peers = [sorted(line).index(rank) for rank in line]  # a group numbers its ranks in ascending order
-            pipeline = Pipeline(self.schedule, group, index, device, edges=edges, split=self.split, peers=peers)
+            ordered = self.connections.ordered
+            pipeline = Pipeline(self.schedule, group, index, device, ordered=ordered, split=self.split, peers=peers)
         strategy, found = self.plan.strategy, self.plan.facts.gathers
         gathers = found or GatherPlan()
         all_but_experts = partial(
@@ -163,7 +165,7 @@ def cut(
     module = synchronised(module, axes=axes, micros=strategy.microbatches or 1, device=device)
 
     every = chain.units if chain is not None else structural_blocks(module)
-    blocks = blocks_held(module, facts, module)
+    blocks = blocks_held(module, facts, module, strategy)
     layouts = {name: facts.shapes.whole[name] for name in homes(module)}
     partial_sums: dict[str, tuple[str, ...]] = {}
     if plan.tensor is not None:
@@ -174,13 +176,14 @@ def cut(
         notes += parts.notes
     spread: Sequence[SpreadLayer] = ()
     if strategy.ep > 1:
-        routed, ranks, index = facts.routed, axes.size("ep"), axes.index("ep")
-        spread = spread_layers(module, routed.layers, axes.group("ep"), ranks, index)
-        layouts = routed.parts(layouts, ranks, index)
+        index = axes.index("ep")
+        held = [facts.routed.held(strategy, rank) for rank in range(strategy.ep)]
+        spread = spread_layers(module, facts.routed.layers, axes.group("ep"), list(zip(*held, strict=True)), index)
+        layouts = facts.routed.parts(layouts, strategy, index)
         for name, places in homes(module).items():
             if name not in layouts:
                 replace_submodule(places, None)
-        notes.append(f"the experts of {len(spread)} layers over {ranks} ranks")
+        notes.append(f"the experts of {len(spread)} layers over {strategy.ep} ranks")
     if strategy.cp > 1:
         context = context_parallel(module, axes, every, held=blocks, tried=facts.positionwise)
         partial_sums.update({name: (*partial_sums.get(name, ()), "cp") for name in sorted(context.partial)})
@@ -211,9 +214,13 @@ def cut(
     )
 
 
-def blocks_held(module: nn.Module, facts: ModelFacts, whole: nn.Module) -> list[str]:
-    """Return the names of the blocks of `whole` that `module`, a part of it, holds. These can be recomputed."""
-    every = facts.chain.units if facts.chain is not None else structural_blocks(whole)
+def blocks_held(module: nn.Module, facts: ModelFacts, whole: nn.Module, strategy: Strategy) -> list[str]:
+    """Return the names of the blocks of `whole` that `module`, a part of it, holds. These can be recomputed.
+
+    Ranks that share experts recompute the same blocks. So a chain that only some of them may know does not count.
+    """
+    chain = facts.chain if strategy.ep == 1 or "chain" in needed_facts(strategy) else None
+    every = chain.units if chain is not None else structural_blocks(whole)
     return [name for name in every if _holds(module, name)]
 
 

@@ -83,7 +83,7 @@ class ParallelPlan:
             if place not in known:
                 whole = self.facts.parts(strategy.tp, at["tp"], self.options.tp_plan)
                 if strategy.ep > 1:
-                    whole = self.facts.routed.parts(whole, strategy.ep, at["dp"] % strategy.ep)
+                    whole = self.facts.routed.parts(whole, strategy, at["dp"] % strategy.ep)
                 known[place] = whole if here is None else {n: whole[n] for n in whole if n in here.parameters}
             mine = shards = known[place]
             if strategy.zero:
@@ -390,7 +390,7 @@ def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOption
         )
 
 
-def _need_experts(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:
+def _need_experts(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
     """Raise StrategyError if `strategy` spreads experts and the model has none that it can spread."""
     if strategy.ep == 1:
         return
@@ -407,13 +407,16 @@ def _need_experts(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
             numbers=f"ep {strategy.ep}, {facts.routed.fewest} experts in a layer",
             hint=f"ep={max(n for n in divisors(strategy.dp) if n <= facts.routed.fewest)}",
         )
-    if options.recompute:
-        raise StrategyError(
-            f"Under {strategy} blocks cannot be computed again in the backward pass: experts of other ranks are "
-            "part of them.",
-            numbers="compute=nbkit.Compute(recompute=True)",
-            hint=f"without recompute, or '{without}'",
-        )
+    layers = facts.routed.layers
+    for number, cycles in strategy.experts:
+        most = max(expert for cycle in cycles for expert in cycle)
+        if number >= len(layers) or most >= layers[number].count:
+            raise StrategyError(
+                f"{strategy} moves an expert that the model does not have.",
+                numbers=f"layer {number}, expert {most}; the model has "
+                + "; ".join(f"{layer.count} experts in layer {n}" for n, layer in enumerate(layers)),
+                hint=f"'{replace(strategy, experts=())}'",
+            )
 
 
 def need_rows(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:

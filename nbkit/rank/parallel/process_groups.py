@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from nbkit.rank.comm.agree import largest
+from nbkit.rank.comm.group_creation import split_from_world
 from nbkit.rank.comm.thread_group import ThreadMeeting
 from nbkit.rank.device import accelerator, is_device_backend
 from nbkit.rank.parallel.device_mesh import (
@@ -20,36 +24,58 @@ from nbkit.rank.parallel.device_mesh import (
     group_of,
     key_of,
 )
-from nbkit.rank.parallel.pipeline.p2p import Edges, edge_groups, has_met, meet, meet_all, ranks_of_edges
+from nbkit.rank.parallel.pipeline.p2p import has_met, meet_all, sum_between
 from nbkit.rank.parallel.plan import ParallelPlan
+
+
+@dataclass(frozen=True, eq=False)
+class TiedSum:
+    """A sum of the gradients of `names`, which several stages hold.
+
+    members: None to all-reduce in `group`; or the ranks in `group` that hold them, which send to each other.
+    """
+
+    group: dist.ProcessGroup
+    names: tuple[str, ...]
+    members: tuple[int, ...] | None = None
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum `tensor` over the ranks that hold the parameters. Collective over these ranks."""
+        if self.members is None:
+            dist.all_reduce(tensor, group=self.group)
+        else:
+            sum_between(tensor, self.members, self.group)
 
 
 @dataclass(frozen=True, eq=False)
 class Connections:
     """The process groups of one plan on this rank.
 
-    axes: the groups of the mesh. edges: the groups of a pipeline's channels, if the backend needs them. ties: (group,
-    names) of the parameters that several stages hold. replication: name -> how many ranks of the world hold the same
-    elements of what the optimizer updates. world: the group of all ranks, None for torch's own. keys: the keys of the
-    groups of all ranks. `close_unused` leaves these open while this object lives.
+    axes: the groups of the mesh. ordered: see Pipeline. ties: of the parameters that several stages hold. replication:
+    name -> how many ranks of the world hold the same elements of what the optimizer updates. world: the group of all
+    ranks, None for torch's own. keys: the keys of the groups of all ranks. `close_unused` leaves these open while this
+    object lives.
     """
 
     axes: Axes
-    edges: Edges
-    ties: tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]
+    ordered: dist.ProcessGroup | None
+    ties: tuple[TiedSum, ...]
     replication: Mapping[str, int]
     world: dist.ProcessGroup | None = None
     keys: frozenset[GroupKey] = frozenset()
 
 
+_IN_ORDER = "pp in order"
 _in_use: WeakSet[Connections] = WeakSet()
 
 
 def connect(plan: ParallelPlan, rank: int) -> Connections:
     """Make the groups of `plan` that do not exist yet. Collective over the world."""
     axes = Axes.of(plan.strategy.mesh, rank, shard=plan.strategy.shard, along=plan.groups, ep=plan.strategy.ep)
-    ties, edges = _ties(plan, rank, group_of), edge_groups(plan.strategy.mesh.groups("pp"), rank)
-    made = Connections(axes, edges, ties, plan.copies, keys=frozenset(group_keys(plan)))
+    every = _in_order(plan)
+    ordered = group_of(_IN_ORDER, every, rank) if every else None
+    ties = _ties(plan, rank, group_of, ordered)
+    made = Connections(axes, ordered, ties, plan.copies, keys=frozenset(group_keys(plan)))
     _in_use.add(made)
     return made
 
@@ -61,14 +87,28 @@ def meet_groups(connections: Connections, device: torch.device) -> None:
     NCCL takes the memory of a communicator at its first use. Here this happens before tensors of a strategy take
     memory, and after torch's allocator has returned its reserve. In a step, a rank that finds no memory would leave the
     others waiting.
+
+    The communicators of an axis are split from that of the world, in one call for all of its groups, if all of them are
+    new. A split is collective over the world, but it needs no store and no connections of its own.
     """
-    if is_device_backend(dist.get_backend()) and accelerator().holds(device):
-        groups = [*connections.axes.used(connections.edges), *(group for group, _ in connections.ties)]
-        if any(not has_met(group) for group in (*groups, *connections.edges.values())):
-            accelerator().trim()
-        for group in groups:
-            meet_all(group, device)
-    meet(connections.edges, device)
+    if not (is_device_backend(dist.get_backend()) and accelerator().holds(device)):
+        return
+    groups = [*connections.axes.used(), connections.ordered]
+    new = [int(group is not None and not has_met(group)) for group in groups]
+    found = largest([*new, *(1 - one for one in new)], device=device)
+    some, lacking = found[: len(new)], found[len(new) :]
+    if any(some):
+        accelerator().trim()
+    for group, on_some, not_on_all in zip(groups, some, lacking, strict=True):
+        if group is not None and on_some:
+            with nullcontext() if not_on_all else split_from_world(group):
+                meet_all(group, device)
+
+
+def has_met_all(connections: Connections) -> bool:
+    """Return True if `meet_groups` would find nothing to do on this rank."""
+    groups = (*connections.axes.used(), connections.ordered)
+    return not is_device_backend(dist.get_backend()) or all(group is None or has_met(group) for group in groups)
 
 
 def close_unused(device: torch.device) -> None:
@@ -94,8 +134,8 @@ def connect_threads(
     mesh = plan.strategy.mesh
     axes = Axes.of(mesh, rank, shard=plan.strategy.shard, along=plan.groups, ep=plan.strategy.ep, make=make)
     world = make("world", [tuple(range(mesh.size))], rank)
-    ties = _ties(plan, rank, lambda _, every, rank: make("ties", every, rank))
-    return Connections(axes, {}, ties, plan.copies, world)
+    ties = _ties(plan, rank, lambda _, every, rank: make("ties", every, rank), None)
+    return Connections(axes, None, ties, plan.copies, world)
 
 
 def groups_exist(plan: ParallelPlan) -> bool:
@@ -105,17 +145,27 @@ def groups_exist(plan: ParallelPlan) -> bool:
 
 def group_keys(plan: ParallelPlan) -> set[GroupKey]:
     """Return the keys of the groups of all ranks that `connect` makes or finds."""
-    tied = [("pp", tie.groups) for tie in plan.ties]
-    edges = ranks_of_edges(plan.strategy.mesh.groups("pp"))
-    every = (*plan.groups.items(), *tied, *edges)
+    every = [*plan.groups.items()]
+    if in_order := _in_order(plan):
+        every.append((_IN_ORDER, in_order))
+    else:
+        every += [("pp", tie.groups) for tie in plan.ties]
     return {key_of(axis, ranks) for axis, along in every for ranks in along if len(ranks) > 1}
 
 
-def _ties(plan: ParallelPlan, rank: int, make: MakeGroup) -> tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]:
+def _in_order(plan: ParallelPlan) -> list[tuple[int, ...]]:
+    """Return the ranks of each group `Connections.ordered`; [] if the backend does not need it."""
+    return plan.strategy.mesh.groups("pp") if plan.strategy.pp > 1 and is_device_backend(dist.get_backend()) else []
+
+
+def _ties(plan: ParallelPlan, rank: int, make: MakeGroup, ordered: dist.ProcessGroup | None) -> tuple[TiedSum, ...]:
     found = []
     for tie in plan.ties:
-        group = make("pp", tie.groups, rank)
         own = tuple(name for name in tie.names if name in plan.layouts.summed[rank])
-        if group is not None and own:
-            found.append((group, own))
+        if ordered is not None:  # no communicator for them alone
+            there = next((ranks for ranks in tie.groups if rank in ranks), ())
+            members = tuple(sorted(dist.get_group_rank(ordered, each) for each in there))
+            found += [TiedSum(ordered, own, members)] * bool(own and members)
+        elif (group := make("pp", tie.groups, rank)) is not None and own:
+            found.append(TiedSum(group, own))
     return tuple(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,13 +226,14 @@ class ShardedModel:
                 by_axis.setdefault(axis, []).append(name)
         for axis, names in sorted(by_axis.items()):
             if (group := self.axes.group(axis)) is not None:
-                self._sum(sorted(names), group)  # a set has another order in every interpreter
-        for group, tied in self.connections.ties:
-            self._sum(tied, group)
+                # A set has another order in every interpreter.
+                self._sum(sorted(names), partial(dist.all_reduce, group=group))
+        for tied in self.connections.ties:
+            self._sum(tied.names, tied.sum)
 
     @torch.no_grad()
-    def _sum(self, names: Sequence[str], group: dist.ProcessGroup) -> None:
-        """Sum the gradients of `names` over `group` in one all-reduce.
+    def _sum(self, names: Sequence[str], reduce: Callable[[Tensor], Any]) -> None:
+        """Sum the gradients of `names` in one call of `reduce`, which sums a tensor over the ranks that hold them.
 
         A gradient that every rank lacks stays None: an optimizer such as Adam moves a weight whose gradient is zero.
         """
@@ -242,8 +244,12 @@ class ShardedModel:
             own = [p for p in params if p.dtype == dtype]
             there = [p.grad is not None for p in own]
             grads = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in own]
-            flat = torch.cat([*grads, torch.tensor(there).to(grads[0])])
-            dist.all_reduce(flat, group=group)
+            counted = grads[0].new_ones(len(own))  # made on the device: nothing is copied from the host
+            for number, is_there in enumerate(there):
+                if not is_there:
+                    counted[number].zero_()
+            flat = torch.cat([*grads, counted])
+            reduce(flat)
             *sums, counts = flat.split([*(p.numel() for p in own), len(own)])
             # A rank that has them all need not read the counts, which would wait for the device.
             anywhere = there if all(there) else [count > 0 for count in counts.tolist()]

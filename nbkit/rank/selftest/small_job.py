@@ -88,15 +88,28 @@ def apart(made: Trainer) -> dict[str, float]:
     }
 
 
+def in_bf16(strategy: str, steps: int) -> float:
+    """Return the largest relative difference of a step's loss from one process, both in bf16. Collective."""
+    layers = _layers(strategy)
+    config = _config(World.join_from_env().place.world_size, layers)
+    made = trainer(strategy, model=lambda: GPT(config).float(), precision="bf16")
+    made.fit(steps)
+    losses, _ = alone(steps, layers, bf16=True)
+    return max(abs(float(record["loss"]) / one - 1) for record, one in zip(made.history, losses, strict=True))
+
+
 @cache
-def alone(steps: int, layers: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Return (losses, weights) after `steps` of the same training, in plain torch on this rank only."""
+def alone(steps: int, layers: int, *, bf16: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    """Return (losses, weights) after `steps` of the same training, in plain torch on this rank only.
+
+    bf16: with float32 weights under autocast.
+    """
     place = World.join_from_env().place
     config, device = _config(place.world_size, layers), accelerator().device(place.device)
     data, size = _rows(config, place.world_size), 4 * place.world_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = GPT(config).to(_dtype()).to(device)
+        model = GPT(config).to(torch.float32 if bf16 else _dtype()).to(device)
     optimizer = _adamw(model)
     losses = []
     for step in range(steps):
@@ -104,7 +117,8 @@ def alone(steps: int, layers: int) -> tuple[list[float], dict[str, Tensor]]:
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
         chosen = [data[i] for i in order[at * size : (at + 1) * size]]
         ids, targets = (torch.stack(part).to(device) for part in zip(*chosen, strict=True))
-        loss = mean_loss(model(ids), targets)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            loss = mean_loss(model(ids), targets)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -1,10 +1,14 @@
-"""Measures the seconds of a step under nbkit and under torch's DDP or FSDP2, in turns, with a model that fits."""
+"""Measures the seconds of a step under nbkit and under torch's own parts, in turns, with a model that fits.
+
+Also what a communicator takes, and whether a model fits that is large for one device.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -16,14 +20,16 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from nbkit.planner.choose.load import DEVICES
 from nbkit.planner.gpt_config import GPTConfig
+from nbkit.rank.comm.group_creation import split_from_world
 from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.models.gpt import GPT
 from nbkit.rank.selftest.small_job import mean_loss
+from nbkit.rank.telemetry.health import bytes_held, reset_peak
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.world import World
 
-PAIRS, WARM = 3, 2
+PAIRS, WARM = 12, 2
 _CPU_MODEL = GPTConfig(vocab=256, block=64, layers=4, heads=4, width=128)
 # 1.04 B, 350 M and 125 M parameters. The last one is taken if none fits.
 _MODELS = tuple(
@@ -32,11 +38,12 @@ _MODELS = tuple(
 )
 # Per parameter: weights, gradients and both moments of AdamW in fp32, for two models at once, and half more for
 # activations.
-_BYTES = 16 * 2 * 1.5
+_STATE = 16
+_BYTES = _STATE * 2 * 1.5
 
 
 def compare(strategy: str, folder: str | None = None) -> dict[str, Any]:
-    """Return the seconds of a step under `strategy` (ddp or zero3) and in torch's counterpart, for all pairs.
+    """Return the seconds of a step under `strategy` (ddp, zero3, tp or pp) and in torch's counterpart, for all pairs.
 
     Collective. mfu: nbkit's model FLOPs utilisation by the device's data sheet; None if that is unknown.
     """
@@ -44,10 +51,13 @@ def compare(strategy: str, folder: str | None = None) -> dict[str, Any]:
     device = accelerator().device(place.device)
     config = _fitting(device)
     bf16 = accelerator().holds(device) and not accelerator().emulates_bf16(device)
-    per_rank, steps = (4, 10) if accelerator().holds(device) else (4, 3)
+    per_rank, steps = (4, 5) if accelerator().holds(device) else (4, 2)
     rows = _rows(config, per_rank * place.world_size)
     ours = _Ours(config, rows, per_rank * place.world_size, strategy, bf16, device, folder)
-    theirs = _plain(config, rows, per_rank, strategy, bf16, device)
+    if strategy == "pp":
+        theirs = _pipelined(config, rows, per_rank * place.world_size, bf16, device)
+    else:
+        theirs = _plain(config, rows, per_rank, strategy, bf16, device)
     ours(WARM), theirs(WARM)
     found: dict[str, list[float]] = {"nbkit": [], "torch": []}
     for pair in range(PAIRS):
@@ -71,6 +81,61 @@ def bandwidth() -> dict[str, tuple[float, float]]:
     place = World.join_from_env().place
     link = link_of(accelerator().device(place.device))
     return {} if link is None else {name: (way.speed, way.latency) for name, way in link.ways.items()}
+
+
+def communicators() -> dict[str, tuple[float, int]]:
+    """Return how a communicator of all ranks was made -> (seconds, bytes of the device that it took). Collective."""
+    device = accelerator().device(World.join_from_env().place.device)
+    on_device, found = accelerator().holds(device), {}
+    for how in ("new", "split") if on_device else ("new",):
+        if on_device:
+            accelerator().trim()
+            _wait(device)
+        dist.barrier()
+        free = accelerator().free_memory(device) if on_device else 0
+        began = time.perf_counter()
+        group = dist.new_group(backend=dist.get_backend())
+        with split_from_world(group) if how == "split" else nullcontext():
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _wait(device)
+        took = time.perf_counter() - began
+        found[how] = took, free - accelerator().free_memory(device) if on_device else 0
+        dist.destroy_process_group(group)
+    return found
+
+
+def large(device_bytes: int | None = None) -> dict[str, float] | None:
+    """Train a model whose weights take over a third of a device, for two steps under zero3. Collective.
+
+    device_bytes: the memory of a device; None asks it. Returns bytes of the weights, of a device, and at the peak on
+    this rank, and the last loss; None if weights, gradients and moments would not fit all devices together.
+    """
+    place = World.join_from_env().place
+    device = accelerator().device(place.device)
+    asked = torch.tensor([device_bytes or accelerator().free_memory(device)], dtype=torch.float64, device=device)
+    dist.all_reduce(asked, op=dist.ReduceOp.MIN)
+    room, width = float(asked), 4096 if accelerator().holds(device) else 256
+    config = GPTConfig(vocab=1024, block=128, layers=1, heads=width // 64, width=width)
+    layers = int(room / 3 / (4 * 12 * width**2)) + 1
+    config = replace(config, layers=layers)
+    elements = _elements(config)
+    if elements * _STATE > 0.8 * room * place.world_size:
+        return None
+    reset_peak(device)
+    trainer = Trainer(
+        model=lambda: GPT(config),
+        loss=mean_loss,
+        optimizer=_adamw,
+        data=_rows(config, place.world_size),
+        batch_size=place.world_size,
+        strategy="zero3",
+        precision="bf16" if accelerator().holds(device) else None,
+        log_dir=None,
+        progress=False,
+    )
+    trainer.fit(2)
+    peak = bytes_held(device)[1]
+    return {"weights": 4 * elements, "device": room, "peak": peak, "loss": trainer.history[-1]["loss"]}
 
 
 class _Ours:
@@ -98,7 +163,7 @@ class _Ours:
             optimizer=_adamw,
             data=rows,
             batch_size=batch,
-            strategy=strategy,
+            strategy=f"pp schedule=1f1b microbatches={2 * dist.get_world_size()}" if strategy == "pp" else strategy,
             precision="bf16" if bf16 else None,
             callbacks=[lambda trainer, record: self.ends.append(time.perf_counter())],
             log_dir=folder,
@@ -119,14 +184,18 @@ def _plain(
     with device:
         model: nn.Module = GPT(config)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if bf16 and strategy != "zero3":
+        around = lambda: torch.autocast(device.type, torch.bfloat16)  # noqa: E731
     if strategy == "ddp":
         model = DistributedDataParallel(model)
-        if bf16:
-            around = lambda: torch.autocast(device.type, torch.bfloat16)  # noqa: E731
+    elif strategy == "tp":
+        _split(model, device)
     else:
         _shard(model, bf16)
     optimizer = _adamw(model)
-    sampler: DistributedSampler[Any] = DistributedSampler(rows)  # type: ignore[arg-type]
+    own = {"num_replicas": 1, "rank": 0} if strategy == "tp" else {}  # all ranks compute all rows
+    per_rank *= dist.get_world_size() if strategy == "tp" else 1
+    sampler: DistributedSampler[Any] = DistributedSampler(rows, **own)  # type: ignore[arg-type]
     loader: DataLoader[Any] = DataLoader(rows, per_rank, sampler=sampler)  # type: ignore[arg-type]
 
     def batches() -> Any:
@@ -147,6 +216,65 @@ def _plain(
                 loss = mean_loss(model(ids), targets)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        _wait(device)
+        return (time.perf_counter() - began) / steps
+
+    return train
+
+
+def _split(model: Any, device: torch.device) -> None:
+    from torch.distributed.device_mesh import init_device_mesh  # these take seconds; only needed here
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    columns, rows = ("attention.q", "attention.k", "attention.v", "up"), ("attention.out", "down")
+    for block in model.blocks:
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+        plan |= {name: RowwiseParallel() for name in rows}
+        parallelize_module(block, mesh, plan)
+        block.attention.heads //= mesh.size()
+
+
+class _Stage(nn.Module):
+    """The part of a GPT between two borders."""
+
+    def __init__(self, model: GPT, rank: int, ranks: int) -> None:
+        super().__init__()
+        layers = len(model.blocks)
+        self.blocks = model.blocks[layers * rank // ranks : layers * (rank + 1) // ranks]
+        self.enter = nn.ModuleList([model.tokens, model.positions] * (rank == 0))
+        self.leave = nn.Sequential(*[model.norm, model.head] * (rank == ranks - 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.enter):
+            tokens, positions = self.enter
+            x = tokens(x) + positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)  # type: ignore[no-any-return]
+
+
+def _pipelined(
+    config: GPTConfig, rows: list[Any], batch: int, bf16: bool, device: torch.device
+) -> Callable[[int], float]:
+    """Return the same training as a pipeline of torch.distributed.pipelining."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # takes a second; only needed here
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with device:
+        part = _Stage(GPT(config), rank, ranks)
+    schedule = Schedule1F1B(PipelineStage(part, rank, ranks, device), 2 * ranks, loss_fn=mean_loss)
+    optimizer = _adamw(part)
+    ids, targets = (torch.stack([row[n] for row in rows[:batch]]).to(device) for n in (0, 1))
+
+    def train(steps: int) -> float:
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                schedule.step(*[ids] * (rank == 0), target=targets if rank == ranks - 1 else None)
             optimizer.step()
         _wait(device)
         return (time.perf_counter() - began) / steps

@@ -1,7 +1,8 @@
 """Watch a rank and its host while a job trains: CPU in use, memory, load, clocks; and GPUs, if it has some.
 
-A thread looks every few seconds, beside the steps. On each host, one rank alone looks at what its ranks share, with one
-nvidia-smi for all of its GPUs. What the machine does not tell is left out.
+A thread looks every few seconds, beside the steps. On each host, one rank alone looks at what its ranks share: at all
+of its GPUs, with nvidia-ml-py, or with one nvidia-smi where that is missing. What the machine does not tell is left
+out.
 
 `memory_of` counts a rank's memory by use: bytes of parameters, gradients and optimizer state, from the tensors.
 """
@@ -9,6 +10,7 @@ nvidia-smi for all of its GPUs. What the machine does not tell is left out.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import threading
 import time
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.device import accelerator
+from nbkit.rank.telemetry.nvml import open_nvml, slowed_by
 from nbkit.records.records import GpuHealth, HealthRecord, MemoryPart, MemoryRecord
 from nbkit.wire import nvidia_smi
 
@@ -29,15 +32,7 @@ _EVERY_S, _FIRST_S = 5.0, 1.0
 _SECONDS_TO_ANSWER = 20.0  # without persistence mode the driver wakes each GPU for the question
 _QUERY = "index,uuid,clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit,utilization.gpu,{reasons}.active"
 _REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # the name that older drivers know comes second
-# nvmlClocksEventReasons of NVIDIA's NVML reference; being idle (1) and set clocks (2, 0x100) are no trouble.
-_SLOWED = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "thermal slowdown",
-    0x40: "thermal slowdown (hardware)",
-    0x80: "power brake",
-}
+_BITS = re.compile("0x[0-9a-fA-F]+")
 
 
 def parse_gpus(answer: str) -> tuple[GpuHealth, ...]:
@@ -47,19 +42,9 @@ def parse_gpus(answer: str) -> tuple[GpuHealth, ...]:
         if len(cells) == 9 and cells[0].isdigit():
             clock, top, celsius, watts, limit, busy = map(nvidia_smi.number, cells[2:8])
             share = None if busy is None else busy / 100
-            found.append(
-                GpuHealth(cells[1], int(cells[0]), clock, top, celsius, watts, limit, share, slowed_by(cells[8]))
-            )
+            slowed = slowed_by(int(cells[8], 16) if _BITS.fullmatch(cells[8]) else 0)
+            found.append(GpuHealth(cells[1], int(cells[0]), clock, top, celsius, watts, limit, share, slowed))
     return tuple(found)
-
-
-def slowed_by(mask: str) -> str:
-    """Return why a GPU's clocks are lower than they could be, from the bits in hexadecimal; "" if nothing slows it."""
-    try:
-        bits = int(mask, 16)
-    except ValueError:
-        return ""
-    return ", ".join(name for bit, name in _SLOWED.items() if bits & bit)
 
 
 def core_mhz(root: Path = Path("/sys/devices/system/cpu")) -> float | None:
@@ -83,7 +68,8 @@ class Health:
         self, note: Callable[[HealthRecord], None], *, gpu: str, first: bool, every_s: float = _EVERY_S
     ) -> None:
         self._note, self._gpu, self._first, self._every_s = note, gpu, first, every_s
-        self._smi = nvidia_smi.find() if gpu and first else None
+        self._nvml = open_nvml() if gpu and first else None
+        self._smi = nvidia_smi.find() if gpu and first and self._nvml is None else None
         self._reasons = list(_REASONS)
         self._process = psutil.Process()
         self._used = self._at = 0.0
@@ -131,6 +117,8 @@ class Health:
         return replace(own, load=load, cores=os.cpu_count() or 0, mhz=core_mhz(), gpus=self._gpus())
 
     def _gpus(self) -> tuple[GpuHealth, ...]:
+        if self._nvml is not None:
+            return self._nvml.gpus()
         while self._smi is not None and self._reasons:
             query = f"--query-gpu={_QUERY.format(reasons=self._reasons[0])}"
             try:

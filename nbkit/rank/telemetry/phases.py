@@ -10,7 +10,7 @@ costs about a microsecond. On CUDA it is an event in the current stream: the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from time import perf_counter_ns as now
 from typing import Any
@@ -29,16 +29,17 @@ PipelineOp = tuple[str, int, int, Stamp, Stamp]
 class StepPhases:
     """A step as it was marked: (state, when it began) one after the other, then when the step ended.
 
-    routed: see StepClock.
+    routed, experts: see StepClock.
     """
 
-    __slots__ = ("base", "complete", "laps", "number", "ops", "routed", "stop")
+    __slots__ = ("base", "complete", "experts", "laps", "number", "ops", "routed", "stop")
 
     def __init__(
         self, number: int, base: int, laps: list[tuple[str, Stamp]], stop: Stamp, ops: list[PipelineOp], complete: bool
     ) -> None:
         self.number, self.base, self.laps, self.stop, self.ops, self.complete = number, base, laps, stop, ops, complete
-        self.routed: dict[int, int] = {}
+        self.routed: Sequence[Mapping[int, int]] = ()
+        self.experts: Sequence[Sequence[tuple[Stamp, Stamp]]] = ()
 
     def over(self) -> bool:
         """Return True if the device has come to its end."""
@@ -60,6 +61,10 @@ class StepPhases:
         """
         return [(op, stage, micro, self._ns(start), self._ns(stop)) for op, stage, micro, start, stop in self.ops]
 
+    def expert_seconds(self) -> list[float]:
+        """Return the seconds in which this rank's experts made their forwards, of each layer."""
+        return [sum(self._ns(stop) - self._ns(start) for start, stop in layer) / 1e9 for layer in self.experts]
+
     def _ns(self, stamp: Stamp) -> int:
         first = self.laps[0][1]
         return int(stamp) if isinstance(first, int) else self.base + round(first.elapsed_time(stamp) * 1e6)
@@ -68,14 +73,15 @@ class StepPhases:
 class StepClock:
     """The state of this process's training thread. Without a training nothing is kept.
 
-    routed: what `DataAxis.routed` said in the step that is being made.
+    routed, experts: what `DataAxis.routed` and `DataAxis.expert_times` said in the step that is being made.
     """
 
     def __init__(self) -> None:
         self.state = OTHER
         self.laps: list[tuple[str, Stamp]] | None = None
         self.ops: list[PipelineOp] = []
-        self.routed: dict[int, int] = {}
+        self.routed: Sequence[Mapping[int, int]] = ()
+        self.experts: Sequence[Sequence[tuple[Stamp, Stamp]]] = ()
         self._thread = 0
         self._on_device = self._lent = False
         self._complete = True
@@ -90,6 +96,10 @@ class StepClock:
         self._stamp = accelerator().stamp if on_device else now
         self.state = OTHER
         self._open(self._stamp())
+
+    def stamp(self) -> Stamp | None:
+        """Return the time of the training thread's work, which may be the device's; None in other threads."""
+        return self._stamp() if self.laps is not None and get_ident() == self._thread else None
 
     @property
     def outside(self) -> bool:
@@ -114,7 +124,7 @@ class StepClock:
             return
         stop = self._stamp()
         made = StepPhases(number, self._base, self.laps, stop, self.ops, self._complete)
-        made.routed, self.routed = self.routed, {}
+        made.routed, self.routed, made.experts, self.experts = self.routed, (), self.experts, ()
         self._open(stop)
         for tell in self.listeners:
             tell(made)

@@ -17,7 +17,7 @@ import resource
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,7 +255,9 @@ class RecordThread:
             seconds, parts, laps = seconds_of(step)
         else:
             seconds, parts, laps = 0.0, {}, []
-        spent = time.thread_time_ns()
+        spent, routed = time.thread_time_ns(), Counter[int]()
+        for layer in step.routed:
+            routed.update(layer)
         record = StepRecord(
             step.number,
             start_ns=laps[0][1] if laps else step.base,
@@ -268,7 +270,7 @@ class RecordThread:
             lost=lost,
             examining=(mark.examined - before.examined) / 1e9,
             faults=mark.faults - before.faults,
-            experts={str(number): float(tokens) for number, tokens in step.routed.items()},
+            experts={str(number): float(tokens) for number, tokens in routed.items()},
         )
         self._spent = spent
         self.recent.append(record)

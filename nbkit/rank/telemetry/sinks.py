@@ -38,7 +38,8 @@ from nbkit.durations import text_of
 from nbkit.errors import TrainingError
 from nbkit.figures import figure
 from nbkit.plugins import described
-from nbkit.records.events import Event, RunStarted, RunStopped, StepDone, Switched
+from nbkit.records.event_words import mark_of
+from nbkit.records.events import Event, Rebalanced, RunStarted, RunStopped, StepDone, Switched
 
 _LAST_SECONDS = 10.0
 """The end of a run, and the end of the process, wait so long for a sink."""
@@ -318,6 +319,9 @@ class ProgressLine:
                 self._show()
         elif kind == Switched.kind and event["in_place"]:
             said = f"\r{event['new']} in place: memory does not hold it beside {event['old']}"
+            print(said.ljust(self._width), flush=True)
+        elif kind == Rebalanced.kind:
+            said = f"\r{mark_of(event)['text']}"
             print(said.ljust(self._width), flush=True)
         elif kind == RunStopped.kind and "loss" in self._progress():
             self._show()

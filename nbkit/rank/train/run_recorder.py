@@ -8,6 +8,7 @@ detail.
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -205,7 +206,8 @@ def _made_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) 
 
     Returns (path, "") or ("", the problem in words).
     """
-    words = [path_part(name) if name else time.strftime("%Y%m%d-%H%M%S"), strategy.replace("=", "").replace(" ", "-")]
+    short = re.sub(r" experts=\S+", "", strategy)  # a name has at most 255 bytes
+    words = [path_part(name) if name else time.strftime("%Y%m%d-%H%M%S"), short.replace("=", "").replace(" ", "-")]
     stem = "-".join([*words, f"b{batch}"] if batch else words)
     number = 1
     while True:

@@ -160,7 +160,7 @@ class Trainer:
 
     @classmethod
     def joining(cls, job: Job, loop: LoopSettings, *, run_dir: Path | None, saved: LastCheckpoint) -> Trainer:
-        """Return the Trainer of a process that joins a running training. Collective: the others call `reopen`."""
+        """Return the Trainer of a process that joins a running training. Collective: other ranks call `reopen`."""
         self = cls.__new__(cls)
         self._begin(job, loop)
         self._stream.agree()
@@ -170,7 +170,7 @@ class Trainer:
         return self
 
     def reopen(self) -> None:
-        """Open the data anew at its present position, when ranks join. Collective: ranks compare what they hold."""
+        """Open the data again at the current position, when ranks join. Collective: ranks compare their data."""
         stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed, self.job.device)
         stream.follow(self._stream)
         stream.agree()
@@ -193,7 +193,7 @@ class Trainer:
         self.saves = Autosave(job, loop)
         self.snapshots = Snapshots(job, self.saves, every=loop.checkpoints.snapshot_every, say=self._say)
         self._joined: FitRange | None = None
-        self.stops = False  # a callback ends the `fit` under way: see stop_if
+        self.stops = False  # True if a callback ends the running `fit`: see stop_if
 
     def _listen(self) -> None:
         self.run_dir = self.job.run_dir
@@ -206,7 +206,7 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The model, with the part of it that this rank holds."""
+        """The model, with the parts that this rank holds."""
         return self.job.model
 
     @property
@@ -221,7 +221,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         return self.job.step
 
     @property
@@ -255,6 +255,7 @@ class Trainer:
 
         Use `until` in a script that runs again after `load`. It makes only the remaining steps. With resume="auto",
         `fit` first loads the newest complete checkpoint in the path of `checkpoints`, or of the runs with this `name`.
+        Python's garbage is collected between two steps only, after the same steps on all ranks.
 
         Raises Stopped if the user stops it, and NotFinite if the loss is not finite. All ranks raise it at the same
         step boundary, and you may call `fit` again.
@@ -284,7 +285,7 @@ class Trainer:
                     joined = span = resized(self, asked, FitRange(span.first, self.job.ledger.goal))
 
     def join(self, span: FitRange) -> None:
-        """Have the next `fit` make the steps that are left of `span`. Called on a rank that has joined a training."""
+        """Make the next `fit` continue with the rest of `span`. Called on a rank that has joined a training."""
         self._joined = span
 
     def stop_if(self, flag: bool) -> bool:
@@ -361,7 +362,7 @@ class Trainer:
         meeting.meet("load")
         self.saves.collect(wait=True)
         self.job.ledger.settle()
-        # Run everything that can refuse before anything is changed.
+        # Call everything that may raise before anything changes.
         saved, before = self.job.opened(path), self.step
         position = saved.about["position"]
         self._stream.resume(position["epoch"], position["offset"], saved.about.get("data"))
@@ -381,9 +382,9 @@ class Trainer:
         return self.snapshots.back_to(step)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole model on the CPU, on every rank. Collective.
+        """Return the state dict of the whole model, on the CPU, on every rank. Collective.
 
-        Every parameter and buffer has its own name.
+        Its keys are the names of the unsplit model.
         """
         return self.job.full_state_dict()
 
@@ -400,7 +401,7 @@ class Trainer:
             print(f"\r{text:<80}", flush=True)
 
     def _update(self, *, late: bool = False) -> None:
-        """Make one step. late: no callback holds weights, see Job.late_weights."""
+        """Make one step. late: no callback stores weights; see Job.late_weights."""
         job, step, epoch, offset = self.job, self.job.step, self._stream.epoch, self._stream.offset
         try:
             taken_back = True

@@ -1,9 +1,9 @@
-"""Change a running job so that every rank makes the change, or every rank comes back to the step boundary before it.
+"""Change a running job atomically: either all ranks make the change, or all go back to the step boundary before it.
 
-A `Transaction` begins at a `Savepoint`, which keeps what the change may touch. While the change is made, a `Guard` is
-on: a rank that fails wakes the ranks that wait for it. `agree` and `Ballot` tell all ranks whether all have come so
-far. Then `commit` lets the change stay, and `roll_back` brings every rank back. A transaction that is left without a
-commit is rolled back. These changes are made so:
+A `Transaction` begins at a `Savepoint`, which keeps the state that the change may modify. During the change a `Guard`
+is active: a rank that fails wakes the ranks that wait for it. `agree` and `Ballot` tell all ranks if all have come to
+this point. Then `commit` keeps the change, or `roll_back` brings all ranks back. A transaction that is left without a
+commit is rolled back. These changes are transactions:
 
     change            keeps                           comes back by                         ranks agree by
     try, compare      the old state, by reference     putting it in force again, always     Guard on the first step
@@ -16,11 +16,12 @@ commit is rolled back. These changes are made so:
                                                       of all ranks, or the backups
     rewind            a copy in host memory           an exchange                           all ranks plan it
 
-Two more ways lead back from an error that was not guarded. `RankSync.resync` brings ranks that were interrupted in
-different steps to one step (control/rank_sync.py). `recover` restores what a dead rank held (replace/recover.py).
+After an error without a guard there are two more ways back. `RankSync.resync` brings ranks that were interrupted in
+different steps to the same step (control/rank_sync.py). `recover` restores the state of a dead rank
+(replace/recover.py).
 
-`held_back` delays interrupts for a few lines that every rank must run, or none. `TrainingState` is the state that a
-switch replaces and that going back restores, as one value.
+`held_back` delays interrupts during a few lines that all ranks must run, or none. `TrainingState` is the state that a
+switch replaces and a rollback restores, as one value.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from nbkit.errors import NotFinite, SwitchError, TrainingError
 from nbkit.rank.comm.agree import all_gather_objects, largest
 from nbkit.rank.comm.background_creation import BROKEN_OFF
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.pipeline.p2p import meet
+from nbkit.rank.parallel.process_groups import meet_groups
 from nbkit.rank.parallel.reshard.plain_attributes import take_along, take_objects_along
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.host_generators import Drawn
@@ -62,8 +63,9 @@ Job = Any  # nbkit.rank.train.job's, which imports this file
 class TrainingState:
     """The state of a training between two steps on this rank.
 
-    shown: what the modules of the sharded model show. They may be the user's own modules, which take on the attributes
-    of the state in force. position: in the data. precision: the loss scale (see Precision.state_dict).
+    shown: class and attributes of the modules of the sharded model. They may be the user's own module objects, which
+    take over the attributes of the state in force. position: the position in the data. precision: the loss scale (see
+    Precision.state_dict).
     """
 
     sharded_model: ShardedModel
@@ -74,9 +76,10 @@ class TrainingState:
     precision: dict[str, Any]
 
     def under(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> TrainingState:
-        """Return the same place in the training, with another sharded model and its optimizer.
+        """Return this state with another sharded model and its optimizer.
 
-        The model takes plain attributes along, and others too if it is known to change them as it runs.
+        Copy the plain attributes of the old module to the new one, and other attributes that the model is known to
+        change while it runs.
         """
         old, facts = self.sharded_model, sharded_model.plan.facts
         take_along(old.module, old.built, sharded_model.module, left=facts.caches)
@@ -86,16 +89,16 @@ class TrainingState:
 
 
 def free(states: list[TrainingState]) -> None:
-    """Close what computed under the only one of `states`, take it out, and free its memory.
+    """Close the sharded model of the only element of `states`, remove the element, and free its memory.
 
-    On a GPU the memory goes back to the device: NCCL takes the memory of a communicator from there, and cannot have
-    what torch's allocator keeps in reserve.
+    On a GPU the memory is returned to the device. NCCL allocates communicators there, and cannot use the reserve of
+    torch's allocator.
     """
     device = next((tensor.device for tensor in states[0].sharded_model.data.tensors()), torch.device("cpu"))
     held = [weakref.ref(tensor) for tensor in states[0].sharded_model.data.tensors()]
     states[0].sharded_model.close()
     states.clear()
-    # The next steps need its memory. Collect only if necessary: a collection takes longer than the rest of a switch.
+    # The next steps need the memory. Collect only if necessary: a collection takes longer than the rest of a switch.
     if any(tensor() is not None for tensor in held):
         gc.collect()
     if accelerator().holds(device):
@@ -103,7 +106,7 @@ def free(states: list[TrainingState]) -> None:
 
 
 class Transaction:
-    """A change of `job` that every rank makes, or none. Left without `commit`, it comes back to `savepoint`."""
+    """A change of `job` that all ranks make, or none. Without `commit`, leaving the context restores `savepoint`."""
 
     def __init__(self, job: Job, savepoint: Savepoint) -> None:
         self.job = job
@@ -123,37 +126,37 @@ class Transaction:
         return None
 
     def guard(self, name: str) -> None:
-        """Have all ranks hear of an error from now on. name: the same on every rank, different for every change."""
+        """Tell all ranks about errors from now on. name: equal on all ranks, and different for every change."""
         self._guard = Guard(name, world_size=self.job.world_size, device=self.job.device)
 
     def agree(self) -> None:
-        """Check that all ranks have come so far without an error. Collective."""
+        """Check that all ranks have come to this point without an error. Collective."""
         if self._guard is not None:
             self._guard.agree()
 
     def check(self) -> None:
-        """Raise AlarmHeard if another rank has failed, as far as this rank has heard."""
+        """Raise AlarmHeard if this rank has been told that another rank failed. Sends nothing."""
         if self._guard is not None:
             self._guard.alarm.check()
 
     def unguard(self) -> None:
-        """Let a later error concern this rank alone."""
+        """Do not tell other ranks about later errors."""
         if self._guard is not None:
             self._guard.end()
 
     def concerns(self, error: BaseException) -> bool:
-        """Return True if all ranks hear of `error`, and can come back: see Guard.concerns."""
+        """Return True if all ranks are told about `error` and can roll back: see Guard.concerns."""
         return self._guard is not None and self._guard.concerns(error)
 
     def commit(self) -> None:
-        """Let the change stay, and drop what was kept."""
+        """Keep the change, and drop the savepoint."""
         self.savepoint = None
         self.unguard()
 
     def roll_back(self, error: Exception) -> Failures:
-        """Bring all ranks back after `error`, which the guard `concerns`. Return what failed on which rank. Collective.
+        """Bring all ranks back after `error`, if it `concerns` the guard. Return the failures of all ranks. Collective.
 
-        Raises what keeps the ranks from coming back.
+        Raises an error if the ranks cannot go back.
         """
         assert self._guard is not None
         job, failures = self.job, self._guard.failures(error)
@@ -169,29 +172,29 @@ class Transaction:
 
 
 class Savepoint:
-    """A step boundary that a job can come back to. A subclass keeps the tensors, in its own way.
+    """A step boundary that a job can go back to. Each subclass keeps the tensors in another way.
 
-    strategy: in force then, or the one to come back to.
+    strategy: the strategy to go back to; default: the one in force.
     """
 
     def __init__(self, job: Job, *, strategy: Strategy | None = None) -> None:
         self.step, self.strategy = job.step, job.strategy if strategy is None else strategy
 
     def restore(self, job: Job, error: BaseException | None = None) -> None:
-        """Bring this rank back, without a message. error: what has ended the transaction."""
+        """Bring this rank back, without messages. error: the error that ended the transaction."""
         raise NotImplementedError
 
     def restore_all(self, job: Job, error: Exception | None = None) -> None:
         """Bring all ranks back. Collective. Raises SwitchError, on every rank, if one cannot."""
         with Ballot(job.strategy, job.world_size, job.device).all_or_none(f"going back to {self.strategy}"):
             self.restore(job)
-        meet(job.sharded_model.connections.edges, job.device)
+        meet_groups(job.sharded_model.connections, job.device)
 
 
 class BeforeSteps(Savepoint):
-    """A savepoint whose restoring forgets the steps and switches since then. switches: how many were made before it.
+    """A savepoint that also drops later steps and switches when it is restored.
 
-    drawn: the generators of Python and numpy, which steps do not seed.
+    switches: the number of switches before it. drawn: the generators of Python and numpy, which steps do not seed.
     """
 
     def __init__(self, job: Job, *, strategy: Strategy | None = None, switches: int | None = None) -> None:
@@ -200,14 +203,14 @@ class BeforeSteps(Savepoint):
         self.drawn = Drawn.so_far()
 
     def forget_steps(self, job: Job) -> None:
-        """Forget the steps and switches that the job has made since then."""
+        """Drop the steps and switches that the job has made since the savepoint."""
         job.ledger.forget(self.step)
         del job.switches[self.switches :]
         self.drawn.restore()
 
 
 class KeptState(BeforeSteps):
-    """Keeps `state` as it is: another sharded model computes in its place until it is in force again."""
+    """Keeps `state` unchanged, while another sharded model computes."""
 
     def __init__(
         self, job: Job, state: TrainingState, *, strategy: Strategy | None = None, switches: int | None = None
@@ -225,11 +228,11 @@ class KeptState(BeforeSteps):
             job.restore(self.state)
             self.forget_steps(job)
         if any(tensor() is not None for tensor in later):
-            gc.collect()  # the next step wants the memory
+            gc.collect()  # the next step needs the memory
 
 
 class KeptBuffers(BeforeSteps):
-    """Copies the buffers, which forward passes change. The weights do not change before the optimizer begins."""
+    """Keeps copies of the buffers, which forward passes change. Weights do not change before the optimizer begins."""
 
     def __init__(self, job: Job, *, strategy: Strategy | None = None, switches: int | None = None) -> None:
         super().__init__(job, strategy=strategy, switches=switches)
@@ -238,29 +241,29 @@ class KeptBuffers(BeforeSteps):
 
     @torch.no_grad()
     def restore(self, job: Job, error: BaseException | None = None) -> None:
-        """Put the buffers back."""
+        """Restore the buffers."""
         for key, (tensor, _) in job_state.buffers(job.sharded_model).items():
             tensor.copy_(self._copies[key])
 
     def restore_all(self, job: Job, error: Exception | None = None) -> None:
-        """Go back by another switch, since the old state was not kept. Collective."""
+        """Go back by another switch, because the old state was not kept. Collective."""
         self.restore(job)
         job.optimizer.zero_grad()
         job.ledger.forget(self.step)
         job.switcher.forget()
         job.sync.restored()
         job.switch(str(self.strategy))
-        job.switcher.forget()  # there is no way back from the way back
+        job.switcher.forget()  # this switch itself cannot be taken back
         job.feed.go_to(self.position)
         self.forget_steps(job)
 
 
 @dataclass
 class RankVote:
-    """The report of a rank on something that was done.
+    """The report of a rank about an action.
 
-    doing: what it is doing, for the error. numbers: compared by all. largest: of each of the numbers, the largest over
-    all ranks, known afterwards.
+    doing: the current action in words, for the error. numbers: numbers to compare. largest: the maximum of each number
+    over all ranks, known afterwards.
     """
 
     doing: str
@@ -270,14 +273,14 @@ class RankVote:
 
 @dataclass(frozen=True)
 class Ballot:
-    """The agreement of all ranks about a switch. goes_on: the strategy that stays in force when the switch fails."""
+    """Makes all ranks agree about a switch. goes_on: the strategy that stays in force if the switch fails."""
 
     goes_on: Strategy
     world_size: int
     device: torch.device
 
     def gather(self, own: Any, doing: str, failure: Exception | None = None) -> list[Any]:
-        """Return what every rank has, by rank. Collective. Raises SwitchError, on every rank, if one had a failure."""
+        """Return `own` of every rank, by rank. Collective. Raises SwitchError, on every rank, if one had a failure."""
         everyone = all_gather_objects((_first_line(failure), own), world_size=self.world_size, device=self.device)
         self._check(doing, [spoken for spoken, _ in everyone], failure)
         return [each for _, each in everyone]
@@ -286,8 +289,8 @@ class Ballot:
     def all_or_none(self, doing: str, *, numbers: int = 0) -> Iterator[RankVote]:
         """Run the body on every rank. If it fails on any rank, raise SwitchError on every rank.
 
-        numbers: how many are compared; they are zeros unless set. Collective: one small all-reduce; waits for the
-        device.
+        numbers: how many numbers to compare; they are 0 unless the body sets them. Collective: one small all-reduce.
+        Waits for the device.
         """
         said, failure = RankVote(doing, [0] * numbers), None
         try:
@@ -332,7 +335,7 @@ class Failures:
 
 
 class Guard:
-    """Guards a step from its construction until `end`. name: the same on every rank, and different for every step."""
+    """Guards a step from its construction until `end`. name: equal on all ranks, and different for every step."""
 
     def __init__(self, name: str, *, world_size: int, device: torch.device) -> None:
         self._world_size, self._device = world_size, device
@@ -345,7 +348,7 @@ class Guard:
         if self._world_size > 1:
             here = torch.ones((), device=self._device)
             dist.all_reduce(here)
-            all_here = int(here) == self._world_size  # waits, since a collective broken off on a GPU raises nothing
+            all_here = int(here) == self._world_size  # wait: on a GPU an aborted collective raises nothing
             self.alarm.check()
             if not all_here:
                 raise AlarmHeard("another rank has failed")
@@ -356,23 +359,23 @@ class Guard:
         self.alarm.end()
 
     def concerns(self, error: BaseException) -> bool:
-        """Return True if `error` is a failure of the guarded step that all ranks can hear of.
+        """Return True if `error` is a failure of the guarded step that all ranks can be told about.
 
-        An interrupt is not, nor a rank that died. NotFinite is not either: its cause is the data, and all ranks raise
-        it alike.
+        An interrupt and the death of a rank are not. NotFinite is not either: its cause is the data, and all ranks
+        raise it.
         """
         if self._ended or not isinstance(error, Exception) or isinstance(error, NotFinite) or self.alarm.world.dirty:
             return False
         try:
             return not waited(error) or self.alarm.rung()
         except Exception:
-            return False  # the store is gone, and rank 0 with it
+            return False  # the store is gone, because rank 0 is gone
 
     def failures(self, error: Exception) -> Failures:
-        """Return the failures of all ranks, `error` being this rank's. Collective.
+        """Return the failures of all ranks. error: the failure of this rank. Collective.
 
-        Afterwards all ranks are between two collectives. Raises TrainingError, on every rank, if a device no longer
-        computes, and ClusterError if the ranks do not come together.
+        Afterwards no rank is in a collective. Raises TrainingError, on every rank, if a device no longer computes, and
+        ClusterError if the ranks do not meet.
         """
         alarm = self.alarm
         self.end()
@@ -382,7 +385,7 @@ class Guard:
             said = [json.loads(each) for each in alarm.meet(json.dumps([_spoken(error), _unfit(self._device)]))]
             alarm.mend()
         except BaseException:
-            # Whatever failed, other ranks may have been woken, and their groups are broken.
+            # Other ranks may have been woken already, which breaks their groups.
             alarm.world.dirty = alarm.world.dirty or "a step failed, and the ranks did not come together"
             raise
         if unfit := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(said) if why]:
@@ -392,13 +395,13 @@ class Guard:
 
 
 def waited(error: BaseException) -> bool:
-    """Return True if this rank failed because it waited for one that had failed, or was broken out."""
-    # The first use of an NCCL communicator is a rendezvous in Python, which raises a different error.
+    """Return True if this rank failed only because it waited for a failed rank, or because its wait was aborted."""
+    # The first use of an NCCL communicator is a rendezvous in Python, which raises another error.
     return isinstance(error, AlarmHeard) or any(sign in str(error) for sign in (*PEER_GONE, BROKEN_OFF))
 
 
 def let_go(failed: BaseException) -> None:
-    """Free the objects held by the frames that `failed` passed through, and by cycles. The memory is needed next."""
+    """Free the objects that the traceback of `failed` and reference cycles keep alive. Their memory is needed next."""
     link: BaseException | None = failed
     while link is not None:
         clear_frames(link.__traceback__)
@@ -408,7 +411,7 @@ def let_go(failed: BaseException) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Delay a SIGINT that arrives inside until the end. Only for short code that waits for nobody."""
+    """Delay a SIGINT that arrives inside until the end. Use it only for short code that does not wait."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals act only in the main thread
         return
@@ -431,7 +434,7 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _unfit(device: torch.device) -> str:
-    """Return why the device of this rank cannot go on, as after an assert in a kernel; "" if it can."""
+    """Return why the device of this rank cannot compute any more, as after an assert in a kernel; "" if it can."""
     if not accelerator().holds(device):
         return ""
     try:

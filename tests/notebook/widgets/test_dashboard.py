@@ -30,7 +30,7 @@ from nbkit.notebook.widgets.javascript import joined
 from nbkit.notebook.widgets.run_report import about, write_report
 from nbkit.notebook.widgets.training_card import card_text
 from nbkit.records.event_words import GREAT, mark_of
-from nbkit.records.events import Event, RunStarted, RunStopped, StepDone
+from nbkit.records.events import Event, Rebalanced, RunStarted, RunStopped, StepDone, Switched
 from nbkit.records.record_file import newest_run
 from nbkit.records.records import EventRecord, Header, StepRecord
 
@@ -268,12 +268,13 @@ def test_the_text_says_the_same(run: Any) -> None:
 
 
 def test_tokens_of_experts_are_told_by_rank_and_their_imbalance_over_a_run_of_any_length(tmp_path: Path) -> None:
-    run = fake_run(tmp_path, 4, "dp=4 ep=2")
+    run = fake_run(tmp_path, 4, "dp=4 ep=2 experts=0:1-5")
     for _ in range(1000):
         run.step()
     run.close()
     seen = RunReader(tmp_path).snapshot()
 
+    assert seen["strategies"] == ["dp=4 ep=2 experts=…"]  # the numbers of all experts may have no room
     experts = seen["step"]["experts"]
     assert experts["ranks"][1] == [1, [[4, 2000.0], [5, 2250.0], [6, 2500.0], [7, 2750.0]]]
     assert "rank 1   9,500   4 experts, 127% of the mean" in plain(lines_of(seen))
@@ -467,6 +468,12 @@ def test_every_kind_of_event_has_one_text_which_all_views_use(run: Any) -> None:
     assert not marks["step"] and len({mark["sign"] for mark in marks.values() if mark}) == 9
     curves = (SOURCE.parents[2] / "nbkit/notebook/widgets/static/curves.js").read_text()
     assert f"const GREAT = {json.dumps(list(GREAT))};" in curves
+
+    moved = mark_of(Rebalanced(7, experts=5, gain=0.21).as_dict())
+    assert moved["name"] == "experts moved"
+    assert moved["text"] == "5 experts moved to other ranks after step 7: 21% less computing"
+    switched = mark_of(Switched(7, old="ddp", new="ep=4 experts=0:1-5+1:2-3").as_dict())
+    assert switched["name"] == "ep=4 experts=…"
 
     run.event("out_of_memory", rank=1, what="too large", changes="recompute=True")
     snapshot = RunReader(run.folder).snapshot()

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
 import nbkit
 from nbkit.errors import StrategyError
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.parallel import device_mesh, process_groups
 from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.model_facts import Coupled, JobOptions, ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
@@ -29,8 +31,8 @@ STRATEGIES = ("dp=2 tp=2 zero=1", "pp=2 dp=2 schedule=zbv microbatches=4", "hsdp
 MODELS = ("gpt_tied", "encoder")
 
 
-def facts_of_a_gpt() -> ModelFacts:
-    model = GPT(GPTConfig(vocab=32, block=8, layers=4, heads=2, width=16))
+def facts_of_a_gpt(heads: int = 2) -> ModelFacts:
+    model = GPT(GPTConfig(vocab=32, block=8, layers=4, heads=heads, width=16))
     model.head.weight = model.tokens.weight
     ids = torch.randint(32, (2, 8))
     chain = find_chain(model, lambda: model(ids))
@@ -102,6 +104,28 @@ def test_equal_plans_are_one_key_and_anything_that_ranks_build_otherwise_is_anot
     # Plain data parallelism needs no blocks. Facts for other strategies do not change its plan.
     for options in (JobOptions(), JobOptions(recompute=True)):
         assert make_plan(Strategy(dp=2), facts, options) == make_plan(Strategy(dp=2), ModelFacts(facts.shapes), options)
+
+
+def test_a_rank_has_at_most_five_communicators_on_three_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks of dp are on two nodes, and its first and last stage share a weight."""
+
+    def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> Any:
+        assert sorted(each for ranks in every for each in ranks) == list(range(64))  # one split makes them all
+        own = next(ranks for ranks in every if rank in ranks)
+        return (axis, own) if len(own) > 1 else None
+
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+    monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: group[1].index(rank))
+    monkeypatch.setattr(process_groups, "group_of", group_of)
+    monkeypatch.setattr(device_mesh, "group_of", group_of)
+    strategy = Strategy(dp=4, tp=4, pp=4, microbatches=4)
+    plan = ParallelPlan(strategy, facts_of_a_gpt(heads=4), JobOptions(), tuple(rank // 8 for rank in range(64)))
+    for rank in range(64):
+        connections = process_groups.connect(plan, rank)
+        groups = [*connections.axes.used(), connections.ordered, *(tied.group for tied in connections.ties)]
+        made = sorted({group[0] for group in groups if group is not None})
+        assert made == ["dp between nodes", "dp within nodes", "pp in order", "tp"]  # beside that of all ranks
+        assert len(connections.ties) == (plan.strategy.mesh.index(rank)["pp"] in (0, 3))
 
 
 def seen_by_a_rank(plan: ParallelPlan) -> str:

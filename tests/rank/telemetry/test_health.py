@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nbkit.rank.telemetry.health import Health, core_mhz, parse_gpus, slowed_by
-from nbkit.records.records import HealthRecord
+from nbkit.rank.telemetry.health import Health, core_mhz, parse_gpus
+from nbkit.rank.telemetry.nvml import open_nvml, slowed_by
+from nbkit.records.records import GpuHealth, HealthRecord
 from nbkit.wire import nvidia_smi
 
 # Written by hand in the documented form, not recorded from a machine: GPU 1 is slowed by its power limit and its heat,
@@ -39,8 +42,8 @@ def test_what_nvidia_smi_says_is_read() -> None:
 
 
 def test_being_idle_or_set_to_a_clock_is_no_trouble() -> None:
-    assert [slowed_by(mask) for mask in ("0x1", "0x0000000000000102", "0x0", "", "[N/A]")] == [""] * 5
-    assert slowed_by("0x00000000000000C8") == "hardware slowdown, thermal slowdown (hardware), power brake"
+    assert [slowed_by(bits) for bits in (0x1, 0x102, 0)] == [""] * 3
+    assert slowed_by(0xC8) == "hardware slowdown, thermal slowdown (hardware), power brake"
 
 
 def test_clocks_of_cores_are_there_where_the_kernel_tells(tmp_path: Path) -> None:
@@ -98,6 +101,7 @@ def test_one_nvidia_smi_for_all_gpus_also_of_an_older_driver(monkeypatch: pytest
             raise subprocess.SubprocessError("not a valid field to query")
         return [ANSWER]
 
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(nvidia_smi, "find", lambda: "/usr/bin/nvidia-smi")
     monkeypatch.setattr(nvidia_smi, "ask", answer)
     first = Health(lambda record: None, gpu="GPU-b2", first=True)
@@ -108,6 +112,50 @@ def test_one_nvidia_smi_for_all_gpus_also_of_an_older_driver(monkeypatch: pytest
     assert first.look().gpus == ()
     works = True
     assert first.look().gpus == () and len(asked) == 2  # not asked again
+
+
+# NVML's functions that are called, in C, as of a driver that knows no "event reasons": GPU 1 is that of ANSWER, GPU 0
+# tells nothing but its UUID.
+LIBRARY = """
+#include <string.h>
+#define EXPORT(name) int name
+static long gpus[2];
+EXPORT(nvmlInitWithFlags)(unsigned flags) { return 0; }
+EXPORT(nvmlInit_v2)(void) { return 0; }
+EXPORT(nvmlDeviceGetCount_v2)(unsigned *n) { *n = 2; return 0; }
+EXPORT(nvmlDeviceGetHandleByIndex_v2)(unsigned i, void **gpu) { *gpu = &gpus[i]; return 0; }
+EXPORT(nvmlDeviceGetUUID)(void *gpu, char *to, unsigned n) { strcpy(to, gpu == gpus ? "GPU-a1" : "GPU-b2"); return 0; }
+static int told(void *gpu, unsigned *to, unsigned value) { *to = value; return gpu == gpus ? 3 : 0; }
+EXPORT(nvmlDeviceGetClockInfo)(void *gpu, int kind, unsigned *to) { return told(gpu, to, kind == 1 ? 1215 : 0); }
+EXPORT(nvmlDeviceGetMaxClockInfo)(void *gpu, int kind, unsigned *to) { return told(gpu, to, kind == 1 ? 1980 : 0); }
+EXPORT(nvmlDeviceGetTemperature)(void *gpu, int kind, unsigned *to) { return told(gpu, to, 87); }
+EXPORT(nvmlDeviceGetPowerUsage)(void *gpu, unsigned *to) { return told(gpu, to, 698900); }
+EXPORT(nvmlDeviceGetPowerManagementLimit)(void *gpu, unsigned *to) { return told(gpu, to, 700000); }
+EXPORT(nvmlDeviceGetUtilizationRates)(void *gpu, unsigned *to) { return told(gpu, to, 100); }
+EXPORT(nvmlDeviceGetCurrentClocksThrottleReasons)(void *gpu, unsigned long long *to) {
+    *to = 0x24;
+    return gpu == gpus ? 3 : 0;
+}
+"""
+
+
+def test_nvidia_ml_py_reads_what_nvidia_smi_would_without_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pynvml = pytest.importorskip("pynvml", reason="pip install nvidia-ml-py")
+    (tmp_path / "nvml.c").write_text(LIBRARY)
+    subprocess.run(["cc", "-shared", "-o", tmp_path / "nvml.so", tmp_path / "nvml.c"], check=True)
+    monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(tmp_path / "nvml.so")))
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    monkeypatch.setattr(nvidia_smi, "ask", lambda *_, **__: pytest.fail("nvidia-smi was started"))
+
+    shy, hot = Health(lambda record: None, gpu="GPU-b2", first=True).look().gpus
+    assert hot == parse_gpus(ANSWER)[1]
+    assert shy == GpuHealth("GPU-a1", 0, None, None, None, None, None, None, "")
+
+
+def test_without_a_driver_nvidia_ml_py_is_not_used() -> None:
+    assert nvidia_smi.find() is not None or open_nvml() is None
 
 
 def until(what: Any, seconds: float = 20.0) -> None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jobs import asked_for
 from ranks import run_ranks
+from replaced_ranks import Seat, run_replaced
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nbkit
+from nbkit.bridge.training_requests import TrainingRequestHandler
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.planner.owners import owners, update_cost
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.rank_sync import _plan, _RankState
+from nbkit.rank.train.replace.recover import recover
 from nbkit.tensor_layout import Layout
 
 CONFIG = GPTConfig(vocab=32, block=16, layers=4, heads=4, width=16)
@@ -43,23 +52,33 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def data() -> list[tuple[Tensor, Tensor]]:
+def data(num: int = 32) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(5)
-    rows = [torch.randint(CONFIG.vocab, (17,), generator=draw) for _ in range(32)]
+    rows = [torch.randint(CONFIG.vocab, (17,), generator=draw) for _ in range(num)]
     return [(row[:-1], row[1:]) for row in rows]
 
 
 def in_one_process(steps: int, clip: float) -> dict[str, Tensor]:
-    model, rows = net(), data()
+    return after_steps([steps], clip, data())[steps]
+
+
+def after_steps(
+    steps: Collection[int], clip: float, rows: Sequence[tuple[Tensor, Tensor]]
+) -> dict[int, dict[str, Tensor]]:
+    """Return the weights after each of these numbers of steps in one process."""
+    model, found = net(), {}
     every = muon_and_adamw(model).values()
-    for step in range(steps):
-        x, y = (torch.stack(part) for part in zip(*(rows[(8 * step + i) % 32] for i in range(8)), strict=True))
+    for step in range(max(steps)):
+        batch = [rows[(8 * step + i) % len(rows)] for i in range(8)]
+        x, y = (torch.stack(part) for part in zip(*batch, strict=True))
         model.zero_grad()
         loss(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         for each in every:
             each.step()
-    return model.state_dict()
+        if step + 1 in steps:
+            found[step + 1] = {name: value.clone() for name, value in model.state_dict().items()}
+    return found
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -99,6 +118,74 @@ def test_a_gpt_under_muon_and_adamw_is_that_of_one_process_through_a_chain_of_sw
         copies = 2 if strategy == "dp=2 cp=2 zero=1" else 1
         assert sum(here) == copies * matrices, strategy
     assert any("tensors are updated whole, each by the rank" in step for step in found[0]["steps"])
+
+
+LIVE = ("zero1", "zero2", "zero3", "hsdp shard=2", "dp=2 tp=2", "dp=2 pp=2 microbatches=2", "dp=2 cp=2", "ddp")
+VICTIM, ROWS = 2, 8 * 200
+
+doomed: int | None = None  # on the rank that is to die: after how many steps
+
+
+def fatal(output: Tensor, target: Tensor) -> Tensor:
+    training = step_boundary.training()
+    if training is not None and training.step == doomed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss(output, target)
+
+
+def lived(seat: Seat, folder: str, dies_under: str) -> tuple[dict[int, dict[str, Tensor]], list[str]]:
+    """Train through live switches, a save, a load and a death. Return the weights by step, and what was refused."""
+    global doomed
+    kept: dict[int, dict[str, Tensor]] = {}
+    refused: list[str] = []
+
+    def made(strategy: str) -> nbkit.Trainer:
+        return nbkit.Trainer(
+            model=net, loss=fatal, optimizer=muon_and_adamw, data=data(ROWS), batch_size=8, clip_norm=0.5,
+            strategy=strategy, log_dir=None, progress=False, loading=nbkit.Loading(shuffle=False),
+            recovery=nbkit.Recovery(backup_every=1),
+        )  # fmt: skip
+
+    if seat.new:
+        trainer = recover(None, seat.replaced)
+    else:
+        trainer, controls = made("ddp"), TrainingRequestHandler()
+        for strategy in LIVE:
+            told = asked_for(trainer, controls, strategy)
+            if not told["ok"]:
+                refused.append(f"{strategy}: {told}")
+            trainer.fit(1)
+            kept[trainer.step] = trainer.full_state_dict()
+        trainer.save(folder)
+        trainer = made(dies_under)
+        trainer.load(folder)
+        trainer.fit(1)
+        kept[trainer.step] = trainer.full_state_dict()
+        doomed = trainer.step + 1 if seat.world.place.rank == VICTIM else None
+        with pytest.raises((RuntimeError, NbkitError)):
+            trainer.fit(3)
+        trainer = recover(trainer, seat.form_again())
+    trainer.fit(2)
+    kept[trainer.step] = trainer.full_state_dict()
+    return kept, refused
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("rows_are_known")
+@pytest.mark.parametrize("dies_under", ["zero1", "dp=2 tp=2"])
+def test_muon_and_adamw_are_those_of_one_process_through_live_switches_a_load_and_a_death(
+    tmp_path: Path, dies_under: str
+) -> None:
+    found = run_replaced(lived, 4, str(tmp_path / "saved"), dies_under, deaths=1, timeout=300)
+
+    steps = {step for kept, _ in found for step in kept}
+    expected = after_steps(steps, 0.5, data(ROWS))
+    assert len(found[VICTIM][0]) == 1  # the new rank
+    for kept, refused in found:
+        assert refused == []
+        far = {step: distance(weights, expected[step]) for step, weights in kept.items()}
+        assert max(far.values()) < 1e-9, far
+    assert len({max(kept) for kept, _ in found}) == 1 and len(found[0][0]) == len(LIVE) + 2
 
 
 def edited(world: Any) -> float:
@@ -240,13 +327,24 @@ def test_a_step_sends_what_is_not_owned_once_in_and_once_out() -> None:
             assert sum(sent) * 3 / 4 == pytest.approx(2 * 3 * size, rel=0.02)
 
 
-def test_owners_share_the_cost_of_updates() -> None:
-    shapes = {name: tuple(p.shape) for name, p in net().named_parameters() if p.ndim == 2}
-    found = owners({name: [(rank,) for rank in range(4)] for name in shapes}, shapes, 4)
+GPT2_SMALL = GPTConfig(vocab=50257, block=1024, layers=12, heads=12, width=768)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks"), [(CONFIG, 4), *((GPT2_SMALL, ranks) for ranks in (2, 3, 4, 5, 6, 8, 12, 16, 24))]
+)
+def test_owners_share_the_cost_of_updates(config: GPTConfig, ranks: int) -> None:
+    with torch.device("meta"):
+        named = dict(GPT(config).named_parameters())
+    shapes = {name: tuple(p.shape) for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
+    found = owners({name: [(rank,) for rank in range(ranks)] for name in shapes}, shapes, ranks)
     cost = Counter[int]()
     for name, rank in found.items():
         cost[rank] += update_cost(shapes[name])
 
-    assert max(cost.values()) <= 1.1 * sum(cost.values()) / 4
+    assert max(cost.values()) <= 1.1 * sum(cost.values()) / ranks
+
+
+def test_the_cost_of_an_update_is_that_of_its_shorter_side_and_replicas_share_it() -> None:
     assert update_cost((64, 16)) == update_cost((16, 64)) == 16 * 16 * 64
     assert owners({"a": [(0, 2), (1, 3)], "b": [(0, 2), (1, 3)]}, {"a": (4, 4), "b": (4, 4)}, 4) == {"a": 0, "b": 1}

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from jobs import quiet
 from ranks import RankFailed, listeners, next_generation, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +29,19 @@ from nbkit.rank.world import failure_alarm, sockets
 from nbkit.rank.world import world as world_module
 from nbkit.rank.world.rank_place import keep_local
 from nbkit.rank.world.world import RankPlace, World, current, open_listener
+
+
+def destroyed_between(world: World) -> list[float]:
+    """Return the losses of a second job of the same kind. A program in a cell has destroyed all groups before."""
+    quiet(strategy="zero3").fit(1)
+    dist.destroy_process_group()
+    next_generation(world)
+    return [record["loss"] for record in quiet(strategy="zero3").fit(2)]
+
+
+def test_groups_that_a_program_has_destroyed_are_made_again_for_the_next_job() -> None:
+    first, second = run_ranks(destroyed_between, 2, generations=2)
+    assert first == second and len(first) == 2
 
 
 def total(group: Any = None) -> float:

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -72,6 +73,7 @@ class Communicator:
 
     def __init__(self, key: str, members: tuple[int, ...]) -> None:
         self.key, self.members = key, members
+        self.parent, self.children = "", 0  # the communicator that this one was split from; how many were split
         self.aborted = threading.Event()
         self.shut = self.met = False
         self.under_way: Op | None = None
@@ -198,6 +200,7 @@ class PretendGroup:
         self._device_types = [torch.device("cpu")]
         self.bound_device_id = None
         self.supports_coalescing, self._backend_name = True, backend
+        self.supports_splitting, self.options = True, SimpleNamespace(split_from=None, split_color=-1)
         self.group_name, self.group_desc = gloo.group_name, gloo.group_desc
 
     def name(self) -> str:
@@ -353,6 +356,8 @@ class PretendGroup:
         where = self._communicators.get(key)
         if where is None:
             where = self._communicators[key] = Communicator(f"{self.group_name}/{key}", members)
+        if not where.met and key == "all" and self.options.split_from is not None:
+            self._split(where)
         if not where.met:
             until, name = time.monotonic() + Limits.come, f"pretend/{key}"
             self._store.add(name, 1)
@@ -365,6 +370,25 @@ class PretendGroup:
                 time.sleep(0.004)
             where.met = True
         return where
+
+    def _split(self, where: Communicator) -> None:
+        """Split `where` from another communicator, as ncclCommSplit does: all members of that one must call it."""
+        parent = self.options.split_from
+        source = parent._communicators.get("all")
+        if source is None or any(not op.done.is_set() for op in source._issued):
+            raise Stuck(f"{where.key} is split from a communicator that is not there, or is in use")
+        source.children += 1
+        name, until = f"pretend/split {source.children}", time.monotonic() + Limits.come
+        color = f"{self.options.split_color} {self.members}"
+        parent._store.set(f"{name} of {self.options.split_color}", color)
+        parent._store.add(name, 1)
+        while parent._store.add(name, 0) < len(parent.members):
+            if time.monotonic() > until:
+                raise Stuck(f"a split for {where.key} waits for all members of {source.key}")
+            time.sleep(0.004)
+        if parent._store.get(f"{name} of {self.options.split_color}").decode() != color:
+            raise RuntimeError(f"two groups of one split have the color {self.options.split_color}")
+        where.parent = source.key
 
 
 def _wait(work: Any) -> None:

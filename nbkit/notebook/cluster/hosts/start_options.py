@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 from dataclasses import replace
 from typing import Any
 
 from nbkit.errors import UsageError
+from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.hosts.launcher import Launcher, StartRequest, built_in, launcher_class
 from nbkit.notebook.cluster.hosts.launchers.slurm import AllocationRequest, SlurmRequest, allocation_here
 
@@ -20,6 +23,61 @@ _OWN = {
     "requeue": "--requeue",
     "rest": "What follows --",
 }
+
+
+def add_place_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `%cluster start` that say where ranks run, and how they get there."""
+    parser.add_argument("--cpu", action="store_true", help="make CPU ranks, also if there are GPUs")
+    parser.add_argument(
+        "--hosts",
+        default="",
+        metavar="node1:4,node2:4",
+        help="start ranks over SSH; or a file, with a host on each line",
+    )
+    parser.add_argument(
+        "--on", default="", metavar="NAME", help="a line in [clusters] of nbkit.toml; options typed here win"
+    )
+    parser.add_argument(
+        "--slurm", action="store_true", help="start ranks in a Slurm job; see docs/reference/clusters.md"
+    )
+    parser.add_argument(
+        "--mpi", action="store_true", help="start ranks with mpirun: on --hosts, on those of a batch job, or here"
+    )
+    parser.add_argument(
+        "--launcher",
+        default="",
+        metavar="NAME",
+        help="lsf, pbs, sge, or the name of your own; see docs/reference/clusters.md",
+    )
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="for --slurm, --launcher: number of hosts; default: as few as possible"
+    )
+    parser.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: Slurm's own")
+    parser.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: time limit of the job")
+    parser.add_argument(
+        "--python", default="", metavar="PATH", help="Python on the other hosts; default: that of the notebook"
+    )
+    parser.add_argument(
+        "--container",
+        default="",
+        metavar="WORDS",
+        help="run ranks on other hosts in a container: 'apptainer exec --nv torch.sif'; see docs/reference/clusters.md",
+    )
+
+
+def with_kept_options(options: Any) -> None:
+    """Set in `options` what the line `options.on` of nbkit.toml says and nobody has typed."""
+    if not options.on:
+        return
+    parser = argparse.ArgumentParser(prog=f"--on {options.on}", add_help=False)
+    parser.add_argument("-n", type=int)
+    add_place_options(parser)
+    kept, _, rest = site_settings.read().options_of(options.on).partition(" -- ")
+    usual = parser.parse_args([])
+    for key, value in vars(parser.parse_args(shlex.split(kept, comments=True))).items():
+        if getattr(options, key) == getattr(usual, key):
+            setattr(options, key, value)
+    options.rest = (*shlex.split(rest, comments=True), *options.rest)
 
 
 def requested(options: Any) -> StartRequest | None:

@@ -33,7 +33,7 @@ const GREAT = ["failure", "replaced", "out_of_memory", "resized", "switch", "reb
 const accent = () => (dark() ? "#6cb0ff" : "#1f6fd1"); // the other run
 
 // The axes alone: "pp=4" of "pp=4 schedule=1f1b microbatches=8".
-const shortName = (strategy) => String(strategy ?? "").split(" schedule=")[0];
+const shortName = (strategy) => String(strategy ?? "").split(/ (?:experts|schedule)=/)[0];
 
 export class Curves {
   // tools: where the buttons are. name: of a file that is saved, without its ending.

@@ -98,8 +98,9 @@ export function drawAxes(picture, table) {
   });
 }
 
-// experts: {ranks: [rank, [[expert, tokens], ...]], imbalance: [[step, most / mean], ...]}. A bar per rank, of many ranks
-// those with most tokens, with a piece per expert; below it the imbalance of all steps. Returns which ranks, in words.
+// experts: {ranks: [rank, [[expert, tokens], ...]], imbalance: [[step, most / mean of each layer], ...]}. A bar per
+// rank, of many ranks those with most tokens, with a piece per expert; below it the imbalance of all steps. Returns
+// which ranks, in words.
 export function drawExperts(picture, { ranks, imbalance }) {
   const sum = ([, experts]) => experts.reduce((all, [, tokens]) => all + tokens, 0);
   const rows = ranks.length > MANY ? [...ranks].sort((a, b) => sum(b) - sum(a)).slice(0, MANY) : ranks;
@@ -142,7 +143,7 @@ export function drawExperts(picture, { ranks, imbalance }) {
   picture.words(`step ${number(first)}`, left, under + curve - 6);
   picture.words(number(last), width - 72, under + curve - 6, { align: "right" });
   picture.words(imbalance.at(-1)[1].toFixed(2), width - 66, up(imbalance.at(-1)[1]), { colour: ink(), bold: true });
-  picture.spot(left, under, width - left, curve, () => "most tokens of a rank / mean of the ranks, in each step");
+  picture.spot(left, under, width - left, curve, () => "most tokens of a rank in each layer / mean of the ranks, in each step");
   return some;
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -43,12 +43,20 @@ class DataAxis:
         self._leaves: list[nn.Parameter] = []
 
     @property
-    def routed(self) -> dict[int, int]:
-        """Return the tokens that experts on this rank computed since `reset`: by number of the expert, of all layers.
+    def routed(self) -> Sequence[Mapping[int, int]]:
+        """Return the tokens that experts on this rank computed since `reset`: of each layer, by number of the expert.
 
         A token counts once for each expert that it chose. Empty where no experts are spread over ranks.
         """
-        return {}
+        return ()
+
+    @property
+    def expert_times(self) -> Sequence[Sequence[tuple[Any, Any]]]:
+        """Return when experts on this rank began and ended to compute forwards since `reset`, of each layer.
+
+        The times are stamps of the step clock (telemetry/phases.py).
+        """
+        return ()
 
     def _add(
         self,

@@ -10,9 +10,10 @@ compute what the others send.
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ from nbkit.rank.parallel.data_parallel.ddp import ReplicaSetup
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.experts.dispatch import SpreadLayer
+from nbkit.rank.parallel.module.block_discovery import within
 from nbkit.rank.parallel.module.copies import homes
+from nbkit.rank.parallel.module.forward_wrapper import is_recomputed
 from nbkit.rank.parallel.zero3.unit import Unit
 from nbkit.rank.parallel.zero3.zero3 import Pass, ShardedParameters, alone
 from nbkit.tensor_layout import Layout
@@ -49,7 +52,7 @@ class SpreadExperts(DataAxis):
     ) -> None:
         super().__init__()
         self.rest, self.experts, self.layers, self._device = rest, experts, tuple(layers), device
-        self._both, self._makes_up = (rest, experts), makes_up
+        self._both, self._makes_up, self._module = (rest, experts), makes_up, weakref.ref(module)
         order = {name: number for number, name in enumerate(homes(module))}
         self.held = dict(sorted({**rest.held, **experts.held}.items(), key=lambda each: order[each[0]]))
         self.layouts = {name: {**rest.layouts, **experts.layouts}[name] for name in self.held}
@@ -63,11 +66,12 @@ class SpreadExperts(DataAxis):
         return {**self.rest.weights, **self.experts.weights}
 
     @property
-    def routed(self) -> dict[int, int]:
-        found = Counter[int]()
-        for layer in self.layers:
-            found.update(layer.routed)
-        return dict(found)
+    def routed(self) -> Sequence[Mapping[int, int]]:
+        return [dict(layer.routed) for layer in self.layers]
+
+    @property
+    def expert_times(self) -> Sequence[Sequence[tuple[Any, Any]]]:
+        return [tuple(layer.times) for layer in self.layers]
 
     # The protocol of a step.
 
@@ -128,19 +132,37 @@ class SpreadExperts(DataAxis):
         for layer in self.layers:
             layer.absent(self._device, backward=backward)
         if backward:
-            for layer in reversed(self.layers):
-                layer.absent_backward()
+            for number in reversed(range(len(self.layers))):
+                self._absent_backward(number)
 
     def _meanwhile(self, number: int, which: Pass) -> None:
         """Take part in the exchanges of the layers up to the unit `number` of zero 3, which this rank does not run."""
         if which == "backward":
             while self._next and self._numbers[self._next - 1] >= number:
                 self._next -= 1
-                self.layers[self._next].absent_backward()
+                self._absent_backward(self._next)
             return
         while self._next < len(self.layers) and self._numbers[self._next] <= number:
             self.layers[self._next].absent(self._device, backward=which == "forward")
             self._next += 1
+
+    def _absent_backward(self, number: int) -> None:
+        """Take part in the backward pass of layer `number`, and in the recomputation of a block that ends with it."""
+        block = self._recomputed(number)
+        if block and block != self._recomputed(number + 1):
+            for layer in self.layers[: number + 1]:
+                if within(layer.layer.name, [block]):
+                    layer.absent_again(self._device)
+        self.layers[number].absent_backward()
+
+    def _recomputed(self, number: int) -> str:
+        """Return the name of the recomputed block around layer `number`; "" if there is none."""
+        module = self._module()
+        if number == len(self.layers) or module is None:
+            return ""
+        path = self.layers[number].layer.name.split(".")
+        around = (".".join(path[: depth + 1]) for depth in range(len(path)))
+        return next((name for name in around if is_recomputed(module.get_submodule(name))), "")
 
     def begin_again(self) -> None:
         self._next = 0

@@ -28,9 +28,9 @@ from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.output_tensors import with_leaves
 from nbkit.rank.parallel.experts.find import RoutedLayer, called_with, routing_of
-from nbkit.rank.parallel.module.forward_wrapper import Wrapper, in_backward, wrap
+from nbkit.rank.parallel.module.forward_wrapper import Wrapper, in_backward, recomputing, wrap
 from nbkit.rank.rng.keyed_dropout import again
-from nbkit.tensor_layout import bounds
+from nbkit.rank.telemetry.phases import clock
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NONE = -1
@@ -48,7 +48,8 @@ class _Exchange(torch.autograd.Function):
     """An all-to-all of rows. Returns (the rows that came, a token).
 
     after: the token of the exchange before, or another scalar that requires a gradient. It makes every rank run the
-    backward pass of the exchange, even if no row needs a gradient.
+    backward pass of the exchange, even if no row needs a gradient. It is saved too: torch recomputes a block when
+    something saved is read, and as far as the last that was saved. So all ranks recompute, up to the last exchange.
     """
 
     @staticmethod
@@ -56,10 +57,12 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, after: Tensor, sent: list[int], received: list[int], group: Any
     ) -> tuple[Tensor, Tensor]:
         ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.save_for_backward(after)
         return _all_to_all(rows, sent, received, group), torch.zeros_like(after)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        _ = ctx.saved_tensors
         return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None, None
 
 
@@ -83,19 +86,21 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) 
 
 @dataclass
 class SpreadLayer:
-    """The experts of a layer, spread over the `ranks` of a group, as rank `index` of it sees them.
+    """The experts of a layer, spread over the ranks of a group, as rank `index` of it sees them.
 
-    forwards: the number of forwards with gradients that this rank has made. routed: the tokens that came for each
-    expert of this rank in forwards with gradients; both since a step began.
+    held: the numbers of the experts of each rank, ascending. forwards: the number of forwards with gradients that this
+    rank has made. routed: the tokens that came for each expert of this rank in forwards with gradients. times: when
+    its experts began and ended to compute these, by the step clock. All three since a step began.
     """
 
     layer: RoutedLayer
     group: dist.ProcessGroup | None
-    ranks: int
+    held: Sequence[Sequence[int]]
     index: int
     compute: Compute
     forwards: int = 0
     routed: Counter[int] = field(default_factory=Counter)
+    times: list[tuple[Any, Any]] = field(default_factory=list)
     _given: dict[tuple[int, int], torch.dtype] = field(default_factory=dict, init=False)
     _left: list[Tensor] = field(default_factory=list, init=False)
 
@@ -105,13 +110,14 @@ class SpreadLayer:
         rows: for each expert of the layer, the rows of this rank, [n, width]; None if it is not called. like: has the
         dtype and device of rows.
         """
-        if in_backward():
+        if in_backward() and not recomputing():
             raise StrategyError(
-                f"{self.layer.name!r} is recomputed in the backward pass, which experts on other ranks cannot follow.",
-                numbers=f"{self.ranks} ranks share its experts",
-                hint="the strategy without ep; or no checkpoint around this module",
+                f"The model itself recomputes {self.layer.name!r} in the backward pass, which experts on other ranks "
+                "cannot follow.",
+                numbers=f"{len(self.held)} ranks share its experts",
+                hint="turn that off; compute=nbkit.Compute(recompute=True) does the same",
             )
-        self.forwards += torch.is_grad_enabled()
+        self.forwards += torch.is_grad_enabled() and not in_backward()
         return self._exchanged(rows, like)
 
     def absent(self, device: torch.device, *, backward: bool) -> None:
@@ -120,6 +126,11 @@ class SpreadLayer:
             _, token = self._exchanged([None] * self.layer.count, None, device)
         if backward:
             self._left.append(token)
+
+    def absent_again(self, device: torch.device) -> None:
+        """Take part in the recomputation of a forward that this rank has not made."""
+        with torch.no_grad():
+            self._exchanged([None] * self.layer.count, None, device)
 
     def absent_backward(self) -> None:
         """Take part in the backward pass of the last `absent`."""
@@ -135,19 +146,23 @@ class SpreadLayer:
         self._left.clear()
         self.forwards = 0
         self.routed.clear()
+        self.times.clear()
 
     def _exchanged(
         self, rows: Sequence[Tensor | None], like: Tensor | None, device: torch.device | None = None
     ) -> tuple[list[Tensor], Tensor]:
         device = like.device if like is not None else device
         counts, dtype, autocast = self._told(rows, like, device)
-        mine, here = self.layer.held(self.ranks, self.index), [0 if each is None else len(each) for each in rows]
-        sent = [sum(here[start:stop]) for start, stop in self._cuts]
+        mine, ranks = self.held[self.index], range(len(self.held))
+        order = [n for theirs in self.held for n in theirs]  # in which rows are sent
+        here = [0 if each is None else len(each) for each in rows]
+        sent = [sum(here[n] for n in theirs) for theirs in self.held]
         received = [sum(max(count, 0) for count in theirs) for theirs in counts]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not in_backward():
             self.routed.update({n: sum(max(theirs[i], 0) for theirs in counts) for i, n in enumerate(mine)})
         nothing = torch.empty(0, self.layer.width, dtype=_DTYPES[dtype], device=device)
-        packed = torch.cat([nothing, *(each.to(nothing.dtype) for each in rows if each is not None)])
+        going = [each.to(nothing.dtype) for n in order if (each := rows[n]) is not None]
+        packed = torch.cat([nothing, *going])
         start = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
         arrived, token = _Exchange.apply(packed, start, sent, received, self.group)
         pieces = arrived.split([max(count, 0) for theirs in counts for count in theirs])
@@ -156,18 +171,17 @@ class SpreadLayer:
             for i in range(len(mine))
         ]
         with self._as_others(autocast, nothing.device) if like is None else nullcontext():
-            called = any(each is not None for each in gathered)
+            called, began = any(each is not None for each in gathered), clock.stamp()
             computed = self.compute(gathered) if called else nothing.new_empty(0, self.layer.given)
+        if began is not None and torch.is_grad_enabled() and not in_backward():
+            self.times.append((began, clock.stamp()))
         given = self._dtype_given((dtype, autocast), computed.dtype if called else None, nothing.device)
         parts = computed.to(given).split([max(theirs[i], 0) for i in range(len(mine)) for theirs in counts])
-        back = [parts[i * self.ranks + rank] for rank in range(self.ranks) for i in range(len(mine))]
+        back = [parts[i * len(ranks) + rank] for rank in ranks for i in range(len(mine))]
         back.append(nothing.new_empty(0, self.layer.given, dtype=given))  # a rank may hold no expert
         returned, token = _Exchange.apply(torch.cat(back), token, received, sent, self.group)
-        return list(returned.split(here)), token
-
-    @property
-    def _cuts(self) -> list[tuple[int, int]]:
-        return [bounds(self.layer.count, self.ranks, rank) for rank in range(self.ranks)]
+        outputs = dict(zip(order, returned.split([here[n] for n in order]), strict=True))
+        return [outputs[n] for n in range(self.layer.count)], token
 
     def _told(
         self, rows: Sequence[Tensor | None], like: Tensor | None, device: torch.device | None
@@ -183,13 +197,13 @@ class SpreadLayer:
             cast = _DTYPES.index(torch.get_autocast_dtype(like.device.type)) if on else len(_DTYPES)
             kinds = [_DTYPES.index(like.dtype), cast]
         told = [_NONE if each is None else len(each) for each in rows]
-        sent = [[*told[start:stop], *kinds] for start, stop in self._cuts]
-        width = len(self.layer.held(self.ranks, self.index)) + len(kinds)
+        sent = [[*(told[n] for n in theirs), *kinds] for theirs in self.held]
+        ranks, width = len(self.held), len(self.held[self.index]) + len(kinds)
         given = torch.tensor([number for each in sent for number in each], dtype=torch.int64, device=device)
-        heard = torch.empty(self.ranks * width, dtype=torch.int64, device=device)
+        heard = torch.empty(ranks * width, dtype=torch.int64, device=device)
         sizes = [len(each) for each in sent]
-        dist.all_to_all_single(heard, given, [width] * self.ranks, sizes, group=self.group)
-        every: list[list[int]] = heard.view(self.ranks, width).tolist()
+        dist.all_to_all_single(heard, given, [width] * ranks, sizes, group=self.group)
+        every: list[list[int]] = heard.view(ranks, width).tolist()
         dtype, autocast = (max(each[i] for each in every) for i in (-2, -1))
         if dtype == _NONE:  # no rank of the group has rows
             dtype, autocast = _DTYPES.index(torch.get_default_dtype()), len(_DTYPES)
@@ -291,6 +305,8 @@ class _Listed(Wrapper):
     of the first run and the outputs of the second.
     """
 
+    encloses = True
+
     def __init__(self, module: nn.Module, around: _Around, number: int) -> None:
         super().__init__(module.forward)
         self.around, self.number = around, number
@@ -374,23 +390,28 @@ class _Around(Wrapper):
 
 
 def spread_layers(
-    model: nn.Module, layers: Sequence[RoutedLayer], group: dist.ProcessGroup | None, ranks: int, index: int
+    model: nn.Module,
+    layers: Sequence[RoutedLayer],
+    group: dist.ProcessGroup | None,
+    held: Sequence[Sequence[Sequence[int]]],
+    index: int,
 ) -> list[SpreadLayer]:
     """Let the experts of `layers` be computed by the ranks that hold them. In place; sends nothing.
 
-    model: whose parameters of other ranks' experts are still to be removed.
+    model: whose parameters of other ranks' experts are still to be removed. held: the experts of each layer on each
+    rank of `group`. index: of this rank.
     """
     made = []
-    for layer in layers:
-        module, mine = model.get_submodule(layer.name), layer.held(ranks, index)
+    for layer, by_rank in zip(layers, held, strict=True):
+        module = model.get_submodule(layer.name)
         if layer.stacked:
             wrapper: _Stacked | _Around = _Stacked(module, layer)
         else:
             experts = [model.get_submodule(path) for path in layer.experts]
-            wrapper = _Around(module, layer, [experts[number] for number in mine])
+            wrapper = _Around(module, layer, [experts[number] for number in by_rank[index]])
             for number, expert in enumerate(experts):
                 wrap(expert, _Listed(expert, wrapper, number))
         wrap(module, wrapper)
-        wrapper.spread = SpreadLayer(layer, group, ranks, index, wrapper.compute)
+        wrapper.spread = SpreadLayer(layer, group, by_rank, index, wrapper.compute)
         made.append(wrapper.spread)
     return made

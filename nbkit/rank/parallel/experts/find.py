@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.module.copies import homes
-from nbkit.tensor_layout import Layout, bounds
+from nbkit.strategy import Strategy
+from nbkit.techniques.experts import experts_of
+from nbkit.tensor_layout import Layout, runs_of
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,6 @@ class RoutedLayer:
     slots: float = 0.0
     """The rows that go to experts, for each sample, as they were when it was found. Predictions use it."""
 
-    def held(self, ranks: int, index: int) -> range:
-        """Return the numbers of the experts that rank `index` of `ranks` holds."""
-        return range(*bounds(self.count, ranks, index))
-
 
 @dataclass(frozen=True)
 class RoutedLayers:
@@ -58,29 +56,33 @@ class RoutedLayers:
     @cached_property
     def names(self) -> frozenset[str]:
         """Return the names of the parameters of all experts."""
-        return frozenset(name for layer in self.layers for name in (*layer.stacked, *dict(layer.inside)))
-
-    def place_of(self, name: str) -> tuple[int, int, int] | None:
-        """Return (first, how many, of how many) experts the parameter `name` holds; None if it holds none."""
-        return self._places.get(name)
+        return frozenset(self.place_of)
 
     @cached_property
-    def _places(self) -> dict[str, tuple[int, int, int]]:
-        stacked = {name: (0, layer.count, layer.count) for layer in self.layers for name in layer.stacked}
-        return stacked | {name: (n, 1, layer.count) for layer in self.layers for name, n in layer.inside}
+    def place_of(self) -> dict[str, tuple[int, int, int, int]]:
+        """Return, of each parameter of experts, (number of its layer, its first expert, how many, of how many)."""
+        found: dict[str, tuple[int, int, int, int]] = {}
+        for number, layer in enumerate(self.layers):
+            found |= {name: (number, 0, layer.count, layer.count) for name in layer.stacked}
+            found |= {name: (number, expert, 1, layer.count) for name, expert in layer.inside}
+        return found
 
     @property
     def fewest(self) -> int:
         """Return the number of experts in the layer that has the fewest."""
         return min((layer.count for layer in self.layers), default=0)
 
-    def parts(self, whole: Mapping[str, Layout], ranks: int, index: int) -> dict[str, Layout]:
-        """Return what rank `index` of `ranks` that share experts holds of the parameters in `whole`, in its order."""
+    def held(self, strategy: Strategy, index: int) -> list[tuple[int, ...]]:
+        """Return the numbers of the experts that rank `index` of those that share them holds, of each layer."""
+        moved = strategy.experts
+        return [experts_of(moved, number, layer.count, strategy.ep, index) for number, layer in enumerate(self.layers)]
+
+    def parts(self, whole: Mapping[str, Layout], strategy: Strategy, index: int) -> dict[str, Layout]:
+        """Return what rank `index` of those that share experts holds of the parameters in `whole`, in its order."""
         found: dict[str, Layout | None] = dict(whole)
-        for layer in self.layers:
-            mine = layer.held(ranks, index)
+        for layer, mine in zip(self.layers, self.held(strategy, index), strict=True):
             for name in whole.keys() & set(layer.stacked):
-                found[name] = whole[name].cut(0, mine.start, mine.stop)
+                found[name] = whole[name].cut_runs(0, runs_of(mine))
             for name, number in layer.inside:
                 if name in found and number not in mine:
                     found[name] = None

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import fields, is_dataclass
 from functools import update_wrapper
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,12 @@ _MARK = "_nbkit_parts_of"
 
 
 class Wrapper:
-    """An object that becomes a module's `forward`. plain: the forward before it, whose name and signature it has."""
+    """An object that becomes a module's `forward`. plain: the forward before it, whose name and signature it has.
+
+    encloses: `plain` alone can be recomputed, since the wrapper is part of a computation around it.
+    """
+
+    encloses: ClassVar[bool] = False
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         # Do not copy the attributes of another wrapper.
@@ -66,10 +71,15 @@ def wrap(module: nn.Module, wrapper: Wrapper) -> None:
 
 def wrapped_by(module: nn.Module, kind: type[Wrapper]) -> bool:
     """Return True if a wrapper of `kind` is around the forward of `module`."""
+    return any(isinstance(wrapper, kind) for wrapper in _wrappers(module))
+
+
+def _wrappers(module: nn.Module) -> Iterator[Wrapper]:
+    """Yield what is around the forward of `module`, the outermost first."""
     forward = vars(module).get("forward")
-    while isinstance(forward, Wrapper) and not isinstance(forward, kind):
+    while isinstance(forward, Wrapper):
+        yield forward
         forward = forward.plain
-    return isinstance(forward, kind)
 
 
 def unwrap(module: nn.Module) -> None:
@@ -129,12 +139,28 @@ def recompute(module: nn.Module, blocks: Iterable[str]) -> None:
     """Make the named blocks keep no activations between forward and backward. In place."""
     for name in blocks:
         block = module.get_submodule(name)
-        block.forward = forgetting(block.forward)  # type: ignore[method-assign]
+        if (outer := next((each for each in _wrappers(block) if each.encloses), None)) is not None:
+            outer.plain = forgetting(outer.plain)
+        else:
+            block.forward = forgetting(block.forward)  # type: ignore[method-assign]
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Return True if `recompute` was called for `module`."""
+    return wrapped_by(module, _Forgetful)
 
 
 def forgetting(compute: Callable[..., Any]) -> Wrapper:
     """Return a function that computes the same, keeps its arguments alone, and computes again in the backward pass."""
     return _Forgetful(compute)
+
+
+_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+def recomputing() -> bool:
+    """Return True if a forward now is the recomputation of a block by `recompute`, and not by the model itself."""
+    return in_backward() and _recomputing.get()
 
 
 class _Forgetful(Wrapper):
@@ -151,6 +177,7 @@ class _Forgetful(Wrapper):
                 return forward(*args, **kwargs)
 
             def once_more() -> Any:
+                _recomputing.set(True)
                 with replayed():
                     return forward(*args, **kwargs)
 

@@ -43,7 +43,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.pipeline.p2p import Channels, Edges, Routes, StageMessage
+from nbkit.rank.parallel.pipeline.p2p import Channels, Routes, StageMessage
 from nbkit.rank.torch_private import unsafe_view
 from nbkit.schedules import Op, Schedule
 from nbkit.schedules.simulate import token_rounds
@@ -286,8 +286,9 @@ class _Kept:
 class Pipeline:
     """A rank of a pipeline.
 
-    group: of its pp axis, None if it is alone. rank: its place in the pipeline. edges: `edge_groups(...)`, which NCCL
-    needs. split: False makes I a whole backward and W nothing, in the order of the same schedule. That suits stages
+    group: of its pp axis, None if it is alone. rank: its place in the pipeline. ordered: a second group of the same
+    ranks, for a backend that runs the operations of a group one after the other (NCCL). Messages then go through it, in
+    one order. split: False makes I a whole backward and W nothing, in the order of the same schedule. That suits stages
     with activation checkpoints, which would otherwise be recomputed for the weights too. peers: the rank in `group` of
     each place along the pipeline; () if they are the same.
     """
@@ -299,15 +300,15 @@ class Pipeline:
         rank: int,
         device: torch.device,
         *,
-        edges: Edges | None = None,
+        ordered: dist.ProcessGroup | None = None,
         split: bool = True,
         peers: Sequence[int] = (),
     ) -> None:
         self.schedule, self.rank, self.split = schedule, rank, split
-        self._channels = Channels(group, device, edges, peers)
-        # Only NCCL has edges. There the device's stream waits for the reduction of the loss before it updates. That
-        # reduction is launched after the last operation.
-        self._barrier = Barrier(group) if group is not None and not edges else None
+        self._channels = Channels(group, device, ordered, peers)
+        # Under NCCL the device's stream waits for the reduction of the loss before it updates. That reduction is
+        # launched after the last operation.
+        self._barrier = Barrier(group) if group is not None and ordered is None else None
         self._lists: dict[tuple[int, bool, int | None], tuple[tuple[Op, ...], Routes, int]] = {}
 
     def begin_again(self) -> None:
@@ -389,9 +390,11 @@ class Pipeline:
             if rounds is None:
                 every = schedule.with_microbatches(num_micro).ops
                 lists = [tuple(op for op in ops if training or op.kind == "F") for ops in every]
+                sequences = None
             else:
-                lists = list(token_rounds(schedule, num_micro // rounds, rounds))
-            routes = Routes.of(lists, self.rank, schedule.rank_of, schedule.num_stages)
+                sequences = num_micro // rounds
+                lists = list(token_rounds(schedule, sequences, rounds))
+            routes = Routes.of(lists, self.rank, schedule.rank_of, schedule.num_stages, sequences)
             own = lists[self.rank]
             idle = _needed_by_none(own, routes) if self._barrier is not None else len(own) - 1
             self._lists[num_micro, training, rounds] = own, routes, idle

@@ -7,9 +7,14 @@ goes before it (two messages of a few hundred bytes). Both sides remember it.
 A channel is one direction between two ranks. The sender sends everything on it in the order of its list of operations.
 The receiver knows this order, since it has all lists, and receives in it. Sends never block and receives are posted
 ahead. So no order of operations that `simulate` can run will deadlock. Messages of gloo carry their number as a tag.
-NCCL has no tags and runs operations on one communicator one after the other. There a receive that was posted early
-would block the sends behind it; at both ends that is a deadlock. So under NCCL each channel has a group of its own, in
-which both ends have the same order.
+
+NCCL has no tags and runs the operations of one communicator one after the other. A send is over only when its receive
+runs. A receive that was posted early would block the sends behind it; at both ends that is a deadlock. A communicator
+for each channel avoids this, but a rank then has four, each with its own buffers. So under NCCL a pipeline has one
+communicator, and all ranks issue their messages in one order: the order in which a simulated run sends them. A message
+depends only on messages before it in this order. So the first message that has not arrived can always arrive: nothing
+is in front of it at either end. A send and the receive after it are issued as one batch, because two neighbours often
+send to each other at the same time.
 
 The route of each message is read from the lists of operations, and is the same on every rank.
 """
@@ -18,8 +23,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,58 +34,11 @@ from torch import Tensor
 
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.comm.delegating_group import DelegatingGroup
-from nbkit.rank.device import accelerator, is_device_backend
-from nbkit.rank.parallel.device_mesh import group_of
+from nbkit.rank.device import accelerator
 from nbkit.schedules import Op
-
-Edges = dict[tuple[int, int], dist.ProcessGroup]
-"""(sender, receiver), as ranks of the world -> the group of this channel."""
-
-
-def edge_groups(pipelines: Sequence[tuple[int, ...]], rank: int, *, always: bool = False) -> Edges:
-    """Return the groups of this rank's channels if the backend needs them; none on gloo. Collective over the world.
-
-    pipelines: the ranks of every pipeline, such as `mesh.groups("pp")`. always: make them on gloo too.
-    """
-    edges: Edges = {}
-    for axis, every in ranks_of_edges(pipelines, always=always):
-        group = group_of(axis, every, rank)
-        for low, high in every:
-            if rank in (low, high) and group is not None:
-                edges[(low, high) if axis == "pp up" else (high, low)] = group
-    return edges
-
-
-def ranks_of_edges(
-    pipelines: Sequence[tuple[int, ...]], *, always: bool = False
-) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """Yield (axis, the ranks of each group along it) of `edge_groups`, in the order in which they are made."""
-    if len(pipelines[0]) == 1 or not (always or is_device_backend(dist.get_backend())):
-        return
-    for a, b in _pairs(len(pipelines[0])):
-        for axis in ("pp up", "pp down"):
-            yield axis, [(ranks[a], ranks[b]) for ranks in pipelines]
-
 
 _met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """Group -> the number of its formation that has met."""
-
-
-def meet(edges: Edges, device: torch.device) -> None:
-    """Send a number over each of this rank's `edges` that has not met since it was formed.
-
-    Collective over the pipelines, before a run. It does nothing without edges, or if all have met. NCCL connects at the
-    first message and blocks until both ends are there. So all ranks go through their edges in one order.
-    """
-    for edge in sorted(edges, key=lambda pair: (min(pair), max(pair), pair)):
-        group = edges[edge]
-        if _meets_again(group):
-            continue
-        token = torch.zeros(1, device=device)
-        if edge[0] == dist.get_rank():
-            dist.send(token, edge[1], group=group)
-        else:
-            dist.recv(token, edge[0], group=group)
 
 
 def meet_all(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -90,6 +49,25 @@ def meet_all(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     if not _meets_again(group):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def sum_between(tensor: Tensor, members: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Sum `tensor` over `members`, some ranks of `group`, in one batch of messages. Collective over the members.
+
+    members: this rank among them, in one order on all of them. The sums are equal to the last bit, because each rank
+    adds in this order. Two members send as much as in an all-reduce.
+    """
+    mine, ways = group.rank(), cast(Any, group)
+    parts = {member: tensor.clone() if member == mine else torch.empty_like(tensor) for member in members}
+    ways._start_coalescing(tensor.device)
+    for member in members:
+        if member != mine:
+            group.send([parts[mine]], member, 0)
+            group.recv([parts[member]], member, 0)
+    ways._end_coalescing(tensor.device).wait()
+    tensor.copy_(parts[members[0]])
+    for member in members[1:]:
+        tensor.add_(parts[member])
 
 
 def has_met(group: dist.ProcessGroup) -> bool:
@@ -105,11 +83,6 @@ def _meets_again(group: dist.ProcessGroup) -> bool:
 
 def _formed(group: dist.ProcessGroup) -> int:
     return group.formed if isinstance(group, DelegatingGroup) else 1
-
-
-def _pairs(ranks: int) -> list[tuple[int, int]]:
-    """Return the pairs of neighbours, and the pair of the first and the last rank."""
-    return sorted({(i, i + 1) for i in range(ranks - 1)} | {(0, ranks - 1)})
 
 
 class StageMessage(NamedTuple):
@@ -139,7 +112,8 @@ class Routes:
 
     needs, gives: for each of its operations, the message that must arrive before it and the one that it sends. None if
     there is none, or if the neighbour is on this rank. source, target: the operation at the other end. arrivals: for
-    each rank that sends to this one, its messages in the order of its list.
+    each rank that sends to this one, its messages in the order of its list. order: what this rank sends and receives,
+    in the order that all ranks share.
     """
 
     needs: tuple[StageMessage | None, ...]
@@ -147,10 +121,21 @@ class Routes:
     source: dict[StageMessage, OpPlace]
     target: dict[StageMessage, OpPlace]
     arrivals: dict[int, tuple[StageMessage, ...]]
+    order: tuple[StageMessage, ...]
 
     @classmethod
-    def of(cls, lists: Sequence[Sequence[Op]], rank: int, rank_of: Callable[[int], int], num_stages: int) -> Routes:
-        """Return the messages of `rank` in a pipeline whose ranks follow `lists`."""
+    def of(
+        cls,
+        lists: Sequence[Sequence[Op]],
+        rank: int,
+        rank_of: Callable[[int], int],
+        num_stages: int,
+        sequences: int | None = None,
+    ) -> Routes:
+        """Return the messages of `rank` in a pipeline whose ranks follow `lists`.
+
+        sequences: of a generation. A micro-batch then waits for the token of the one `sequences` before it.
+        """
         user: dict[StageMessage | None, OpPlace] = {
             _need(op): OpPlace(r, i) for r, ops in enumerate(lists) for i, op in enumerate(ops)
         }
@@ -170,7 +155,46 @@ class Routes:
                     arrivals.setdefault(peer, []).append(message)
         needs = tuple(need if (need := _need(op)) in source else None for op in lists[rank])
         target = {message: user[message] for message in gives if message is not None}
-        return cls(needs, gives, source, target, {peer: tuple(some) for peer, some in arrivals.items()})
+        made = _when_made(lists, num_stages, sequences)
+        # Of messages that are sent at the same time, those of every second rank come first. Then none waits for more
+        # than one of them, instead of one for the other along the whole pipeline.
+        sender = {message: place.rank for message, place in source.items()} | dict.fromkeys(target, rank)
+        order = sorted(sender, key=lambda message: (made[message], sender[message] % 2, sender[message]))
+        ends = {peer: tuple(some) for peer, some in arrivals.items()}
+        return cls(needs, gives, source, target, ends, tuple(order))
+
+
+_COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def _when_made(lists: Sequence[Sequence[Op]], num_stages: int, sequences: int | None) -> dict[StageMessage, int]:
+    """Return when a simulated run makes each message. It is later than all messages that this one depends on."""
+    gives = {give for ops in lists for op in ops if (give := _give(op, num_stages)) is not None}
+    made, tokens = dict[StageMessage, int](), dict[int, int]()
+    waiting, clocks, moved = [deque(ops) for ops in lists], [0] * len(lists), True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(waiting):
+            while ops:
+                op, need, start = ops[0], _need(ops[0]), clocks[rank]
+                before = op.micro - sequences if sequences is not None else -1
+                if (need in gives and need not in made) or (before >= 0 and before not in tokens):
+                    break
+                start = max(start, made.get(need, 0) if need is not None else 0, tokens.get(before, 0))
+                clocks[rank] = stop = start + _COSTS[op.kind]
+                if (give := _give(op, num_stages)) is not None:
+                    made[give] = stop
+                if op.kind == "F" and op.stage == num_stages - 1:
+                    tokens[op.micro] = stop
+                ops.popleft()
+                moved = True
+    if any(waiting):
+        raise StrategyError(
+            "The ranks of this schedule would wait for each other.",
+            numbers=f"first at {[str(ops[0]) for ops in waiting if ops]}",
+            hint="nbkit.schedules.simulate(schedule) checks a schedule",
+        )
+    return made
 
 
 def _need(op: Op) -> StageMessage | None:
@@ -241,26 +265,32 @@ class Channels:
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        edges: Edges | None = None,
+        ordered: dist.ProcessGroup | None = None,
         peers: Sequence[int] = (),
     ) -> None:
-        """peers: see Pipeline."""
+        """ordered, peers: see Pipeline."""
         # Groups of other kinds, such as those of ranks that are threads, send over no wire.
-        if isinstance(group, DelegatingGroup) and not edges and accelerator().holds(device):
+        if isinstance(group, DelegatingGroup) and ordered is None and accelerator().holds(device):
             raise StrategyError(
                 "A pipeline sends the tensors of GPUs over nccl, and these ranks have gloo.",
                 numbers="several ranks on one GPU, or dist.init_process_group('gloo')",
                 hint="a strategy without pp, or a GPU for each rank",
             )
-        self.device, self.edges = device, edges or {}
-        self._ends = _ends(group, self.edges, peers) if group is not None else {}
+        self.device, self.in_order = device, ordered is not None
+        self._group = group if ordered is None else ordered
+        self._peers = peers or range(0 if group is None else group.size())
+        self._batched: list[_Posted | _Sent] | None = None
         self._left_over: list[_Posted | _Sent] = []
         self._forget()
 
     def begin_again(self) -> None:
         """Forget all shapes and numbers, on every rank alike. After an interrupt the ranks may know different ones."""
         self._forget()
-        meet(self.edges, self.device)
+        self._meet()
+
+    def _meet(self) -> None:
+        if self.in_order and self._group is not None:
+            meet_all(self._group, self.device)
 
     def _forget(self) -> None:
         self._turn = 0
@@ -269,8 +299,7 @@ class Channels:
     def begin(self, routes: Routes, keys: Sequence[tuple[bool, Hashable]]) -> None:
         """Begin a run along `routes`. keys: (whether gradients are wanted, what the shapes depend on) of each
         micro-batch."""
-        if self.edges:
-            meet(self.edges, self.device)  # an error in a cell forms the world again, even if no step was broken off
+        self._meet()  # an error in a cell forms the world again, even if no step was broken off
         self._turn = (self._turn + 1) % _TURNS
         # If nothing needed a gradient, something may now, because parameters were thawed. So it is sent again.
         self._specs = {
@@ -278,6 +307,7 @@ class Channels:
         }
         self._routes, self._keys = routes, keys
         self._coming = {peer: deque(arrivals) for peer, arrivals in routes.arrivals.items()}
+        self._order = deque(routes.order)
         self._headers: dict[int, _Posted] = {}
         self._posted: dict[StageMessage, _Posted] = {}
         self._outbox: dict[int, list[_Sent]] = {}
@@ -289,10 +319,14 @@ class Channels:
         return self._turn * _PER_TURN + _PER_TURN - 1
 
     def post(self, message: StageMessage) -> None:
-        """Begin to receive `message`, and those before it on its channel, as far as the shapes are known."""
-        peer = self._routes.source[message].rank
-        while message not in self._posted and self._post_next(peer, wait=False):
-            pass
+        """Begin to receive `message` and those before it, as far as the shapes are known.
+
+        In order, those before it are on all channels, and nothing is received before what this rank has yet to send.
+        """
+        while message not in self._posted:
+            first = self._order[0] if self.in_order else message
+            if first in self._routes.target or not self._post_next(self._routes.source[first].rank, wait=False):
+                return
 
     def receive(self, message: StageMessage) -> list[Tensor]:
         """Return the tensors of `message`.
@@ -301,7 +335,8 @@ class Channels:
         """
         peer, made_at = self._routes.source[message]
         while message not in self._posted:
-            self._post_next(peer, wait=True)
+            first = self._order[0] if self.in_order else message
+            self._post_next(self._routes.source[first].rank, wait=True)
         tensors = self._posted.pop(message).wait()
         self._release(peer, made_at)
         return tensors
@@ -313,6 +348,10 @@ class Channels:
         parameters were frozen. Raises TrainingError if a stage returns other shapes than it did for the same key.
         """
         peer, used_at = self._routes.target[message]
+        if self.in_order:
+            while (first := self._order[0]) != message:
+                self._post_next(self._routes.source[first].rank, wait=True)
+            self._order.popleft()
         sent, expected = _Sent(used_at, [], []), list[int]()
         if not message.gradient:
             key, spec = self._key(message), _spec(tensors)
@@ -320,15 +359,20 @@ class Channels:
             expected = [number for number, one in enumerate(known) if one.wants_grad]
             if known is spec:
                 for part in _header(spec, self.device):
-                    self._isend(sent, peer, part)
+                    with self._batch(sent):
+                        self._isend(sent, peer, part)
             elif len(known) != len(spec) or not all(one.serves(now) for one, now in zip(known, spec, strict=True)):
                 raise TrainingError(
                     f"Stage {message.stage - 1} returned other tensors than before for micro-batches of the same kind.",
                     numbers=f"before: {_described(known)}; now: {_described(spec)}",
                     hint="shapes between stages may depend on the shape of the input only",
                 )
-        for tensor in tensors:
-            self._isend(sent, peer, _raw(tensor))
+        with self._batch(sent):
+            for tensor in tensors:
+                self._isend(sent, peer, _raw(tensor))
+            if self.in_order and self._order and (first := self._order[0]) in self._routes.source:
+                if self._key(first) in self._specs:
+                    self._post_next(self._routes.source[first].rank, wait=False)
         self._outbox.setdefault(peer, []).append(sent)
         return expected
 
@@ -363,6 +407,8 @@ class Channels:
                 return False
             spec = self._specs[key] = self._read_header(peer)
         self._coming[peer].popleft()
+        if self.in_order:
+            self._order.popleft()
         wanted = [one for one in spec if one.wants_grad] if message.gradient else spec
         tensors = [torch.empty(one.shape, dtype=one.dtype, device=self.device) for one in wanted]
         self._posted[message] = self._irecv(peer, tensors)
@@ -383,24 +429,49 @@ class Channels:
             numbers += self._irecv(peer, [rest]).wait()[0].tolist()
         return _parsed(numbers)
 
+    @contextmanager
+    def _batch(self, message: _Sent | _Posted) -> Iterator[None]:
+        """Issue the parts of `message` as one operation, if messages go in order. A batch inside another one joins it.
+
+        Outside of a batch, torch would make an NCCL communicator for each pair of ranks.
+        """
+        if not self.in_order:
+            yield
+            return
+        if self._batched is not None:
+            self._batched.append(message)
+            yield
+            return
+        group: Any = self._group
+        self._batched = [message]
+        group._start_coalescing(self.device)
+        try:
+            yield
+        finally:
+            joined, self._batched = self._batched, None
+            work = group._end_coalescing(self.device)
+        for one in joined if work is not None else ():
+            one.works.append(work)
+
     def _isend(self, sent: _Sent, peer: int, tensor: Tensor) -> None:
-        if tensor.numel():
-            group, end, tag = self._next("to", peer)
-            sent.works.append(group.send([tensor], end, tag))
+        if tensor.numel() and self._group is not None:
+            if (work := self._group.send([tensor], *self._next("to", peer))) is not None:
+                sent.works.append(work)
             sent.tensors.append(tensor)
 
     def _irecv(self, peer: int, tensors: list[Tensor]) -> _Posted:
         posted = _Posted([], tensors)
-        for tensor in tensors:
-            if tensor.numel():
-                group, end, tag = self._next("from", peer)
-                posted.works.append(group.recv([_raw(tensor)], end, tag))
+        with self._batch(posted):
+            for tensor in tensors:
+                if tensor.numel() and self._group is not None:
+                    if (work := self._group.recv([_raw(tensor)], *self._next("from", peer))) is not None:
+                        posted.works.append(work)
         return posted
 
-    def _next(self, direction: str, peer: int) -> tuple[dist.ProcessGroup, int, int]:
-        """Return the group of the channel to, or from, `peer`; the peer's rank in it; the tag of the next message."""
+    def _next(self, direction: str, peer: int) -> tuple[int, int]:
+        """Return the rank of `peer` in the group, and the tag of the next message to, or from, it."""
         number = self._numbers[direction, peer] = self._numbers.get((direction, peer), -1) + 1
-        return *self._ends[direction, peer], self._turn * _PER_TURN + number
+        return self._peers[peer], self._turn * _PER_TURN + number
 
     def _release(self, peer: int, made_at: int) -> None:
         """Release what `peer` has used: all that its operations up to the place `made_at` needed."""
@@ -409,23 +480,6 @@ class Channels:
             if sent.used_at <= made_at:
                 sent.wait()
         self._outbox[peer] = [sent for sent in waiting if sent.used_at > made_at]
-
-
-def _ends(
-    group: dist.ProcessGroup, edges: Edges, peers: Sequence[int]
-) -> dict[tuple[str, int], tuple[dist.ProcessGroup, int]]:
-    """Return, for each direction and peer of the pipeline, the group to use and the peer's rank in it."""
-    peers = peers or range(group.size())
-    if not edges:
-        return {(direction, peer): (group, at) for peer, at in enumerate(peers) for direction in ("to", "from")}
-    members, me = dist.get_process_group_ranks(group), dist.get_rank()
-    ends = {}
-    for peer, at in enumerate(peers):
-        other = members[at]
-        for direction, edge in (("to", (me, other)), ("from", (other, me))):
-            own = edges.get(edge, group)
-            ends[direction, peer] = own, dist.get_group_rank(own, other) if other != me else peer
-    return ends
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The steps of one `fit`, and everything that may happen between two of them."""
+"""Make the steps of one `fit`, and do the work between two of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from nbkit.errors import NotFinite, Stopped
 from nbkit.rank.comm.agree import any_rank
+from nbkit.rank.train.control.garbage_collection import collect, held_to_boundaries
 from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.control.step_boundary import heed_end_signals
 from nbkit.rank.train.out_of_memory.rescue import rescue
@@ -19,7 +20,7 @@ from nbkit.rank.train.resize.plan_resize import shrink
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
 
-# A backup before the first step costs little beside so many steps. A loop may call `fit` for each single step.
+# The first backup of a `fit` costs little compared with so many steps. A loop may call `fit` for each single step.
 _LONG_ENOUGH = 20
 
 
@@ -33,10 +34,10 @@ def make_steps(
     replaceable: bool,
     joins: bool,
 ) -> None:
-    """Make the steps that are left of `span`. Collective.
+    """Make the rest of the steps of `span`. Collective.
 
-    joins: other ranks have begun `span` already, or all have, in another world. replaceable: a rank that dies is
-    replaced. Raises as `fit` does, and ResizeAtBoundary if another number of ranks is to go on.
+    joins: other ranks have begun `span` already, or all ranks have, in another world. replaceable: a rank that dies is
+    replaced. Raises as `fit` does, and ResizeAtBoundary to continue with another number of ranks.
     """
     heed_end_signals()
     job, loop, left = trainer.job, trainer.loop, span.goal - trainer.step
@@ -53,12 +54,13 @@ def make_steps(
             replaceable=replaceable,
             say=None if trainer.step else say,
         ),
+        held_to_boundaries(),
     ):
         trainer.saves.begin()
-        # The same on all ranks, since these numbers also carry what they agree on at a boundary.
+        # Equal on all ranks, because ranks agree on requests with the results that they read.
         told = bool(trainer._callbacks)
         job.ledger.at_once = told if joins else any_rank(told, device=job.device)
-        if not joins:  # else the ranks have begun already
+        if not joins:  # otherwise the ranks have done this already
             every = loop.recovery.backup_every
             job.backups.begin(0 if every is None and not _backed_up(left, replaceable) else every, say)
             job.back_up()
@@ -73,8 +75,9 @@ def make_steps(
                     with memory.step():
                         make_step()
                         job.at_boundary()
+                        collect(job.step)
                         if loop.recovery.balance:
-                            rebalancing.act(job, trainer.arithmetic.total)
+                            rebalancing.act(job, trainer.arithmetic.total, left - 1)
                     left = 0 if trainer.stops else left - 1
                 else:
                     trainer.saves.collect(wait=True)
@@ -100,6 +103,6 @@ def make_steps(
 
 
 def _backed_up(steps: int, replaceable: bool) -> bool:
-    """Return True if backups are made when the user has set no backup_every."""
+    """Return True if backups are made by default, without backup_every."""
     host = resume_fit.host
     return replaceable and host is not None and (host.enterable or steps >= _LONG_ENOUGH)

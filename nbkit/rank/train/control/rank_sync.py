@@ -1,12 +1,13 @@
-"""Keeps ranks equal: compares what must be equal, and brings ranks to one step after a training was broken off.
+"""Keep ranks equal: compare settings, and bring all ranks to the same step after an interrupted training.
 
-An interrupt reaches each rank at another place: one has updated its weights, another has not. The next training begins
-by comparing. Only if something was broken off is data moved. It goes to the ranks that are behind or half-way, from
-ranks with whole weights. The step taken is the furthest one of which those ranks together hold everything.
+An interrupt reaches each rank at another point: one rank has updated its weights, another has not. So the next training
+begins with a comparison. Data moves only if a step was interrupted. It moves from ranks with complete weights to ranks
+that are behind or half-way. The target is the latest step of which ranks with complete weights together hold
+everything.
 
-`compare_ranks` compares settings of the optimizer, seed, paths, data, constants of the model. It gathers small digests
-when a run begins, at a save, a switch and an evaluation, and every EVERY steps. If they differ, a second gather sends
-the values.
+`compare_ranks` compares settings of the optimizer, the seed, paths, data and constants of the model. It gathers small
+digests when a run begins, at a save, a switch and an evaluation, and every EVERY steps. If they differ, a second gather
+sends the values.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import all_gather_objects
+from nbkit.rank.parallel.process_groups import has_met_all, meet_groups
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -36,16 +38,16 @@ from nbkit.tensor_layout import Layout
 Job = Any  # nbkit.rank.train.job's, which imports this file
 
 EVERY = 100
-"""Steps between two comparisons."""
+"""The number of steps between two comparisons."""
 
 _SHOWN = 4
 
 
 class Integrity:
-    """State of this rank's weights after an error.
+    """The state of this rank's weights after an error.
 
-    broken_off: a step was begun and not finished, so that ranks may differ by a step. half_way: some weights are from
-    before a change and some from after it.
+    broken_off: a step was interrupted, so ranks may differ by a step. half_way: some weights are from before a change,
+    and some from after it.
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,7 @@ class Integrity:
         self.half_way = False
 
     def restored(self, *, ranks_agree: bool) -> None:
-        """Note that the weights are whole again. ranks_agree: every rank is also at the same step."""
+        """Note that the weights are complete again. ranks_agree: all ranks are also at the same step."""
         self.half_way = False
         self.broken_off &= not ranks_agree
 
@@ -68,7 +70,8 @@ class Integrity:
 class Standing:
     """The progress of a rank, in numbers. broken_off, half_way: see Integrity. strategy: a checksum of its text.
 
-    leads_back: no step has been made under the strategy yet, so its first step may lead back to the previous one.
+    leads_back: no step under the strategy is finished, so the switch can still be taken back. met: the groups of the
+    strategy were used since the world was last formed.
     """
 
     step: int
@@ -76,11 +79,12 @@ class Standing:
     half_way: bool
     strategy: int
     leads_back: bool
+    met: bool = True
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The progress that a rank which is behind takes over, beside tensors: loss scale, step, history, data position."""
+    """The state besides tensors that a rank takes over from another: loss scale, step, history, data position."""
 
     precision: dict[str, Any]
     step: int
@@ -95,11 +99,11 @@ class RankSync:
         self._job = job
 
     def resync(self) -> None:
-        """Compare how far the ranks are, unless steps are being made; resync them if a step was broken off. Collective.
+        """Bring all ranks to the same step if a step was interrupted, unless steps are being made. Collective.
 
         Replicas that train apart are averaged. Raises TrainingError, on every rank, if the ranks are under different
-        strategies, or if no step is whole on the ranks that finished it. That happens when all of them were interrupted
-        within a step, or when a part of the state exists nowhere else.
+        strategies, or if no step is complete. That happens if all ranks were interrupted within a step, or if a rank
+        that was interrupted holds a part of the state alone.
         """
         job = self._job
         if not job.is_running:
@@ -110,10 +114,12 @@ class RankSync:
                 job.sharded_model.data.unite()
 
     def resync_now(self) -> None:
-        """Do as `resync`, even while steps are being made. Averages no replicas. Collective."""
+        """Do the same as `resync`, even while steps are being made, but do not average replicas. Collective."""
         job = self._job
         kind, leads_back = zlib.crc32(str(job.strategy).encode()), job.switcher.pending is not None
-        own = Standing(job.step, job.integrity.broken_off, job.integrity.half_way, kind, leads_back)
+        connections = job.sharded_model.connections
+        met = has_met_all(connections)
+        own = Standing(job.step, job.integrity.broken_off, job.integrity.half_way, kind, leads_back, met)
         everyone = compare(own, world_size=job.world_size, device=job.device)
         if len({each.strategy for each in everyone}) > 1:
             raise TrainingError(
@@ -121,8 +127,10 @@ class RankSync:
                 numbers=f"rank {job.rank}: {job.strategy}",
                 hint="build the Trainer again, and trainer.load(path) of a checkpoint",
             )
+        if not all(each.met for each in everyone):
+            meet_groups(connections, job.device)
         if not all(each.leads_back for each in everyone):
-            job.switcher.forget()  # some ranks have made the first step under it, or do not know of the switch
+            job.switcher.forget()  # some ranks have finished the first step under it, or do not know of the switch
         if not (whole := whole_ranks(everyone)):
             return
         mine = job.progress
@@ -133,18 +141,18 @@ class RankSync:
         self.restored()
 
     def average_replicas(self) -> None:
-        """Average replicas that train apart, optimizer state included, so that any rank has the state. Collective."""
+        """Average replicas that train apart, including optimizer state, so that all ranks have it. Collective."""
         job = self._job
         if job.sharded_model.data.apart == 1:
             return
         own = job_state.per_element(job.sharded_model, job.optimizer.inner)
         everyone = all_gather_objects(set(own), world_size=job.world_size, device=job.device)
-        shared = sorted(set.intersection(*everyone))  # ranks that ran other branches have state of other parameters
+        shared = sorted(set.intersection(*everyone))  # ranks that ran other branches have state for other parameters
         with job.integrity.changing():
             job.sharded_model.data.unite([own[key][0] for key in shared])
 
     def compare_settings(self) -> None:
-        """Raise TrainingError, on every rank alike, if the ranks have different settings. Collective."""
+        """Raise TrainingError, on every rank, if the ranks have different settings. Collective."""
         job = self._job
         values = {**settings_by_name(job.optimizer.inner), "seed": job.seed}
         hint = "change them on every rank alike, by numbers that all ranks have, such as trainer.history[-1]['loss']"
@@ -157,7 +165,7 @@ class RankSync:
         job.training_step.begin_again()
 
     def sync_step(self, asked: int | None) -> None:
-        """Go on at a boundary that all ranks share, after new ranks have joined. Collective. asked: see Backups."""
+        """Continue at the common step boundary after new ranks have joined. Collective. asked: see Backups."""
         job = self._job
         self.restored()
         job.backups.form_again(asked, job.step)
@@ -167,9 +175,9 @@ class RankSync:
 def compare_ranks(
     values: Mapping[str, Any], *, world_size: int, device: torch.device, what: str, hint: str = "the same on every rank"
 ) -> None:
-    """Raise TrainingError, on every rank alike, naming the first of `values` that differs. Collective.
+    """Raise TrainingError, on every rank, if `values` differ between ranks. It names the first difference. Collective.
 
-    what: the name of the values, in the plural.
+    what: a plural noun for the values.
     """
     if world_size == 1:
         return
@@ -200,7 +208,7 @@ def settings_by_name(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def constants_of(module: nn.Module) -> dict[str, Any]:
-    """Return checksums of tensors, and floats, in attributes of the parts of `module` that no state_dict holds."""
+    """Return checksums of tensors, and floats, in attributes of `module` and its submodules outside of state_dict."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -219,20 +227,22 @@ def _is_number(value: Any) -> bool:
 
 
 def compare(own: Standing, *, world_size: int, device: torch.device) -> list[Standing]:
-    """Return the progress of all ranks, by rank. Collective: one all-gather of five numbers."""
+    """Return the progress of all ranks, by rank. Collective: one all-gather of six numbers."""
     if world_size == 1:
         return [own]
     mine = torch.tensor([int(each) for each in vars(own).values()], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(gathered, mine)
-    rows = [one.tolist() for one in gathered]
-    return [Standing(step, bool(off), bool(half), kind, bool(back)) for step, off, half, kind, back in rows]
+    return [
+        Standing(step, bool(off), bool(half), kind, bool(back), bool(met))
+        for step, off, half, kind, back, met in (one.tolist() for one in gathered)
+    ]
 
 
 def whole_ranks(everyone: Sequence[Standing]) -> list[int]:
-    """Return the ranks with whole weights, or [] if nothing was broken off and no rank needs anything.
+    """Return the ranks with complete weights, or [] if no step was interrupted and all ranks are at the same step.
 
-    Raises TrainingError, on every rank, if none has whole weights.
+    Raises TrainingError, on every rank, if no rank has complete weights.
     """
     steps = [each.step for each in everyone]
     if len(set(steps)) == 1 and not any(each.broken_off or each.half_way for each in everyone):
@@ -249,7 +259,11 @@ def whole_ranks(everyone: Sequence[Standing]) -> list[int]:
 
 @dataclass(frozen=True)
 class _RankState:
-    """The state that a rank reports to the others. weights: with buffers. params: layouts that cut optimizer state."""
+    """A description of the state of a rank, for the others.
+
+    weights: layouts of weights and buffers. state: layouts of optimizer state. params: parameter -> layout of its
+    optimizer state. kinds, numbers: see job_state.
+    """
 
     weights: Mapping[str, Layout]
     state: Mapping[str, Layout]
@@ -268,9 +282,9 @@ def move_furthest(
     rank: int,
     device: torch.device,
 ) -> TrainingProgress:
-    """Move weights and optimizer state of the furthest whole step to the ranks that lack them. Collective.
+    """Move weights and optimizer state of the latest complete step to the ranks that lack them. Collective.
 
-    Returns the progress from which every rank goes on. Raises TrainingError, on every rank, if no step is whole.
+    Returns the progress with which every rank continues. Raises TrainingError, on every rank, if no step is complete.
     """
     sources = [0]
     if len(steps) > 1:
@@ -299,7 +313,7 @@ def _move(
     rank: int,
     device: torch.device,
 ) -> list[int]:
-    """Bring every rank to one whole step. Return the ranks that everything was taken from."""
+    """Bring every rank to the same complete step. Return the ranks that sent its state."""
     own = job_state.state(sharded_model, optimizer)
     weights = job_state.weights(sharded_model) | job_state.buffers(sharded_model)
     everyone = all_gather_objects(
@@ -328,7 +342,7 @@ def _move(
 def _furthest(
     everyone: Sequence[_RankState], steps: Sequence[int], whole: Sequence[int]
 ) -> tuple[ExchangePlan, list[int]]:
-    """Return the exchange that brings all ranks to one step, and the ranks that it takes everything from."""
+    """Return the exchange that brings all ranks to the same step, and the ranks that send its state."""
     why = ""
     for step in sorted({steps[rank] for rank in whole}, reverse=True):
         sources = [rank for rank in whole if steps[rank] == step]
@@ -361,7 +375,7 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePla
     plan = ExchangePlan.of(counted_once(old), new, {key: kind.itemsize for key, kind in kinds.items()})
     there = {name for rank in sources for name in everyone[rank].params}
     for rank, held in enumerate(everyone):
-        # A whole tensor may have one owner. No other rank knows what it remembers, so the plan does not miss it.
+        # A tensor may have one owner. No other rank knows its optimizer state, so the plan does not notice a loss.
         kept = {key.partition("/")[2] for key in held.state} | {name for name, of in held.numbers.items() if of}
         if alone := sorted(kept - there):
             raise TrainingError(

@@ -1,7 +1,7 @@
 """Apply the formulas of nbkit.planner to a job under any strategy, with the sizes of its real model and batch.
 
-Memory and the traffic of the data axis follow from the parameters alone. The traffic of tp, pp and cp follows from the
-hidden states. It is known only for a chain of transformer blocks (an attention and an MLP each).
+Memory and the traffic of the data axis depend only on the parameters. The traffic of tp, pp and cp depends on the
+hidden states. It is known only for a chain of transformer blocks, each with an attention and an MLP.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Kinds = Mapping[str, Mapping[str, int]]
 
 
 class CostModel:
-    """Memory and traffic of a job as it is now, under any strategy.
+    """Predicts memory and traffic of a job, as it is now, under any strategy.
 
-    blocks: name of a block -> {parameter: elements}. fits: see DataHooks.
+    blocks: name of a block -> {parameter: number of elements}. fits: see DataHooks.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class CostModel:
     def holds(self, kinds: Kinds, builder: Builder) -> bool:
         """Return True if this cost model is still valid.
 
-        It is not valid after the optimizer's first step or a change of precision, which change what is kept. It is not
-        valid either when more was learned about the model.
+        It becomes invalid when the kept state changes, as in the optimizer's first step, or when more facts about the
+        model are known.
         """
         same = self.facts is builder.facts and self.options == builder.options
         return same and self.kinds == kinds and self.trained == self._trained()
@@ -88,7 +88,7 @@ class CostModel:
         return Forecast(since, str(strategy), rest, traffic, self.between_nodes(strategy), self._peaks(strategy))
 
     def _peaks(self, strategy: Strategy) -> tuple[tuple[int, ...], ...]:
-        """Return the parts of the peak of each rank. Empty if the model has not been run on these axes yet."""
+        """Return the parts of the peak of each rank. Empty if the model has not been run for these degrees yet."""
         batch = getattr(self.fits(strategy), "total", None)
         if not batch or not self.peaks.knows(strategy.tp, strategy.cp):
             return ()
@@ -107,17 +107,17 @@ class CostModel:
         return sum(between_nodes(terms[stage], strategy, rank, self._node_of) for rank, stage in enumerate(at))
 
     def ordered(self, strategy: Strategy) -> Strategy:
-        """Return `strategy` with the rank order for which the links take least time.
+        """Return `strategy` with the order of ranks for which the links need the least time.
 
-        An order that is fixed by `order=` stays. On one node, choose the stages by the speeds of the devices instead.
+        An order that `order=` fixes stays. On one node, choose the stages by the speeds of the devices instead.
         """
         found = orders(strategy, one_node=not self._several_nodes)
         return min(found, key=self._link_seconds) if self._several_nodes else self._by_speed(strategy)
 
     def placed(self, strategy: Strategy, *, now: Strategy) -> Strategy:
-        """Return `strategy` with its ranks in the order that a switch from `now` gives them; see planner/exchange.py.
+        """Return `strategy` with the order of ranks for a switch from `now`; see planner/exchange.py.
 
-        Raises StrategyError for what cannot be split.
+        Raises StrategyError if the model cannot be split.
         """
         if str(strategy) == str(now):
             return now
@@ -130,8 +130,8 @@ class CostModel:
     def _by_speed(self, strategy: Strategy) -> Strategy:
         """Return `strategy` with pipeline stages that suit the speeds of its devices.
 
-        Fixed `places=` and `order=` stay. On several nodes nothing changes: there it matters more which neighbours
-        share a node.
+        Fixed `places=` and `order=` stay. On several nodes nothing changes, because it is more important that
+        neighbours share a node.
         """
         batch, chain = getattr(self.fits(strategy), "total", None), self.facts.chain
         if not strategy.speeds or strategy.places or strategy.order or self._several_nodes or not batch or not chain:
@@ -141,8 +141,7 @@ class CostModel:
     def _link_seconds(self, order: Strategy) -> float:
         """Return the seconds in which the busiest rank sends its data of a step.
 
-        Return 0 if it makes no difference or is unknown. It is unknown for another number of ranks, to which a training
-        is resized.
+        Return 0 if the order makes no difference, or if the links are unknown, as after a resize.
         """
         if self._link is None or not self._several_nodes or order.mesh.size != len(self._node_of):
             return 0.0
@@ -150,7 +149,7 @@ class CostModel:
         return float(f"{max(took, default=0.0):.2g}")
 
     def terms(self, strategy: Strategy) -> list[list[TrafficTerm]]:
-        """Return what the first rank of each place along pp sends in a step, which is the most; [] if unknown."""
+        """Return, for each stage of a pipeline, what its busiest rank sends in a step; [] if unknown."""
         if strategy not in self._terms:
             mesh = strategy.mesh
             ranks: Sequence[int] = mesh.ranks("pp", 0)
@@ -168,9 +167,9 @@ class CostModel:
         return plan if plan.owned else None
 
     def sends(self, strategy: Strategy) -> StepTraffic | None:
-        """Return what the busiest rank sends and updates in a step; None if unknown.
+        """Return the traffic and the update of the busiest rank in a step; None if unknown.
 
-        The result also says which computation can hide it.
+        The result also tells the computation that can overlap with the traffic.
         """
         terms = self.terms(strategy)
         if not terms and strategy.mesh.size > 1:
@@ -184,7 +183,7 @@ class CostModel:
         )
 
     def _units(self, strategy: Strategy) -> tuple[StepUnit, ...]:
-        """Return the pieces of the chain (or the model as one) in which a rank without a pipeline computes."""
+        """Return the pieces in which a rank computes without a pipeline: those of the chain, or the whole model."""
         chain, costs = self.facts.chain, self.facts.costs
         count = len(chain) if chain is not None else 1
         shares = [cost / sum(costs) for cost in costs] if len(costs) == count else [1 / count] * count
@@ -200,13 +199,13 @@ class CostModel:
         )
 
     def of_all_ranks(self, strategy: Strategy) -> tuple[Term, ...]:
-        """Return what all ranks together send in a step; empty if unknown."""
+        """Return the traffic of all ranks together in a step; empty if unknown."""
         return terms_of(self._made(strategy, range(strategy.mesh.size)))
 
     def _made(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[TrafficTerm]]:
         try:
             return self._of(strategy, ranks)
-        except NbkitError:  # it cannot be split, or a number of this model is not known
+        except NbkitError:  # the model cannot be split, or one of its sizes is not known
             return []
 
     def _of(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[TrafficTerm]]:
@@ -225,7 +224,8 @@ class CostModel:
             if (total := getattr(arithmetic, "total", None)) is None or not self.facts.routed.layers:
                 return []
             layers = self.facts.routed.layers
-            routed = tuple(Routed(layer.slots, layer.width, layer.given, layer.count) for layer in layers)
+            again = self.options.recompute
+            routed = tuple(Routed(layer.slots, layer.width, layer.given, layer.count, again) for layer in layers)
             facts = replace(facts, batch=total, routed=routed)
         size, cuts = sizes.pop(), self._cuts(strategy)
         each, mesh = Bytes(size, size, max(self.census.state.values(), default=0)), strategy.mesh
@@ -267,6 +267,7 @@ class CostModel:
         whole = self.facts.parts(strategy.tp, 0, self.options.tp_plan)
         partial = self._partial_of(strategy.tp)[0] if strategy.tp > 1 and strategy.cp == 1 else frozenset()
         found, cast, plan = [], self.facts.casts(strategy), self._plan(strategy)
+        experts = self.facts.routed.place_of
         places = plan.places if plan is not None else {}
         for name, p in self.skeleton.named_parameters():
             shape, inside = tuple(p.shape), any(name.startswith(f"{unit}.") for unit in units)
@@ -281,7 +282,7 @@ class CostModel:
                     trained=name in self.trained,
                     summed=("tp",) * (name in partial) + ("cp",) * inside,
                     gathered=cast.dtype.itemsize if cast is not None and name in cast.names else None,
-                    experts=self.facts.routed.place_of(name),
+                    experts=experts[name][1:] if name in experts else None,
                     owner=places.get(name),
                 )
             )
@@ -303,7 +304,7 @@ class CostModel:
     def _facts(self) -> Facts:
         """Return the facts of a chain of transformer blocks; Facts() for any other model.
 
-        All of it must be trained, in full precision and without recomputation.
+        All parameters must be trained, in full precision and without recomputation.
         """
         plain = self.config.precision is None and not self.config.compute.recompute
         alike = len(self.trained) == len(self.kinds) and plain
@@ -311,9 +312,9 @@ class CostModel:
 
 
 def transformer_facts(facts: ModelFacts, options: JobOptions) -> Facts:
-    """Return the facts of a chain of transformer blocks, as the tensor plan splits them.
+    """Return the facts of a chain of transformer blocks that the tensor plan splits.
 
-    Each block must have an attention and an MLP. For any other model, return Facts() with nothing known.
+    Each block must have an attention and an MLP. For any other model, return an empty Facts().
     """
     chain, hidden = facts.chain, facts.hidden
     if chain is None or hidden is None or len(chain.blocks) != len(chain.units):
@@ -346,10 +347,10 @@ def _as_issued(
     accumulation: int,
     sequence: bool,
 ) -> list[TrafficTerm]:
-    """Return `terms` with the ends of a tensor-parallel model as nbkit sends them, where the literature differs.
+    """Correct `terms`, which follow the literature, for the first and last layers of nbkit's tensor parallelism.
 
-    Under cp, embedding and head see all positions, and sum over tp by all-reduce. Without a vocabulary, positions are
-    split before the first block (all-gathered in the backward pass) and gathered after the last.
+    Under cp, embedding and head see all positions, and use an all-reduce over tp. Without a vocabulary, positions are
+    split before the first block (and all-gathered in the backward pass), and gathered after the last.
     """
     tp, micros, at = strategy.tp, strategy.microbatches or accumulation, strategy.mesh.index(rank)
     start, stop = strategy.rows(facts.batch or 0)[at["dp"]]
@@ -368,10 +369,10 @@ def _as_issued(
 
 
 def _foreseen(builder: Builder, kinds: Kinds) -> Kinds:
-    """Return `kinds`. Before the first step, add what the optimizer will keep."""
+    """Return `kinds`. Before the first step, add the state that the optimizer will keep."""
     if any(len(one) > 1 for one in kinds.values()):
         return kinds
-    with suppress(Exception):  # if it cannot be tried, its state is known after its first step
+    with suppress(Exception):  # if the optimizer cannot be tried, its state is known after its first step
         return builder.template.kinds(builder.skeleton)
     return kinds
 

@@ -1,12 +1,12 @@
-"""Measure what computing a model takes in memory, piece by piece, by running it on shapes.
+"""Measure the memory that computing a model needs, piece by piece, by running it on tensors without memory.
 
-The module is cut as a strategy's tensor and context axes cut it. It runs on tensors without memory (torch's fake
-tensors), once with few rows and once with twice as many. A model whose shapes depend on its numbers, such as a mixture
-of experts, has to run with real numbers: `real`.
+The module is split for the degrees of tp and cp of a strategy. It runs on torch's fake tensors, once with few rows and
+once with twice as many. A model whose shapes depend on values, such as a mixture of experts, has to run with real
+numbers: `real`.
 
 `ForwardWork` counts multiplications, and the bytes that all other operations read and write. `LiveBytes` counts the
-bytes of all live storages after each operation, as the allocator would. `LoneGroup` stands for a group of ranks in one
-process: its operations send nothing.
+bytes of all live storages after each operation, like the allocator. `LoneGroup` replaces a group of ranks in one
+process. Its operations send nothing.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from nbkit.strategy import Strategy
 
 
 class LiveBytes(WatchingMode):
-    """Count in `now` the bytes of all storages that operations inside have made and that still exist.
+    """A dispatch mode that counts the bytes of live storages.
 
-    beside: tensors that existed before; their bytes are in `now` too, unless counted=False. resized: after each
-    operation, look for changed sizes of these storages (zero 3). levels: `now` after each operation.
+    now: bytes of all storages that operations inside have made and that still exist. beside: tensors that existed
+    before; their bytes are in `now` too, unless counted=False. resized: check after each operation if the sizes of
+    these storages have changed (zero 3). levels: `now` after each operation.
     """
 
     def __init__(self, beside: Iterable[Tensor] = (), *, counted: bool = True, resized: bool = False) -> None:
@@ -85,7 +86,7 @@ class LiveBytes(WatchingMode):
             return
         try:
             storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+        except (RuntimeError, NotImplementedError):  # a tensor subclass without its own memory
             return
         key = storage._cdata
         if key in self._sizes:
@@ -98,7 +99,7 @@ class LiveBytes(WatchingMode):
         weakref.finalize(storage, self._gone, key).atexit = False
 
     def _changed(self, key: int, size: int) -> None:
-        """Note that a storage has come, grown, shrunk or gone. size: by how many bytes."""
+        """Note that a storage was allocated, resized or freed. size: the change in bytes."""
         self.now += size
 
     def _gone(self, key: int) -> None:
@@ -108,17 +109,17 @@ class LiveBytes(WatchingMode):
 
 
 class LoneGroup:
-    """Rank `rank` of a group of `ranks` that has no other process. Only for shapes, where no number matters."""
+    """Rank `rank` of a group of `ranks` ranks, without other processes. Only for shapes: values are not exchanged."""
 
     def __init__(self, ranks: int, rank: int = 0) -> None:
         self._ranks, self._rank = ranks, rank
 
     def size(self) -> int:
-        """Return how many ranks the group stands for."""
+        """Return the number of ranks that the group pretends to have."""
         return self._ranks
 
     def rank(self) -> int:
-        """Return the place of this rank in the group."""
+        """Return the index of this rank in the group."""
         return self._rank
 
     def _nothing(self, *_: Any, **__: Any) -> None:
@@ -129,13 +130,13 @@ class LoneGroup:
 
 
 def lone_connections(tp: int, cp: int) -> Connections:
-    """Return the connections of one rank in a mesh with these axes.
+    """Return the connections of one rank in a mesh with these degrees.
 
-    It is the first rank of tp, and the last of cp, whose queries look at the most keys.
+    It is the first rank of tp, and the last rank of cp, whose queries attend to the most keys.
     """
     groups: dict[str, Any] = {"dp": None, "pp": None, "shard": None, "replicate": None}
     groups |= {"tp": LoneGroup(tp) if tp > 1 else None, "cp": LoneGroup(cp, cp - 1) if cp > 1 else None}
-    return Connections(Axes(Mesh(tp=tp, cp=cp), 0, 1, groups), {}, (), {})
+    return Connections(Axes(Mesh(tp=tp, cp=cp), 0, 1, groups), None, (), {})
 
 
 FEW = 2
@@ -144,10 +145,10 @@ FEW = 2
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """Measurements of a model on a rank of some tensor and context axes.
+    """Measurements of a model on a rank, for some degrees of tp and cp.
 
-    partial: names of the parameters whose gradients are sums over the tensor or the context axis. flops, touched: of a
-    row's forward on this rank; see ForwardWork. costs: flops of each piece.
+    partial: names of the parameters whose gradients are summed over tp or cp. flops, touched: operations and bytes of
+    one row's forward pass on this rank; see ForwardWork. costs: flops of each piece.
     """
 
     pieces: tuple[ModelPiece, ...]
@@ -167,10 +168,10 @@ def trace(
     rows: int = FEW,
     real: bool = False,
 ) -> ModelTrace:
-    """Measure the pieces of the model on a rank of these axes. See `ModelFacts.block_names` for the pieces.
+    """Measure the pieces of the model on a rank with these degrees. See `ModelFacts.block_names` for the pieces.
 
-    config.hints.example: a batch, with any number of rows. rows: of the smaller run; the larger has twice as many.
-    real: compute on the CPU with random weights. Raises what the model raises; StrategyError for what cannot be split.
+    config.hints.example: a batch, with any number of rows. rows: rows of the smaller run; the larger has twice as many.
+    real: compute on the CPU with random weights. Raises errors of the model, and StrategyError if it cannot be split.
     """
     runs = []
     for count in (rows, 2 * rows):
@@ -193,7 +194,7 @@ def trace(
 
 
 class _Segment:
-    """Memory levels within a piece and at its ends, above the level at which its forward began."""
+    """Memory levels within a piece and at its ends, relative to the level at which its forward pass began."""
 
     def __init__(self) -> None:
         self.forward: list[int] = []
@@ -202,7 +203,7 @@ class _Segment:
 
 
 class _Run:
-    """A forward and backward of `module`, which cannot be used again."""
+    """A forward and backward pass of `module`, which cannot be used again."""
 
     def __init__(
         self, module: nn.Module, facts: ModelFacts, options: JobOptions, config: TrainConfig, batch: Any, rows: int
@@ -230,7 +231,7 @@ class _Run:
                 return marked(args, kwargs, lambda: self._mark(marks, number, params))
 
             def leave(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-                # The backward of recomputed blocks is not split.
+                # The backward pass of recomputed blocks is not split.
                 if not in_backward() and not options.recompute:
                     self.segments[len(starts) - 1].deferred += sum(
                         _bytes(t) for t in tensors_in(out) if t.requires_grad
@@ -242,7 +243,7 @@ class _Run:
                 output = call(module, value)
                 loss = weigh(config.loss(output, target), rows).value
                 del output
-            # Head and loss follow the last block and belong to it.
+            # Head and loss belong to the last block.
             self.costs = [b - a for a, b in pairwise([*worked, self.work.flops])]
             turn = len(self._live.levels)
             ends.append(self._live.now)
@@ -263,7 +264,7 @@ class _Run:
             start, grads = stop, made
 
     def _mark(self, marks: dict[int, tuple[int, int]], number: int, params: list[nn.Parameter]) -> None:
-        """Note (operations so far, bytes of gradients so far), the first time only."""
+        """Note (operations so far, bytes of gradients so far) for a piece, only the first time."""
         made = sum(p.grad.nbytes for p in params if p.grad is not None)
         marks.setdefault(number, (len(self._live.levels), made))
 
@@ -302,7 +303,7 @@ def _filled(made: ShardedSkeleton, *, real: bool) -> nn.Module:
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
-    """Compute shapes only inside. torch logs a traceback of each failure there; the caller gets it as an exception."""
+    """Use tensors without memory inside. Silence torch's log of failures, because the caller gets an exception."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -314,7 +315,7 @@ def _without_memory() -> Iterator[None]:
 
 @contextmanager
 def _without_cache(module: nn.Module) -> Iterator[None]:
-    """Switch off the cache of keys and values inside. HF models need it only to generate."""
+    """Disable the cache of keys and values inside. HF models need it only to generate."""
     configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
     for config in configs.values():
         config.use_cache = False  # type: ignore[union-attr]

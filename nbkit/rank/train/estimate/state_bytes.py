@@ -1,11 +1,12 @@
-"""Count what every rank holds and lacks under many strategies, without a list of ranks x tensors for each of them.
+"""Compute the bytes that every rank holds and lacks under many strategies, without a list of ranks x tensors for each.
 
-Tensors that are cut alike (the same weight of every block) form one class. The place of a rank along tp and dp decides
-what it holds of a class, and its place along pp decides how many of the class. So a table of all strategies of 64 ranks
-takes less than the plan of one switch. It gives the same bytes (the tests compare).
+Tensors that are split in the same way (the same weight of every block) form a class. The place of a rank along tp and
+dp decides which part of each tensor of a class it holds. Its place along pp decides how many tensors of the class it
+holds. So a table of all strategies of 64 ranks is faster than the plan of one switch. The bytes are the same (the tests
+compare them).
 
-A tensor that its optimizer has to see whole may have an owner, which any rank can be. The plan of each strategy says
-who owns it, so these tensors are counted rank by rank.
+A tensor that its optimizer has to see as a whole may have an owner, which can be any rank. The plan of each strategy
+names the owners, so these tensors are counted rank by rank.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from nbkit.planner.traffic import Rest
 from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts
 from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.strategy import Strategy
-from nbkit.tensor_layout import Layout, bounds
+from nbkit.techniques.experts import experts_of
+from nbkit.tensor_layout import Layout, runs_of
 
 Place = tuple[int, int, int, int, int]
 """Place of a rank: along pp, along tp, within its sharding group, among the ranks that share experts, and among those
 that hold the same experts."""
 
 _NOTHING = Layout((1,), (0,), ())
-"""What a rank holds of an expert of another rank."""
+"""The part of another rank's expert that a rank holds: nothing."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,15 @@ class ReshardTraffic:
 
     @property
     def total(self) -> int:
-        """Return the bytes received by all ranks. No exchange can do with less."""
+        """Return the bytes that all ranks receive. No exchange can need fewer."""
         return sum(self.received)
 
 
 @dataclass(frozen=True)
 class _Class:
-    """Parameters that are cut alike.
+    """Parameters that are split in the same way.
 
-    weight, state: bytes per element, of the weight and of all that the optimizer keeps.
+    weight, state: bytes per element of the weight, and of its optimizer state.
     """
 
     names: frozenset[str]
@@ -58,9 +60,9 @@ class _Class:
 
 
 class StateBytes:
-    """Bytes that every rank holds of a model and its optimizer.
+    """The bytes of a model and its optimizer that every rank holds.
 
-    kinds: name -> {"weight" or key of the optimizer's state: bytes of an element}. blocks: of each, name -> elements.
+    kinds: name -> {"weight" or key of optimizer state: bytes per element}. blocks: for each block, name -> elements.
     """
 
     def __init__(
@@ -76,11 +78,11 @@ class StateBytes:
         self.options = options or JobOptions()
         self._plans: dict[Strategy, ParallelPlan] = {}
         self._same: dict[Layout, Layout] = {}
-        self._classes: dict[tuple[int, ...], list[_Class]] = {}
+        self._classes: dict[tuple[int | bool, ...], list[_Class]] = {}
         self._wholes: dict[int, list[dict[str, Layout]]] = {}
         self._counts: dict[tuple[object, ...], tuple[tuple[str, int], ...]] = {}
         self._shares: dict[tuple[object, ...], int] = {}
-        self._cuts: dict[tuple[int, ...], Layout] = {}
+        self._cuts: dict[tuple[object, ...], Layout] = {}
         self._lacks: dict[tuple[int, int], int] = {}
         buffers, kept = dict(facts.shapes.skeleton.named_buffers()), facts.shapes.buffers
         self._buffers = {name: buffers[name].nbytes for name in kept}
@@ -89,11 +91,11 @@ class StateBytes:
 
     @cached_property
     def state(self) -> dict[str, int]:
-        """Return name -> bytes per element of all that the optimizer keeps."""
+        """Return name -> bytes per element of the whole optimizer state."""
         return {name: sum(n for kind, n in one.items() if kind != "weight") for name, one in self.kinds.items()}
 
     def flow(self, old: Strategy, new: Strategy) -> ReshardTraffic:
-        """Return the traffic of a switch. It moves exactly the elements that a rank must hold and does not."""
+        """Return the traffic of a switch. Each rank receives exactly the elements that it needs and does not have."""
         before, after = self.places(old), self.places(new)
         received, kept = [0] * len(after), [0] * len(after)
         known: dict[tuple[Place, Place], tuple[int, int]] = {}
@@ -112,17 +114,17 @@ class StateBytes:
 
     @cached_property
     def _seen_whole(self) -> frozenset[str]:
-        """Return the tensors that the optimizer has to see whole under some strategy."""
+        """Return the tensors that the optimizer has to see as a whole under some strategy."""
         return (self.options.whole | self.options.whole_in_tp) & self.kinds.keys()
 
     def plan(self, strategy: Strategy) -> ParallelPlan:
-        """Return the plan of `strategy`, which says who owns which tensor."""
+        """Return the plan of `strategy`, which names the owners of tensors."""
         if strategy not in self._plans:
             self._plans[strategy] = ParallelPlan(strategy, self.facts, self.options)
         return self._plans[strategy]
 
     def at_rest(self, strategy: Strategy) -> list[Rest]:
-        """Return the bytes that each rank holds between two steps, gradients included."""
+        """Return the bytes that each rank holds between two steps, including gradients."""
         known: dict[Place, Rest] = {}
         for place in self.places(strategy):
             if place not in known:
@@ -131,7 +133,7 @@ class StateBytes:
         return [self._with_owned(strategy, *each) for each in enumerate(found)] if self._seen_whole else found
 
     def _with_owned(self, strategy: Strategy, rank: int, rest: Rest) -> Rest:
-        """Return `rest` with the state of tensors that are seen whole, and with what an owner has beside its parts."""
+        """Add to `rest` the state of tensors that the optimizer sees as a whole, and the whole tensors of an owner."""
         plan, place = self.plan(strategy), self.places(strategy)[rank]
         here, held = self._stage(strategy, place), plan.layouts.held[rank]
         parameters, gradients = rest.parameters, rest.gradients
@@ -146,9 +148,9 @@ class StateBytes:
         return Rest(parameters, gradients, rest.optimizer + state, rest.buffers)
 
     def fractions(self, strategy: Strategy) -> tuple[list[list[float]], list[int]]:
-        """Return (rows, row number of each rank).
+        """Return (rows, index of the row of each rank).
 
-        A row has, for each block, the share of its elements that a rank updates. Ranks that hold the same have the same
+        A row has, for each block, the fraction of its elements that a rank updates. Ranks with equal fractions share a
         row.
         """
         rows: dict[tuple[float, ...], int] = {}
@@ -175,7 +177,7 @@ class StateBytes:
     def _moved(self, old: Strategy, new: Strategy, before: Place, after: Place) -> tuple[int, int]:
         received = kept = 0
         here, there = self._stage(old, before), self._stage(new, after)
-        for alike in self._alike(old.tp, new.tp):
+        for alike in self._alike(old, new):
             wanted = len(alike.names if there is None else alike.names & there)
             if not wanted:
                 continue
@@ -199,7 +201,7 @@ class StateBytes:
 
     def _rest(self, strategy: Strategy, place: Place) -> Rest:
         sums, here = [0, 0, 0], self._stage(strategy, place)
-        for alike in self._alike(strategy.tp):
+        for alike in self._alike(strategy):
             count = len(alike.names if here is None else alike.names & here)
             some = next(iter(alike.names))
             state = 0 if some in self._seen_whole else alike.state
@@ -210,24 +212,25 @@ class StateBytes:
         return Rest(sums[0], sums[1], sums[2], self._all_buffers if here is None else sum(own))
 
     def _held(self, strategy: Strategy, place: Place, number: int) -> int:
-        """Return how many elements of a block the rank at `place` updates. Tensors with owners count as if cut."""
+        """Return the number of elements of a block that the rank at `place` updates. Owners are ignored."""
         here, tp = self._stage(strategy, place), strategy.tp
-        where = (number, id(here), tp)
+        where = (number, id(here), tp, bool(strategy.experts))
         if where not in self._counts:
             block = self.blocks[number]
             inside = [
                 [name for name in alike.names if name in block and (here is None or name in here)]
-                for alike in self._alike(tp)
+                for alike in self._alike(strategy)
             ]
             self._counts[where] = tuple((min(names), len(names)) for names in inside if names)
-        # Equal blocks of which a rank holds the same part are counted once.
-        key = (self._counts[where], tp, place[1:], strategy.zero > 0 and strategy.shard)
+        # Equal blocks are counted only once, if a rank holds the same part of them.
+        spread = strategy.ep, strategy.experts
+        key = (self._counts[where], tp, place[1:], strategy.zero > 0 and strategy.shard, *spread)
         if key not in self._shares:
             self._shares[key] = sum(n * self._cut(name, strategy, place, 1).numel for name, n in self._counts[where])
         return self._shares[key]
 
     def _stage(self, strategy: Strategy, place: Place) -> frozenset[str] | None:
-        """Return the names on its stage; None for all."""
+        """Return the names of the parameters on the stage of `place`; None for all."""
         stages = self.facts.stages(strategy)
         return stages[place[0]].parameters if stages else None
 
@@ -236,13 +239,13 @@ class StateBytes:
         return not stages or buffer in stages[place[0]].buffers
 
     def _cut(self, name: str, strategy: Strategy, place: Place, stage: int) -> Layout:
-        """Return what the rank at `place` holds, of what ZeRO shards from `stage` on.
+        """Return the layout of a tensor at `place`. stage: the first ZeRO stage that shards it.
 
         stage: 3 for weights, 2 for gradients, 1 for optimizer state.
         """
         whole = self._whole(strategy.tp)[place[1]][name]
-        if strategy.ep > 1 and (experts := self.facts.routed.place_of(name)) is not None:
-            return self._cut_of_experts(whole, experts, strategy, place, stage)
+        if strategy.ep > 1 and name in self.facts.routed.place_of:
+            return self._cut_of_experts(name, whole, strategy, place, stage)
         if strategy.zero < stage:
             return whole
         key = (id(whole), strategy.shard, place[2])
@@ -251,35 +254,34 @@ class StateBytes:
             self._cuts[key] = self._same.setdefault(layout, layout)
         return self._cuts[key]
 
-    def _cut_of_experts(
-        self, whole: Layout, experts: tuple[int, int, int], strategy: Strategy, place: Place, stage: int
-    ) -> Layout:
-        first, many, every = experts
-        mine = range(*bounds(every, strategy.ep, place[3]))
+    def _cut_of_experts(self, name: str, whole: Layout, strategy: Strategy, place: Place, stage: int) -> Layout:
+        layer, first, many, every = self.facts.routed.place_of[name]
+        mine = experts_of(strategy.experts, layer, every, strategy.ep, place[3])
         if many == 1 and first not in mine:
             return _NOTHING
         shards = strategy.dp // strategy.ep if stage < 3 and strategy.zero >= stage else 1
-        key = id(whole), mine.start, mine.stop, shards, place[4] if shards > 1 else 0
+        key = id(whole), mine, shards, place[4] if shards > 1 else 0
         if key not in self._cuts:
-            held = whole if many == 1 else whole.cut(0, mine.start, mine.stop)
-            layout = self.facts.shapes.shard(held, *key[3:])
+            layout = self.facts.shapes.shard(whole if many == 1 else whole.cut_runs(0, runs_of(mine)), *key[2:])
             self._cuts[key] = self._same.setdefault(layout, layout)
         return self._cuts[key]
 
-    def _alike(self, *sizes: int) -> list[_Class]:
-        """Return the classes of parameters that are cut alike over tp axes of these sizes."""
-        if sizes not in self._classes:
+    def _alike(self, *strategies: Strategy) -> list[_Class]:
+        """Return the classes of parameters that are split in the same way under these strategies."""
+        sizes, moved = tuple(each.tp for each in strategies), any(each.experts for each in strategies)
+        if (*sizes, moved) not in self._classes:
             parts = [part for size in sizes for part in self._whole(size)]
             found: dict[tuple[int, int, bool, tuple[Any, ...]], list[str]] = {}
             for name, one in self.kinds.items():
-                marks = (*map(id, (part[name] for part in parts)), self.facts.routed.place_of(name))
+                experts = self.facts.routed.place_of.get(name, ())
+                marks = (*map(id, (part[name] for part in parts)), experts if moved else experts[1:])
                 marks += (name in self._seen_whole,)
                 found.setdefault((one["weight"], self.state[name], name in self.trained, marks), []).append(name)
-            self._classes[sizes] = [_Class(frozenset(names), *key[:3]) for key, names in found.items()]
-        return self._classes[sizes]
+            self._classes[*sizes, moved] = [_Class(frozenset(names), *key[:3]) for key, names in found.items()]
+        return self._classes[*sizes, moved]
 
     def _whole(self, size: int) -> list[dict[str, Layout]]:
-        """Return, by place along tp, what a rank holds before dp shards it. Equal layouts are one object."""
+        """Return, for each place along tp, name -> layout before dp shards it. Equal layouts are one object."""
         if size not in self._wholes:
             parts = [self.facts.parts(size, index, self.options.tp_plan) for index in range(size)]
             self._wholes[size] = [

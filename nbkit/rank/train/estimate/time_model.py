@@ -1,6 +1,6 @@
-"""Estimate the seconds of a switch, and of a step after it: measured if there were some, else predicted, or None.
+"""Estimate the seconds of a switch and of a step after it: measured if possible, otherwise predicted, or None.
 
-Before the first step, the seconds of a step follow from the measured times of the blocks and the links.
+Before the first step, the seconds of a step are predicted from the measured times of the blocks and the links.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Job = Any  # nbkit.rank.train.job's, which imports this file
 def seconds_before_a_step(
     model: CostModel, builder: Builder, strategy: Strategy, batch: int, *, recompute: bool | None = None
 ) -> float | None:
-    """Return the predicted seconds of a step of `batch` rows; None if something that it takes is unknown.
+    """Return the predicted seconds of a step of `batch` rows; None if a necessary measurement is missing.
 
-    recompute: blocks; None: as the builder does.
+    recompute: recompute blocks in backward; default: as the builder does.
     """
     link, costs, example = builder.link, builder.facts.costs, builder.config.hints.example
     if not costs or example is None:
         return None
-    # The costs are a forward and a backward of each block, without recomputation.
+    # The costs are the seconds of forward and backward of each block, without recomputation.
     again = builder.options.recompute if recompute is None else recompute
     compute = sum(costs) / rows_of(example) * batch
     if link is None:
@@ -46,13 +46,13 @@ def seconds_before_a_step(
     return predicted(alone, StepTraffic((), 0), strategy, sends, link, costs, recomputed=(False, again)).total
 
 
-_SWITCHES = 12  # newest switches that a prediction uses
-_OWN_CORES = 0.9  # share of its computing time for which a rank on its own cores has CPU time
+_SWITCHES = 12  # number of newest switches that a prediction uses
+_OWN_CORES = 0.9  # least CPU time of a rank that has its cores alone, as a fraction of its computing time
 _PARTS = ("compute", "exposed", "data", "optimizer", "other")
 
 
 def measured_pace(job: Job, strategy: Strategy) -> StepPace | None:
-    """Return the pace of the newest steps under `strategy` in this training, however old; None if there are none."""
+    """Return the pace of the newest steps under `strategy` in this training, of any age; None if there are none."""
     pace: StepPace | None = job.ledger.paces.of(str(strategy))
     return pace
 
@@ -60,9 +60,8 @@ def measured_pace(job: Job, strategy: Strategy) -> StepPace | None:
 def predicted_pause(job: Job, census: StateBytes, strategy: Strategy, flow: ReshardTraffic) -> float | None:
     """Return the predicted seconds without a step.
 
-    They are spent to build a sharded model, and to move the bytes over the measured link. Both follow the earlier
-    switches of the job. Return None before the first one, which also makes what later ones reuse, and if no link was
-    measured.
+    A switch builds a sharded model, and moves the bytes over the measured link. Earlier switches of the job show how
+    long both take. Return None before the first switch, which is slower than later ones, and if no link was measured.
     """
     link, made = job.builder.link, (job.switches[1:] or job.switches)[-_SWITCHES:]
     if link is None or not made:
@@ -76,8 +75,14 @@ def predicted_pause(job: Job, census: StateBytes, strategy: Strategy, flow: Resh
     return _building(strategy, made) + moving * (statistics.median(ratios) if ratios else 1.0)
 
 
+def switch_seconds(job: Job, census: StateBytes, strategy: Strategy, flow: ReshardTraffic) -> float:
+    """Return the predicted seconds without a step. Before the first switch of the job, only bytes count."""
+    pause = predicted_pause(job, census, strategy, flow)
+    return pause if pause is not None else _moving(job, flow) if job.builder.link is not None else 0.0
+
+
 def _flow(census: StateBytes, switched: Switched, world_size: int) -> ReshardTraffic | None:
-    """Return what a switch has moved; None if it moved less than it would now, before the optimizer's first step."""
+    """Return the traffic of an earlier switch; None if it moved less than it would now, without optimizer state."""
     old, new = (Strategy.parse(text, world_size) for text in (switched.old, switched.new))
     flows = (census.flow(*pair) for pair in product(orders(old), orders(new)))
     return next((flow for flow in flows if flow.total == switched.moved_bytes), None)
@@ -86,15 +91,16 @@ def _flow(census: StateBytes, switched: Switched, world_size: int) -> ReshardTra
 def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: bool | None = None) -> float | None:
     """Return the predicted seconds of a step of a strategy that has not run; None if something is unknown.
 
-    It is unknown on ranks that share cores, because their seconds depend on what the others do. seen: the cost model of
-    the job, with the rows of a forward as they would be. recompute: of blocks; None: as it is now.
+    It is unknown on ranks that share cores, because their seconds depend on the other ranks. seen: the cost model of
+    the job, for the number of rows in a forward pass that the step would have. recompute: recompute blocks; default: as
+    now.
     """
     link, now, before = job.builder.link, job.strategy, job.builder.options.recompute
     again = before if recompute is None else recompute
     if (link is not None and link.crowded) or (link is None and job.world_size > 1) or job.config.compute.compile:
         return None
     if again != before and strategy.tp * strategy.cp > 1:
-        return None  # what is sent once more is not counted
+        return None  # the formulas do not include what recomputed blocks send again
     parts, batch = _parts(job), getattr(seen.fits(strategy), "total", None)
     if parts is None and batch is not None:
         return seconds_before_a_step(seen, job.builder, strategy, batch, recompute=again)
@@ -110,7 +116,7 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: 
 
 
 def unpredicted(job: Job) -> str:
-    """Return why no step of any strategy is predicted, whatever is measured; "" if it is."""
+    """Return the reason why no steps can be predicted for any strategy; "" if they can."""
     link = job.builder.link
     if job.config.compute.compile:
         return "a compiled model has to run before its time is known"
@@ -124,20 +130,20 @@ def unpredicted(job: Job) -> str:
 
 
 def unpredicted_pause(job: Job) -> str:
-    """Return why `predicted_pause` is None; "" if it is not."""
+    """Return the reason why `predicted_pause` is None; "" if it is not None."""
     if job.builder.link is None:
         return "the links between the ranks were not measured"
     return "" if job.switches else "the first switch of this training shows how long later ones take"
 
 
 def _building(strategy: Strategy, made: Sequence[Switched]) -> float:
-    """Return the seconds before anything moves, as measured for this strategy, else for others."""
+    """Return the measured seconds before bytes move, for this strategy, or else for other strategies."""
     same = [switched.prepare_s for switched in made if switched.new == str(strategy)]
     return statistics.median(same or [switched.prepare_s for switched in made])
 
 
 def _moving(job: Job, flow: ReshardTraffic) -> float:
-    """Return the seconds that the link needs. Senders are balanced, so that no rank sends much more than the mean."""
+    """Return the seconds that the link needs. Senders are balanced, so no rank sends much more than the mean."""
     link = job.builder.link
     assert link is not None
     seconds: float = link.moving([flow.total // job.world_size], flow.received, flow.kept)
@@ -147,8 +153,8 @@ def _moving(job: Job, flow: ReshardTraffic) -> float:
 def _parts(job: Job) -> Mapping[str, float] | None:
     """Return the median seconds of each part of rank 0's last steps under the strategy in force.
 
-    Return None before there are any. Return {} if other programs compute on this rank's cores: then seconds cannot be
-    compared.
+    Return None if there are no steps yet. Return {} if other programs compute on this rank's cores, because then
+    seconds cannot be compared.
     """
     text = str(job.strategy)
     records = [one for one in job.recorder.recent if one.parts and one.numbers.get("strategy") == text][1:]

@@ -1,17 +1,17 @@
-"""Takes back a step of `fit` that runs out of memory on any rank, and goes on with another setting.
+"""Undo a step of `fit` that runs out of memory on any rank, and continue with another setting.
 
-OomGuard: an alarm is on while steps are made, and wakes the ranks that wait for one that failed. All groups are formed
-again. Weights, optimizer, random state and position in the data go back to before the step. Rank 0 computes which
-settings would fit, and all ranks put the same one in force. The global batch stays the same, and so does the loss
-curve.
+OomGuard: while steps are made, an alarm wakes the ranks that wait for a failed rank. All groups are formed again.
+Weights, optimizer, random state and position in the data go back to before the step. Rank 0 computes which settings
+would fit, and all ranks apply the same one. The global batch does not change, and so neither does the loss curve.
 
-`apply` puts a setting in force between two steps: rows of a forward pass, recomputation, offload and strategy.
+`apply` applies a setting between two steps: rows of a forward pass, recomputation, offload and strategy.
 
-Question asks the user which of the settings that fit to use. It is open on all ranks alike, from the step that was
-taken back until one of its rows is chosen or a step is made. In a detached cell the training is held meanwhile.
-Elsewhere `fit` has ended with an error, and the next `fit` goes on.
+Question asks the user which of the settings to use. It is open on all ranks, from the undone step until the user
+chooses a row or a step is made. In a detached cell the training is held meanwhile. Otherwise `fit` has ended with an
+error, and the next `fit` continues.
 
-DeviceMemory finds out, if the numbers show it, what other than the step took the memory: a leak, gaps, other processes.
+DeviceMemory finds other reasons than the step for the lack of memory, if the numbers show them: a leak, gaps, other
+processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nbkit.rank.data.batch import BatchSplit
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.forward_wrapper import recompute
 from nbkit.rank.parallel.parallelize import blocks_held
-from nbkit.rank.parallel.pipeline.p2p import meet
+from nbkit.rank.parallel.process_groups import meet_groups
 from nbkit.rank.telemetry.health import storage_bytes
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.step_boundary import DETACHED
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 
 
 def apply(job: Job, setting: Setting, batch: int) -> None:
-    """Put `setting` in force for the next step. Collective. batch: rows of the global batch.
+    """Apply `setting` from the next step on. Collective. batch: rows of the global batch.
 
-    Raises SwitchError if its strategy cannot be put in force. The old strategy then stays, with the rest of `setting`.
+    Raises SwitchError if the switch to its strategy fails. Then the old strategy stays, with the rest of `setting`.
     """
     now = Setting.of(job, batch)
     if setting.recompute and not now.recompute:
@@ -83,7 +83,8 @@ def _cut(job: Job, setting: Setting) -> None:
 def _recompute(job: Job) -> None:
     job.configure(recompute=True)
     job.builder.choose(recompute=True)
-    recompute(job.sharded_model.module, blocks_held(job.sharded_model.module, job.builder.facts, job.builder.skeleton))
+    module, facts = job.sharded_model.module, job.builder.facts
+    recompute(module, blocks_held(module, facts, job.builder.skeleton, job.strategy))
 
 
 COMMAND = "%train fit"
@@ -91,7 +92,7 @@ COMMAND = "%train fit"
 
 @dataclass(frozen=True)
 class Question:
-    """The open question of a job: which of the settings `found` to use. batch: rows of the global batch."""
+    """The open question of a job: which of the settings in `found` to use. batch: rows of the global batch."""
 
     job: weakref.ref[Job]
     batch: int
@@ -113,10 +114,10 @@ def put(question: Question | None) -> None:
 
 
 def answer(job: Job | None, number: int = 0) -> dict[str, Any]:
-    """Put row `number` of the open question in force, and return that row. Collective, between two steps.
+    """Apply row `number` of the open question, and return this row. Collective, between two steps.
 
-    number: 0 takes the first row that fits. Raises UsageError if there is no such row or no open question, and whatever
-    `apply` raises.
+    number: 0 takes the first row that fits. Raises UsageError if there is no such row or no open question, and the
+    errors of `apply`.
     """
     question = _open
     if job is None or question is None or question.job() is not job:
@@ -135,18 +136,19 @@ def answer(job: Job | None, number: int = 0) -> dict[str, Any]:
 
 
 LEVELS = 6
-"""So many steps in a row, each of which begins with more bytes than the one before, show a leak."""
-_SHARE = 0.02  # least growth that shows a leak, as a part of the bytes in use
-_MUCH = 0.1  # part of the device's memory from which a finding is reported
-_OWN = 10**9  # bytes that CUDA, cuBLAS and NCCL take in this process, outside torch's allocator
+"""If the bytes at the beginning of a step grow over so many successive steps, there is a leak."""
+_SHARE = 0.02  # least growth that shows a leak, as a fraction of the bytes in use
+_MUCH = 0.1  # least size of a finding, as a fraction of the device's memory
+_OWN = 10**9  # bytes that CUDA, cuBLAS and NCCL use in this process outside of torch's allocator
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes on a rank's device when an allocation failed; 0 if unknown.
 
-    allocated: by tensors of this process. reserved: by torch's allocator, for these and for later tensors. used: by all
-    processes. levels: the allocated bytes at the beginning of each of the last steps.
+    total: the size of the memory. used: bytes used by all processes. reserved: bytes that torch's allocator has
+    reserved. allocated: bytes of tensors of this process. levels: the allocated bytes at the beginning of each of the
+    last steps.
     """
 
     total: int = 0
@@ -156,7 +158,7 @@ class DeviceMemory:
     levels: Sequence[int] = ()
 
     def findings(self) -> list[str]:
-        """Return findings as sentences; none if the step itself is too large."""
+        """Return the findings as sentences; an empty list if the step itself is too large."""
         found = []
         last = list(self.levels)[-LEVELS:]
         grown = last[-1] - last[0] if last else 0
@@ -177,7 +179,7 @@ class DeviceMemory:
 
 
 def level(device: torch.device) -> int:
-    """Return the bytes that tensors of this rank take now; 0 if unknown."""
+    """Return the bytes of this rank's tensors now; 0 if unknown."""
     if accelerator().holds(device):
         return accelerator().memory(device)[0]
     limit = tensor_limit.in_force()
@@ -185,7 +187,7 @@ def level(device: torch.device) -> int:
 
 
 def look(device: torch.device, levels: Sequence[int]) -> DeviceMemory:
-    """Return the memory now. Call it while the tensors of the step are still there. levels: see DeviceMemory."""
+    """Measure the memory now. Call it while the tensors of the step still exist. levels: see DeviceMemory."""
     if not accelerator().holds(device):
         return DeviceMemory(levels=tuple(levels))
     total, used, reserved = accelerator().occupied(device)
@@ -197,22 +199,22 @@ def _mb(size: float) -> str:
 
 
 class KeptStep(KeptBuffers):
-    """Keeps what a step changes before its optimizer. Ranks come back from any place in the step or its boundary."""
+    """Keeps the state that a step changes before the optimizer's step. Ranks can go back from any point of the step."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer.job)
         self._trainer = trainer
-        # Of the parameters, if the optimizer has no state yet.
+        # The versions of the parameters, if the optimizer has no state yet.
         self._versions = None if trainer.job.optimizer.state else _versions(trainer.job)
 
     def restore_all(self, job: Job, error: Exception | None = None) -> None:
-        """Bring all ranks to the boundary before the step, or after it if some ranks have made it. Collective."""
+        """Bring all ranks to the boundary before the step, or after it if some ranks have finished it. Collective."""
         if error is not None:
             _forget_frames(error)
         job.break_off()
         job.backups.break_off()
         if job.integrity.half_way and self._versions is not None and self._versions == _versions(job):
-            # The optimizer had made its state but updated nothing.
+            # The optimizer had made its state, but had not updated a parameter.
             forget(job.optimizer.inner)
             job.integrity.half_way = False
         if not job.integrity.half_way and job.step == self.step:
@@ -220,14 +222,14 @@ class KeptStep(KeptBuffers):
         job.integrity.broken_off = True
         try:
             job.sync.resync_now()
-        except TrainingError:  # on all ranks alike: state that only one rank holds is half-way
+        except TrainingError:  # raised on all ranks: state that only one rank holds is half-way
             if resume_fit.host is None or not job.backups.on:
                 raise
             resume_fit.host.recover(self._trainer, ())
         if job.step == self.step:
             self.drawn.restore()
         job.switcher.forget()
-        meet(job.sharded_model.connections.edges, job.device)
+        meet_groups(job.sharded_model.connections, job.device)
         job.sync.sync_step(job.backups.asked)
         step_boundary.meet(job.device)
         job.ledger.begin_again()
@@ -239,7 +241,7 @@ def _versions(job: Job) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class OomReport:
-    """A lack of memory. rank: that ran out; None: several. what: the errors and findings. since: its time.time()."""
+    """A lack of memory. rank: the rank that ran out; None if several. what: errors and findings. since: time.time()."""
 
     rank: int | None
     what: str
@@ -248,7 +250,7 @@ class OomReport:
 
 @contextmanager
 def rescue(trainer: Trainer, on_oom: str | None) -> Iterator[OomGuard]:
-    """Yield the guard for the steps that `fit` makes inside. on_oom: None: "ask" if a notebook can answer."""
+    """Yield the guard for the steps of a `fit`. on_oom: see Recovery. None is "ask" if a notebook can answer."""
     rescuing = OomGuard(trainer, on_oom or ("ask" if "control" in step_boundary.handlers else "raise"))
     try:
         yield rescuing
@@ -260,7 +262,7 @@ class OomGuard:
     """Guards the steps of one `fit` against a lack of memory. It remembers the settings that did not fit."""
 
     def __init__(self, trainer: Trainer, on_oom: str) -> None:
-        # A step that is taken back reads its batch again. Not all data can be read again.
+        # An undone step reads its batch again, and not all data can be read again.
         self._on = on_oom != "raise" and Alarm.possible() and trainer.job.feed.remakes
         self._trainer, self._policy = trainer, on_oom
         self._tried: set[Setting] = set()
@@ -276,13 +278,13 @@ class OomGuard:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Guard a step and its boundary, made inside."""
+        """Guard one step, and the work at the boundary after it, inside."""
         job = self._trainer.job
         if self._on:
             here = world.current()
             assert here is not None
             savepoint = KeptStep(self._trainer)
-            if self._step is None or self._key != here.key:  # the groups were formed anew meanwhile
+            if self._step is None or self._key != here.key:  # the groups were formed again since
                 self.end()
                 self._key = here.key
                 self._step = Transaction(job, savepoint)
@@ -296,9 +298,9 @@ class OomGuard:
             yield
 
     def rolled_back(self, error: Exception) -> bool:
-        """Return True if `error` is a lack of memory on any rank. All ranks are then at a boundary, ready to go on.
+        """Return True if `error` was a lack of memory on any rank, and all ranks are at a boundary again.
 
-        Collective in that case. Raises TrainingError, on every rank, if nothing fits or the step cannot be taken back.
+        Collective in this case. Raises TrainingError, on every rank, if nothing fits or the step cannot be undone.
         """
         own, step, job = accelerator().out_of_memory(error), self._step, self._trainer.job
         if step is None or not (own or waited(error)) or not step.concerns(error):
@@ -334,12 +336,12 @@ class OomGuard:
             try:
                 apply(self._trainer.job, chosen.setting, batch)
                 return
-            except SwitchError:  # on all ranks alike: try the next one
+            except SwitchError:  # raised on all ranks, so try the next one
                 self._tried.add(chosen.setting)
                 found = self._found(batch)
 
     def _ask(self, error: Exception, lack: OomReport, found: Remedies, batch: int) -> None:
-        """Hold the training until the user has answered. If nobody can answer while the cell runs, end `fit`."""
+        """Hold the training until the user answers. If the user cannot answer while the cell runs, end `fit`."""
         job = self._trainer.job
         asked = Question(weakref.ref(job), batch, found)
         put(asked)
@@ -380,7 +382,7 @@ class OomGuard:
             print(f"\r{event.said}", flush=True)
 
     def _found(self, batch: int) -> Remedies:
-        """Return the remedies, the same on every rank. Collective: rank 0 computes them for the least room of any."""
+        """Return the same remedies on every rank. Collective. Rank 0 computes them for the rank with the least room."""
         job = self._trainer.job
         job.builder.finder.sync(alternatives(job))
         rooms = all_gather_objects(_room(job), world_size=job.world_size, device=job.device)
@@ -407,10 +409,10 @@ class OomGuard:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Drop the frames that `error` holds, so that it keeps nothing alive that was computed before it.
+    """Drop the frames of `error`, so that it keeps no results of the step alive.
 
-    Clearing the frames is not enough: a cleared frame keeps what its function closes over, and torch's modules close
-    over their arguments.
+    Clearing the frames is not enough: a cleared frame keeps the closure of its function, and torch's modules close over
+    their arguments.
     """
     link: BaseException | None = error
     while link is not None:
@@ -420,7 +422,7 @@ def _forget_frames(error: BaseException) -> None:
 
 
 def _room(job: Any) -> int | None:
-    """Return the bytes that tensors of the training can take on this rank; None if unknown."""
+    """Return the bytes that tensors of the training can use on this rank; None if unknown."""
     free_memory.trim(job.device)
     left = free_memory.left(job.device)
     if left is None:

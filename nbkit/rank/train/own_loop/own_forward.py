@@ -1,14 +1,14 @@
-"""Steps in which the user keeps the forward and the loss: `job.rows`, `job.model`, `job.backward(loss)`.
+"""Support steps in which the user calls the model and computes the loss: `job.rows`, `job.model`, `job.backward(loss)`.
 
 A rank computes the loss of its rows. `backward` multiplies it by the rank's share of the batch, so that the sum of the
-gradients over the ranks is the gradient of one process over the whole batch. Gradients stay on the rank until
-`job.clip`, `job.grad_norm` or `job.optimizer.step` asks for them (`sum_up`). So a step may have any number of losses.
+gradients over the ranks equals the gradient of one process over the whole batch. Gradients stay on the rank until
+`job.clip`, `job.grad_norm` or `job.optimizer.step` needs their sum (`sum_up`). So a step may have any number of losses.
 
-Several jobs may take part in one loss, such as the two networks of a GAN. A backward pass gives gradients to all of
-them, as in plain torch. Each job sums and updates its own.
+One loss may depend on several jobs, such as the two networks of a GAN. A backward pass computes gradients for all of
+them, as in plain torch. Each job sums its own gradients and updates its own parameters.
 
-Ranks that call the model or `backward` another number of times would wait for each other, or would sum wrong numbers.
-Where a call communicates, the ranks meet first. Elsewhere the checksum of the step's data tells.
+If ranks called the model or `backward` a different number of times, they would wait for ever or sum wrong numbers.
+Before a call that communicates, the ranks meet and compare. For other calls the checksum of the step's data shows it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from nbkit.rank.world import meeting
 
 Job = Any  # nbkit.rank.train.job's, which imports this file
 
-_CALL = "_compiled_call_impl"  # torch calls it in the place of a module's hooks and forward
-_OUTPUT = "output of a job's model"  # a mark on nodes of the graph
+_CALL = "_compiled_call_impl"  # if a module has it, torch calls it instead of the module's hooks and forward
+_OUTPUT = "output of a job's model"  # a mark on nodes of the autograd graph
 _ROWS = "x, y = job.rows(batch)   before the forward"
 
 
@@ -46,9 +46,9 @@ _ROWS = "x, y = job.rows(batch)   before the forward"
 class OwnRows:
     """The rows of one call of `job.rows`, of any job.
 
-    numbers: which rows of the batch of `total` rows this rank has. shares: of each data rank in the batch. cut: equal
-    for two jobs that cut a batch alike. fingerprint: see Shard. drawn: the states of torch's generators afterwards.
-    trains: gradients were enabled.
+    numbers: the indices of this rank's rows in the batch of `total` rows. shares: each data rank's fraction of the
+    batch. cut: equal for jobs that split a batch in the same way. fingerprint: see Shard. drawn: the states of torch's
+    generators after the call. trains: gradients were enabled.
     """
 
     numbers: Sequence[int]
@@ -69,8 +69,8 @@ class OwnRows:
 class _Process:
     """The state that all jobs of a process share.
 
-    rows: those of the newest loss. given: those that were given since then. inside: the backward pass that runs is that
-    of a job.
+    rows: the rows of the newest loss. given: the rows that `job.rows` has returned since then. inside: a job runs a
+    backward pass now.
     """
 
     rows: OwnRows | None = None
@@ -82,11 +82,11 @@ class _Process:
 
     @property
     def newest(self) -> OwnRows | None:
-        """Return the rows that were given last."""
+        """Return the rows that `job.rows` returned last."""
         return self.given[-1] if self.given else self.rows
 
     def give(self, rows: OwnRows) -> None:
-        """Note the rows of a call. Those of an evaluation before it are none that a loss is computed of."""
+        """Note the rows of a call. Drop rows of an evaluation before it, because no loss uses them."""
         if rows.trains and not any(earlier.trains for earlier in self.given):
             self.given.clear()
         if not (rows.trains or not self.given or self.given[-1].trains) and self.given[-1].shares == rows.shares:
@@ -95,7 +95,7 @@ class _Process:
 
     @property
     def jobs(self) -> list[OwnForward]:
-        """Return those of all jobs, in one order on all ranks."""
+        """Return the OwnForward of every job, in the same order on all ranks."""
         return sorted(self.every, key=lambda own: own.number)
 
 
@@ -103,16 +103,16 @@ _here = _Process()
 
 
 def by_a_job() -> bool:
-    """Return True in a backward pass that `job.backward` runs."""
+    """Return True inside a backward pass of `job.backward`."""
     return _here.inside
 
 
 class OwnForward:
-    """The forward passes and losses that the user computes with one job. It lasts as long as the job.
+    """The forward passes and losses that the user computes with one job.
 
-    possible: the job is of a loop of the user's own. active: the loop calls `rows` of this job, or of another one that
-    may share a loss with it. losses: the number of backward passes of this step that are not summed. number: counts
-    the jobs of this process.
+    possible: the job belongs to a user's own loop. active: the loop has called `rows` of this job, or of another job
+    that may share a loss with it. losses: the number of backward passes of this step whose gradients are not summed.
+    number: the index of the job in this process.
     """
 
     def __init__(self, job: Job) -> None:
@@ -123,7 +123,7 @@ class OwnForward:
         self.end()
 
     def end(self) -> None:
-        """Drop a step that was begun: it was made, or is made in another way."""
+        """Reset the state of a step, because it is finished or is made in another way."""
         self.losses = self._calls = self._draws = self._mark = self._rows_of_losses = 0
         self._begun = self._called = self._started = False
         self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
@@ -132,7 +132,7 @@ class OwnForward:
         self._reduction: StepReduction | None = None
 
     def begin_again(self) -> None:
-        """Drop a step that was begun, and its rows: the step was broken off, or the strategy has changed."""
+        """Reset the state of a step and its rows, because the step was interrupted or the strategy has changed."""
         self.end()
         _here.given.clear()
         _here.rows = None
@@ -169,10 +169,10 @@ class OwnForward:
         return on_device(shard.data, job.device)
 
     def draw(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what a random function of torch draws for this rank's rows: see Job.draw."""
+        """Return random numbers for this rank's rows from a random function of torch: see Job.draw."""
         job, rows = self._job, self._rows("job.draw")
         self._draws += 1
-        names = zlib.crc32(" ".join(job.builder.names).encode())  # jobs of one seed draw other numbers
+        names = zlib.crc32(" ".join(job.builder.names).encode())  # jobs with the same seed draw different numbers
         keyed = KeyedDropout(nn.Identity(), key_of(job.seed, names, self._draws))
         with accelerator().generators_kept([job.device]), keyed.step(job.step, rows.numbers):
             made = function(*args, **kwargs)
@@ -248,7 +248,7 @@ class OwnForward:
         return mean
 
     def log(self, numbers: dict[str, Any]) -> bool:
-        """Keep numbers for the record of this step, if it is not summed yet. Return True if they were kept."""
+        """Keep `numbers` for the record of this step, if the step is not summed yet. Return True if they were kept."""
         if self.losses:
             self._logged.update(numbers)
         return bool(self.losses)
@@ -262,7 +262,7 @@ class OwnForward:
             self.install()
 
     def install(self) -> None:
-        """Run `call` where the user calls the model. Call it again after the model shows another module."""
+        """Make a call of the model run `call`. Call `install` again when the model shows another module."""
         if self.active:
             model = self._job.model
             before = vars(model).get(_CALL)
@@ -290,7 +290,7 @@ class OwnForward:
                 with self._drawing(args, kwargs), job.sharded_model.data.calling(autocast=self._autocast):
                     output = plain(*args, **kwargs)
         except BaseException as error:
-            if self._talks:  # other ranks may wait for what this one has not sent
+            if self._talks:  # other ranks may wait for messages of this rank
                 job.broken(error)
             raise
         finally:
@@ -304,7 +304,7 @@ class OwnForward:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Leave calls of the model and backward passes alone inside: nbkit makes them."""
+        """Ignore calls of the model and backward passes inside, because nbkit makes them."""
         before = self._inside, _here.inside
         self._inside = _here.inside = True
         try:
@@ -315,9 +315,9 @@ class OwnForward:
     # The step -------------------------------------------------------------------------------------------------------
 
     def sum_up(self) -> None:
-        """Sum the gradients over the ranks, if there are any that were not summed. Collective.
+        """Sum the gradients over the ranks, if some are not summed yet. Collective.
 
-        Raises NotFinite on CPU ranks, before the weights are touched.
+        Raises NotFinite on CPU ranks, before the weights change.
         """
         job, step = self._job, self._job.training_step
         if not self.waits or job.waits_for_update:
@@ -328,7 +328,7 @@ class OwnForward:
         assert reduction is not None
         value, own, total = self._newest
         if not self.losses and _here.loss is not None:
-            value, own, total = _here.loss  # of another job: its loss has come through this model
+            value, own, total = _here.loss  # another job's loss, which depends on this model
         samples = self._rows_of_losses or total
         counts = job.sharded_model.counts
         try:
@@ -353,7 +353,7 @@ class OwnForward:
             job.ledger.log(logged)
 
     def close(self) -> None:
-        """Drop forwards that wait for no backward pass. Raises TrainingError if losses are not summed yet."""
+        """Drop forward passes without a backward pass. Raises TrainingError if losses are not summed yet."""
         data = self._job.sharded_model.data
         if not data.is_open:
             return
@@ -366,16 +366,16 @@ class OwnForward:
         data.reset(passes=0)
 
     def forget(self) -> None:
-        """Drop the gradients that were not summed. A forward that waits for its backward goes on waiting.
+        """Drop the gradients that are not summed yet. Forward passes keep waiting for their backward pass.
 
         Collective if the sum has begun.
         """
         if self._started:
-            self._job.sharded_model.data.finish()  # it is on its way already
+            self._job.sharded_model.data.finish()  # the sum has begun already
         if self._begun:
             self._job.sharded_model.data.drop()
         if self._reduction is not None:
-            self._reduction = self._new_reduction()
+            self._reduction = self._job.training_step.new_reduction()
         self.losses = self._mark = self._rows_of_losses = 0
         self._newest, self._started, self._logged = (0.0, 0, 0), False, {}
 
@@ -385,7 +385,7 @@ class OwnForward:
         data = job.sharded_model.data
         if self._begun and self._trains == [p.requires_grad for p in data.leaves()]:
             return
-        if job.waits_for_update:  # a forward between job.clip and the optimizer's step
+        if job.waits_for_update:  # a forward pass between job.clip and the optimizer's step
             return
         if self._begun and self.losses:
             raise TrainingError(
@@ -397,16 +397,12 @@ class OwnForward:
         if not job.is_running:
             job.ledger.settle(keep=1)
         data.reset(passes=0)
-        self._begun, self._reduction = True, self._new_reduction()
+        self._begun, self._reduction = True, job.training_step.new_reduction()
         self._trains = [p.requires_grad for p in data.leaves()]
         job.training_step.warn_if_changed()
 
-    def _new_reduction(self) -> StepReduction:
-        job = self._job
-        return StepReduction(rank=job.rank, world_size=job.world_size, device=job.device)
-
     def _pass(self, value: Tensor | None, *, retain_graph: bool, last: bool) -> None:
-        """Run the backward pass of a loss; None if nothing on this rank counts, so that it has no gradient."""
+        """Run the backward pass of a loss. value: None if no row of this rank counts, so that there is no gradient."""
         job, data = self._job, self._job.sharded_model.data
         if value is None and job.training_step.coupled:
             raise TrainingError(
@@ -431,7 +427,7 @@ class OwnForward:
                 other._job.sharded_model.data.pass_over()
 
     def _share(self, rows: OwnRows, weight: float | Tensor | None, reduction: str) -> float | Tensor:
-        """Return the number to multiply the rank's loss by. Collective along dp if a weight is given."""
+        """Return the factor for the rank's loss. Collective along dp if a weight is given."""
         if reduction == "sum":
             return 1.0
         if weight is None:
@@ -463,9 +459,9 @@ class OwnForward:
         return bool(splits or job.training_step.coupled or job.builder.facts.collectives)
 
     def _rows(self, what: str) -> OwnRows:
-        """Return the newest rows. Raises TrainingError if there are none, or if this job cuts batches in another way.
+        """Return the newest rows. Raises TrainingError if there are none, or if this job splits batches in another way.
 
-        what: the call that needs them.
+        what: the call that needs the rows, for the error.
         """
         if (rows := _here.newest) is None:
             raise TrainingError(
@@ -522,7 +518,7 @@ class OwnForward:
             )
 
     def _refuse_draws(self, rows: OwnRows) -> None:
-        """Raise TrainingError if random numbers were drawn since `job.rows`: each rank would have the same."""
+        """Raise TrainingError if random numbers were drawn since `job.rows`: all ranks would draw the same numbers."""
         now = accelerator().generator_states(self._job.device)
         if all(torch.equal(old, new) for old, new in zip(rows.drawn, now, strict=True)):
             return
@@ -534,7 +530,7 @@ class OwnForward:
         )
 
     def _outside(self, loss: Tensor) -> str | None:
-        """Return the name of a parameter in parts that the loss reads other than by a call of the model."""
+        """Return the name of a split parameter that the loss reads outside of a call of the model, or None."""
         job = self._job
         if not job.sharded_model.data.parts() and job.strategy.tp == job.strategy.cp == 1:
             return None
@@ -552,14 +548,14 @@ class OwnForward:
         return None
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look in the first steps whether rows depend on each other, if no example has told. Collective.
+        """Examine in the first steps if rows depend on each other, unless an example has shown it. Collective.
 
-        Raises StrategyError, on every rank alike, if the strategy in force parts such rows.
+        Raises StrategyError, on every rank, if they do and the strategy in force splits the rows of a batch.
         """
         job = self._job
         if not job.config.own_loss or job.builder.facts.looked is not None or (args and kwargs):
             return
-        # The same rows on every rank: what a rank finds decides how often it runs the model.
+        # Use the same rows on every rank: the results decide how often a rank runs the model.
         given: list[Any] = [on_device(kwargs or list(args), torch.device("cpu")) if job.rank == 0 else None]
         if job.world_size > 1 and (
             job.strategy.mesh.size > job.strategy.dp or job.strategy.zero == 3 or job.strategy.ep > 1
@@ -574,7 +570,7 @@ class OwnForward:
         job.sharded_model.data.reset(passes=0)
 
     def _drawing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Return the context in which the model draws by row."""
+        """Return the context in which the model draws random numbers that depend on the row."""
         dropout = self._job.training_step.dropout
         first = next((tensor for tensor in tensors_in((args, kwargs)) if tensor.ndim), None)
         return nullcontext() if dropout.idle() or first is None else self._keyed(dropout, len(first))
@@ -595,7 +591,7 @@ class OwnForward:
 
 
 class _Call:
-    """Stands for the call of `model`. compiled: what stood there before."""
+    """Replaces the call of `model`. compiled: the earlier value of _CALL, which this calls."""
 
     def __init__(self, own: OwnForward, model: nn.Module, compiled: Callable[..., Any] | None) -> None:
         self._own, self._model, self.compiled = weakref.ref(own), weakref.ref(model), compiled
@@ -612,6 +608,6 @@ def _name(function: Any) -> str:
 
 
 def _notes(node: Any) -> dict[str, Any]:
-    """Return the dict that torch keeps with a node of a graph."""
+    """Return the metadata dict of a node of the autograd graph."""
     notes: dict[str, Any] = node.metadata
     return notes

@@ -1,16 +1,17 @@
-"""The step, from top to bottom, whatever the strategy. A Trainer and a loop of one's own call the same methods:
+"""Make a step under any strategy. A Trainer and a user's own loop call the same methods, in this order:
 
-1. `rows`: this rank's part of the global batch;
-2. `backward`: forward and backward passes in the order of the strategy's schedule (ShardedModel.backward), the
-   reduction of gradients (the data axis, after it) and of the step's numbers, and on CPU ranks their check;
-3. `grad_norm` and `clip`: over all ranks;
-4. `update`: the optimizer's step, unless a scaled gradient is not finite on any rank;
-5. `boundary`: read the numbers of the step before, and serve a request that all ranks hold.
+1. `rows`: take this rank's rows of the global batch;
+2. `backward`: run forward and backward passes in the order of the strategy's schedule (ShardedModel.backward). Sum
+   gradients (over the data axis) and the results of the step over the ranks. CPU ranks also check the results;
+3. `grad_norm` and `clip`: over the gradients of all ranks;
+4. `update`: make the optimizer's step, unless a scaled gradient is not finite on any rank;
+5. `boundary`: read the results of an earlier step, and serve a request that all ranks hold.
 
-The gradients are those of one process over the whole global batch. A mean loss over equal batches would be a mean of
-means; here every row weighs the same wherever it lies. The divisor of a mean is known beforehand, so the loss that is
-backpropagated contains it. The divisor of (sum, weight) is known only after the last rank's last forward pass, so it
-travels beside the backward pass. So does that of a mean over the targets that count (loss/counted_targets.py).
+The gradients equal those of one process over the whole global batch: every row has the same weight, on whatever rank it
+is. A mean of the ranks' means would not have this property. The divisor of a mean is known in advance, so the loss for
+backward contains it. The divisor of (sum, weight) is known only after the last forward pass of all ranks. It is summed
+during the backward pass, and the gradients are divided afterwards. The same holds for a mean over the targets that
+count (loss/counted_targets.py).
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class _Sums:
 class TrainingStep:
     """Makes the steps of one sharded model and its optimizer.
 
-    reduced: the gradients are sums over all ranks. coupled: forward passes wait for all ranks. dropout: keys the draws.
+    reduced: the gradients are summed over all ranks. coupled: a forward pass waits for all ranks. dropout: makes
+    dropout masks depend on the rows.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class TrainingStep:
         seed: int,
         before_count: Callable[[], None] = lambda: None,
     ) -> None:
-        """before_count: called before a step whose memory is counted."""
+        """before_count: called before a step whose memory is measured."""
         self.sharded_model, self.optimizer, self.builder = sharded_model, optimizer, builder
         self._strategy = str(sharded_model.strategy)
         self.precision, self.ledger, self.integrity, self.seed = precision, ledger, integrity, seed
@@ -95,43 +97,43 @@ class TrainingStep:
         self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
         self._made, self._before_count = 0, before_count
-        self._count: StepCount | None = None  # of the step that is being made
-        self.counted = Counts()  # of the second step
+        self._count: StepCount | None = None  # measures the running step
+        self.counted = Counts()  # the measurements of the second step
         loss = reading_no_parameter(builder.config.loss, sharded_model.strategy, builder.module)
         self._forward = ForwardPass(sharded_model, loss, builder.config.inputs)
         fused = builder.config.fuses_dropout(self.device)
         self.dropout = KeyedDropout(sharded_model.module, seed, builder.facts.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
         self.coupled = any(takes_all_ranks(module) for module in sharded_model.module.modules())
-        # Parameters of which a rank has a part, and their versions when the last step was made.
+        # Parameters that are split over ranks, and their versions after the last step.
         self._parts, self._changes = sharded_model.data.parts(), list[int]()
-        # True if the loss function gives (sum, weight). Until the first step is read, only ranks that call it know.
+        # True if the loss function returns (sum, weight). Ranks that do not call it know this after the first step.
         self._summed: bool | None = None
 
     def reseed(self, seed: int) -> None:
-        """Draw random numbers by `seed` from now on."""
+        """Use `seed` for random numbers from now on."""
         self.seed = self.dropout.seed = seed
 
     def count_again(self) -> None:
-        """Count the step after the next one."""
+        """Measure memory and traffic again, in the step after the next one."""
         self._made, self.counted = 0, Counts()
 
     def compare_buffers(self) -> None:
-        """Compare, in the next step, the buffers that forward passes update."""
+        """Compare the buffers that forward passes update between the ranks, in the next step."""
         self._drift_unknown = True
 
     def release(self) -> None:
-        """Take the hooks off the modules, because another sharded model is in force."""
+        """Remove the hooks from the modules, because another sharded model is in force."""
         self.dropout.release()
 
     def begin_again(self) -> None:
-        """Do again, on every rank alike, what is done once in the first step."""
+        """Make the next step repeat what a first step does once. Call it on all ranks."""
         self.sharded_model.begin_again()
         self.precision.level()
         self._drift_unknown, self._changes = True, []
 
     def rows(self, batch: Any) -> Shard:
-        """Return this rank's rows of a global batch. Ranks that work on the same rows draw the same random numbers."""
+        """Return this rank's rows of a global batch. Seed so that ranks with the same rows draw the same numbers."""
         seed_step(self.seed, self.ledger.step, self.sharded_model.axes.index("dp"))
         return batch if isinstance(batch, Shard) else self.cut(batch)
 
@@ -141,23 +143,23 @@ class TrainingStep:
         return shard_of(batch, ranks=axes.size("dp"), rank=axes.index("dp"), speeds=speeds)
 
     def backward(self, shard: Shard) -> StepResult:
-        """Fill every parameter's gradient. Return the step's numbers, which are still under way.
+        """Compute the gradient of every parameter. Return the results of the step, which may arrive later.
 
-        Raises NotFinite on CPU ranks, before the weights are touched; on GPUs `boundary` does, one step later.
+        Raises NotFinite on CPU ranks, before the weights change. On GPUs `boundary` raises it, one step later.
         """
         sharded_model, micros, ledger, step = self.sharded_model, self._cut(shard), self.ledger, self.ledger.step
         request = self.next_request
         self.builder.look_at_first(sharded_model, shard, step)
         facts = self.builder.facts
         self.dropout.plan = facts.draws
-        # The context of a micro-batch's forward pass; called with the numbers of its rows.
+        # Returns the context for the forward pass of a micro-batch. It gets the numbers of the rows.
         drawing: Callable[[Sequence[int]], AbstractContextManager[None]]
         drawing = _undrawn if self.dropout.idle() else partial(self.dropout.step, step)
         counted = facts.counted if parts_rows(sharded_model.strategy, self.builder.options) else None
         whole = whole_of(shard, counted, sharded_model, self.device)
-        # The divisor of a mean, as far as it is known now. For rows it is complete.
+        # The known part of the divisor of a mean. If rows are counted, it is the whole divisor.
         expected = shard.total * (counted.per_row if counted is not None else 1)
-        reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
+        reduction = self.new_reduction()
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
         apart = sharded_model.data.apart
         sharded_model.data.reset(passes=most_passes(shard, sharded_model, self.microbatch_size))
@@ -166,7 +168,7 @@ class TrainingStep:
             dp, parts = sharded_model.axes.size("dp"), shard.parts
             check_level(shard.total, ranks=dp, microbatch_size=self.microbatch_size, parts=parts)
 
-        # The reduction's result says that all backups have arrived. While one travels, launch after the backward pass.
+        # The result of the reduction means that all backups have arrived. If one is being sent, launch it at the end.
         late, laps = self.backups.under_way, list[float]()
         counts = sharded_model.counts
         carried = reduction.carried() if micros and sharded_model.sums_numbers and not late else None
@@ -233,7 +235,7 @@ class TrainingStep:
         if micros and sharded_model.gives_output:
             self._summed = sums.summed
         elif self._summed is None and counted is None:
-            # Wait only once: a loss function keeps to one form.
+            # Wait only once: a loss function always returns the same form.
             self._summed = reduction.read().weighted
         if self._summed or counted is not None:
             grads = [p.grad for p in sharded_model.held.values() if p.grad is not None]
@@ -242,6 +244,12 @@ class TrainingStep:
                 scale(grads, factor)
         self._note(reduction, request, samples=shard.total, indices=shard.indices, parts=shard.parts)
         return StepResult(reduction)
+
+    def new_reduction(self) -> StepReduction:
+        """Return a reduction for the results of a step, before it is launched."""
+        plan = self.sharded_model.plan
+        layers = len(plan.facts.routed.layers) if plan.strategy.ep > 1 else 0
+        return StepReduction(rank=self.rank, world_size=self.world_size, device=self.device, layers=layers)
 
     @property
     def next_request(self) -> int:
@@ -261,7 +269,10 @@ class TrainingStep:
         fingerprint: int,
         data_ends: bool = False,
     ) -> None:
-        """Start to sum the step's numbers over the ranks: see StepReduction.launch. seconds: None ends a lap here."""
+        """Start to sum the results of the step over the ranks: see StepReduction.launch.
+
+        seconds: the seconds of the step; default: those until now.
+        """
         self.backups.wait()  # a rank with the reduction's result knows that all ranks have their backups
         reduction.launch(
             loss,
@@ -275,13 +286,13 @@ class TrainingStep:
             ends=step_boundary.told_to_end(),
             data_ends=data_ends,
             counted=(self.counted.peak, self.counted.sent),
-            routed=sum(self.sharded_model.data.routed.values()),
+            routed=[sum(tokens.values()) for tokens in self.sharded_model.data.routed],
         )
 
     def summed(
         self, reduction: StepReduction, canary: Tensor | None, request: int, *, samples: int, losses: int
     ) -> None:
-        """Note that gradients of losses of the user's own are summed over the ranks. Raises as `backward` does."""
+        """Note that the gradients of the user's losses are summed over the ranks. Raises as `backward` does."""
         self._finish(reduction, canary)
         self._note(reduction, request, samples=samples, indices=range(samples), losses=losses)
 
@@ -299,25 +310,26 @@ class TrainingStep:
         parts: Parts = None,
         losses: int = 0,
     ) -> None:
-        """Note a step whose gradients are sums, and check it on CPU ranks."""
+        """Note a step whose gradients are summed. CPU ranks check it."""
         sharded_model, ledger = self.sharded_model, self.ledger
         if self._drift_unknown:
-            # Before the first update: later is too late for the weights.
+            # Check before the first update, because it would use the wrong buffers.
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
             self._drift_unknown = False
         self.reduced = True
-        clock.routed = sharded_model.data.routed
+        clock.routed, clock.experts = sharded_model.data.routed, sharded_model.data.expert_times
         lr, mesh = to_host_async(self.optimizer.param_groups[0]["lr"]), sharded_model.strategy.mesh
         shape: Any = {"mesh": mesh, "strategy": self._strategy, "parts": parts, "losses": losses}
+        shape["ep"] = sharded_model.strategy.ep
         pending = Pending(ledger.step + 1, reduction, request, samples, indices, lr, **shape)
         if not accelerator().holds(self.device):
             ledger.check(pending)
         ledger.pending.append(pending)
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of all gradients, on the device. It is recorded in this step's history.
+        """Return the 2-norm of all gradients, as a tensor on the device. The history of this step records it.
 
-        Raises NotFinite on CPU ranks, before the weights are touched; on GPUs that happens when the record is read.
+        Raises NotFinite on CPU ranks, before the weights change. On GPUs reading the record raises it.
         """
         with phase("optimizer"):
             norm = self.sharded_model.grad_norm(self.device)
@@ -329,7 +341,7 @@ class TrainingStep:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`.
 
-        Return the norm before, without waiting for it.
+        Return the norm before scaling, as a tensor. The host does not wait for it.
         """
         norm = self.grad_norm()
         with phase("optimizer"):
@@ -339,9 +351,9 @@ class TrainingStep:
     def update(self, *, late: bool = False) -> None:
         """Make the optimizer's step. With a scaled loss, skip it if a gradient is not finite on any rank.
 
-        A skipped step counts as made. With a scaled loss the record gets loss_scale, that of this step, and skipped, 1
-        if nothing changed. late: wait for what other ranks updated only when it is read, at the latest in the next
-        step. This is only for callers that hold no weight themselves.
+        A skipped step counts as a step. With a scaled loss the record gets loss_scale, the scale of this step, and
+        skipped, 1 if the step was skipped. late: wait for the weights that other ranks updated only when they are read,
+        at the latest in the next step. This is only for callers that have stored no weight.
         """
         made = True
         if self.precision.pending:
@@ -350,7 +362,7 @@ class TrainingStep:
         with self.integrity.changing() if made else nullcontext(), self._counting(update=True):
             if made:
                 if self.builder.template.draws:
-                    seed_step(self.seed, self.ledger.step, SHARED)  # replicas draw the same
+                    seed_step(self.seed, self.ledger.step, SHARED)  # replicas draw the same numbers
                 self.optimizer.step()
             self.sharded_model.after_step()
             if not late:
@@ -362,15 +374,15 @@ class TrainingStep:
         self.ledger.made()
 
     def note_versions(self) -> None:
-        """Note which values the parts of weights have now, because this library has changed them."""
+        """Note the versions of split weights, after nbkit has changed them: see `warn_if_changed`."""
         if self._parts:
             self._changes = [p._version for p in self._parts]
 
     @property
     def _is_counted(self) -> bool:
-        """Return True if this step is counted: the second one, since the first makes what later steps reuse.
+        """Return True if this step is measured. It is the second one, because the first prepares things for later ones.
 
-        The steps of a trial are taken back. They are counted unless that was done before.
+        Steps of a trial are measured only if the strategy was not measured before.
         """
         return self._made == 1 and not (self.ledger.is_silent and self._strategy in self.ledger.counts)
 
@@ -378,7 +390,7 @@ class TrainingStep:
         return self._count.part(update=update) if self._count is not None else nullcontext()
 
     def warn_if_changed(self) -> None:
-        """Warn, once, if weights were changed since the last step while no rank has the whole of them."""
+        """Warn, once, if the user has changed split weights since the last step."""
         if not self._changes or [p._version for p in self._parts] == self._changes:
             return
         self._parts, self._changes = [], []
@@ -391,20 +403,19 @@ class TrainingStep:
             )
 
     def boundary(self) -> None:
-        """Read the numbers of the step before last, and serve what all ranks agreed on. Call it between two steps.
+        """Read the results of the step before last, and serve agreed requests. Call it between two steps.
 
-        If somebody is told of them, read those of the last step: who looks at the model then sees the model of that
-        step.
+        With `at_once` of the ledger, read the results of the last step, so that a callback sees the model of this step.
         """
         keep = 0 if self.ledger.at_once else 1
         self.ledger.settle(keep=keep)
         if self.ledger.acts:
-            self.sharded_model.data.settle()  # a live cell may hold weights
+            self.sharded_model.data.settle()  # a live cell may read weights
         self.ledger.settle(keep=keep, act=True)
 
     @torch.no_grad()
     def evaluate(self, shard: Shard) -> Tensor:
-        """Return (summed loss, weight) of this rank's rows; zeros if another rank counts them.
+        """Return (summed loss, weight) of this rank's rows, in float64; zeros if another rank counts these rows.
 
         The module is in eval mode.
         """

@@ -1,15 +1,15 @@
-"""The numbers of a step, from the device to the record.
+"""Sum the results of a step over the ranks, and bring them from the device into the record.
 
-`StepReduction` is the small reduction that every step makes: loss, weight, requests, who was not finite, how long it
-took. It is one all-reduce of a few float64. It is launched before the backward pass of the last micro-batch, to hide
-behind it. In a pipeline on CPU ranks it is launched as soon as no other rank waits for this one. In a pipeline on GPUs,
-and while a backup of the step before is under way (see replace/backup.py), it is launched after the last operation. If
-all ranks are in one pipeline, the messages by which its stages meet at the end of a step carry the numbers. From GPUs
-it is read one step later, so that no host waits for its device. CPU ranks wait for it before their update; it is
-launched early, so mostly it has arrived by then.
+`StepReduction` is the small reduction of every step: loss, weight, requests, ranks with values that are not finite,
+seconds. It is one all-reduce of a few float64 numbers. It is launched before the backward pass of the last micro-batch,
+so that it overlaps with it. In a pipeline on CPU ranks it is launched as soon as no other rank waits for this one. In a
+pipeline on GPUs, and while a backup is being sent (see replace/backup.py), it is launched after the last operation. If
+all ranks are in one pipeline, the messages at the end of a step, by which its stages meet, carry the numbers. On GPUs
+the result is read one step later, so that the host does not wait for the device. CPU ranks wait for it before their
+update. It is launched early, so it has mostly arrived by then.
 
-A `DeviceScalar` is copied from the device to the host. Reading it waits for its own copy, not for later device work. A
-`Pending` is a step whose numbers are still on their way to this rank.
+A `DeviceScalar` is copied from the device to the host. Reading it waits for its own copy, but not for later work of the
+device. A `Pending` is a step whose results have not been read yet.
 """
 
 from __future__ import annotations
@@ -44,43 +44,44 @@ class DeviceScalar:
             self._host, self._copied = accelerator().fetch(tensor)
 
     def arrived(self) -> bool:
-        """Return True if the tensor is on the host already. Any thread."""
+        """Return True if the tensor is on the host already. From any thread."""
         return self._copied is None or bool(self._copied.query())
 
     def read(self) -> Tensor:
-        """Return the tensor on the host; waits until it is there."""
+        """Return the tensor on the host. Waits for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
 
 
 def to_host_async(number: float | Tensor) -> float | DeviceScalar:
-    """Return `number` as it is now, whatever is written over it later. One on a GPU is not waited for."""
+    """Return the present value of `number`, which may be overwritten later. Does not wait for a GPU."""
     if isinstance(number, Tensor) and accelerator().holds(number):
         return DeviceScalar(number.detach())
     return float(number)
 
 
 def ready(number: float | DeviceScalar) -> float:
-    """Return the number; waits until it is there."""
+    """Return the number. Waits for the copy."""
     return float(number.read()) if isinstance(number, DeviceScalar) else number
 
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
-_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _ROUTED, _EACH = range(8)  # of each rank
+_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _ROUTED = range(7)  # per rank; the last also per layer
 _NOT_FINITE, _ENDS, _DATA_ENDS = 1, 2, 4  # flags of a rank
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Numbers of a step that all ranks know.
+    """The results of a step, equal on all ranks.
 
-    loss: of the whole global batch. weighted: the loss function gave (sum, weight). held: how many ranks hold the
-    request asked about, and have made for it what each makes by itself; ready: how many of them lack nothing.
-    not_finite: ranks whose own loss or weight was NaN or infinite. ends: a rank was told that the training is to end.
-    seconds, fingerprints: one per rank. whole: the gradients are sums over all ranks; False if the reduction was broken
-    off. backup: seconds of it on the slowest rank. data_ends: see Shard.ends, of any rank. counted: bytes at the peak
-    and bytes sent, of the ranks with most; 0 if not counted yet. routed: see `StepReduction.launch`, one per rank.
+    loss: the loss of the whole global batch. weighted: the loss function returned (sum, weight). held: the number of
+    ranks that hold the next request and have prepared their own part of it. ready: the number of these ranks that are
+    completely prepared. not_finite: ranks whose own loss or weight was NaN or infinite. ends: a rank was told to end
+    the training. seconds, fingerprints: one value per rank. whole: the gradients are summed over all ranks; False if
+    the reduction was aborted. backup: seconds of a backup on the slowest rank. data_ends: see Shard.ends; True if it is
+    for any rank. counted: (peak bytes, sent bytes) of the ranks with most; 0 if not measured yet. routed: see
+    `StepReduction.launch`; one list per rank.
     """
 
     loss: float
@@ -97,18 +98,22 @@ class StepNumbers:
     ends: bool = False
     data_ends: bool = False
     counted: tuple[int, int] = (0, 0)
-    routed: list[int] = field(default_factory=list)
+    routed: list[list[int]] = field(default_factory=list)
 
 
 _on_devices: deque[weakref.ref[StepReduction]] = deque(maxlen=4)
-"""The newest reductions that the host does not wait for. More are never under way."""
+"""The newest reductions that the host does not wait for. There are never more at a time."""
 
 
 class StepReduction:
-    """Sums one step's numbers over the ranks. Only `read` waits for them."""
+    """Sums the results of one step over the ranks. Only `read` waits for them.
 
-    def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
+    layers: the number of layers whose experts are spread over ranks.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, device: torch.device, layers: int = 0) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        self._each = _ROUTED + layers
         self._work: dist.Work | None = None
         self._carried: Tensor | None = None
         self._underway: DeviceScalar | None = None
@@ -117,7 +122,7 @@ class StepReduction:
 
     def carried(self) -> Tensor:
         """Return memory for the numbers. The caller sums them over the ranks, between `launch` and `finish`."""
-        self._carried = torch.zeros(_SHARED + _EACH * self.world_size, dtype=torch.float64)
+        self._carried = torch.zeros(_SHARED + self._each * self.world_size, dtype=torch.float64)
         return self._carried
 
     def launch(
@@ -134,22 +139,23 @@ class StepReduction:
         ends: bool = False,
         data_ends: bool = False,
         counted: tuple[int, int] = (0, 0),
-        routed: int = 0,
+        routed: Sequence[int] = (),
     ) -> None:
         """Start the all-reduce.
 
-        loss_sum: this rank's summed loss on the device; weight: what it is divided by. stage: of the request asked
-        about (see step_boundary.Inbox). backup: seconds of the last one (see Backups). ends: this rank was told that
-        the training is to end. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts.
-        routed: the tokens that this rank's experts have computed in this step, whose own forward passes are made.
+        loss_sum: this rank's summed loss, on the device. weight: its divisor. stage: the state of the next request (see
+        step_boundary.Inbox). backup: seconds of the last backup (see Backups). ends: this rank was told to end the
+        training. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts.
+        routed: the tokens that this rank's experts have computed in this step, whose own forward passes are made; of
+        each layer.
 
-        Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
+        Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them pass zeros.
         """
-        slots = [0.0] * (_SHARED + _EACH * self.world_size)
+        slots = [0.0] * (_SHARED + self._each * self.world_size)
         slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
-        at = _SHARED + _EACH * self.rank
-        slots[at : at + _EACH] = seconds, 0, fingerprint, backup, *counted, routed
+        at = _SHARED + self._each * self.rank
+        slots[at : at + _ROUTED + len(routed)] = seconds, 0, fingerprint, backup, *counted, *routed
         told = _ENDS * ends + _DATA_ENDS * data_ends
         if accelerator().holds(self.device):
             if not isinstance(weight, Tensor):
@@ -161,7 +167,7 @@ class StepReduction:
             vector[at + _FLAGS] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
             _on_devices.append(weakref.ref(self))
         else:
-            # The host has the numbers: compute with them instead of a dozen operations on tensors.
+            # The numbers are on the host: plain arithmetic is faster than a dozen operations on tensors.
             slots[_LOSS], slots[_WEIGHT] = loss, weight = float(loss_sum), float(weight)
             slots[at + _FLAGS] = _NOT_FINITE * (not math.isfinite(loss + weight)) + told
             vector = torch.tensor(slots, dtype=torch.float64)
@@ -170,31 +176,31 @@ class StepReduction:
             self._work = dist.all_reduce(vector, async_op=True)
 
     def finish(self, canary: Tensor | None) -> None:
-        """Order what follows on the device behind the reduction, and start the copy to the host.
+        """Make later work of the device wait for the reduction, and start the copy to the host.
 
-        canary: of the gradients' reduction (see Replicas.finish); None if nothing was reduced.
+        canary: an element of the gradients' reduction (see Replicas.finish); None if no gradient was reduced.
         """
         if self._work is not None:
             self._work.wait()
             self._work = None
         if canary is None:
-            # An assignment would send the number from the host, and wait for it.
+            # Not an assignment, which would send the number from the host and wait for it.
             self._vector[_CANARY].fill_(ALIVE)
         else:
             self._vector[_CANARY] = canary
         self._underway = DeviceScalar(self._vector)
 
     def break_off(self) -> None:
-        """Note that the reduction is broken off, unless its result has arrived.
+        """Note that the reduction was aborted, unless its result has arrived.
 
-        Then the gradients are whole on no rank. The canary alone does not tell: it is one element, and others may have
-        come through another channel.
+        Then no rank has complete gradients. The canary does not show this: it is only one element, and others may use
+        another channel.
         """
         if self._numbers is None and (self._underway is None or not self._underway.arrived()):
             self._broken_off = True
 
     def per_weight(self, divided_by: float = 1.0) -> Tensor:
-        """Return `divided_by` / the weight of all ranks, on the device; 0 if nothing has weight.
+        """Return `divided_by` / the weight of all ranks, on the device; 0 if the weight is 0.
 
         Call it after `finish`.
         """
@@ -215,8 +221,8 @@ class StepReduction:
         return self._vector[_LOSS] * self.per_weight()
 
     def read(self) -> StepNumbers:
-        """Return the numbers on the host; waits until they are there."""
-        # CPU ranks ask twice: before the update whether the loss is finite, and a step later for the record.
+        """Return the results on the host. Waits for the copy."""
+        # CPU ranks read twice: before the update, to check the loss, and a step later, for the record.
         if self._numbers is None:
             self._numbers = self._read()
         return self._numbers
@@ -225,10 +231,10 @@ class StepReduction:
         assert self._underway is not None
         values = self._underway.read().tolist()
         if self._broken_off or values[_CANARY] != ALIVE or not all(map(math.isfinite, values[_WEIGHTED:])):
-            # Broken off on a device, where no call raises: the values were never summed, and may be anything.
+            # The reduction was aborted on a device, where no call raises. The values are arbitrary.
             none = [0] * self.world_size
             return StepNumbers(math.nan, 0.0, False, 0, 0, 0, [0.0 for _ in none], [], none, whole=False)
-        ranks = [values[_SHARED + column :: _EACH] for column in range(_EACH)]
+        ranks = [values[_SHARED + column :: self._each] for column in range(self._each)]
         weight = values[_WEIGHT]
         return StepNumbers(
             loss=values[_LOSS] / weight if weight > 0 else 0.0,
@@ -242,7 +248,7 @@ class StepReduction:
             fingerprints=[round(value) for value in ranks[_FINGERPRINT]],
             backup=max(ranks[_BACKUP]),
             counted=(round(max(ranks[_PEAK])), round(max(ranks[_SENT]))),
-            routed=[round(value) for value in ranks[_ROUTED]],
+            routed=[list(map(round, layers)) for layers in zip(*ranks[_ROUTED:], strict=True)],
             ends=any(round(flags) & _ENDS for flags in ranks[_FLAGS]),
             data_ends=any(round(flags) & _DATA_ENDS for flags in ranks[_FLAGS]),
         )
@@ -256,7 +262,7 @@ class StepResult:
 
     @property
     def loss(self) -> Tensor:
-        """Return the loss of the whole global batch, on the device, 0-dimensional, without waiting for it."""
+        """Return the loss of the whole global batch, as a 0-dimensional tensor on the device. Does not wait for it."""
         return self._reduction.loss  # computed on request: four operations that a Trainer does not need
 
 
@@ -269,15 +275,22 @@ def _break_off() -> None:
 breaking_off.append(_break_off)
 
 
-def _imbalance(routed: Sequence[int], mesh: Mesh) -> float:
-    """Return the most tokens that the experts of a rank computed, over the mean of the ranks.
+def _imbalance(routed: Sequence[Sequence[int]], mesh: Mesh, ep: int) -> float:
+    """Return the tokens that the slowest rank of each layer computed, summed over the layers, over those of the mean.
 
-    The stages of a pipeline may hold unequally many layers of experts, so the worst stage counts.
+    In every layer, the ranks that share experts wait for the one that was sent most. So the layers add up: one in which
+    this rank is the slowest does not make up for another in which that rank is. The worst stage of a pipeline counts,
+    and in it the worst group. routed: the tokens of each layer, by rank. ep: the ranks that share experts.
     """
-    stages: dict[int, list[int]] = {}
-    for rank, tokens in enumerate(routed):
-        stages.setdefault(mesh.index(rank)["pp"], []).append(tokens)
-    return max(max(each) * len(each) / sum(each) for each in stages.values() if any(each))
+    stages: dict[int, list[tuple[int, float]]] = {}
+    for group in mesh.shard_groups(ep)[0]:
+        layers = list(zip(*(routed[rank] for rank in group), strict=True))
+        most, mean = sum(map(max, layers)), sum(map(sum, layers)) / len(group)
+        stages.setdefault(mesh.index(group[0])["pp"], []).append((most, mean))
+    worst = (
+        max(most for most, _ in each) * len(each) / max(sum(mean for _, mean in each), 1e-9) for each in stages.values()
+    )
+    return max(worst)
 
 
 _OWN = ("step", "lr", "strategy", "seconds", "samples", "tokens")
@@ -285,11 +298,11 @@ _OWN = ("step", "lr", "strategy", "seconds", "samples", "tokens")
 
 @dataclass
 class Pending:
-    """A step whose numbers are under way.
+    """A step whose results have not been read yet.
 
-    mesh, strategy, parts: those the step was made under; parts: see Shard. asked: the number of the request its
-    reduction asked about. made: the optimizer took the step. remarks: words to add to the record. losses: of the
-    user's own; 0 if `backward` was given a batch.
+    mesh, strategy: the ones in force in this step. parts: see Shard. asked: the number of the request that its
+    reduction asked about. made: the optimizer has made the step. remarks: words for the record. losses: the number of
+    the user's losses; 0 if `backward` got a batch. ep: the number of ranks that share experts.
     """
 
     step: int
@@ -302,6 +315,7 @@ class Pending:
     strategy: str
     parts: Parts = None
     losses: int = 0
+    ep: int = 1
     extra: dict[str, float | DeviceScalar] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
     made: bool = False
@@ -309,7 +323,7 @@ class Pending:
     def add(self, numbers: Mapping[str, float | Tensor]) -> None:
         """Add numbers to the record.
 
-        Raises TrainingError for names that the record has already, and unless they are numbers.
+        Raises TrainingError for names that the record has already, and for values that are not single numbers.
         """
         if taken := [name for name in _OWN if name in numbers]:
             raise TrainingError(
@@ -328,7 +342,7 @@ class Pending:
                 raise TrainingError("log() takes numbers.", numbers=f"{name}: {value!r}") from None
 
     def record(self, numbers: StepNumbers) -> dict[str, Any]:
-        """Return the entry of `history`. seconds: the slowest rank's, from the previous step's loss to this one's.
+        """Return the entry of `history`. Its seconds are the slowest rank's, from the previous loss to this one.
 
         imbalance: see `_imbalance`, where experts are spread over ranks.
         """
@@ -340,7 +354,7 @@ class Pending:
             "seconds": max(numbers.seconds),
             "samples": self.samples,
             "tokens": numbers.tokens,
-            **({"imbalance": _imbalance(numbers.routed, self.mesh)} if any(numbers.routed) else {}),
+            **({"imbalance": _imbalance(numbers.routed, self.mesh, self.ep)} if any(map(any, numbers.routed)) else {}),
             **{name: ready(value) for name, value in self.extra.items()},
             **self.remarks,
         }

@@ -15,6 +15,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import nbkit
@@ -22,7 +23,7 @@ from nbkit.errors import NbkitError
 from nbkit.planner.exchange import overlap
 from nbkit.rank.parallel.experts import data_axis, dispatch
 from nbkit.rank.parallel.experts.find import find_routed
-from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
+from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.plan import ParallelPlan, make_plan
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -81,6 +82,19 @@ class ExpertsDrop(Experts):
         room = len(scores) // len(self.experts) if self.training else len(scores)
         for token, weights, expert in super().routed(scores):
             yield token[:room], weights[:room], expert
+
+
+class SkipsRows(Experts):
+    """A mixture that sends the tokens of some rows to no expert, and adds nothing to them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = (x[:, :1, 0] > 0).expand(x.shape[:2]).flatten()
+        return super().forward(x)
+
+    def routed(self, scores: Tensor) -> Any:
+        for token, weights, expert in super().routed(scores):
+            kept = self.kept[token]
+            yield token[kept], weights[kept], expert
 
 
 class PassesRowsBy(nn.Module):
@@ -184,7 +198,12 @@ REST = [
     ("top two", ("zero1", "tp")),
     ("dense", ("zero2",)),
 ]
+MOVED = ("dp=2 tp=2 ep=2 experts=0:0-3+1:1-2", "dp=2 cp=2 ep=2 experts=1:0-2", "dp=2 pp=2 ep=2 experts=0:0-3")
 CHANGED: dict[str, dict[str, Any]] = {"zero3": {"compute": nbkit.Compute(microbatch_size=2)}}
+CHANGED |= {strategy: {"compute": nbkit.Compute(recompute=True)} for strategy in MOVED}
+# Some forwards give nothing to a layer of experts.
+SPARSE = ("dp=4 ep=2", "zero3 ep=4")
+CHANGED |= {strategy: {"compute": nbkit.Compute(recompute=True, microbatch_size=1)} for strategy in SPARSE}
 
 
 def rows(count: int = 2 * BATCH) -> list[tuple[Tensor, Tensor]]:
@@ -251,7 +270,9 @@ HALVES = "dp=2 pp=2 ep=2 microbatches=4 schedule="
 # A micro-batch has one row here, so that some give nothing to a layer of experts.
 TOGETHER = [
     ("listed", (f"{HALVES}zbv", f"{HALVES}dualpipev")),
-    ("stacked", (f"{HALVES}zb", "dp=4 zero=3 shard=2 ep=2", "dp=4 zero=1 shard=2 ep=4")),
+    ("skipped", SPARSE),
+    ("stacked", (f"{HALVES}zb", "dp=4 zero=3 shard=2 ep=2", "dp=4 zero=1 shard=2 ep=4", *SPARSE)),
+    ("mixtral", MOVED),
 ]
 
 
@@ -262,13 +283,19 @@ def stacked_and_passed_by() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-MORE_MODELS = {"listed": lambda: Language(lambda: PassesRowsBy(Experts()), 4), "stacked": stacked_and_passed_by}
+MORE_MODELS = {
+    "listed": lambda: Language(lambda: PassesRowsBy(Experts()), 4),
+    "skipped": lambda: Language(SkipsRows),
+    "stacked": stacked_and_passed_by,
+}
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("case", TOGETHER)
-def test_spread_experts_go_with_a_backward_pass_in_halves_and_with_hsdp(case: tuple[str, tuple[str, ...]]) -> None:
+def test_spread_experts_go_with_halved_backward_passes_and_with_every_axis(
+    case: tuple[str, tuple[str, ...]],
+) -> None:
     found = run_ranks(trained, 4, [case], timeout=170)[0]
 
     assert {key: wrong for key, wrong in found.items() if not wrong < 1e-9} == {} and len(found) == len(case[1])
@@ -386,15 +413,18 @@ def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> 
 
 
 SHORT, CLIP = 19, 0.3
+# Experts stand at their own places, or at those of experts on other ranks.
 CHAIN = (
     "dp=4 ep=4",
-    "zero3 ep=2",
+    "ep=4 experts=0:0-2-3+1:1-3",
     "ddp",
-    "ep=2",
+    "zero3 ep=2 experts=0:0-3+1:1-2",
+    "zero3 ep=2",
+    "ep=2 experts=1:0-2",
     "zero3 shard=2 ep=2",
-    "zero3 ep=4",
+    "zero3 ep=4 experts=0:1-3",
     "zero1 ep=2",
-    "zero2 ep=2",
+    "zero2 ep=2 experts=0:0-2,1-3",
     "zero3",
     "ep=4",
     "ddp",
@@ -420,22 +450,25 @@ def clipped(build: Callable[[], nn.Module], steps: int) -> tuple[list[float], li
     return losses, norms, model
 
 
-def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str) -> dict[str, Any]:
-    """Train by switches, a save, a load and another strategy; return how far all of it is from one process."""
+def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str, recompute: bool) -> dict[str, Any]:
+    """Train by switches, a save, a load and another strategy; return how far all of it is from one process.
+
+    recompute: blocks, in the backward pass.
+    """
     asked: dict[str, Any] = {"data": rows(SHORT), "clip_norm": CLIP}
     losses, norms, model = clipped(MODELS[name], EPOCH * (len(chain) + 2))
-    trainer = made(MODELS[name], "ddp", compute=nbkit.Compute(microbatch_size=1), **asked)
+    trainer = made(MODELS[name], "ddp", compute=nbkit.Compute(microbatch_size=1, recompute=recompute), **asked)
     trainer.fit(EPOCH)
     for strategy in chain:
         trainer.switch(strategy)
         trainer.fit(EPOCH)
     trainer.save(Path(folder) / "saved")
-    again = made(MODELS[name], "ep=2", **asked)
+    again = made(MODELS[name], "ep=2", compute=nbkit.Compute(recompute=recompute), **asked)
     again.load(Path(folder) / "saved")
     collectives.set_mode("count")
     began = collectives.ring.end
     again.fit(EPOCH - 1)
-    routed = again.job.sharded_model.data.routed
+    routed = [dict(layer) for layer in again.job.sharded_model.data.routed]
     uneven = again.history[-1]["imbalance"]
     again.fit(1)
     calls = collectives.ring.between(began, collectives.ring.end)[0]
@@ -456,31 +489,35 @@ def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str) 
 
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize(
-    ("name", "chain"),
+    ("name", "chain", "recompute"),
     [
-        ("top two", CHAIN[:2]),
-        pytest.param("top two", CHAIN, marks=pytest.mark.long),
-        pytest.param("mixtral", CHAIN, marks=pytest.mark.long),
+        ("top two", CHAIN[:4], False),
+        pytest.param("top two", CHAIN[4:], False, marks=pytest.mark.long),
+        pytest.param("mixtral", CHAIN, False, marks=pytest.mark.long),
+        pytest.param("top two", CHAIN[:5], True, marks=pytest.mark.long),
+        pytest.param("mixtral", CHAIN[3:8], True, marks=pytest.mark.long),
     ],
 )
 def test_spread_experts_train_as_on_one_process_through_switches(
-    name: str, chain: Sequence[str], tmp_path: Path
+    name: str, chain: Sequence[str], recompute: bool, tmp_path: Path
 ) -> None:
-    found = run_ranks(through_the_chain, 4, name, chain, str(tmp_path), timeout=300)
+    found = run_ranks(through_the_chain, 4, name, chain, str(tmp_path), recompute, timeout=300)
 
     away = found[0]["away"]
     assert {key: off for key, off in away.items() if not off < 1e-9} == {}
     assert len(away) == EPOCH * (len(chain) + 2) + 2
-    # Two layers send each token to two experts, and back, forward and backward.
-    tokens = 2 * 4 * 2 * LENGTH * WIDTH * 8
+    # Two layers send each token to two experts, and back, forward and backward; a recomputed forward does so again.
+    tokens = 2 * (6 if recompute else 4) * 2 * LENGTH * WIDTH * 8
     assert 1 <= sum(rank["sent"] for rank in found) / (SHORT * tokens) <= 1.01
     assert 1 <= found[0]["predicted"][0] / (BATCH * tokens) <= 1.02
     # Each rank computes what its half of the experts was sent; no token is lost on the way.
-    held = [set(rank["routed"]) for rank in found]
-    computed = [sum(rank["routed"].values()) for rank in found]
-    assert held[0] == held[2] and held[1] == held[3] and not held[0] & held[1]
-    assert sum(computed) == BATCH * LENGTH * 2 * 2
-    assert found[0]["uneven"] == pytest.approx(4 * max(computed) / sum(computed))
+    held = [[set(layer) for layer in rank["routed"]] for rank in found]
+    computed = [[sum(layer.values()) for layer in rank["routed"]] for rank in found]
+    assert held[0] == held[2] and held[1] == held[3] and not held[0][0] & held[1][0]
+    assert sum(map(sum, computed)) == BATCH * LENGTH * 2 * 2
+    # In each layer, the ranks of a group wait for the one with most tokens.
+    waited = [sum(max(pair) for pair in zip(*computed[at : at + 2], strict=True)) for at in (0, 2)]
+    assert found[0]["uneven"] == pytest.approx(4 * max(waited) / sum(map(sum, computed)))
 
 
 def facts_of(build: Callable[[], nn.Module]) -> ModelFacts:
@@ -488,9 +525,9 @@ def facts_of(build: Callable[[], nn.Module]) -> ModelFacts:
     return ModelFacts(ModelShapes(skeleton_of(model)), routed=find_routed(model, lambda: model(stacked()[0][:2])))
 
 
-def stepped(facts: ModelFacts, strategy: str) -> StepProof:
+def stepped(facts: ModelFacts, strategy: str, **asked: Any) -> StepProof:
     """Return the comparison of a step with one process, with an optimizer that moves weights without gradient."""
-    plan, few = make_plan(Strategy.parse(strategy, 4), facts), [part[:2] for part in stacked()]
+    plan, few = make_plan(Strategy.parse(strategy, 4), facts, JobOptions(**asked)), [part[:2] for part in stacked()]
 
     def decayed(held: Mapping[str, nn.Parameter], plainly: bool) -> torch.optim.Optimizer:
         return torch.optim.SGD(held.values(), lr=0.1, momentum=0.9, weight_decay=0.1, foreach=False)
@@ -556,6 +593,17 @@ PLANTED: dict[str, tuple[str, Callable[[], Any]]] = {
     "each copy of an expert counts in the norm": ("top two", counted_as_one),
     "the norm is that of one rank": ("mixtral", norm_of_one_rank),
 }
+
+
+@pytest.mark.parametrize("name", ["top two", "one layer", pytest.param("mixtral", marks=pytest.mark.long)])
+def test_recomputed_experts_and_experts_at_other_places_train_as_on_one_process(name: str) -> None:
+    facts = facts_of(MODELS[name])
+
+    for strategy in ("dp=4 ep=2 experts=0:0-3", "zero3 ep=4 experts=0:0-3-2"):
+        for recompute in (False, True):
+            assert stepped(facts, strategy, recompute=recompute) == StepProof(), (strategy, recompute)
+
+
 SAMPLE = ("gradients of experts are not summed", "an expert without tokens gets a gradient of zeros")
 
 
@@ -572,7 +620,17 @@ def test_a_step_with_spread_experts_shows_each_planted_bug(bugs: Sequence[str]) 
             assert stepped(facts[name], "dp=4 ep=2").refusal is not None, bug
 
 
-MOVES = ("ddp", "ep=4", "zero3 ep=2", "zero3 shard=2 ep=2", "zero1 ep=2", "zero2", "ep=2")
+MOVES = (
+    "ddp",
+    "ep=4",
+    "ep=4 experts=0:0-2-3+1:1-3",
+    "zero3 ep=2",
+    "zero1 ep=2 experts=1:0-2",
+    "zero3 shard=2 ep=2",
+    "zero1 ep=2",
+    "zero2",
+    "ep=2",
+)
 
 
 @pytest.mark.parametrize("name", ["top two", pytest.param("mixtral", marks=pytest.mark.long)])
@@ -623,6 +681,16 @@ class Twice(Experts):
             yield token[half:], weights[half:], expert
 
 
+class Checkpointed(Language):
+    """A model that recomputes its layers itself."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
 def test_experts_that_cannot_be_spread_are_refused_with_the_reason() -> None:
     def refusal(build: Callable[[], nn.Module], strategy: str) -> str:
         return str(nbkit.check(build, strategy, stacked(), 4, loss=loss))
@@ -631,3 +699,5 @@ def test_experts_that_cannot_be_spread_are_refused_with_the_reason() -> None:
     assert "has no module whose weights are stacked" in refusal(lambda: nn.Embedding(VOCAB, VOCAB).double(), "ep=2")
     assert "ep 4, 3 experts in a layer" in refusal(lambda: Language(lambda: Experts(3)), "ep=4")
     assert "it calls an expert twice" in refusal(lambda: Language(Twice), "ep=2")
+    assert "layer 1, expert 6; the model has 6 experts" in refusal(Language, "ep=2 experts=0:1-5+1:2-6")
+    assert "compute=nbkit.Compute(recompute=True) does the same" in refusal(Checkpointed, "ep=2")

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import quiet
+from pretend import join
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.pipeline.executor import Barrier, Pipeline
-from nbkit.rank.parallel.pipeline.p2p import edge_groups
 from nbkit.rank.telemetry import collectives
 from nbkit.schedules import BUILT_IN, Schedule
 
@@ -85,13 +85,13 @@ def test_a_step_of_one_pipeline_makes_no_reduction_of_its_own_for_its_numbers() 
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def order(world: Any, edges: bool) -> dict[str, list[str]]:
+def order(world: Any, ordered: dist.ProcessGroup | None = None) -> dict[str, list[str]]:
     """Return what this rank does in a run of each schedule, with "told" among its operations."""
-    rank, own = world.place.rank, edge_groups([(0, 1)], world.place.rank, always=True) if edges else {}
+    rank = world.place.rank
     found = {}
     for name in BUILT_IN:
         done: list[str] = []
-        pipeline = Pipeline(Schedule.of(name, 2, 4), dist.group.WORLD, rank, torch.device("cpu"), edges=own)
+        pipeline = Pipeline(Schedule.of(name, 2, 4), dist.group.WORLD, rank, torch.device("cpu"), ordered=ordered)
         weight, last = nn.Parameter(torch.ones(3)), pipeline.schedule.num_stages - 1
 
         def forward(
@@ -117,7 +117,7 @@ def order(world: Any, edges: bool) -> dict[str, list[str]]:
 
 
 def test_what_a_rank_tells_follows_its_last_forward_and_its_last_message() -> None:
-    first, second = run_ranks(order, 2, False)
+    first, second = run_ranks(order, 2)
     for name in BUILT_IN:
         for done in (first[name], second[name]):
             assert done.count("told") == 1
@@ -128,9 +128,14 @@ def test_what_a_rank_tells_follows_its_last_forward_and_its_last_message() -> No
     assert second["1f1b"][-2:] == ["B1", "told"]
 
 
-def test_on_channels_of_their_own_ranks_tell_at_the_end() -> None:
-    """NCCL works so: the device waits for what ranks tell each other, and there is no barrier."""
-    for found in run_ranks(order, 2, True):
+def order_under_nccl(rank: int) -> dict[str, list[str]]:
+    world, _ = join(rank, 2)
+    return order(world, dist.new_group([0, 1]))
+
+
+def test_under_nccl_ranks_tell_at_the_end() -> None:
+    """The device waits for what ranks tell each other, and there is no barrier."""
+    for found in run_ranks(order_under_nccl, 2, join=False):
         assert all(done[-1] == "told" for done in found.values())
 
 

@@ -201,7 +201,7 @@ def test_the_owner_of_whole_tensors_is_replaced_from_its_backup() -> None:
     check(found, WITH_OWNERS, run_ranks(undisturbed_muon, 1)[0])
 
 
-SPREAD = [Case("ep=2", 1, "backward"), Case("ep=4", 2, "forward"), Case("zero3 ep=2", 0, "updated")]
+SPREAD = [Case("ep=2", 1, "backward"), Case("ep=4 experts=0:0-3+1:1-2", 2, "forward"), Case("zero3 ep=2", 0, "updated")]
 
 
 class Routed(nn.Module):

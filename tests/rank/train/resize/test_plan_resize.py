@@ -18,6 +18,8 @@ from nbkit.strategy import Strategy
         ("dp=2 pp=2 schedule=zbv microbatches=4", 4, 2, "pp=2 schedule=zbv microbatches=4"),
         ("dp=4 zero=3 shard=2", 4, 8, "dp=8 zero=3 shard=2"),
         ("dp=4 zero=3 shard=2", 4, 2, "dp=2 zero=3"),
+        ("ep=2 experts=0:0-3", 4, 2, "dp=2 ep=2 experts=0:0-3"),
+        ("ep=2 experts=0:0-3", 4, 3, "dp=3"),
         ("speeds=2:1:1:1", 4, 8, "dp=8"),
     ],
 )

@@ -1,0 +1,165 @@
+"""Attach to unchanged programs of six libraries, and compare the parts of their steps with those of nbkit's Trainer.
+
+The programs and the Trainer train the same model with the same data, over a loopback interface that `tc tbf` slows
+down. The model and the loader sleep, so that load of the machine changes little (bench/telemetry/libraries.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from bench.rigs.kernel import environment
+from bench.settings import Settings
+from bench.slow.slow_link import limited
+from bench.table import Row, absolute, skipped
+from nbkit import job_folder
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster.job import AttachedJob
+from nbkit.notebook.run.reader import read_run
+from nbkit.records.record_file import newest_run
+
+PROGRAMS = {
+    "ddp": ("plain DDP", ""),
+    "fsdp2": ("FSDP2", ""),
+    "accelerate": ("Accelerate", "accelerate"),
+    "lightning": ("Lightning", "lightning"),
+    "hf_trainer": ("Trainer of transformers", "transformers"),
+    "trl": ("SFTTrainer of TRL", "trl"),
+}
+"""Function in libraries.py -> (its name in the table, the package that it needs)."""
+OWN = {"fsdp2": "nbkit_zero3"}
+"""Where it is not the Trainer under ddp."""
+PARTS = ("compute", "exposed", "waiting", "data")
+STEPS = 30
+"""The picture shows medians of 20 steps. The first steps are left out."""
+ATTACHED, ATTACH_SECONDS = 5, 1.0
+MBIT = 100
+WITHIN, COUNTS = 0.1, 0.01
+"""A part has to be within so much of nbkit's own. COUNTS: seconds from which on a part is compared."""
+READY_SECONDS = 300.0
+
+Parts = dict[tuple[int, str], float]  # (rank, part) -> seconds
+
+
+def run(settings: Settings) -> list[Row]:
+    """Return two rows for each program: how far its parts are off, and how long it takes to attach."""
+    if settings.isolated:
+        with limited(MBIT) as slow:
+            if slow:
+                return _rows(settings.folder)
+    return [skipped("parts of a step, attached", "nbkit's Trainer", "no private network namespace here")]
+
+
+def _rows(folder: Path) -> list[Row]:
+    rows: list[Row] = []
+    own: dict[str, Parts] = {}
+    for program, (name, needs) in PROGRAMS.items():
+        if needs and find_spec(needs) is None:
+            rows.append(skipped(f"parts of a step, {name}, attached", "nbkit's Trainer", f"no {needs} here"))
+            continue
+        trainer = OWN.get(program, "nbkit_ddp")
+        if trainer not in own:
+            own[trainer] = _of_trainer(folder / trainer, trainer)
+        parts, seconds = _of_program(folder / program, program)
+        rows += [
+            _row(name, parts, own[trainer]),
+            absolute(f"%cluster attach --job, {name}, with its table", seconds, ATTACH_SECONDS, "s"),
+        ]
+    return rows
+
+
+def _of_trainer(folder: Path, program: str) -> Parts:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with _running(folder, program, *torchrun) as goes_on:
+        while goes_on():
+            if (found := newest_run(folder / "runs")) and (parts := _parts(found)):
+                return parts
+    raise AssertionError
+
+
+def _of_program(folder: Path, program: str) -> tuple[Parts, list[float]]:
+    """Return the parts of its steps, and the seconds of each time that a notebook attaches to it."""
+    os.environ["NBKIT_HOME"] = str(folder / "home")
+    with _running(folder, program, sys.executable, "-m", "nbkit", "run", "-n", "2") as goes_on:
+        while goes_on():
+            if not (names := job_folder.names()) or not _parts(job_folder.folder_of(names[0])):
+                continue
+            seconds = []
+            for _ in range(ATTACHED):
+                began = time.perf_counter()
+                job = AttachedJob.attach()
+                repr(job)
+                seconds.append(time.perf_counter() - began)
+            return _parts(job.folder), seconds
+    raise AssertionError
+
+
+@contextmanager
+def _running(folder: Path, program: str, *command: str) -> Iterator[Callable[[], bool]]:
+    """Run a program. Yield a function that waits a moment and returns True, or raises RuntimeError if it has ended."""
+    folder.mkdir()
+    script = Path(__file__).with_name("libraries.py")
+    with open(folder / "log", "wb") as log:
+        env = environment(folder) | {"OMP_NUM_THREADS": "1", "NBKIT_HOME": str(folder / "home")}
+        started = subprocess.Popen(
+            [*command, str(script), program], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+        )
+    deadline = time.monotonic() + READY_SECONDS
+
+    def goes_on() -> bool:
+        time.sleep(0.5)
+        if started.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"{program}: {(folder / 'log').read_text()[-3000:]}")
+        return True
+
+    try:
+        yield goes_on
+    finally:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+
+
+def _parts(run: Path) -> Parts:
+    """Return the medians of a run's newest steps; {} before it has made enough of them."""
+    try:
+        picture = read_run(run).picture()
+    except UsageError:
+        return {}
+    if picture.get("step", 0) < STEPS or len(picture["ranks"]) < 2:
+        return {}
+    names = ("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other")
+    return {
+        (rank, name): seconds
+        for rank, _, *parts in picture["ranks"]
+        for name, seconds in zip(names, parts, strict=True)
+        if name in PARTS
+    }
+
+
+def _row(name: str, parts: Parts, own: Parts) -> Row:
+    off = {at: parts[at] / seconds - 1 for at, seconds in own.items() if seconds >= COUNTS}
+    rank, part = worst = max(off, key=lambda at: abs(off[at]))
+    return Row(
+        f"parts of a step, {name}, attached",
+        f"{_spoken(parts)}; {part} of rank {rank} is off by {off[worst]:+.1%}",
+        f"nbkit's Trainer {_spoken(own)}",
+        f"{1 + off[worst]:.3f}",
+        "",
+        f"each part within {WITHIN:.0%}",
+        abs(off[worst]) <= WITHIN,
+        {"nbkit": list(parts.values()), "Trainer": list(own.values())},
+    )
+
+
+def _spoken(parts: Parts) -> str:
+    """Return the parts of each rank in ms."""
+    ranks = sorted({rank for rank, _ in parts})
+    return "; ".join(" ".join(f"{parts[rank, part] * 1e3:.0f}" for part in PARTS) for rank in ranks) + " ms"

@@ -1,0 +1,86 @@
+"""experts=0:1-5: experts that stand at each other's places, so that no rank holds the most popular ones alone.
+
+With E experts and ep=n, rank i of a group holds the experts at the i-th part of E places, in each layer. Each expert
+stands at the place of its own number, unless this key says otherwise. `nbkit.Recovery(balance=True)` sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import ClassVar
+
+from nbkit.errors import StrategyError
+from nbkit.techniques.key import AnyStrategy, Key
+from nbkit.tensor_layout import bounds
+
+Moved = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
+"""(number of a layer, cycles of experts): at the place of each expert of a cycle stands the next one."""
+
+
+class MovedExpertsKey(Key):
+    """Layers as ``0:1-5,2-7+3:0-4``: in layer 0, experts 1 and 5 stand at each other's places, and so do 2 and 7.
+
+    Each is at its own place if it is not given.
+    """
+
+    name = "experts"
+    neutral: ClassVar[Moved] = ()
+    is_field = True
+
+    def parse(self, text: str) -> Moved:
+        found: dict[int, list[list[int]]] = {}
+        for word in filter(None, text.split("+")):
+            layer, _, cycles = word.partition(":")
+            parts = [layer, *cycles.replace(",", "-").split("-")]
+            if not all(part.isascii() and part.isdecimal() for part in parts) or len(set(parts[1:])) < len(parts[1:]):
+                raise StrategyError(
+                    f"experts={word} does not say which experts stand at each other's places.",
+                    numbers="the number of a layer, then experts by number, each once",
+                    hint="experts=0:1-5,2-7   exchanges 1 and 5, and 2 and 7, in layer 0",
+                )
+            found[int(layer)] = [[int(expert) for expert in cycle.split("-")] for cycle in cycles.split(",")]
+        return canonical(found)
+
+    def spell(self, value: Moved) -> str:
+        return "+".join(f"{layer}:{','.join('-'.join(map(str, cycle)) for cycle in cycles)}" for layer, cycles in value)
+
+    def no_effect(self, value: Moved, strategy: AnyStrategy) -> str:
+        return "because ep is 1" if strategy.ep == 1 else ""
+
+
+def canonical(moved: Mapping[int, Sequence[Sequence[int]]]) -> Moved:
+    """Return `moved`, by layer, in the one form that says the same: each cycle begins with its least expert."""
+    found = []
+    for layer, cycles in sorted(moved.items()):
+        turned = [(*cycle[(at := cycle.index(min(cycle))) :], *cycle[:at]) for cycle in cycles if len(cycle) > 1]
+        found += [(layer, tuple(sorted(turned)))] * bool(turned)
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)  # a table of strategies asks for it many times
+def experts_of(moved: Moved, layer: int, count: int, ranks: int, index: int) -> tuple[int, ...]:
+    """Return which of the `count` experts of a layer rank `index` of `ranks` holds, in ascending order."""
+    places = list(range(count))
+    for cycle in dict(moved).get(layer, ()):
+        for expert, following in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
+            places[expert] = following
+    return tuple(sorted(places[slice(*bounds(count, ranks, index))]))
+
+
+def moved_to(held_by: Mapping[int, Sequence[Sequence[int]]]) -> Moved:
+    """Return the value of the key with which each rank holds these experts, of each layer. As few as can be move."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for layer, ranks in held_by.items():
+        count, stands = sum(map(len, ranks)), dict[int, int]()
+        for index, own in enumerate(ranks):
+            home = range(*bounds(count, len(ranks), index))
+            free, coming = [n for n in home if n not in own], sorted(set(own) - set(home))
+            stands |= dict(zip(free, coming, strict=True))
+        found[layer] = []
+        while stands:
+            cycle = [min(stands)]
+            while (following := stands.pop(cycle[-1])) != cycle[0]:
+                cycle.append(following)
+            found[layer].append(tuple(cycle))
+    return canonical(found)

@@ -1,0 +1,70 @@
+"""Inside of fit, Python collects garbage between two steps alone, and at the same ones on all ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from typing import Any
+
+import pytest
+from jobs import quiet
+from ranks import run_ranks
+
+
+class Cycle:
+    """An object that only the garbage collection frees."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def collected(world: Any) -> list[tuple[int, int]]:
+    """Return (finished steps, generation) of each collection in a fit whose first rank makes much garbage."""
+    found: list[tuple[int, int]] = []
+    alive: list[weakref.ref[Cycle]] = []
+
+    def makes_garbage(trainer: Any, record: dict[str, Any]) -> None:
+        assert not gc.isenabled()
+        assert not any(one() for one in alive)  # no cycle of an earlier step is left
+        alive[:] = [weakref.ref(Cycle()) for _ in range(5000 * (world.place.rank == 0))]
+
+    def noted(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            found.append((trainer.step, info["generation"]))
+
+    trainer = quiet(callbacks=[makes_garbage])
+    trainer.fit(1)
+    gc.callbacks.append(noted)
+    trainer.fit(until=52)
+    gc.callbacks.remove(noted)
+    assert gc.isenabled()
+    return [one for one in found if one[0] > 1]
+
+
+def test_ranks_collect_after_the_same_steps() -> None:
+    first, second = run_ranks(collected, 2)
+    assert first == second == [(step, int(step == 50)) for step in range(2, 53)]
+
+
+def afterwards(world: Any) -> list[bool]:
+    """Return whether Python collects by itself after a fit that failed, and after one whose user had disabled it."""
+
+    def forks(trainer: Any, record: dict[str, Any]) -> None:
+        if (child := os.fork()) == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        if os.waitpid(child, 0)[1] != 0 or gc.isenabled():
+            raise RuntimeError("a worker of the data would collect nothing")
+        if record["step"] == 2:
+            raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        quiet(callbacks=[forks]).fit(3)
+    found = [gc.isenabled()]
+    gc.disable()
+    quiet().fit(2)
+    return [*found, gc.isenabled()]
+
+
+def test_it_goes_on_as_before_after_a_fit_and_after_an_error() -> None:
+    assert run_ranks(afterwards, 1) == [[True, False]]

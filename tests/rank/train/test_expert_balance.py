@@ -1,0 +1,156 @@
+"""Where a router prefers some experts, they are exchanged between ranks, and the training stays that of one process."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from jobs import heard
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import nbkit
+from nbkit.mesh import Mesh
+from nbkit.rank.train.builder import Builder
+from nbkit.rank.train.step.step_stats import _imbalance
+
+EXPERTS, WIDTH, LENGTH, BATCH, STEPS = 16, 8, 48, 16, 20
+POPULAR = [24, 20, 16, 14, 9, 8, 7, 6, 5, 4, 4, 3, 3, 2, 2, 1]
+"""Out of 128 tokens, those that go to each expert. Rank 0 of 4 computes 2.3 times the mean."""
+
+
+class Expert(nn.Linear):
+    """An expert that takes time in proportion to its tokens."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(Expert.seconds * len(x))
+        return super().forward(x).tanh()
+
+
+class Skewed(nn.Module):
+    """A layer whose router prefers the first experts, or the last."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.weight, self.experts = nn.Linear(WIDTH, 1), nn.ModuleList(Expert(WIDTH, WIDTH) for _ in range(EXPERTS))
+        numbers = [n for n, times in enumerate(POPULAR) for _ in range(times)]
+        self.register_buffer("choices", torch.tensor([EXPERTS - 1 - n for n in numbers] if turned else numbers))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        tokens, choice = x.flatten(0, 1), self.choices[ids.flatten()]
+        given = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            if len(mine := (choice == number).nonzero().flatten()):
+                given = given.index_add(0, mine, expert(tokens[mine]) * self.weight(tokens[mine]).sigmoid())
+        return x + given.view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(sum(POPULAR), WIDTH), nn.Linear(WIDTH, 5)
+        self.first, self.second = Skewed(False), Skewed(True)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.head(self.second(self.first(x, ids), ids).mean(1))
+
+
+def rows() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(2)
+    return [
+        (torch.randint(sum(POPULAR), (LENGTH,), generator=draw), torch.randint(5, (), generator=draw))
+        for _ in range(4 * BATCH)
+    ]
+
+
+def trained(world: Any, folder: str, strategy: str, balance: bool) -> dict[str, Any]:
+    trainer = nbkit.Trainer(
+        model=Model,
+        loss=F.cross_entropy,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        data=rows(),
+        batch_size=BATCH,
+        strategy=strategy,
+        seed=3,
+        log_dir=folder,
+        progress=balance,
+        recovery=nbkit.Recovery(balance=balance),
+    )
+    Expert.seconds = 1e-4 if balance else 0.0
+    events = heard(trainer, "rebalanced", "switch")
+    with redirect_stdout(StringIO()) as said:
+        trainer.fit(STEPS)
+    found = {"records": list(trainer.history), "strategy": str(trainer.strategy)}
+    found["said"] = said.getvalue()
+    found["events"] = [vars(event) for event in events]
+    found["weights"] = {name: p.detach().clone() for name, p in trainer.full_state_dict().items()}
+    return found
+
+
+@pytest.mark.long
+def test_experts_are_exchanged_until_ranks_compute_equally_many_tokens(tmp_path: Path) -> None:
+    found = run_ranks(trained, 4, str(tmp_path / "balanced"), "ep=4", True, timeout=170)
+    plain = run_ranks(trained, 4, str(tmp_path / "plain"), "ep=4", False, timeout=170)[0]
+    (alone,) = run_ranks(trained, 1, str(tmp_path / "alone"), "ddp", False)
+
+    ours = found[0]
+    uneven = [record["imbalance"] for record in ours["records"]]
+    # The router's tokens differ from step to step, so that a single step may be above the mean.
+    assert uneven[0] > 1.7 and sum(uneven[9:]) <= 1.15 * len(uneven[9:]), [uneven, ours["strategy"]]
+    moved = [event for event in ours["events"] if event["kind"] == "rebalanced"]
+    assert moved[0]["step"] <= 5 and all(event["experts"] and event["gain"] > 0.05 for event in moved)
+    assert "experts=0:" in ours["strategy"] and {one["strategy"] for one in found} == {ours["strategy"]}
+    assert f"{moved[0]['experts']} experts moved to other ranks after step {moved[0]['step']}: " in ours["said"]
+    for other in (plain, alone):
+        for mine, theirs in zip(ours["records"], other["records"], strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-12), mine
+        assert all(torch.allclose(p, ours["weights"][name], rtol=0, atol=1e-10) for name, p in other["weights"].items())
+
+
+def refused(world: Any, folder: str) -> dict[str, Any]:
+    """Train, where rank 1 has no room to build what the experts would move to."""
+    build, built = Builder.build, list[int]()
+
+    def without_room(builder: Builder, *given: Any, **how: Any) -> Any:
+        built.append(1)
+        if world.place.rank and len(built) > 1:
+            raise MemoryError("no room")
+        return build(builder, *given, **how)
+
+    with patch.object(Builder, "build", without_room), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = trained(world, folder, "ep=2", True)
+    said = [str(each.message) for each in caught if "balance=True" in str(each.message)]
+    return found | {"warned": said, "built": len(built)}
+
+
+@pytest.mark.long
+def test_a_move_that_a_rank_refuses_is_made_by_none_and_not_asked_for_again(tmp_path: Path) -> None:
+    found = run_ranks(refused, 2, str(tmp_path), timeout=120)
+
+    for rank, one in enumerate(found):
+        assert one["strategy"] == "dp=2 ep=2" and len(one["records"]) == STEPS and not one["events"]
+        assert one["built"] == 2 and len(one["warned"]) == (rank == 0)
+    assert "no room" in found[0]["warned"][0]
+
+
+def test_the_imbalance_is_that_of_the_layers_one_after_the_other() -> None:
+    # One layer prefers the experts of rank 0, the next those of rank 1: both ranks compute 40 tokens, and wait for 60.
+    assert _imbalance([[30, 10], [10, 30]], Mesh(dp=2), 2) == 1.5
+    assert _imbalance([[30, 30], [10, 10]], Mesh(dp=2), 2) == 1.5
+    assert _imbalance([[20, 20], [20, 20]], Mesh(dp=2), 2) == 1
+    # Of two groups, and of two stages, the worst.
+    assert _imbalance([[30], [10], [20], [20]], Mesh(dp=4), 2) == 1.5
+    assert _imbalance([[20, 0], [20, 0], [0, 30], [0, 10]], Mesh(dp=2, pp=2), 2) == 1.5
