@@ -48,7 +48,7 @@ class StepPhases:
         return isinstance(self.stop, int) or bool(self.stop.query())
 
     def intervals(self) -> list[tuple[str, int, int]]:
-        """Return (state, start, stop) in ns of perf_counter, without gaps. On CUDA the first start is by the host's clock."""
+        """Return (state, start, stop) in ns of perf_counter, without gaps. On CUDA the first start is of the host."""
         stamps = [self._ns(stamp) for _, stamp in self.laps] + [self._ns(self.stop)]
         return [
             (state, start, stop)
