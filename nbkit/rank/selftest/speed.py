@@ -36,8 +36,8 @@ _MODELS = tuple(
     GPTConfig(vocab=32_000, block=1024, layers=layers, heads=width // 64, width=width)
     for layers, width in ((18, 2048), (24, 1024), (12, 768))
 )
-# Bytes per parameter. _STATE: weights, gradients and both moments of AdamW in fp32. _BYTES: two models at once, and half
-# as much again for activations.
+# Bytes per parameter. _STATE: weights, gradients and both moments of AdamW in fp32. _BYTES: two models at once, and
+# half as much again for activations.
 _STATE = 16
 _BYTES = _STATE * 2 * 1.5
 
