@@ -345,7 +345,7 @@ class _Generation:
     def run(self) -> list[Tensor]:
         """Return the new tokens of each text."""
         if (group := self.model.axes.group("pp")) is not None:
-            meet_all(group, self.device)  # forms the connections for the broadcasts below
+            meet_all(group, self.device)  # connects the ranks for the broadcasts below
         with together() if self.cached else nullcontext():
             for start in range(0, self.tokens, _ROUNDS):
                 count = min(_ROUNDS, self.tokens - start)
