@@ -122,7 +122,7 @@ class DataHooks:
     """Functions that a job calls to control the source of its batches.
 
     position, go_to: return and set the position in the data.
-    fits: raises for a strategy that cannot cut the batch; else returns a text with the batch sizes.
+    fits: raises for a strategy that cannot cut the batch; else returns how it is cut (see BatchSplit).
     recut: called after the strategy has changed.
     remakes: True if the code that makes steps calls `proof.settled` in each step, and can make a step again.
     after: number of finished steps -> position, for a training that made all its steps on this data; None if unknown.
