@@ -37,7 +37,7 @@ _ENDS_IN_S = 0.2  # a thread that is not blocked ends within this time
 
 @dataclass(frozen=True)
 class ToRead:
-    """A request for one rank's rows of one batch. indices: of the data. epoch: for the data's set_epoch, if not None."""
+    """A request for one rank's rows of one batch. indices: of the data. epoch: for the data's set_epoch."""
 
     indices: tuple[int, ...]
     epoch: int | None
