@@ -94,7 +94,7 @@ def fsdp2() -> None:
 
     dist.init_process_group("cpu:gloo")
     model, data = Net(), rows()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=False)
     train(model, DataLoader(data, ROWS, sampler=DistributedSampler(data), collate_fn=collate))  # type: ignore[arg-type]
 
 
@@ -201,8 +201,8 @@ def nbkit_ddp(strategy: str = "ddp") -> None:
     ).fit(STEPS)
 
 
-def nbkit_zero3() -> None:
-    nbkit_ddp("zero3")
+def nbkit_zero2() -> None:
+    nbkit_ddp("zero2")
 
 
 if __name__ == "__main__":

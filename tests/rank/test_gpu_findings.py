@@ -430,6 +430,20 @@ def test_no_communicator_is_aborted_after_it_was_destroyed(lasting: list[dict[st
     assert [rank["leaving"] for rank in lasting] == ["", ""]
 
 
+def after_a_message(rank: int) -> list[str]:
+    """Return what communicators were split from, where two of three ranks have sent to each other before."""
+    join(rank, 3)
+    if rank < 2:
+        (dist.send if rank == 0 else dist.recv)(torch.ones(1), 1 - rank)
+    known = list(Communicator.everyone)
+    quiet(strategy="zero3", batch_size=6).fit(1)
+    return [one.parent.partition("/")[2] for one in Communicator.everyone if one.met and one not in known]
+
+
+def test_all_ranks_come_to_a_split_whatever_some_of_them_did_before() -> None:
+    assert run_ranks(after_a_message, 3, join=False) == [["all"]] * 3
+
+
 def test_a_rank_that_forms_a_group_alone_is_released() -> None:
     found = run_ranks(each, 2, [alone_in_new_group], join=False, timeout=60)
 

@@ -177,7 +177,8 @@ def split_from_world(group: dist.ProcessGroup) -> Iterator[None]:
         yield
         return
     if world.meeting is not None:  # a split blocks until all ranks are there, and cannot be broken off
-        world.meeting.at(f"split {len(world.meeting.been)}", world.size())
+        before = sum(place.startswith("split") for place in world.meeting.been)  # other places are of some ranks only
+        world.meeting.at(f"split {before}", world.size())
     own.options.split_from, own.options.split_color = source, min(group.members)  # type: ignore[attr-defined]
     try:
         yield

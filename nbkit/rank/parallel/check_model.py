@@ -1,7 +1,7 @@
-"""`nbkit.check(model, strategy)`: shows which module would be split how, and why not, before anything runs.
+"""`nbkit.check(model, strategy)` shows how each module would be split, and why not, before training runs.
 
-It runs in one process. It uses what a job uses when it is built: the tensor plan, the chain of blocks, the partition
-into stages, and the planner's arithmetic on the module tree. It sends nothing and needs no process group.
+It runs in one process, with the same code that builds a job: the tensor plan, the chain of blocks, the partition into
+stages, and the planner's arithmetic on the module tree. It sends nothing and needs no process group.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from nbkit.unfit_calls import says_what_it_takes
 
 
 def planner_facts(plan: ParallelPlan, *, batch: int | None = None, world: int | None = None) -> Facts:
-    """Return the facts that the planner needs. Heads and vocabulary are those of the tensor plan.
+    """Return the facts that the planner needs. Heads and vocabulary come from the tensor plan.
 
-    The blocks are those of the chain, or are guessed by structure if there is no chain.
+    The blocks come from the chain, or are guessed by structure if there is no chain.
     """
     strategy, model = plan.strategy, plan.facts.shapes.skeleton
     heads = kv_heads = vocab = None
     if strategy.tp > 1:
         undivided = plan.facts.tensor_plan(1, plan.options.tp_plan)
         counted = [pair.heads for pair in undivided.pairs if pair.heads is not None]
-        # If there are several attentions, take one whose heads do not divide.
+        # If there are several attentions, use one whose heads do not divide.
         counted.sort(key=lambda each: not (each.heads % strategy.tp or each.kv_heads % strategy.tp))
         if counted:
             heads = counted[0].heads
@@ -69,7 +69,7 @@ def planner_facts(plan: ParallelPlan, *, batch: int | None = None, world: int | 
 
 
 def findings(plan: ParallelPlan, *, batch: int | None = None, world: int | None = None) -> list[Finding]:
-    """Return all findings, errors first. A model that cannot be split at all also gives a finding."""
+    """Return all findings, errors first. An error in the plan of the model is also returned as a finding."""
     try:
         found = validate(plan.strategy, planner_facts(plan, batch=batch, world=world))
         return [*found, *_unproven(plan)]
@@ -78,9 +78,9 @@ def findings(plan: ParallelPlan, *, batch: int | None = None, world: int | None 
 
 
 def _unproven(plan: ParallelPlan) -> Iterator[Finding]:
-    """Yield findings for what stays whole although a tensor axis looks able to split it.
+    """Yield findings for modules that stay whole although a tensor axis looks able to split them.
 
-    Modules of one list that are alike are named once.
+    Equal modules of one list are named once.
     """
     if plan.strategy.tp == 1:
         return
@@ -101,7 +101,7 @@ def _unproven(plan: ParallelPlan) -> Iterator[Finding]:
 
 
 def warn_of(plan: ParallelPlan) -> None:
-    """Warn of findings that do not stop the run. Raise StrategyError, with the arithmetic, for what cannot run."""
+    """Warn about findings that do not stop the run. Raise StrategyError, with the arithmetic, for what cannot run."""
     strategy, options = plan.strategy, plan.options
     found = [*refuse(strategy, planner_facts(plan)), *_unproven(plan)]
     if strategy.microbatches is not None and options.cut:
@@ -118,7 +118,7 @@ def warn_of(plan: ParallelPlan) -> None:
 
 
 def warn_of_draws(plan: ParallelPlan) -> list[Finding]:
-    """Return findings about random numbers that each rank and each forward draws by itself."""
+    """Return findings about random numbers that each rank and each forward pass draws itself."""
     draws = plan.facts.draws
     unkeyed = draws.unkeyed if draws is not None else ()
     if not unkeyed or (plan.strategy.mesh.size == 1 and not plan.options.cut):
@@ -144,8 +144,8 @@ _SHARDS = {1: "optimizer state", 2: "gradients, optimizer state", 3: "parameters
 class Check:
     """The result of `check`: what a strategy does to a model.
 
-    rows: the rows of the table. findings: errors first, then other remarks. ok: True if there is no error. It displays
-    as a table, as text and in a notebook.
+    rows: the rows of the table. findings: errors first, then other remarks. ok: True if there is no error. It is
+    displayed as a table, as text and in a notebook.
     """
 
     strategy: Strategy
@@ -251,7 +251,7 @@ def _checked(
     except Exception as error:
         finder.set_facts(no_chain=f"{type(error).__name__}: {error}")
     facts = replace(finder.facts, looked=None)
-    plan = ParallelPlan(chosen, facts, options)  # what make_plan refuses is among the findings
+    plan = ParallelPlan(chosen, facts, options)  # reasons of make_plan to refuse are among the findings
     found += [*findings(plan, batch=rows), *warn_of_coupled(plan), *warn_of_draws(plan)]
     if facts.gathers is not None and chosen.shard > 1:
         found += [
@@ -274,7 +274,7 @@ def _checked(
 
 
 def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list[Finding]]:
-    """Return the strategy and its misfits. A strategy that does not fit the world is still shown, with the reason."""
+    """Return the strategy and why it does not fit the world. Such a strategy is still shown."""
     try:
         if world is not None:
             return Strategy.parse(strategy, world), []
@@ -366,7 +366,7 @@ def _stages(plan: ParallelPlan) -> dict[str, str]:
 
 
 def _guessed(name: str, names: Sequence[str], blocks: Sequence[str], ranges: Sequence[tuple[int, int]]) -> int:
-    """Return the stage of a parameter by its position: in a block, before the blocks, or behind them."""
+    """Return the stage of a parameter by its position: in a block, before the blocks, or after them."""
     for stage, (lo, hi) in enumerate(ranges):
         if any(name.startswith(f"{block}.") for block in blocks[lo:hi]):
             return stage

@@ -1,15 +1,15 @@
-"""Computes the head of a model and its cross entropy in pieces, so that no rank ever holds all logits.
+"""Compute the head of a model and its cross entropy in pieces, so that no rank ever holds all logits.
 
 The logits (samples, positions, vocabulary) of a language model are often its largest tensor. With
-`Compute(loss_chunks=n)` the head gives `ChunkedLogits`: the hidden states, and how logits are made of them. The usual
-steps of a loss (views, slices, casts, scaling, transposing) are noted. `F.cross_entropy` then takes a part of the
-positions at a time: it computes the logits of that part and their losses, and keeps only the hidden states. The
-backward pass computes the logits of each part again. So at any time there are logits, and gradients of logits, for one
-part in n. The head's matrix product is made three times instead of two, as in the chunked losses of torchtitan.
+`Compute(loss_chunks=n)` the head returns `ChunkedLogits`: the hidden states, and how logits are computed from them. The
+usual steps of a loss (views, slices, casts, scaling, transposing) are recorded. `F.cross_entropy` then processes a part
+of the positions at a time: it computes the logits of this part and their losses, and keeps only the hidden states. The
+backward pass computes the logits of each part again. So at any time, logits and their gradients exist for one of n
+parts. The head's matrix product is computed three times instead of two, as in the chunked losses of torchtitan.
 
-Any other operation gets all logits. It is right, and saves nothing; a warning says so.
+Any other operation gets all logits. This is correct, but saves no memory, and a warning says so.
 
-Under tp each part is split over the vocabulary as before (sharded_tensor.py), and sends its three numbers per position.
+With tp, each part is split over the vocabulary as before (sharded_tensor.py), and sends its three numbers per position.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nbkit.rank.parallel.tensor.sharded_tensor import ELEMENTWISE, SCALING, Shar
 
 
 def find_head(model: nn.Module, blocks: Collection[str], chunks: int) -> str:
-    """Return the name of the map to the vocabulary: the linear map outside of `blocks` that has the most outputs.
+    """Return the name of the map to the vocabulary: the linear map outside of `blocks` with the most outputs.
 
     Raises StrategyError if there is none.
     """
@@ -49,7 +49,7 @@ def find_head(model: nn.Module, blocks: Collection[str], chunks: int) -> str:
 
 
 def chunk_logits(head: nn.Module, whole_head: nn.Module, chunks: int) -> None:
-    """Make `head` give ChunkedLogits of `chunks` parts. In place. whole_head: the same map, not split by tp."""
+    """Make `head` return ChunkedLogits of `chunks` parts. In place. whole_head: the same map, not split by tp."""
     wrap(head, _ChunkedHead(head, sizes(whole_head)[1], chunks))
 
 
@@ -74,7 +74,7 @@ class _ChunkedHead(Wrapper):
         return ChunkedLogits(hidden, making, dtype)
 
     def _is_whole(self, name: str) -> None:
-        """Warn once that all logits are made in a pass that trains."""
+        """Warn once that a training pass computes all logits."""
         if torch.is_grad_enabled() and not self._warned:
             self._warned = True
             warnings.warn(
@@ -86,10 +86,10 @@ class _ChunkedHead(Wrapper):
 
 @dataclass(frozen=True)
 class _Making:
-    """A way to make logits of hidden states.
+    """A way to compute logits from hidden states.
 
-    logits_of: (N, width) -> (N, outputs), with `parameters`. steps: what was done to the logits since. is_whole: called
-    with the name of an operation that needs all logits.
+    logits_of: (N, width) -> (N, outputs), with `parameters`. steps: operations on the logits since then. is_whole:
+    called with the name of an operation that needs all logits.
     """
 
     logits_of: Callable[[Tensor], Tensor]
@@ -100,7 +100,7 @@ class _Making:
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states (..., width), split over the vocabulary under tp."""
+        """Return the logits of hidden states (..., width). With tp they are split over the vocabulary."""
         logits = self.logits_of(hidden)
         for step in self.steps:
             logits = step(logits)
@@ -108,9 +108,9 @@ class _Making:
 
 
 class ChunkedLogits(VocabShard):
-    """Logits that are not computed yet. part: the hidden states, with their features at the dim `along` of the classes.
+    """Logits that are not computed yet. part: the hidden states, with their features in the dim `along` of the classes.
 
-    It behaves like the logits. dtype: of the logits.
+    It behaves like the logits. dtype: the dtype of the logits.
     """
 
     called = "logits"
@@ -123,7 +123,7 @@ class ChunkedLogits(VocabShard):
         return made
 
     def like(self, part: Tensor, along: int | None = None) -> ChunkedLogits:  # type: ignore[override]
-        """Return logits of `part`, made in the same way."""
+        """Return logits of `part`, computed in the same way."""
         return ChunkedLogits(part, self._making, self.dtype, self.along if along is None else along)
 
     def gathered(self) -> Tensor:
@@ -138,7 +138,7 @@ class ChunkedLogits(VocabShard):
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note a usual step of a loss, or compute the cross entropy in pieces."""
+        """Record a usual step of a loss, or compute the cross entropy in pieces."""
         found = NotImplemented
         if args and isinstance(first := args[0], ChunkedLogits):
             rest = args[1:]
@@ -187,7 +187,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Return F.cross_entropy, computed for a part of the positions at a time; NotImplemented for its rare forms."""
+    """Return F.cross_entropy, computed for a part of the positions at a time, or NotImplemented for its rare forms."""
     of_classes = 0 if logits.ndim == 1 else 1
     if logits.along != of_classes or size_average is not None or reduce is not None:
         return NotImplemented

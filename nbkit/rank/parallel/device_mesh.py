@@ -1,4 +1,4 @@
-"""The process groups of a mesh, as seen from one rank. A group is made once and is reused by every later strategy."""
+"""The process groups of a mesh, for one rank. A group is created once and reused by every later strategy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MakeGroup = Callable[[str, list[tuple[int, ...]], int], dist.ProcessGroup | None
 """See `group_of`."""
 
 GroupKey = tuple[str, tuple[int, ...], int]
-"""The key of a group: (axis, its ranks in the world, how often groups had been forgotten when it was made)."""
+"""The key of a group: (axis, its ranks in the world, how often groups had been forgotten when it was created)."""
 
 _made: dict[GroupKey, dist.ProcessGroup] = {}
 _forgotten = 0
@@ -34,7 +34,7 @@ _made_in: weakref.ref[dist.ProcessGroup] | None = None
 
 
 def _forget_destroyed() -> None:
-    """Forget the groups of an earlier default group: user code has destroyed them with it, on all ranks alike."""
+    """Forget the groups of an earlier default group. User code has destroyed them with it, on all ranks."""
     global _made_in
     default: Any = dist.group.WORLD
     if _made_in is None or _made_in() is not default:
@@ -44,14 +44,15 @@ def _forget_destroyed() -> None:
 
 
 def key_of(axis: str, ranks: tuple[int, ...]) -> GroupKey:
-    """Return the key of the group that `group_of` would make or find now."""
+    """Return the key of the group that `group_of` would create or find now."""
     return axis, ranks, _forgotten
 
 
 def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
-    """Return this rank's group among `every`, or None if it would be alone or is in none. Collective over the world.
+    """Return this rank's group among `every`, or None if it is alone or in no group. All ranks of the world must call
+    it.
 
-    Every rank makes the same groups in the same order, even those it is not in, because torch requires it.
+    Every rank creates the same groups in the same order, including groups without this rank, because torch requires it.
     """
     _forget_destroyed()
     own: dist.ProcessGroup | None = None
@@ -60,7 +61,7 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
             continue
         key = key_of(axis, ranks)
         if key not in _made:
-            # Beside a device's backend it has no gloo, whose ranks would all connect to each other for nothing.
+            # On a device, do not add a gloo backend, whose ranks would all connect to each other without use.
             _made[key] = dist.new_group(list(ranks), backend=dist.get_backend(), group_desc=axis)
         if rank in ranks:
             own = _made[key]
@@ -68,17 +69,17 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
 
 
 def all_made(keys: Collection[GroupKey]) -> bool:
-    """Return True if all these groups exist. `group_of` then sends nothing for them."""
+    """Return True if all these groups exist. Then `group_of` sends nothing for them."""
     _forget_destroyed()
     return all(key in _made for key in keys)
 
 
 def close_all_but(kept: Collection[GroupKey], device: torch.device) -> None:
-    """Close the groups that no rank keeps. They are made again when needed. Collective over the world.
+    """Close the groups that no rank keeps. They are created again when needed. All ranks of the world must call it.
 
-    Nothing may be under way in them. kept: the groups that this rank keeps. All ranks close the same groups in one
-    order, because a communicator may end only when all of its members end it. A forgotten group that some ranks do not
-    have was never used, so these ranks are not asked.
+    No operation may be running in them. kept: the groups that this rank keeps. All ranks close the same groups in one
+    order, because a communicator may end only when all of its members end it. If some ranks do not have a forgotten
+    group, it was never used, so these ranks are not asked.
     """
     own = sorted(_made.keys() - set(kept))
     told = frozenset(own), _made.keys() & set(kept)
@@ -94,15 +95,14 @@ def close_all_but(kept: Collection[GroupKey], device: torch.device) -> None:
 
 
 def close_all() -> None:
-    """Close all groups, because other processes have taken the places of some ranks and have none of them. Not
-    collective.
+    """Close all groups, because new processes have replaced some ranks and do not have them. Sends nothing.
 
-    A group without such a process would otherwise be formed again, for no use, whenever another rank dies.
+    A group without such a process would otherwise be formed again, without use, whenever another rank dies.
     """
     global _forgotten
     for key in sorted(_made):
         _close(_made.pop(key))
-    _forgotten = 0  # as on a new rank
+    _forgotten = 0  # like a new rank
 
 
 def _close(group: dist.ProcessGroup) -> None:
@@ -112,9 +112,9 @@ def _close(group: dist.ProcessGroup) -> None:
 
 
 def groups_made() -> int:
-    """Return a number that is equal on ranks that have made the same groups. Call it when no group is being made.
+    """Return a number that is equal on ranks that have created the same groups. Call it when no group is being created.
 
-    An interrupt may reach one rank before a group was made and another rank after it.
+    An interrupt may reach one rank before it has created a group, and another rank after that.
     """
     forming.join()
     _forget_destroyed()
@@ -125,7 +125,7 @@ def groups_made() -> int:
 def forget(device: torch.device) -> None:
     """Give later strategies new groups. Existing groups serve their holders until `close_all_but`.
 
-    Collective: torch names a group by a count on which the ranks must agree. This call makes them agree.
+    All ranks must call it. torch names a group by a counter that must be equal on all ranks. This call makes it equal.
     """
     global _forgotten
     _forgotten += 1
@@ -138,11 +138,11 @@ def forget(device: torch.device) -> None:
 def groups_along(
     mesh: Mesh, shard: int | None, *, summed: str = "", node_of: Sequence[int] = (), ep: int = 1
 ) -> dict[str, list[tuple[int, ...]]]:
-    """Return axis -> its groups, of all ranks. The halves of dp are included only if both are smaller than dp.
+    """Return axis -> all its groups. The two parts of dp are included only if both are smaller than dp.
 
     summed: the axis along which gradients are all-reduced. If its groups have ranks on several nodes, its two levels
-    are included too. ep: the ranks that share experts. If there are several, "ep" has their groups, and "edp" those of
-    ranks that hold the same experts. node_of: see `levels_of`.
+    are included too. ep: the number of ranks that share experts. If it is greater than 1, "ep" has their groups, and
+    "edp" the groups of ranks that hold the same experts. node_of: see `levels_of`.
     """
     found = {axis: mesh.groups(axis) for axis in AXES}
     if shard not in (None, 1, mesh.dp):
@@ -158,7 +158,7 @@ def groups_along(
 
 @dataclass(frozen=True)
 class LevelGroups:
-    """The two levels of an all-reduce, as one rank sees them; each group has two ranks or more."""
+    """The two levels of an all-reduce, for one rank. Each group has at least two ranks."""
 
     within: dist.ProcessGroup
     between: dist.ProcessGroup
@@ -168,7 +168,7 @@ class LevelGroups:
 class Axes:
     """The groups, degrees and positions of one rank.
 
-    Axes are pp, dp, cp, tp, and the halves of dp: shard and replicate for zero, ep and edp for experts.
+    Axes are pp, dp, cp, tp, and the two parts of dp: shard and replicate for ZeRO, ep and edp for experts.
     """
 
     mesh: Mesh
@@ -190,10 +190,10 @@ class Axes:
         make: MakeGroup | None = None,
         ep: int = 1,
     ) -> Axes:
-        """Make the groups that do not exist yet. Collective over the world.
+        """Create the groups that do not exist yet. All ranks of the world must call it.
 
-        shard: the number of ranks in a sharding group (default: dp). summed, node_of, ep: see `groups_along`.
-        along: what it returns, if that is known.
+        shard: the number of ranks in a sharding group (default: dp). summed, node_of, ep: see `groups_along`. along:
+        the result of `groups_along`, if it is known.
         """
         shard, make = mesh.dp if shard is None else shard, make or group_of
         along = groups_along(mesh, shard, summed=summed, node_of=node_of, ep=ep) if along is None else along
@@ -207,9 +207,9 @@ class Axes:
         return self._groups[axis]
 
     def used(self) -> list[dist.ProcessGroup | None]:
-        """Return this rank's groups in which a step makes collectives; None where this rank is alone.
+        """Return this rank's groups in which a step runs collectives; None for axes along which this rank is alone.
 
-        The axes are the same, and in one order, on all ranks. A pipeline of devices makes no collectives along pp.
+        The axes are the same, and in the same order, on all ranks. A pipeline on devices runs no collectives along pp.
         """
         halved = self.shard not in (1, self.mesh.dp)
         axes = {*AXES} - {"dp", "pp"} | ({"shard", "replicate"} if halved else {"dp"})
@@ -232,7 +232,7 @@ class Axes:
         return self.mesh.degree(axis)
 
     def index(self, axis: str) -> int:
-        """Return the place of this rank along `axis`."""
+        """Return the position of this rank along `axis`."""
         if axis in ("shard", "replicate"):
             dp = self._place["dp"]
             return dp % self.shard if axis == "shard" else dp // self.shard
@@ -242,4 +242,4 @@ class Axes:
 
     @cached_property
     def _place(self) -> dict[str, int]:
-        return self.mesh.index(self.rank)  # asked for in every micro-batch
+        return self.mesh.index(self.rank)  # cached, because every micro-batch uses it

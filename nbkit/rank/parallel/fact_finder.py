@@ -1,14 +1,14 @@
-"""Find the facts of a model, by running it. Rank 0 finds them, once, and sends them to all ranks.
+"""Find the facts about a model by running it. Rank 0 finds them once, and sends them to all ranks.
 
 The model runs on an example before the first step, and later when a strategy needs more facts. While rank 0 finds facts
-before the first step or between two steps, the other ranks wait, and do not disturb what it times.
+before the first step or between two steps, the other ranks wait, so that they do not disturb its time measurements.
 
 `FactFinder` is used by a job and by `nbkit.check`. `find_facts` does the work. Each fact is an attribute of
 `ModelFacts`, or several attributes that are found together.
 
 If the user's model, loss or data raises an error here, the fact keeps its default, and training reports the error in
-full. If only nbkit's way to run them raises, the strategy is still compared with one process before its first step
-(whole_step.py), and the rows of the first batches are examined (first_batches.py).
+full. If only nbkit's way to run them raises an error, the strategy is still compared with one process before its first
+step (whole_step.py), and the rows of the first batches are examined (first_batches.py).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from nbkit.strategy import Strategy
 
 @dataclass(frozen=True)
 class ModelExample:
-    """The rows on which the facts of a model are found, and how the model and the loss run on them.
+    """The rows on which the facts about a model are found, and how the model and the loss run on them.
 
-    batch: a few rows; None if nothing can be run. loss: None if it is not known. sample: reads the rows on which the
-    loss is examined; None: those of `batch`. parts_rows: rows of a batch go through several forwards. stages, tp_plan:
-    see ModelHints. autocast: the dtype in which the model trains, if it is another one.
+    batch: a few rows; None if nothing can be run. loss: None if it is not known. sample: returns the rows on which the
+    loss is examined; None means those of `batch`. parts_rows: True if the rows of a batch go through several forward
+    passes. stages, tp_plan: see ModelHints. autocast: the dtype in which the model trains, or None for its own.
     """
 
     batch: Any
@@ -70,7 +70,7 @@ class ModelExample:
     autocast: torch.dtype | None = None
 
     def runs(self, module: nn.Module, short: Any, device: torch.device) -> ModelRuns:
-        """Return how `module`, the whole model, is run. short: few positions of the rows that show as much."""
+        """Return how `module`, the whole model, is run. short: a few positions of the rows that show as much."""
         few = self.batch if short is None else short
         return ModelRuns(
             self,
@@ -95,8 +95,8 @@ class ModelExample:
 class ModelRuns:
     """The ways to run one module, a model or a copy of it, on an example.
 
-    whole: runs the module once. brief: the same on a few positions of each row. loss, brief_loss: the loss of their
-    outputs; None if no loss is known.
+    whole: runs the module once. brief: runs it on a few positions of each row. loss, brief_loss: return the loss of
+    their outputs; None if no loss is known.
     """
 
     example: ModelExample
@@ -107,11 +107,11 @@ class ModelRuns:
 
 
 class FactFinder:
-    """The facts of one model, and the runs that find them.
+    """The facts about one model, and the runs that find them.
 
-    facts: what this rank knows now. synced: strategies for which every rank has the facts that they need. short: a
-    shorter example, if few positions show as much. many: rows of the data, more than the example has. reference: a
-    second model from the user's callable, which proofs run as one process.
+    facts: the facts that this rank knows now. synced: strategies whose facts are known to all ranks. short: a shorter
+    example, if few positions show as much. many: rows of the data, more than in the example. reference: a second model
+    from the user's callable, used in proofs as the model of one process.
     """
 
     short: Any = None
@@ -130,7 +130,7 @@ class FactFinder:
         ranks: int | None = None,
         aside: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
-        """module: the model. ranks: the number of ranks that shall train it; None: those of the world. aside: runs a
+        """module: the model. ranks: the number of ranks that will train it; None means the world size. aside: runs a
         function while the model trains; see Builder.aside.
         """
         self.module, self.facts, self.example, self.synced = module, facts, example, set[Strategy]()
@@ -140,10 +140,10 @@ class FactFinder:
         self._finding, self._setting = threading.Lock(), threading.Lock()
 
     def begin(self, build: Callable[[], nn.Module] | None, wanted: Collection[str]) -> None:
-        """Find the facts that every strategy needs, and those that are `wanted`. Collective.
+        """Find the facts that every strategy needs, and those that are `wanted`. All ranks must call it.
 
         build: the callable that built the model, if there is one. wanted: see `needed_facts`. Raises TrainingError, on
-        every rank, for a model whose copies cannot be told from it.
+        every rank, if the model uses parts of a copy, or registers parameters or buffers while it runs.
         """
         self.set_facts(experts=experts_in(self._skeleton), hooked=hooked_gradient(self.module))
         if self.example.batch is None:
@@ -163,9 +163,10 @@ class FactFinder:
             build_again(self._skeleton, partial(built_again, build))  # type: ignore[arg-type]
 
     def sync(self, strategies: Sequence[Strategy]) -> None:
-        """Give every rank the facts that `strategies` need. Collective.
+        """Give every rank the facts that `strategies` need. All ranks must call it.
 
-        Rank 0 finds out what it does not know yet, while the others wait. Sends nothing if all ranks know the facts.
+        Rank 0 finds the facts that it does not know yet, while the others wait. Nothing is sent if all ranks know the
+        facts.
         """
         new = [each for each in (one.composed for one in strategies) if not self.is_synced(each)]
         if not new:
@@ -181,17 +182,17 @@ class FactFinder:
         return self.facts.looked is None or not needed_facts(strategy) or strategy.composed in self.synced
 
     def find(self, strategies: Sequence[Strategy], *, beside: bool = False) -> ModelFacts:
-        """Find out, on this rank, the facts that `strategies` need. Return all known facts. Sends nothing.
+        """Find the facts that `strategies` need, on this rank. Return all known facts. Sends nothing.
 
         The model is run on the example, with weights that take no memory. beside: run it while the model trains, from
-        any thread; where that is impossible, nothing new is found.
+        any thread; if that is impossible, nothing new is found.
         """
         with self._finding:
             if wanted := self.facts.missing(strategies):
                 threaded = beside and accelerator().holds(self.device)
 
                 def run() -> dict[str, Any]:
-                    # The model's own collectives do not wait for other ranks here.
+                    # The model's own collectives must not wait for other ranks here.
                     with stand_in(Alone()), outside_kept(self.module, self.example.loss):
                         return find_later(self._skeleton, self._runs, self.facts, wanted, beside=threaded)
 
@@ -200,33 +201,33 @@ class FactFinder:
             return self.facts
 
     def set_facts(self, **facts: Any) -> None:
-        """Change facts. Those that are equal stay the same objects, on which caches rely."""
+        """Change facts. Facts that are equal stay the same objects, because caches rely on this."""
         with self._setting:
             self.facts = self.facts.updated(facts)
 
     def examine_rows(self) -> None:
-        """Find out what couples the rows of a batch and what weighs them. Needed when a process begins to cut them."""
+        """Find what couples the rows of a batch and what weights them. Needed when a process begins to split rows."""
         if self.example.batch is not None:
             look = FirstRuns(self.facts.draws, self.short)
             self.set_facts(**self._rows(lambda value: call(self.module, value), look))
 
     def _built_again(self, build: Callable[[], nn.Module] | None) -> Reference | None:
-        """Return a second model from the same callable, or None if the callable cannot give one.
+        """Return a second model from the same callable, or None if the callable cannot build one.
 
-        It is built on every rank, as the first one was. `_compare_copies` checks that the first still computes as
-        before.
+        Every rank builds it, as it built the first one. `_compare_copies` checks that the first model still computes
+        the same.
         """
         few = sum(p.numel() for p in self._skeleton.parameters()) <= WIDE
         if build is None or self._ranks == 1 or not few:
             return None
-        # A model may register itself where the loss looks for it. That must stay the first model. A callable that
-        # raises when it is called again gives no second model: proofs then run copies of the first.
+        # A model may register itself where the loss looks for it. The first model must stay registered there. If the
+        # callable raises an error, there is no second model, and proofs run copies of the first.
         with suppress(Exception), outside_kept(self.module, self.example.loss):
             return Reference(built_again(build, self._skeleton, first=self.module))
         return None
 
     def _first_facts(self, wanted: Collection[str]) -> TrainingError | None:
-        """Find the first facts, on rank 0. Return why the model cannot be copied, for the other ranks."""
+        """Find the first facts, on rank 0. Return why the model cannot be copied, for the other ranks, or None."""
         refused: TrainingError | None = None
         self.set_facts(looked=frozenset[str]())
         with stand_in(Alone()) as here, outside_kept(self.module, self.example.loss) as outside:
@@ -238,16 +239,16 @@ class FactFinder:
             except TrainingError as error:
                 refused = error if self._ranks > 1 else None
             except Exception:
-                pass  # a model or loss that cannot run on the example tells nothing about its copies
+                pass  # if the model or loss cannot run on the example, nothing is known about copies
             if wanted:
                 self.set_facts(**find_facts(self.module, self._runs(self.module), self.facts, wanted))
         if here.heard:
-            # Rows that are coupled in one process need not be over ranks that gather them. A whole step tells.
+            # Rows that are coupled in one process may not be coupled if ranks gather them. A whole step shows it.
             self.set_facts(collectives=here.heard[0], coupled=None)
         return refused
 
     def _run_first(self) -> None:
-        """Find out what the model draws itself, what it keeps outside, and what couples the rows of a batch."""
+        """Find the model's own random numbers, the state that it keeps outside, and what couples rows of a batch."""
         example, batch = self.example, on_device(self.example.batch, self.device)
         look = first_runs(self.module, batch, inputs=example.inputs, loss=example.loss, parts=self._ranks)
         self.short = look.short
@@ -259,8 +260,8 @@ class FactFinder:
             self.set_facts(**self._rows(run, look))
 
     def _compare_copies(self) -> None:
-        """Find out whether copies of the model, with parts of their own, compute as it does."""
-        states: dict[int, OutsideState] = {}  # the first one holds what all of them share
+        """Check whether copies of the model, with their own parts, compute the same as the model."""
+        states: dict[int, OutsideState] = {}  # the first one holds the state that all of them share
 
         def put_back() -> None:
             for state in states.values():
@@ -280,7 +281,7 @@ class FactFinder:
         self.set_facts(astray="" if again else astray, rebuilt=bool(astray) and again, again=again)
 
     def _rows(self, run: Callable[[Any], Any], look: FirstRuns) -> dict[str, Any]:
-        """Return what couples the rows of a batch, and what weighs them, as attributes of ModelFacts."""
+        """Return what couples the rows of a batch, and what weights them, as attributes of ModelFacts."""
         example = self.example
         with suppress(Exception), undrawn():  # see the module: training reports errors of the data and the loss
             sample = example.sample() if example.sample is not None else Sample(example.batch)
@@ -303,9 +304,9 @@ class FactFinder:
 
 
 def find_facts(module: nn.Module, runs: ModelRuns, facts: ModelFacts, wanted: Collection[str]) -> dict[str, Any]:
-    """Look for the facts `wanted` and return them as attributes of ModelFacts. Failures are stored in them too.
+    """Search for the `wanted` facts and return them as attributes of ModelFacts. They include failures.
 
-    module: whole, in training mode. It is left as it was. Other ranks must be idle meanwhile, because seconds are
+    module: the whole model, in training mode. It is restored. Other ranks must be idle meanwhile, because seconds are
     measured.
     """
     found: dict[str, Any] = {"looked": (facts.looked or frozenset()) | frozenset(wanted)}
@@ -359,7 +360,7 @@ def _along_the_chain(
 
 
 class _evaluating:
-    """Sets the module to evaluation inside. Afterwards each part is in its own mode again."""
+    """Sets the module to evaluation mode inside this context. Afterwards each part is in its own mode again."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._modes = module, [(part, part.training) for part in module.modules()]
@@ -380,11 +381,10 @@ def find_later(
     *,
     beside: bool,
 ) -> dict[str, Any]:
-    """Do what find_facts does when the whole model no longer exists. It uses the shapes, with weights that take no
-    memory.
+    """Find facts like find_facts, after the whole model was split. Use its shapes, with weights that take no memory.
 
-    beside: run in a thread beside a training, whose random numbers stay as they are. Then return {} for a model that
-    draws random numbers itself: it can only be looked at between two steps.
+    beside: run in a thread during training, and do not change its random numbers. Then return {} for a model that draws
+    random numbers itself, because it can only be run between two steps.
     """
     if beside and facts.draws is not None:
         return {}

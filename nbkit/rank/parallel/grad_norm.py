@@ -1,4 +1,4 @@
-"""The norm of all gradients of a job. Each rank holds some of them, and several ranks may hold the same ones."""
+"""The norm of all gradients of a job. Each rank holds some of them, and several ranks may hold the same gradient."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from nbkit.rank.torch_private import foreach_mul_, foreach_norm
 
 _SUMMED = 1 << 16
-"""The most elements that a CPU sums in one go. It adds squares to a float32 sum in order. With 38 M elements the norm
-is 0.3 % off; with this many it is 2e-7 off. A GPU sums in such small blocks by itself."""
+"""Maximum number of elements that a CPU sums at once. It adds squares to a float32 sum in order. With 38 M elements the
+norm has an error of 0.3 %, with this many 2e-7. A GPU already sums in such small blocks."""
 
 
 @torch.no_grad()
@@ -24,12 +24,11 @@ def grad_norm(
     group: dist.ProcessGroup | None = None,
     world_size: int | None = None,
 ) -> Tensor:
-    """Return the 2-norm of the gradients of a job: float64, 0-dimensional, on `device`. It does not synchronise.
-    Collective.
+    """Return the 2-norm of the gradients of a job: float64, 0-dimensional, on `device`. All ranks must call it.
 
-    replication: name -> how many ranks of `group` (None: the world) hold each element of this gradient. Each element
-    counts once. world_size: 1 sends nothing. The ranks sum their squares / replication, in one all-reduce of one
-    number.
+    It does not synchronise with the device. replication: name -> number of ranks in `group` (None: the world) that hold
+    each element of this gradient. Each element counts once. world_size: 1 sends nothing. The ranks sum their squares /
+    replication in one all-reduce of one number.
     """
     alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for name, p in held.items():
@@ -54,8 +53,8 @@ def _pieces(grads: list[Tensor], device: torch.device) -> list[Tensor]:
 
 @torch.no_grad()
 def clip(held: Mapping[str, nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients so that their norm, which was `norm`, is at most `max_norm`. It does not synchronise."""
-    # As torch.nn.utils.clip_grad_norm_ does it.
+    """Scale the gradients, whose norm is `norm`, to a norm of at most `max_norm`. It does not synchronise."""
+    # The same formula as torch.nn.utils.clip_grad_norm_.
     scale((p.grad for p in held.values() if p.grad is not None), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 

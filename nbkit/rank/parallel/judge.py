@@ -1,8 +1,9 @@
-"""Judges a user's class for mine=: is it right, which number is off, and what is the likely cause.
+"""Check a user's class for mine=: whether it is correct, which number is wrong, and what is the likely cause.
 
-The class runs on 2 and on 3 ranks that are threads of this process. Each method is compared with what one process
-computes, in float64, and the bytes are counted. An error is recognised by what it leaves: a gradient that equals the
-sum, this rank's own, the mean of the step before, and so on. So the judge can name a cause and not only a difference.
+The class runs on 2 and on 3 ranks, which are threads of this process. Each method is compared with the result of one
+process, in float64, and the sent bytes are counted. An error is recognised by its result: a gradient that equals the
+sum, this rank's own gradient, the mean of the previous step, and so on. So the judge can name a cause and not only a
+difference.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from nbkit.tensor_layout import Layout, bounds
 
 
 def judge(own: type) -> Judgement:
-    """Say whether a class for `nbkit.techniques.use` is right, and if not, probably why; see nbkit.lesson.judge."""
+    """Return whether a class is correct, and the likely cause if it is not; see nbkit.lesson.judge."""
     kind = kind_of(own)
     if not dist.is_initialized():
         raise UsageError("The judge runs on a rank.", numbers="no process group", hint="%%distributed")
     said = ""
     for ranks in (2, 3):
         try:
-            with torch.random.fork_rng(devices=[]):  # the user's random numbers go on as if nothing had been drawn
+            with torch.random.fork_rng(devices=[]):  # keep the user's random numbers unchanged
                 found = {"ddp": _replicas_off, "zero1": _shards_off, "tp": _linears_off}[kind](own, ranks)
         except Exception as error:
             found = _broken(error, ranks)
@@ -48,7 +49,7 @@ def judge(own: type) -> Judgement:
 
 
 def explained(own: type) -> StrategyError | None:
-    """Return why a strategy with this class is refused; None if the judge finds nothing."""
+    """Return why a strategy with this class is refused, or None if the class is correct."""
     if found := judge(own):
         return None
     return StrategyError(f"{found.name} is wrong: {found.numbers}.", hint=f"likely cause: {found.cause}")
@@ -56,7 +57,7 @@ def explained(own: type) -> StrategyError | None:
 
 @dataclass(frozen=True)
 class _Off:
-    """A number that is off, in words, and the likely cause."""
+    """A wrong number, in words, and the likely cause."""
 
     numbers: str
     cause: str
@@ -101,7 +102,7 @@ class _Watched(dist.Work):
 
 
 class _Listening(ThreadGroup):
-    """A group of threads that notes what is sent."""
+    """A group of threads that records what is sent."""
 
     def __init__(self, meeting: ThreadMeeting, rank: int) -> None:
         super().__init__(meeting, rank)
@@ -125,13 +126,13 @@ class _Listening(ThreadGroup):
         return work
 
     def take(self) -> list[_Heard]:
-        """Return what was sent since the last call."""
+        """Return the collectives since the last call."""
         found, self.heard = self.heard, []
         return found
 
 
 def _run(ranks: int, of_rank: Callable[[int, _Listening], Any]) -> list[Any]:
-    """Run a function on ranks that are threads. Their group is the default one."""
+    """Run a function on ranks that are threads. The default group is theirs."""
     threads: ThreadRanks[Any] = ThreadRanks(ranks)
     meeting = ThreadMeeting(threads, range(ranks))
 
@@ -143,7 +144,7 @@ def _run(ranks: int, of_rank: Callable[[int, _Listening], Any]) -> list[Any]:
 
 
 def _sent(heard: Iterable[_Heard], ranks: int) -> float:
-    """Return the bytes that a rank sends, on average over the ranks for a broadcast."""
+    """Return the bytes that a rank sends. For a broadcast, this is the average over the ranks."""
     return sum(
         one.bytes * (ranks - 1) / ranks if one.operation == "broadcast" else sent_bytes(one.operation, one.bytes, ranks)
         for one in heard
@@ -161,14 +162,14 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _like(found: Tensor | None, known: Mapping[str, Tensor]) -> str:
-    """Return the name of what `found` equals; "" if nothing of `known`."""
+    """Return the name of the `known` tensor that equals `found`, or ""."""
     if found is None:
         return "nothing"
     return next((name for name, tensor in known.items() if _same(found, tensor)), "")
 
 
 def _off_by(what: str, rank: int, found: Any, right: Tensor) -> str:
-    """Return in words how far `found` is from what is right, on a rank."""
+    """Return in words how far `found` is from the right value, on a rank."""
     if not isinstance(found, Tensor) or found.shape != right.shape:
         shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         return f"{what} is {shown} on rank {rank}, expected {tuple(right.shape)}"
@@ -177,7 +178,7 @@ def _off_by(what: str, rank: int, found: Any, right: Tensor) -> str:
 
 
 def _all(names: Sequence[str], every: int) -> str:
-    """Return names as a list for a sentence, or "all" if there are as many as `every`."""
+    """Return names as a list for a sentence, or "all parameters" if there are `every` of them."""
     if len(names) == every:
         return "all parameters"
     return ", ".join(repr(name) for name in names[:3]) + " and others" * (len(names) > 3)
@@ -190,7 +191,7 @@ _COUNT = "a number of ranks is written in the code, or something other than it d
 
 
 def _scaled(found: Tensor | None, right: Tensor) -> float | None:
-    """Return by which factor `found` is too large; None if it is no multiple of what is right."""
+    """Return the factor by which `found` is too large, or None if it is not a multiple of `right`."""
     if found is None or found.shape != right.shape:
         return None
     factor = float((found * right).sum() / (right * right).sum())
@@ -199,9 +200,9 @@ def _scaled(found: Tensor | None, right: Tensor) -> float | None:
 
 @dataclass
 class _Step:
-    """A step on one rank: its own gradients, what the class left of them, and what it sent.
+    """A step on one rank: its own gradients, the gradients that the class left, and what it sent.
 
-    pointers: of the gradients, by name. weights: the pointers of the weights.
+    pointers: addresses of the gradients, by name. weights: addresses of the weights.
     """
 
     own: dict[str, Tensor]
@@ -214,7 +215,7 @@ class _Step:
 
 @dataclass
 class _Trained:
-    """A rank's weights before and after the class was made, and its steps."""
+    """A rank's weights before and after the class was created, and its steps."""
 
     before: dict[str, Tensor]
     after: dict[str, Tensor]
@@ -226,7 +227,7 @@ def _replicas_off(own: type, ranks: int) -> _Off | str:
         model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
         params = dict(model.named_parameters())
         for number, p in enumerate(params.values()):
-            p.data.copy_(_drawn(*p.shape, seed=10 * number + rank))  # every rank draws others
+            p.data.copy_(_drawn(*p.shape, seed=10 * number + rank))  # other numbers on every rank
         axis = OwnReplicas(model, ReplicaSetup(ranks, rank), own=own)
         axis.lay_out({name: Layout.whole(p.shape) for name, p in params.items()})
         seen = _Trained(_copies(params), {})

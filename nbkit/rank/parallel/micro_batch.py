@@ -1,4 +1,4 @@
-"""Splits a rank's rows into micro-batches, and runs the forward pass of one. Steps and proofs share this code."""
+"""Split a rank's rows into micro-batches, and run the forward pass of one. Steps and proofs share this code."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 class Micro:
     """A micro-batch.
 
-    data: on the device that computes it. rows: the number of rows. numbers: which rows of the global batch they are.
-    shard, start: the micro-batch begins at row `start` of `shard`.
+    data: on the device that computes it. rows: the number of rows. numbers: their indices in the global batch. shard,
+    start: the micro-batch begins at row `start` of `shard`.
     """
 
     data: Any
@@ -34,14 +34,15 @@ class Micro:
 
     @property
     def read(self) -> Any:
-        """Return its data as it was read."""
+        """Return its data in the form in which it was read."""
         return take(self.shard.data, self.start, self.start + self.rows, rows=self.shard.rows)
 
 
 def micro_batches(shard: Shard, model: ShardedModel, size: int | None, device: torch.device) -> list[Micro]:
-    """Split a shard into micro-batches: as many as a pipeline strategy says, else of `size` rows each, else one.
+    """Split a shard into micro-batches: into the number of a pipeline strategy, else into `size` rows each, else into
+    one.
 
-    The whole shard is moved to `device` once, however many micro-batches and stages take from it.
+    The whole shard is moved to `device` once, for all micro-batches and stages.
     """
     axes, rows = model.axes, shard.rows
     numbers = numbers_of(shard.parts, shard.total, axes.size("dp"), axes.index("dp"))
@@ -66,11 +67,10 @@ def most_passes(shard: Shard, model: ShardedModel, size: int | None) -> int:
 
 
 def check_collectives(shard: Shard, model: ShardedModel, size: int | None, collective: str) -> None:
-    """Raise TrainingError, on every rank alike, if a `collective` of the model or the loss would not match across
-    ranks.
+    """Raise TrainingError, on every rank, if a `collective` of the model or the loss would not match across ranks.
 
-    collective: "" if they make none. Ranks that make fewer forward passes, or gather fewer rows, would leave the others
-    waiting.
+    collective: "" if they make none. Ranks that make fewer forward passes, or gather fewer rows, would leave the other
+    ranks waiting.
     """
     ranks = model.axes.size("dp")
     if not collective or ranks == 1:
@@ -87,7 +87,7 @@ def check_collectives(shard: Shard, model: ShardedModel, size: int | None, colle
 
 
 def check_stages(shard: Shard, model: ShardedModel) -> None:
-    """Raise TrainingError, on every rank alike, if pipelines that share experts would make unequal numbers of passes.
+    """Raise TrainingError, on every rank, if pipelines that share experts would make different numbers of passes.
 
     The experts of a stage compute for the same stage of all pipelines.
     """
@@ -108,7 +108,7 @@ def check_stages(shard: Shard, model: ShardedModel) -> None:
 class Whole:
     """A global batch.
 
-    targets: the number of targets that count, for each cross entropy, if they are counted beforehand.
+    targets: for each cross entropy, the number of targets that count, if they are counted in advance.
     """
 
     rows: int
@@ -116,7 +116,7 @@ class Whole:
 
 
 def whole_of(shard: Shard, counted: Counted | None, model: ShardedModel, device: torch.device) -> Whole:
-    """Return the batch that `shard` belongs to. Collective along dp if its targets are counted."""
+    """Return the batch that contains `shard`. If its targets are counted, all ranks along dp must call it."""
     if counted is None or not counted.labels:
         return Whole(shard.total)
     own = [labels.count(shard.data) if shard.rows else 0.0 for labels in counted.labels]
@@ -137,10 +137,9 @@ class ForwardPass:
     def run(
         self, micro: Micro, stage: int, received: tuple[Tensor, ...], counted: Counted | None, whole: Whole
     ) -> tuple[Any, Weighed | None, int]:
-        """Return (output of the stage, weighed loss, tokens). The last two are None and 0 except on the stage that ends
-        the model.
+        """Return (output of the stage, weighted loss, tokens). The last two are None and 0 except on the last stage.
 
-        counted: see Options; None if the loss weighs rows.
+        counted: see ModelFacts; None if the loss weights rows.
         """
         model = self.model
         value, target = pair(micro.data, self.inputs)
@@ -155,7 +154,7 @@ class ForwardPass:
         inside = counted is not None and counted.where == "model"
         with targets.inside() if targets is not None and inside else nullcontext():
             output = model.stage(stage, value, received)
-        model.data.settle()  # a loss may read weights by itself
+        model.data.settle()  # a loss may read weights itself
         with targets or nullcontext():
             result = self.loss(output, target)
         if targets is not None:

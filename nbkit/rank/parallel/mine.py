@@ -1,8 +1,8 @@
-"""The torch half of mine=: a user's class in the place of nbkit's own.
+"""The torch half of mine=: a user's class replaces nbkit's own code.
 
-The class sees plain tensors and the default group. Around it stands what nbkit has anyway: gradients are handed over in
-one order on all ranks, parts are where checkpoints and switches look for them, and a step that breaks off leaves
-nothing behind. nbkit/techniques/mine.py lists the methods, judge.py says whether a class is right.
+The class sees plain tensors and the default group. nbkit does the rest: it passes gradients in one order on all ranks,
+keeps parts where checkpoints and switches look for them, and cleans up after an aborted step. nbkit/techniques/mine.py
+lists the methods, and judge.py checks whether a class is correct.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def own_replicas(own: type, setup: ReplicaSetup) -> ReplicaSetup:
 
 
 class _OneGradient(Bucket):
-    """The gradient of one parameter, handed to a user's class when it is complete."""
+    """The gradient of one parameter, which is passed to a user's class when it is complete."""
 
     def __init__(self, param: nn.Parameter, axis: OwnReplicas) -> None:
         super().__init__([param], [])
@@ -46,7 +46,7 @@ class _OneGradient(Bucket):
             return
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        # nbkit's gradients are a rank's share of the mean of the batch; those of the class are means over its rows.
+        # nbkit's gradients are a rank's share of the batch mean. The class expects the mean over the rank's rows.
         param.grad.mul_(axis.world_size)
         axis.own.ready(param)
 
@@ -55,7 +55,7 @@ class _OneGradient(Bucket):
 
 
 class OwnReplicas(Replicas):
-    """Replicas whose gradients a user's class makes equal. own: an object of it, made anew after a broken step."""
+    """Replicas whose gradients a user's class makes equal. own: its object, created again after an aborted step."""
 
     own: Any = None
 
@@ -70,7 +70,7 @@ class OwnReplicas(Replicas):
 
     def reset(self, *, passes: int = 1) -> None:
         super().reset(passes=passes)
-        # Not before the first step, because the weights are filled after this axis is made.
+        # Not before the first step, because the weights are filled after this axis is created.
         if self._filled and self.own is None and self.world_size > 1:
             self.own = self._class(self._model)
 
@@ -117,14 +117,14 @@ class _OwnBucket(ShardBucket):
 
     @torch.no_grad()
     def gather(self) -> tuple[Tensor, dist.Work]:
-        """Have the class gather the updated parts. Until then the other parts are those of the step before."""
+        """Let the class gather the updated parts. Before, the other parts have the values of the previous step."""
         matrix = self._matrix(0)
         self.packing.pack(matrix, [p.detach() for p in self.params])
         self.own.gather(matrix[self.links.index].clone(), matrix.view(-1))
         return matrix, _Done()
 
     def _matrix(self, more: int) -> Tensor:
-        """Return zeros for a row of each rank, after a look at what the class calls this rank's part."""
+        """Return zeros with a row for each rank, after checking which part the class assigns to this rank."""
         ranks, index, width = self.links.ranks, self.links.index, self.packing.width + more
         part = tuple(self.own.part(ranks * width, index, ranks))
         if part != (index * width, (index + 1) * width):
@@ -133,7 +133,7 @@ class _OwnBucket(ShardBucket):
 
 
 class OwnShards(ShardedOptimizer):
-    """ZeRO 1 whose gradients and updates travel as a user's class says. Tensors with an owner stay nbkit's."""
+    """ZeRO 1 in which a user's class sends gradients and updates. nbkit itself sends tensors with an owner."""
 
     def __init__(self, *args: Any, own: type, **kwargs: Any) -> None:
         self._own = own()
@@ -156,7 +156,7 @@ class OwnShards(ShardedOptimizer):
 
 
 class OwnColumn(ColumnParallel):
-    """A linear map with divided outputs that a user's class computes."""
+    """A linear map with split outputs that a user's class computes."""
 
     _own: Any
 
@@ -168,7 +168,7 @@ class OwnColumn(ColumnParallel):
 
 
 class OwnRow(RowParallel):
-    """A linear map with divided inputs that a user's class computes."""
+    """A linear map with split inputs that a user's class computes."""
 
     _own: Any
 
@@ -186,7 +186,7 @@ def _weights(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def own_linears(own: type, ranks: int, index: int) -> Any:
-    """Return an object of a user's class for split linear maps, after a look at what it calls its parts."""
+    """Return an object of a user's class for split linear maps, after checking the parts that it assigns."""
     made = own()
     for size in (ranks, 4 * ranks):
         if (part := tuple(made.part(size, index, ranks))) != bounds(size, ranks, index):

@@ -1,8 +1,9 @@
-"""The facts of a model that decide how it can be spread over ranks. They are found once and are equal on every rank.
+"""The facts about a model that decide how it can be distributed over ranks. They are found once and are equal on all
+ranks.
 
-fact_finder.py finds them by running the model. They are values that can be sent: only the shapes of the model refer to
-modules, and every rank has its own. `JobOptions` has what the user chooses beside the strategy. plan.py makes a plan of
-all three.
+fact_finder.py finds them by running the model. They can be sent to other ranks, except the shapes, which refer to
+modules that every rank has. `JobOptions` contains the user's choices besides the strategy. plan.py combines all three
+into a plan.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
 Layouts = dict[str, Layout]
-"""name of a parameter or buffer -> what a rank holds of it."""
+"""Name of a parameter or buffer -> the part of it that a rank holds."""
 
 
 @dataclass(frozen=True)
 class Coupled:
     """A reason why a batch computed in parts differs from the whole batch. It is found by computing both.
 
-    what: the cause. numbers: the evidence. hint: what to write instead. trains: the cause is an auxiliary term. The
-    mean over the parts is taken, so the job trains with a warning.
+    what: the cause. numbers: the evidence. hint: what to write instead. trains: True if the cause is an auxiliary term.
+    Then the job uses the mean over the parts, and trains with a warning.
     """
 
     what: str
@@ -55,8 +56,8 @@ class Coupled:
 class ModelShapes:
     """The shapes of a model, and the parts of its parameters that ranks can hold. Equal layouts are one object.
 
-    skeleton: the model without memory for its parameters. whole: the layouts of all parameters, undivided. buffers: of
-    the buffers that a checkpoint holds.
+    skeleton: the model without memory for its parameters. whole: the undivided layouts of all parameters. buffers: the
+    layouts of the buffers that a checkpoint saves.
     """
 
     def __init__(self, skeleton: nn.Module) -> None:
@@ -70,13 +71,13 @@ class ModelShapes:
         self._shards: dict[tuple[Layout, int, int], Layout] = {}
 
     def like(self, skeleton: nn.Module) -> ModelShapes:
-        """Return the shapes of `skeleton`, a copy of this one in another dtype. What is known of them is shared."""
+        """Return the shapes of `skeleton`, a copy of this skeleton in another dtype. Both share what was computed."""
         other = ModelShapes.__new__(ModelShapes)
         other.__dict__ |= self.__dict__ | {"skeleton": skeleton}
         return other
 
     def copied(self) -> nn.Module:
-        """Return a copy of the skeleton, which may be changed."""
+        """Return a copy of the skeleton that may be changed."""
         return skeleton_of(self.skeleton)
 
     def tensor_plan(self, size: int, user: Mapping[str, str] | None, proof: Proof) -> TensorPlan:
@@ -87,7 +88,7 @@ class ModelShapes:
         return known[2]
 
     def parts(self, plan: TensorPlan, index: int) -> Layouts:
-        """Return what rank `index` of a tensor axis holds of every parameter.
+        """Return the part of every parameter on rank `index` of a tensor axis.
 
         Raises StrategyError if the model cannot be split.
         """
@@ -115,7 +116,7 @@ class ModelShapes:
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """The part of a model on a rank of a pipeline. parameters: their names. buffers: of its modules."""
+    """The part of a model on one pipeline rank: names of `parameters`, and layouts of its modules' `buffers`."""
 
     parameters: frozenset[str]
     buffers: Layouts
@@ -123,24 +124,24 @@ class PipelineRank:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts of a model. A fact that was not found has its default.
+    """The facts about a model. A fact that was not found has its default.
 
-    shapes: of its parameters. chain: its blocks. no_chain: why there are none. costs: the seconds of its pieces.
-    hidden: (positions, width) of the tensor that goes from block to block, None if it is not one such tensor. proof:
-    the ways to split the model over a tensor axis, found by running them. gathers: what ZeRO 3 gathers together.
-    positionwise: what running the model on parts of the positions has shown. Both are None if nothing could be run.
-    looked: the names of the facts that were looked for (see `needed_facts`), None if all were, or if nothing can run.
+    shapes: shapes of its parameters. chain: its blocks. no_chain: why there is no chain. costs: seconds per piece.
+    hidden: (positions, width) of the tensor between blocks, None if it is not one such tensor. proof: the ways to split
+    the model over a tensor axis, found by running them. gathers: which parameters ZeRO 3 gathers together.
+    positionwise: result of running the model on parts of the positions. Both are None if nothing could be run. looked:
+    names of the facts that were searched for (see `needed_facts`), None if all were, or if nothing can be run.
 
-    experts: the first mixture of experts, "" without one. routed: the layers whose experts can be spread over ranks.
-    hooked: the first parameter with a hook on its gradient. astray: what in a copy of the model reads the original, ""
-    if nothing does. again: the callable that built the model can build it again. rebuilt: the callable builds the
-    copies too, because no copy is right.
+    routed: the layers whose experts can be spread over ranks. experts: name of the first mixture of experts, or "".
+    hooked: the first parameter with a hook on its gradient, or "". astray: what in a copy of the model reads the
+    original, or "". again: True if the callable can build the model again. rebuilt: True if the callable also builds
+    the copies, because no copy is correct.
 
-    coupled: what couples the rows of a batch, None if nothing was found. counted: the loss weighs the targets that
-    count, None if it weighs rows. draws: what the model draws itself, None if nothing was found. collectives: the first
-    collective that the model or the loss makes itself, "" if none was seen. outside: what they change and read beside
-    parameters and buffers. changes: they change something there, whether they read it or not. caches: attributes that
-    describe what the model caches, which is made again after a switch.
+    coupled: what couples the rows of a batch, None if nothing was found. counted: set if the loss weights the targets
+    that count, None if it weights rows. draws: the random numbers that the model draws itself, None if nothing was
+    found. collectives: the first collective in the model or the loss, or "". outside: the state outside parameters and
+    buffers that they change and read. changes: True if they change such state, even if they do not read it. caches:
+    attributes that describe cached objects, which are computed again after a switch.
     """
 
     shapes: ModelShapes = field(compare=False, repr=False)
@@ -169,14 +170,14 @@ class ModelFacts:
     _digests: dict[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def missing(self, strategies: Iterable[Strategy]) -> frozenset[str]:
-        """Return the facts that `strategies` need and that were not looked for; none if there is no example to run."""
+        """Return the facts that `strategies` need and that were not searched for; none if no example can be run."""
         if self.looked is None:
             return frozenset()
         wanted: frozenset[str] = frozenset().union(*map(needed_facts, strategies))
         return wanted - self.looked
 
     def require(self, strategy: Strategy) -> None:
-        """Raise StrategyError if the model was not yet run for `strategy`. It is then unknown whether it fits."""
+        """Raise StrategyError if the model was not yet run for `strategy`, so that it is unknown whether it fits."""
         if self.missing([strategy]):
             raise StrategyError(
                 f"Whether {strategy} fits this model is not known yet.",
@@ -185,11 +186,11 @@ class ModelFacts:
             )
 
     def sendable(self) -> dict[str, Any]:
-        """Return the facts that one rank sends to others, by name: all but the shapes, which every rank has."""
+        """Return the facts that one rank sends to others, by name: all except the shapes, which every rank has."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init and each.name != "shapes"}
 
     def updated(self, facts: Mapping[str, Any]) -> ModelFacts:
-        """Return these facts with `facts` in their place. Those that are equal stay the same objects."""
+        """Return these facts updated by `facts`. Facts that are equal stay the same objects."""
         new = {name: value for name, value in facts.items() if value != getattr(self, name)}
         return replace(self, **new) if new else self
 
@@ -201,21 +202,21 @@ class ModelFacts:
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Return the names of the modules with which pieces of the model begin.
+        """Return the names of the modules with which the pieces of the model begin.
 
-        These are the blocks of the chain, else the units that zero 3 gathers one at a time, else the whole model.
+        They are the blocks of the chain, or else the units that ZeRO 3 gathers one at a time, or else the whole model.
         """
         if self.chain is not None:
             return self.chain.blocks
         return self.gathers.units if self.gathers is not None and self.gathers.units else ("",)
 
     def stage_ranges(self, strategy: Strategy) -> list[tuple[int, int]]:
-        """Return (first piece, one past the last) of each stage of `strategy`. There must be a chain."""
+        """Return (first piece, one past the last piece) of each stage of `strategy`. Requires a chain."""
         assert self.chain is not None
         return stage_ranges(self.costs or [1.0] * len(self.chain), strategy)
 
     def cut(self, strategy: Strategy) -> str:
-        """Return how a pipeline cuts the blocks and what each stage costs, in words; "" without a pipeline."""
+        """Return a description of the stages of a pipeline and their costs, or "" without a pipeline."""
         if strategy.pp == 1 or self.chain is None:
             return ""
         ranges = self.stage_ranges(strategy)
@@ -226,9 +227,9 @@ class ModelFacts:
         return f"{words}, with {' + '.join(shares)} of the measured compute"
 
     def stages(self, strategy: Strategy) -> list[PipelineRank]:
-        """Return what each rank of the pipeline holds; [] without a pipeline.
+        """Return the part of the model on each rank of the pipeline, or [] without a pipeline.
 
-        Raises StrategyError if this was not tried.
+        Raises StrategyError if the model was not run for this strategy.
         """
         if strategy.pp > 1:
             self.require(strategy)
@@ -241,7 +242,7 @@ class ModelFacts:
         return self._stages[key]
 
     def _staged(self, strategy: Strategy, chain: LayerChain) -> list[PipelineRank]:
-        # The ranks of stages do not depend on the number of micro-batches, and long lists take long to make.
+        # Stages do not depend on the number of micro-batches. Use few, because long schedules take long to build.
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
         ranges, buffers = self.stage_ranges(strategy), self.shapes.buffers
         pieces = {name: chain.piece_of(name) for name in buffers}
@@ -254,9 +255,9 @@ class ModelFacts:
         return found
 
     def casts(self, strategy: Strategy) -> Casts | None:
-        """Return what `strategy` gathers in the dtype of autocast.
+        """Return the parameters that `strategy` gathers in the dtype of autocast.
 
-        Under tp it is None, because the split layers are not the ones that were seen.
+        With tp it is None, because the split layers differ from the layers that were observed.
         """
         if strategy.zero < 3 or strategy.shard == 1 or strategy.tp > 1 or self.gathers is None:
             return None
@@ -267,18 +268,18 @@ class ModelFacts:
         return self.shapes.tensor_plan(size, tp_plan, self.proof)
 
     def parts(self, size: int, index: int, tp_plan: Mapping[str, str] | None) -> Layouts:
-        """Return what rank `index` of `size` along tp holds of every parameter.
+        """Return the part of every parameter on rank `index` of `size` along tp.
 
-        Raises StrategyError if the model cannot be split, or if this was not tried.
+        Raises StrategyError if the model cannot be split, or was not run for this.
         """
         self.require(Strategy(tp=size))
         return self.shapes.whole if size == 1 else self.shapes.parts(self.tensor_plan(size, tp_plan), index)
 
 
 def needed_facts(strategy: Strategy) -> frozenset[str]:
-    """Return the names of the facts that building `strategy` and predicting its cost need.
+    """Return the names of the facts that are needed to build `strategy` and to predict its cost.
 
-    There are none if ranks only divide the rows.
+    The set is empty if ranks only divide the rows.
     """
     found: set[str] = set()
     if strategy.tp > 1:
@@ -295,7 +296,7 @@ def needed_facts(strategy: Strategy) -> frozenset[str]:
 
 
 def digest_of(value: Any) -> str:
-    """Return the digest of `value`, which is built of dataclasses, collections, errors and values with a plain repr."""
+    """Return a digest of `value`, which consists of dataclasses, collections, errors and values with a stable repr."""
     return blake2b(_spelled(value).encode(), digest_size=8).hexdigest()
 
 
@@ -307,7 +308,7 @@ def _spelled(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{','.join(sorted(f'{_spelled(key)}:{_spelled(each)}' for key, each in value.items()))}}}"
     if isinstance(value, Set):
-        return f"{{{','.join(sorted(map(_spelled, value)))}}}"  # a set has another order in every interpreter
+        return f"{{{','.join(sorted(map(_spelled, value)))}}}"  # the order of a set differs between interpreters
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_spelled, value))}]"
     return f"{type(value).__name__}({value})" if isinstance(value, Exception) else repr(value)
@@ -315,13 +316,14 @@ def _spelled(value: Any) -> str:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The choices of a user that decide, with the strategy, what a rank computes.
+    """The choices of a user that decide, together with the strategy, what a rank computes.
 
-    tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass. cut: a rank
-    cuts its rows into several forwards, whatever the strategy. loss_chunks: pieces of the logits. compile: compile
-    blocks where that is safe. adaptive: the optimizer's steps do not grow with the gradients, as with Adam.
-    own_forward: the user calls the model. whole: parameters that the optimizer can only update whole, as Muon does with
-    matrices. whole_in_tp: these, and parameters that it can update in rows but not in columns.
+    tp_plan: see choose_plan.py. recompute: compute the activations of blocks again in the backward pass. cut: a rank
+    splits its rows into several forward passes, with any strategy. loss_chunks: number of pieces of the logits.
+    compile: compile blocks where that is safe. adaptive: the size of the optimizer's steps does not grow with the
+    gradients, as with Adam. own_forward: the user calls the model. whole: parameters that the optimizer can only update
+    whole, as Muon does with matrices. whole_in_tp: these, and parameters that it can update if their rows are split,
+    but not if their columns are split.
     """
 
     tp_plan: Mapping[str, str] | None = None

@@ -1,14 +1,14 @@
-"""The one order in which techniques compose, from the outermost to the innermost split.
+"""The order in which techniques are combined, from the outermost to the innermost split.
 
-1. pipeline: parts of other stages are dropped first, so that nothing below ever touches them;
-2. tensor: layers are cut while their parameters are still placeholders, so that no whole weight is ever made;
-3. experts: layers learn to send tokens to the ranks that hold their experts, which all others let go;
-4. context: attention learns to gather keys and values, around layers that are already cut;
-5. recomputation: wraps blocks whose collectives are in place, so that the second forward makes them too; or
-   compilation, of blocks that have no collectives; the head gives its logits in pieces;
+1. pipeline: parts of other stages are dropped first, so that later steps never touch them;
+2. tensor: layers are split while their parameters are still placeholders, so that no whole weight is ever allocated;
+3. experts: layers send tokens to the ranks that hold their experts, and other ranks drop these experts;
+4. context: attention gathers keys and values, around layers that are already split;
+5. recomputation: wraps blocks that contain their collectives, so that the second forward runs them too; or compilation
+of blocks that have no collectives; the head returns its logits in pieces;
 6. data: sums and shards whatever is left on this rank, as one flat set of local parameters.
 
-It follows torchtitan's `parallelize`. Here one function serves every model and every strategy.
+This is similar to torchtitan's `parallelize`. Here one function serves every model and every strategy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from nbkit.tensor_layout import Layout
 
 @dataclass
 class ShardedSkeleton:
-    """A module as a plan leaves it on this rank, with shapes and without memory. It makes one sharded model."""
+    """A module as changed by a plan on this rank, with shapes and without memory. It becomes one sharded model."""
 
     plan: ParallelPlan
     connections: Connections
@@ -66,7 +66,7 @@ class ShardedSkeleton:
     spread: Sequence[SpreadLayer] = ()
 
     def build(self, device: torch.device) -> ShardedModel:
-        """Give the module memory, and give a pipeline its channels. It sends nothing."""
+        """Allocate the memory of the module, and create the channels of a pipeline. Sends nothing."""
         axes, pipeline = self.connections.axes, None
         if self.schedule is not None:
             group, index = axes.group("pp"), axes.index("pp")
@@ -114,7 +114,7 @@ class ShardedSkeleton:
 def parallelize(
     plan: ParallelPlan, connections: Connections, *, device: torch.device, own: nn.Module | None
 ) -> ShardedModel:
-    """Return a sharded model of `plan` on this rank. Its weights are still to be filled. It sends nothing.
+    """Return a sharded model of `plan` on this rank. Its weights are not filled yet. Sends nothing.
 
     Arguments and errors: see `cut`.
     """
@@ -122,9 +122,10 @@ def parallelize(
 
 
 def parallelize_lean(plan: ParallelPlan, connections: Connections, *, device: torch.device) -> ShardedModel:
-    """Return a sharded model as `parallelize` does, with memory for its weights only.
+    """Return a sharded model like `parallelize`, with memory for its weights only.
 
-    The first step takes the memory of gradients. So a rank that fills the weights one by one holds one beside its own.
+    The first step allocates the memory of gradients. So a rank that fills the weights one by one needs memory for only
+    one weight in addition.
     """
     with hollow() as spaces:
         sharded_model = parallelize(plan, connections, device=device, own=None)
@@ -139,11 +140,12 @@ def parallelize_lean(plan: ParallelPlan, connections: Connections, *, device: to
 def cut(
     plan: ParallelPlan, connections: Connections, *, device: torch.device, own: nn.Module | None = None
 ) -> ShardedSkeleton:
-    """Return the model as `plan` leaves it on this rank, without memory. It sends and draws nothing, in any thread.
+    """Return the model as changed by `plan` on this rank, without memory. Sends and draws nothing, and runs in any
+    thread.
 
-    own: the whole model itself. A strategy that splits nothing uses it as it is; None if it no longer exists. Otherwise
-    a copy of the skeleton is cut. Raises StrategyError or TrainingError, the same on every rank, for what cannot be
-    split.
+    own: the whole model itself, or None if it no longer exists. A strategy that splits nothing uses it unchanged.
+    Otherwise a copy of the skeleton is split. Raises StrategyError or TrainingError, the same on every rank, for what
+    cannot be split.
     """
     strategy, facts, options, axes = plan.strategy, plan.facts, plan.options, connections.axes
     if (module := own if keeps_whole(strategy) else None) is None:
@@ -154,7 +156,7 @@ def cut(
 
     own_class = class_in(strategy)
     linears = own_linears(own_class, axes.size("tp"), axes.index("tp")) if own_class and strategy.tp > 1 else None
-    # Under context parallelism the positions are spread already.
+    # With context parallelism, the positions are already split.
     in_sequence = strategy.cp == 1 and linears is None
     staged = schedule = None
     if strategy.pp > 1 and chain is not None:
@@ -169,7 +171,7 @@ def cut(
     layouts = {name: facts.shapes.whole[name] for name in homes(module)}
     partial_sums: dict[str, tuple[str, ...]] = {}
     if plan.tensor is not None:
-        # Plan on the whole model, because one stage may not show what belongs together.
+        # Use the plan of the whole model, because one stage may not show what belongs together.
         parts = tensor_parallel(module, axes, plan=plan.tensor, sequence=in_sequence, own=linears)
         layouts.update(parts.layouts)
         partial_sums.update({name: ("tp",) for name in sorted(parts.partial)})
@@ -201,7 +203,7 @@ def cut(
     compile_blocks(module, compilable(blocks, options, strategy, gathered), options.compile)
 
     if gathers is not None:
-        # The loss computes with the head after its forward, so the head stays gathered, with the root.
+        # The loss uses the head after its forward, so the head stays gathered, with the root.
         blocks = [name for name in gathers.units if _holds(module, name) and (not head or name != head)]
         notes += gathers.notes
     if plan.casts is not None:
@@ -215,9 +217,9 @@ def cut(
 
 
 def blocks_held(module: nn.Module, facts: ModelFacts, whole: nn.Module, strategy: Strategy) -> list[str]:
-    """Return the names of the blocks of `whole` that `module`, a part of it, holds. These can be recomputed.
+    """Return the names of the blocks of `whole` that are in `module`, a part of it. These can be recomputed.
 
-    Ranks that share experts recompute the same blocks. So a chain that only some of them may know does not count.
+    Ranks that share experts recompute the same blocks. So do not use a chain that only some of them may know.
     """
     chain = facts.chain if strategy.ep == 1 or "chain" in needed_facts(strategy) else None
     every = chain.units if chain is not None else structural_blocks(whole)

@@ -1,10 +1,10 @@
-"""The plan of a strategy for one model: which rank holds what, which ranks form groups, and what is done to the model.
+"""The plan of a strategy for one model: the parts on each rank, the groups of ranks, and the changes to the model.
 
-`make_plan` is a pure function of the strategy, the facts of the model, the user's options and the nodes of the ranks.
-It refuses, with the reason, what would not train as one process does. Nothing is built or sent.
+`make_plan` is a pure function of the strategy, the facts about the model, the user's options and the nodes of the
+ranks. It refuses, with the reason, what would not train as one process does. Nothing is built or sent.
 
-`parallelize.py` builds what a plan says, and the same functions decide here and there: so a sharded model that is built
-holds the layouts of its plan. The tests compare them.
+`parallelize.py` builds what a plan describes. Both use the same functions, so a sharded model has the layouts of its
+plan. The tests compare them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from nbkit.strategy import Strategy, divisors
 from nbkit.tensor_layout import Layout
 
 RankGroups = list[tuple[int, ...]]
-"""The groups along one axis: the ranks of each."""
+"""The groups along one axis, each as its ranks."""
 
 
 @dataclass(frozen=True)
 class RankLayouts:
     """The layouts of every rank, each as name -> layout.
 
-    weights: of the weights between steps. summed: of the gradients that a rank has once they are summed. held: of what
-    the optimizer updates, with its state; it differs from `summed` where a tensor has an owner. buffers: of the buffers
-    that a checkpoint holds.
+    weights: the weights between steps. summed: the gradients that a rank has after they are summed. held: the tensors
+    that the optimizer updates, with its state. It differs from `summed` if a tensor has an owner. buffers: the buffers
+    that a checkpoint saves.
     """
 
     weights: tuple[Layouts, ...]
@@ -48,7 +48,7 @@ class RankLayouts:
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters that exactly the same stages hold. groups: the ranks that hold them, for each line of stages."""
+    """Parameters shared by exactly the same stages. groups: the ranks that hold them, for each line of stages."""
 
     groups: RankGroups
     names: tuple[str, ...]
@@ -56,10 +56,11 @@ class Tie:
 
 @dataclass(frozen=True, eq=False)
 class ParallelPlan:
-    """The plan of a strategy for one model. `make_plan` makes it.
+    """The plan of a strategy for one model, as made by `make_plan`.
 
-    Plans are equal if ranks that follow them hold and send the same, on this rank or on another: `digest` says so in a
-    few bytes. What follows from the four fields is computed when it is first asked for. Printed, it is a short table.
+    Plans are equal if ranks that follow them hold and send the same, on this rank or on another. `digest` expresses
+    this in a few bytes. Properties are computed from the four fields when they are first used. A printed plan is a
+    short table.
 
     node_of: the node of each rank; () for one node.
     """
@@ -71,7 +72,7 @@ class ParallelPlan:
 
     @cached_property
     def layouts(self) -> RankLayouts:
-        """Return what every rank holds. Ranks that hold the same have the same dict."""
+        """Return what every rank holds. Ranks that hold the same share a dict."""
         strategy, shapes, stages = self.strategy, self.facts.shapes, self.facts.stages(self.strategy)
         known: dict[tuple[int, int, int], Layouts] = {}
         sharded: dict[tuple[int, ...], Layouts] = {}
@@ -109,9 +110,10 @@ class ParallelPlan:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Return name -> the place in its sharding group of the rank that updates the whole tensor, under zero 1 and 2.
+        """Return name -> position in its sharding group of the rank that updates the whole tensor, for ZeRO 1 and 2.
 
-        Every rank has the whole weight then. So the gradient is summed there, and not cut first: see owned_bucket.py.
+        With ZeRO 1 and 2 every rank has the whole weight. So the gradient is summed at the owner instead of being split
+        first: see owned_bucket.py.
         """
         strategy, mesh, stages = self.strategy, self.strategy.mesh, self.facts.stages(self.strategy)
         if strategy.zero not in (1, 2) or strategy.tp > 1 or strategy.shard == 1 or not self._whole:
@@ -129,9 +131,9 @@ class ParallelPlan:
 
     @cached_property
     def owners(self) -> dict[str, int]:
-        """Return name -> the rank that updates the whole tensor, for tensors that are cut and must not be.
+        """Return name -> the rank that updates the whole tensor, for split tensors that the optimizer needs whole.
 
-        See whole_tensors.py. It has none of the tensors in `places`, which are not cut.
+        See whole_tensors.py. Tensors in `places` are not included, because they are not split.
         """
         return self._owners_of(self.layouts.summed) if self._whole else {}
 
@@ -141,7 +143,7 @@ class ParallelPlan:
 
     @property
     def owned(self) -> frozenset[str]:
-        """Return the tensors that one rank, or one in each group, updates for others too."""
+        """Return the tensors that one rank, or one rank in each group, updates for other ranks too."""
         return frozenset(self.owners).union(self.places)
 
     def _owners_of(self, summed: Sequence[Layouts]) -> dict[str, int]:
@@ -160,14 +162,14 @@ class ParallelPlan:
 
     @cached_property
     def groups(self) -> dict[str, RankGroups]:
-        """Return axis -> its groups, of all ranks. Collectives run in those of several ranks."""
+        """Return axis -> all its groups. Collectives run in groups of several ranks."""
         strategy = self.strategy
         summed = strategy.summed_axis
         return groups_along(strategy.mesh, strategy.shard, summed=summed, node_of=self.node_of, ep=strategy.ep)
 
     @cached_property
     def ties(self) -> tuple[Tie, ...]:
-        """Return the parameters that several stages hold, whose gradients are summed over these stages."""
+        """Return the parameters that several stages share, whose gradients are summed over these stages."""
         mesh = self.strategy.mesh
         if mesh.pp == 1:
             return ()
@@ -187,7 +189,7 @@ class ParallelPlan:
 
     @cached_property
     def copies(self) -> dict[str, int]:
-        """Return name -> the number of ranks that hold the same elements of what the optimizer updates."""
+        """Return name -> the number of ranks that hold the same elements of the tensors that the optimizer updates."""
         total: dict[str, int] = {}
         whole: dict[str, Layout] = {}
         for held in self.layouts.held:
@@ -198,36 +200,36 @@ class ParallelPlan:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, int], ...]:
-        """Return (first piece, one past the last) of each stage; () without a pipeline."""
+        """Return (first piece, one past the last piece) of each stage; () without a pipeline."""
         return tuple(self.facts.stage_ranges(self.strategy)) if self.strategy.pp > 1 and self.facts.chain else ()
 
     @cached_property
     def tensor(self) -> TensorPlan | None:
-        """Return how layers are split over the tensor axis; None without one."""
+        """Return how layers are split over the tensor axis, or None without one."""
         return self.facts.tensor_plan(self.strategy.tp, self.options.tp_plan) if self.strategy.tp > 1 else None
 
     @property
     def gathers(self) -> GatherPlan | None:
-        """Return what zero 3 gathers together; None without it, or if the model could not be run."""
+        """Return what ZeRO 3 gathers together, or None without ZeRO 3 or if the model could not be run."""
         return self.facts.gathers if self.strategy.zero == 3 else None
 
     @property
     def casts(self) -> Casts | None:
-        """Return what is gathered in the dtype of autocast."""
+        """Return the parameters that are gathered in the dtype of autocast."""
         return self.facts.casts(self.strategy)
 
     @cached_property
     def steps(self) -> tuple[str, ...]:
-        """Return what is done to the model, in the order of `parallelize`, in words."""
+        """Return the changes to the model, in the order of `parallelize`, in words."""
         return tuple(_steps(self))
 
     @cached_property
     def digest(self) -> str:
-        """Return a digest of all that ranks hold, send and choose under this plan; see the class.
+        """Return a digest of everything that ranks hold, send and choose with this plan; see the class.
 
-        It leaves out what this strategy does not use. Under plain data parallelism that is the chain of blocks: rank 0
-        may know it before the others do, and which blocks a rank recomputes or compiles then concerns that rank alone.
-        Under a tensor axis it is not left out, because blocks that are recomputed send again.
+        It leaves out facts that this strategy does not use. For plain data parallelism this includes the chain of
+        blocks. Rank 0 may know the chain before the other ranks, but which blocks a rank recomputes or compiles then
+        affects only this rank. With a tensor axis the chain is included, because recomputed blocks send again.
         """
         strategy, facts = self.strategy, self.facts
         parts: list[Any] = [str(strategy), strategy.slowest, self.node_of, facts.shapes.digest]
@@ -265,9 +267,9 @@ class ParallelPlan:
 def make_plan(
     strategy: Strategy, facts: ModelFacts, options: JobOptions | None = None, node_of: Sequence[int] = ()
 ) -> ParallelPlan:
-    """Return the plan of `strategy`. It is pure and takes little time.
+    """Return the plan of `strategy`. It is a pure function and takes little time.
 
-    Raises StrategyError, with the reason, if the model cannot be split like this or was not run to see it.
+    Raises StrategyError, with the reason, if the model cannot be split like this or was not run to check it.
     """
     plan = ParallelPlan(strategy, facts, options or JobOptions(), tuple(node_of))
     for refusal in refusals(strategy, facts, plan.options):
@@ -282,7 +284,7 @@ def refusals(
 ) -> Iterator[StrategyError]:
     """Yield the reasons why `strategy` would not train this model as one process does.
 
-    guessed: there is no batch to run, and the blocks of the model are guessed by its structure.
+    guessed: True if there is no batch to run, so that the blocks of the model are guessed by its structure.
     """
     needs = [_need_stages, _need_facts, _need_blocks_that_run, _need_copies, _need_whole_gradients, need_rows]
     needs += [_need_outside, _need_one_gradient, _need_experts, *([] if guessed else [need_chain])]
@@ -294,18 +296,17 @@ def refusals(
 
 
 def keeps_whole(strategy: Strategy) -> bool:
-    """Return True if each rank holds the whole model, as the user built it. A job may then begin with that model
-    itself."""
+    """Return True if each rank holds the whole model as the user built it. A job may then begin with this model."""
     return strategy.mesh.size == strategy.dp and strategy.zero == 0 and strategy.ep == 1
 
 
 def parts_rows(strategy: Strategy, options: JobOptions) -> bool:
-    """Return True if the rows of a batch go through several forwards, on one rank or many."""
+    """Return True if the rows of a batch go through several forward passes, on one rank or many."""
     return strategy.dp > 1 or (strategy.microbatches or 1) > 1 or options.cut
 
 
 def _need_stages(strategy: Strategy, _: ModelFacts, options: JobOptions) -> None:
-    """Raise StrategyError if the user calls the model, of which each rank would hold some stages."""
+    """Raise StrategyError if the user calls the model, but each rank would hold only some stages of it."""
     if options.own_forward and strategy.pp > 1:
         raise StrategyError(
             f"Under {strategy} no rank can run the forward by itself: each holds some of the stages.",
@@ -340,7 +341,7 @@ def need_chain(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
 
 
 def _need_blocks_that_run(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
-    """Raise StrategyError if a random number of Python or numpy may decide whether a stage runs."""
+    """Raise StrategyError if a random number of Python or numpy may decide whether a block runs."""
     if strategy.pp == 1 or facts.chain is None or facts.draws is None:
         return
     inside = tuple(f"{unit}." for unit in facts.chain.units if unit)
@@ -355,13 +356,13 @@ def _need_blocks_that_run(strategy: Strategy, facts: ModelFacts, _: JobOptions) 
 
 
 def _need_copies(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
-    """Raise StrategyError if `strategy` must copy the model and no copy is right."""
+    """Raise StrategyError if `strategy` must copy the model and no copy is correct."""
     if not keeps_whole(strategy):
         need_copies(strategy, facts)
 
 
 def need_copies(strategy: Strategy, facts: ModelFacts) -> None:
-    """Raise StrategyError if a copy of the model, with which `strategy` computes, uses parts of the original."""
+    """Raise StrategyError if a copy of the model, which `strategy` uses, reads parts of the original."""
     if facts.astray:
         raise StrategyError(
             f"{strategy} computes with a copy of the model, and no copy is right.",
@@ -371,7 +372,7 @@ def need_copies(strategy: Strategy, facts: ModelFacts) -> None:
 
 
 def _need_whole_gradients(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:
-    """Raise StrategyError if hooks on gradients would get parts of them, or would not be called."""
+    """Raise StrategyError if hooks on gradients would get parts of the gradients, or would not be called."""
     if facts.hooked and (strategy.mesh.size > 1 or options.cut):
         raise StrategyError(
             f"The gradient of {facts.hooked!r} has a hook, which {strategy} would give a part of it, or never call.",
@@ -381,7 +382,7 @@ def _need_whole_gradients(strategy: Strategy, facts: ModelFacts, options: JobOpt
 
 
 def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:
-    """Raise StrategyError if replicas train apart, and tensors that tp cuts are updated whole by one rank."""
+    """Raise StrategyError if replicas train independently while one rank updates tensors that are split over tp."""
     if strategy.tp > 1 and strategy.exchange.every > 1 and options.whole_in_tp:
         raise StrategyError(
             f"{strategy} lets replicas train apart, and one rank would update tensors that tp cuts for all.",
@@ -391,7 +392,7 @@ def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOption
 
 
 def _need_experts(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
-    """Raise StrategyError if `strategy` spreads experts and the model has none that it can spread."""
+    """Raise StrategyError if `strategy` spreads experts, but the model has no experts that it can spread."""
     if strategy.ep == 1:
         return
     without = str(replace(strategy, ep=1))
@@ -435,7 +436,7 @@ def need_rows(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> Non
 
 
 def _experts_unproven(strategy: Strategy, facts: ModelFacts) -> str:
-    """Return why it is not known how a mixture of experts trains under `strategy`; "" if a run has shown it."""
+    """Return why it is unknown how a mixture of experts trains with `strategy`, or "" if a run has shown it."""
     if strategy.tp > 1 and facts.proof.of(strategy.tp) is None:
         return f"tp {strategy.tp}: {facts.proof.why or 'the model was not run in parts'}"
     if strategy.cp > 1 and facts.positionwise is None:
@@ -446,7 +447,7 @@ def _experts_unproven(strategy: Strategy, facts: ModelFacts) -> str:
 
 
 def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:
-    """Raise StrategyError if state that the model keeps beside its parameters and buffers would differ."""
+    """Raise StrategyError if state outside the model's parameters and buffers would differ from one process."""
     if (found := facts.outside) is None:
         return
     if found.unseen:
@@ -487,7 +488,7 @@ def _need_gathers(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
 
 
 def _need_positionwise(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
-    """Raise StrategyError if `strategy` splits the positions and a run showed that the model needs them together."""
+    """Raise StrategyError if `strategy` splits the positions, but a run showed that the model needs them together."""
     found = facts.positionwise
     if strategy.cp > 1 and found is not None and found.refused is not None:
         raise found.refused
@@ -500,7 +501,7 @@ def _need_positionwise(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> 
 
 
 def _with_owners(summed: Sequence[Layouts], owned: Mapping[str, int]) -> tuple[Layouts, ...]:
-    """Return the layouts of what each rank updates: `summed`, with whole tensors at their owners and nowhere else."""
+    """Return the layouts of the tensors that each rank updates: `summed`, with whole tensors only at their owners."""
     if not owned:
         return tuple(summed)
     shapes = {name: layout.shape for part in summed for name, layout in part.items() if name in owned}
@@ -541,7 +542,7 @@ def _steps(plan: ParallelPlan) -> Iterator[str]:
 
 
 def _parameters(plan: ParallelPlan) -> Iterator[str]:
-    """Yield what rank 0 holds of the parameters, then a line for each kind of parameter that a tensor axis cuts."""
+    """Yield the part of the parameters on rank 0, then a line for each kind of parameter that a tensor axis splits."""
     strategy, whole, held = plan.strategy, plan.facts.shapes.whole, plan.layouts.held
     if all(each == whole for each in held):
         yield f"{len(whole)}, whole on every rank"

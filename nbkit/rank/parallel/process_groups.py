@@ -1,4 +1,4 @@
-"""The process groups of a plan. They are made first, because making them needs all ranks at once."""
+"""The process groups of a plan. They are created first, because all ranks must create them together."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from nbkit.rank.parallel.plan import ParallelPlan
 
 @dataclass(frozen=True, eq=False)
 class TiedSum:
-    """A sum of the gradients of `names`, which several stages hold.
+    """A sum of the gradients of `names`, which several stages share.
 
-    members: None to all-reduce in `group`; or the ranks in `group` that hold them, which send to each other.
+    members: None to all-reduce in `group`; or the ranks in `group` that hold the parameters, which send to each other.
     """
 
     group: dist.ProcessGroup
@@ -40,7 +40,7 @@ class TiedSum:
     members: tuple[int, ...] | None = None
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum `tensor` over the ranks that hold the parameters. Collective over these ranks."""
+        """Sum `tensor` over the ranks that hold the parameters. All these ranks must call it."""
         if self.members is None:
             dist.all_reduce(tensor, group=self.group)
         else:
@@ -51,10 +51,10 @@ class TiedSum:
 class Connections:
     """The process groups of one plan on this rank.
 
-    axes: the groups of the mesh. ordered: see Pipeline. ties: of the parameters that several stages hold. replication:
-    name -> how many ranks of the world hold the same elements of what the optimizer updates. world: the group of all
-    ranks, None for torch's own. keys: the keys of the groups of all ranks. `close_unused` leaves these open while this
-    object lives.
+    axes: the groups of the mesh. ordered: see Pipeline. ties: sums for the parameters that several stages share.
+    replication: name -> number of ranks that hold the same elements of the tensors that the optimizer updates. world:
+    the group of all ranks, None for torch's default group. keys: the keys of the groups of all ranks. `close_unused`
+    keeps these groups open while this object exists.
     """
 
     axes: Axes
@@ -70,7 +70,7 @@ _in_use: WeakSet[Connections] = WeakSet()
 
 
 def connect(plan: ParallelPlan, rank: int) -> Connections:
-    """Make the groups of `plan` that do not exist yet. Collective over the world."""
+    """Create the groups of `plan` that do not exist yet. All ranks of the world must call it."""
     axes = Axes.of(plan.strategy.mesh, rank, shard=plan.strategy.shard, along=plan.groups, ep=plan.strategy.ep)
     every = _in_order(plan)
     ordered = group_of(_IN_ORDER, every, rank) if every else None
@@ -81,15 +81,15 @@ def connect(plan: ParallelPlan, rank: int) -> Connections:
 
 
 def meet_groups(connections: Connections, device: torch.device) -> None:
-    """Use this rank's groups for the first time, if they have not met since they were formed. Collective over the
-    world.
+    """Run a first collective in each of this rank's groups that has not run one yet. All ranks of the world must call
+    it.
 
-    NCCL takes the memory of a communicator at its first use. Here this happens before tensors of a strategy take
-    memory, and after torch's allocator has returned its reserve. In a step, a rank that finds no memory would leave the
-    others waiting.
+    NCCL allocates the memory of a communicator at its first use. Here this happens before the tensors of a strategy
+    take memory, and after torch's allocator has returned its reserve. If a rank ran out of memory in a step instead,
+    the other ranks would wait for it.
 
-    The communicators of an axis are split from that of the world, in one call for all of its groups, if all of them are
-    new. A split is collective over the world, but it needs no store and no connections of its own.
+    The communicators of an axis are split from the world's communicator, in one call for all of its groups, if all of
+    them are new. All ranks of the world must take part in a split, but it needs no store and no connections of its own.
     """
     if not (is_device_backend(dist.get_backend()) and accelerator().holds(device)):
         return
@@ -106,13 +106,13 @@ def meet_groups(connections: Connections, device: torch.device) -> None:
 
 
 def has_met_all(connections: Connections) -> bool:
-    """Return True if `meet_groups` would find nothing to do on this rank."""
+    """Return True if `meet_groups` would do nothing on this rank."""
     groups = (*connections.axes.used(), connections.ordered)
     return not is_device_backend(dist.get_backend()) or all(group is None or has_met(group) for group in groups)
 
 
 def close_unused(device: torch.device) -> None:
-    """Close the groups of strategies whose `Connections` no rank holds any more. Collective.
+    """Close the groups of strategies whose `Connections` no longer exist on any rank. All ranks must call it.
 
     On a GPU, a group that was used holds a communicator, which takes device memory.
     """
@@ -124,7 +124,7 @@ def connect_threads(
 ) -> Connections:
     """Return the connections of a rank that is a thread of this process.
 
-    meetings: gives the meeting of an axis and the ranks of a group along it.
+    meetings: returns the meeting for an axis and the ranks of a group along it.
     """
 
     def make(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
@@ -139,12 +139,12 @@ def connect_threads(
 
 
 def groups_exist(plan: ParallelPlan) -> bool:
-    """Return True if the groups of earlier plans serve this one. `connect` then sends nothing."""
+    """Return True if the groups of earlier plans are sufficient. Then `connect` sends nothing."""
     return all_made(group_keys(plan))
 
 
 def group_keys(plan: ParallelPlan) -> set[GroupKey]:
-    """Return the keys of the groups of all ranks that `connect` makes or finds."""
+    """Return the keys of the groups of all ranks that `connect` creates or finds."""
     every = [*plan.groups.items()]
     if in_order := _in_order(plan):
         every.append((_IN_ORDER, in_order))

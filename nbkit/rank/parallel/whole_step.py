@@ -1,12 +1,12 @@
-"""Proves a strategy with a whole step: its ranks, as threads of one process, must match a step of one process.
+"""Prove a strategy with a whole step: its ranks, run as threads of one process, must match a step of one process.
 
-The proofs of blocks, splits and positions look at parts of a model. Some errors show only in a whole step: in weights
-that several places share, the head, the loss, modules called more than once, sums over dp, and the norm. The weights
-are drawn, and none is zero, because a zero would hide what is behind it. The step runs in float64 if the model computes
-in it. The ranks run the code that trains. They send nothing, and may run in any thread.
+The proofs of blocks, splits and positions look at parts of a model. Some errors appear only in a whole step: in shared
+weights, the head, the loss, modules that are called more than once, sums over dp, and the norm. The weights are drawn,
+and none is zero, because a zero would hide errors behind it. The step runs in float64 if the model can compute in it.
+The ranks run the code that trains. They send nothing, and may run in any thread.
 
-This module makes the step of one process as torch makes it, makes the steps of the ranks, and describes the differences
-between them in words.
+This module makes the step of one process with plain torch, makes the steps of the ranks, and describes the differences
+in words.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ from nbkit.tensor_layout import Layout
 _CPU = torch.device("cpu")
 
 Optimizer = Callable[[Mapping[str, nn.Parameter], bool], Any]
-"""(parameters by name, whether to use its plainest update) -> an optimizer of them, on the CPU."""
+"""(parameters by name, whether to use the plainest update) -> an optimizer for them, on the CPU."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """The data and settings of a step.
 
-    rows: the number of rows of `data`. microbatch_size: as for the Trainer. outside: what user code changes beside the
-    models. Each rank finds it first as it was, and later as that rank left it.
+    rows: the number of rows of `data`. microbatch_size: as for the Trainer. outside: the state outside the models that
+    user code changes. Each rank starts with its original value, and later finds it as it left it.
     """
 
     data: Any
@@ -86,9 +86,9 @@ class Batch:
 class Stepped:
     """The result of a step.
 
-    norm: the norm of the gradients, which are then clipped to half of it. gradients: by name, what a rank holds of
-    each; None if it has none. weights: by name, what it computes with after the update. buffers: those that a
-    checkpoint holds, as the forward passes left them. unmade: why there was no update.
+    norm: the norm of the gradients before they are clipped to half of it. gradients: by name, the part of each gradient
+    that a rank holds; None if there is no gradient. weights: by name, the weights after the update. buffers: the
+    buffers that a checkpoint saves, after the forward passes. unmade: why there was no update, or "".
     """
 
     loss: float
@@ -103,7 +103,7 @@ class Stepped:
 class _Rank:
     """The result of a step on one rank.
 
-    total, weight: of the loss of its rows; 0 if another rank's loss counts. The other fields are as in Stepped.
+    total, weight: of the loss of its rows, or 0 if the loss of another rank counts. The other fields are as in Stepped.
     """
 
     total: float
@@ -115,7 +115,7 @@ class _Rank:
 
 
 def step_of_one(model: nn.Module, batch: Batch, facts: ModelFacts) -> Stepped:
-    """Make a step by one process. It leaves the gradients and the new weights in `model`."""
+    """Make a step in one process. The gradients and the new weights are left in `model`."""
     with stand_in(Alone()):
         return _step_of_one(model, batch, facts)
 
@@ -137,7 +137,7 @@ def _step_of_one(model: nn.Module, batch: Batch, facts: ModelFacts) -> Stepped:
     sizes = [(grad.abs() if grad.is_complex() else grad).double().norm() for grad in grads]
     norm, unmade = float(torch.stack(sizes).norm()), ""
     for grad in grads:
-        grad.mul_(norm / 2 / (norm + 1e-6))  # as torch clips
+        grad.mul_(norm / 2 / (norm + 1e-6))  # the same formula as torch
     try:
         batch.optimizer(params, True).step()
     except Exception as error:  # for example, an optimizer whose kernels run only on GPUs
@@ -149,9 +149,9 @@ def _step_of_one(model: nn.Module, batch: Batch, facts: ModelFacts) -> Stepped:
 
 
 def _buffers(module: nn.Module, kept: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint takes.
+    """Return the buffers that a checkpoint saves.
 
-    kept: names of those that it takes from this rank, which may hold others too.
+    kept: names of the buffers that it saves from this rank.
     """
     held = dict(module.named_buffers())
     return {name: held[name].detach() for name in watched(module) if kept is None or name in kept}
@@ -165,11 +165,11 @@ def steps_of_ranks(
     *,
     updated: bool = True,
 ) -> list[Stepped]:
-    """Make a step by the ranks of `plan`. Return the result as each rank sees it.
+    """Make a step on the ranks of `plan`. Return the result of each rank.
 
-    model: the whole model in any dtype, from which the ranks take their weights. max_norm: what the gradients are
-    clipped to; None takes half of their norm. updated: the optimizer makes its step. Raises what a rank raises, and
-    StrategyError for what cannot be split.
+    model: the whole model in any dtype, from which the ranks take their weights. max_norm: norm to which the gradients
+    are clipped; None means half of their norm. updated: whether the optimizer makes its step. Raises the error of a
+    rank, and StrategyError for what cannot be split.
     """
     strategy, facts = plan.strategy, plan.facts
     plan = make_plan(strategy, replace(facts, shapes=facts.shapes.like(skeleton_of(model))), plan.options)
@@ -244,7 +244,7 @@ _LEAST = 1e-3  # a fraction of the norm of all gradients; smaller gradients are 
 def differences(whole: Stepped, rank: Stepped, tolerance: float) -> Iterator[str]:
     """Yield the differences in loss, norm and gradients, in words.
 
-    tolerance: the relative tolerance of one number. Sums of many numbers are allowed more.
+    tolerance: the relative tolerance of one number. Sums of many numbers have a larger tolerance.
     """
     # `not <=` also finds values that are not finite.
     if not abs(whole.loss - rank.loss) <= tolerance * max(abs(whole.loss), 1e-3):
@@ -262,8 +262,7 @@ def differences(whole: Stepped, rank: Stepped, tolerance: float) -> Iterator[str
 def updates_off(
     whole: Stepped, ranks: Sequence[Stepped], before: Mapping[str, Tensor], tolerance: float
 ) -> Iterator[str]:
-    """Yield the differences in the weights after the optimizer's step, in words. before: the weights before it, by
-    name."""
+    """Yield the differences in the weights after the optimizer's step, in words. before: the old weights, by name."""
     sizes = {name: (_largest(true - before[name]), _largest(before[name])) for name, (true, _) in whole.weights.items()}
     for name, (held, layout) in ((name, part) for rank in ranks for name, part in rank.weights.items()):
         (true, _), (grad, _), (moved, size) = whole.weights[name], whole.gradients[name], sizes[name]
@@ -278,14 +277,14 @@ def updates_off(
 def buffers_off(whole: Stepped, ranks: Sequence[Stepped], tolerance: float) -> Iterator[str]:
     """Yield the differences in the buffers that the forward passes changed, in words.
 
-    For example, a statistic of a micro-batch is not that of the batch. A buffer that a rank holds in another shape is a
-    part of the whole. Its errors show only in the gradients.
+    For example, a statistic of a micro-batch differs from the statistic of the batch. A buffer that has another shape
+    on a rank is a part of the whole buffer, and is not compared. Its errors show in the gradients.
     """
     for name, held in ((name, buffer) for rank in ranks for name, buffer in rank.buffers.items()):
         true = whole.buffers.get(name)
         if true is None or true.shape != held.shape:
             continue
-        # Masks hold values that are not finite.
+        # Masks contain values that are not finite.
         held, true = (x if x.is_floating_point() else x.to(torch.float64) for x in (held, true))
         away = (held - true).masked_fill((held == true) | (held.isnan() & true.isnan()), 0)
         if (off := _largest(away)) > 64 * tolerance * _largest(true.nan_to_num(0, 0, 0)):
@@ -297,7 +296,7 @@ def _scale(expected: Tensor | None, norm: float) -> float:
 
 
 def _largest(x: Tensor) -> float:
-    """Return the largest absolute value; inf if there is a NaN."""
+    """Return the largest absolute value, or inf if a value is NaN."""
     if not x.numel():
         return 0.0
     low, high = torch.aminmax(x.abs() if x.is_complex() else x)
@@ -306,9 +305,9 @@ def _largest(x: Tensor) -> float:
 
 
 def _off(own: Tensor | None, true: Tensor | None, layout: Layout, sure: Tensor | None = None) -> float:
-    """Return the largest difference between what a rank holds and the same part of the whole. None counts as zeros.
+    """Return the largest difference between a rank's part and the same part of the whole tensor. None counts as zeros.
 
-    sure: the elements of the whole that count.
+    sure: mask over the whole tensor of the elements that are compared.
     """
     if own is None and true is None:
         return 0.0
@@ -329,17 +328,18 @@ _PERIOD = 65521  # a prime, so that no two rows of a matrix get the same numbers
 
 
 def drawn_model(skeleton: nn.Module, dtype: torch.dtype, *, positive: bool = False) -> nn.Module:
-    """Return a copy of `skeleton` on the CPU, with memory; floating parameters and buffers in `dtype`.
+    """Return a copy of `skeleton` on the CPU, with memory. Floating-point parameters and buffers are in `dtype`.
 
-    positive: all weights are above zero. Draws from a generator of its own: another thread may be training.
+    positive: True for weights above zero only. The numbers come from a separate generator, because another thread may
+    train.
     """
     return _draw(skeleton_of(skeleton), dtype, positive)
 
 
 class Reference:
-    """The model as its callable built it a second time. A proof runs it as the model of one process.
+    """A second model from the user's callable. A proof uses it for the step of one process.
 
-    The code that makes a strategy's copies has not touched it. It has memory only while it runs.
+    The code that makes the copies of a strategy has not touched it. It has memory only while it runs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -384,20 +384,20 @@ def _drawn(old: nn.Parameter, name: str, numbers: Tensor) -> Tensor:
     enough = numbers if size <= _PERIOD else numbers[:_PERIOD].repeat(size // _PERIOD + 1)
     noise = enough[:size].view(old.shape)
     if old.ndim > 1:
-        # Sums of this many products stay as large as their inputs.
+        # Keep sums of this many products as large as their inputs.
         return noise / math.sqrt(max(size // max(old.shape[0], 1), 1))
     return 0.2 * noise + (0 if name.endswith("bias") else 1)
 
 
 _EXACT, _EXACT_NORMS, WIDE = 1 << 22, 1 << 26, 1 << 30
-"""Limits on the number of parameters. Above _EXACT a model is run in float32 on fewer rows. Above WIDE it is not run,
-because that takes minutes. With BatchNorm, a model up to _EXACT_NORMS is run in float64 as a last attempt."""
+"""Limits on the number of parameters. A model above _EXACT is run in float32 on fewer rows. A model above WIDE is not
+run, because that takes minutes. A model with BatchNorm up to _EXACT_NORMS is run in float64 as a last attempt."""
 
 _OF_HOST = 0.5
-"""The share of the host's free memory that the step may take. Other ranks build their models at the same time."""
+"""The fraction of the host's free memory that the step may use. Other ranks build their models at the same time."""
 
 _MANY = 8
-"""Rows of a rank when a few rows show nothing."""
+"""Rows per rank in an attempt with more rows, made if few rows prove nothing."""
 
 _RANKS = 32
 
@@ -406,8 +406,8 @@ _RANKS = 32
 class StepProof:
     """The comparison of a whole step of a strategy with one process. It is empty if both agree.
 
-    refusal: why the strategy does not train. unproven: what could not be compared and why, if the strategy trains all
-    the same.
+    refusal: why the strategy does not train, or None. unproven: what could not be compared and why, if the strategy
+    trains nevertheless.
     """
 
     refusal: NbkitError | None = None
@@ -423,7 +423,7 @@ class StepProof:
 
 
 def tiny(strategy: Strategy) -> Strategy:
-    """Return the smallest strategy that is composed as `strategy` is. More ranks of dp do what two of them do.
+    """Return the smallest strategy with the same composition as `strategy`. Two ranks of dp behave like more of them.
 
     Keys about how gradients are sent are left out, except a user's class. If the strategy still has too many ranks to
     run, it gets fewer stages and fewer parts of the positions.
@@ -456,20 +456,20 @@ def prove_step(
     many: Any = None,
     reference: Reference | None = None,
 ) -> StepProof:
-    """Compare a step of `plan` with a step of one process. It sends nothing.
+    """Compare a step of `plan` with a step of one process. Sends nothing.
 
-    The weights of the model are drawn. example: some rows of the data. loss: None takes a sum
-    over the first tensor that the model gives. optimizer: None takes SGD. reference: the same model, built again, which
-    makes the step of one process; None takes a copy.
+    The weights of the model are drawn. example: some rows of the data. loss: None means a sum over the first tensor of
+    the model's output. optimizer: None means SGD. reference: the same model, built again, for the step of one process;
+    None means a copy.
 
-    If one process makes no step to compare with, a cut of the model (tp, pp, cp, zero 3) is refused. A strategy that
-    only divides the rows trains, and the reason is given.
+    If one process cannot make a step to compare with, a split of the model (tp, pp, cp, ZeRO 3) is refused. A strategy
+    that only divides the rows trains, and the reason is given.
 
     short: the example with few positions, which proves as much (see short_example.py). If positions are split, blocks
-    were already compared on all of them. If the short example does not prove the strategy, the full example may. many:
-    more rows than the example has, if they are known, for a model whose BatchNorm takes its statistics from them. With
-    two rows of one position BatchNorm divides by the difference of two numbers, and a rounding error grows layer by
-    layer. This last attempt runs in float64.
+    were already compared on all positions. If the short example does not prove the strategy, the full example is tried.
+    many: more rows than in the example, if known, for a model whose BatchNorm computes its statistics from them. With
+    two rows of one position, BatchNorm divides by the difference of two numbers, and a rounding error grows from layer
+    to layer. This last attempt runs in float64.
     """
     if (own := class_in(plan.strategy)) is not None and (wrong := explained(own)) is not None:
         return StepProof(wrong)
@@ -499,7 +499,7 @@ def _proof(
     each: int = 2,
     exact: int = _EXACT,
 ) -> StepProof:
-    """Prove a step with `each` rows per rank. A model of more than `exact` parameters uses one row, in float32."""
+    """Prove a step with `each` rows per rank. A model with more than `exact` parameters uses one row, in float32."""
     strategy, facts, skeleton = plan.strategy, plan.facts, plan.facts.shapes.skeleton
     small = tiny(strategy)
     if small.mesh.size == 1 and microbatch_size is None and plan.options.loss_chunks == 1:
@@ -507,13 +507,14 @@ def _proof(
     size = sum(getattr(*places[0]).numel() for places in homes(skeleton).values())
     if beforehand := _unmakeable(small, facts, example, size):
         return StepProof(unproven=f"no whole step: {beforehand}")
-    # The ranks are threads of one process: on one node.
+    # The ranks are threads of one process, so they are on one node.
     of_ranks = ParallelPlan(small, facts, replace(plan.options, compile=False))
-    # The mean of an auxiliary term over parts of a batch is not that of the whole. So one process uses the same parts.
+    # The mean of an auxiliary term over parts of a batch differs from that over the batch. So one process uses the same
+    # parts.
     in_parts = facts.coupled is not None and parts_rows(strategy, plan.options)
     rows = _rows(small, 1 if size > exact or in_parts else each, microbatch_size)
     if facts.collectives:
-        rows = max(each, 2) * small.dp * (small.microbatches or 1)  # all ranks make equal calls, on equal rows
+        rows = max(each, 2) * small.dp * (small.microbatches or 1)  # all ranks make equal calls, on equally many rows
     # The models of one process and of the ranks share the state outside of them.
     outside = OutsideState(skeleton, loss) if facts.outside is not None or facts.changes else None
     why = ""
@@ -536,7 +537,7 @@ def _proof(
         refusal = _compared(model, whole, strategy, of_ranks, batch, seen.eps)
         if refusal is None:
             return StepProof(unproven=whole.unmade and f"the optimizer makes no step on the CPU: {whole.unmade}")
-        # If one process does not repeat its own step, that step says nothing about the ranks.
+        # If one process does not reproduce its own step, that step cannot be compared with the ranks.
         again = _alone(of_ranks, reference, dtype, positive, batch, in_parts)
         if not any(differences(whole, again, max(1e-9, 64 * seen.eps))):
             return StepProof(refusal)
@@ -547,7 +548,7 @@ def _proof(
 
 
 _DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
-"""(dtype, only positive weights), tried in this order. A model that takes logarithms of weights needs the last."""
+"""(dtype, only positive weights), tried in this order. A model that takes logarithms of weights needs the last one."""
 
 
 def _cuts(strategy: Strategy) -> bool:
@@ -556,7 +557,7 @@ def _cuts(strategy: Strategy) -> bool:
 
 
 def _unmakeable(small: Strategy, facts: ModelFacts, example: Any, size: int) -> str:
-    """Return why a model of `size` parameters makes no step of `small`; "" if it can."""
+    """Return why a model of `size` parameters cannot make a step of `small`, or ""."""
     if example is None:
         return "no example batch to run: hints=nbkit.ModelHints(example=batch); nbkit.check(model, strategy, batch)"
     if facts.draws is not None and facts.draws.unkeyed:
@@ -578,7 +579,7 @@ def _unmakeable(small: Strategy, facts: ModelFacts, example: Any, size: int) -> 
 def _bytes_of_parameter(small: Strategy) -> int:
     """Return the bytes per parameter that a step takes, in float32 with AdamW.
 
-    They cover the drawn weights, those of one process, and what each rank holds.
+    They include the drawn weights, the model of one process, and the parts of each rank.
     """
     return 12 + 16 * small.mesh.size // (small.tp * small.pp)
 
@@ -599,7 +600,7 @@ def _alone(
     batch: Batch,
     in_parts: bool,
 ) -> Stepped:
-    """Make the step of one process. in_parts: use one forward for each row, as the ranks of `plan` do."""
+    """Make the step of one process. in_parts: use one forward pass per row, as the ranks of `plan` do."""
     facts, skeleton = plan.facts, plan.facts.shapes.skeleton
     if reference is not None and not in_parts:
         with reference.drawn(skeleton, dtype, positive=positive) as model:
@@ -617,7 +618,7 @@ def _alone(
 def _compared(
     model: nn.Module, whole: Stepped, strategy: Strategy, plan: ParallelPlan, batch: Batch, eps: float
 ) -> NbkitError | None:
-    """Return why `strategy` is refused after a step of `plan`, its smaller one; None if the step is that of `whole`."""
+    """Return why `strategy` is refused after a step of the smaller `plan`, or None if the step matches `whole`."""
     facts = plan.facts
     try:
         ranks = steps_of_ranks(model, plan, batch, whole.norm / 2, updated=not whole.unmade)
@@ -651,7 +652,7 @@ def _told(error: Exception) -> str:
 
 
 def _hint(strategy: Strategy, facts: ModelFacts | None = None) -> str:
-    sends = facts is not None and facts.collectives  # on the same ranks under ddp
+    sends = facts is not None and facts.collectives  # even on the same ranks under ddp
     if strategy.dp < strategy.mesh.size or ((strategy.zero or strategy.ep > 1) and not sends):
         return "another strategy, such as 'ddp'"
     return "%cluster start -n 1   trains it on one rank"
@@ -666,7 +667,7 @@ def _sum_of_output(output: Any, _: Any) -> tuple[Tensor, int]:
 def _rows(strategy: Strategy, each: int, microbatch_size: int | None) -> int:
     """Return the number of rows for a step of `strategy` with `each` rows per rank.
 
-    If each of several ranks has two rows or more, one of them gets a row less. This tests how ranks are weighted.
+    If each of several ranks has two rows or more, one of them gets one row less. This tests the weights of ranks.
     """
     if strategy.schedule and type_of(strategy.schedule).microbatches_per_rank > 1:
         return (strategy.microbatches or 1) * strategy.dp
@@ -676,7 +677,7 @@ def _rows(strategy: Strategy, each: int, microbatch_size: int | None) -> int:
 
 
 class _Descent:
-    """SGD written by hand. The first step of one of torch's optimizers imports its compiler, which takes seconds."""
+    """SGD in plain torch. The first step of an optimizer of torch imports its compiler, which takes seconds."""
 
     def __init__(self, held: Mapping[str, nn.Parameter], plainly: bool) -> None:
         self._held = held

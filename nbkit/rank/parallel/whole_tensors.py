@@ -1,18 +1,19 @@
-"""Update whole tensors at their owners, between gradients that are summed and the optimizer's step.
+"""Update whole tensors at their owners, between the sum of gradients and the optimizer's step.
 
-An optimizer such as Muon has to see a whole matrix, and most strategies give each rank a part of it. Each such tensor
-has one owner among the ranks that hold a part (nbkit/planner/owners.py). Once the gradients are summed, `take` sends
-the owner the parts of the gradient. The optimizer, its state and the gradient norm know only the whole tensor, and only
-there. After the step `give_back` sends each rank its part of the new weight. This is the same for every technique: it
-follows from the layouts of what the ranks hold, as a switch does.
+An optimizer such as Muon needs a whole matrix, but most strategies give each rank a part of it. Each such tensor has
+one owner among the ranks that hold a part (nbkit/planner/owners.py). After the gradients are summed, `take` sends the
+parts of the gradient to the owner. The optimizer, its state and the gradient norm use only the whole tensor, and only
+there. After the step, `give_back` sends each rank its part of the new weight. This works for every technique, because
+it follows from the layouts of what the ranks hold, like a switch.
 
-An owner keeps the whole weight, which is that of the ranks until somebody else changes a part: a user, a checkpoint, a
-rank that replaces another. Each rank sums up its parts after `give_back`, and before the next step, with random weights
-and in float64. If a sum differs on any rank, or an update was broken off, `take` sends the parts of the weight too.
+An owner keeps the whole weight. It equals the parts on the ranks until something else changes a part: a user, a
+checkpoint, a replaced rank. Each rank computes sums of its parts after `give_back` and before the next step, with
+random weights and in float64. If a sum differs on any rank, or an update was aborted, `take` sends the parts of the
+weight too.
 
 In a step, tensors of S bytes over n ranks that each hold 1/n of them send S (n - 1) / n bytes of gradients and as many
-of weights back, over all ranks together. An owner keeps the whole tensor besides its part, and its gradient from `take`
-to the end of the step. Both exchanges are waited for.
+bytes of weights back, over all ranks together. An owner keeps the whole tensor besides its part, and its gradient from
+`take` to the end of the step. Both exchanges are waited for.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from nbkit.rank.parallel.reshard.redistribute import Exchange, State
 from nbkit.tensor_layout import Layout
 
 _WEIGHTS, _AT_ONCE = 1 << 14, 1 << 20
-"""Elements that are summed up to one number; elements that a device casts at once."""
+"""Number of elements that are reduced to one sum; number of elements that a device casts at once."""
 
 
 def exchanges(plan: ParallelPlan) -> tuple[ExchangePlan, ExchangePlan]:
-    """Return what a step of `plan` sends to the owners, and what they give back."""
+    """Return the plans of what a step of `plan` sends to the owners, and of what they send back."""
     sizes = {name: p.element_size() for name, p in plan.facts.shapes.skeleton.named_parameters()}
     parts, wholes = (
         [{name: layout for name, layout in each.items() if name in plan.owners} for each in every]
@@ -51,8 +52,9 @@ def exchanges(plan: ParallelPlan) -> tuple[ExchangePlan, ExchangePlan]:
 class WholeTensors:
     """The tensors of `plan` that have owners, on this rank.
 
-    summed: name -> the part of each parameter whose gradient is summed here; layouts: which part it is. held: what the
-    optimizer gets: the parts of parameters without an owner, and the whole tensors that this rank owns.
+    summed: name -> the part of each parameter whose gradient is summed here. layouts: name -> the layout of this part.
+    held: the tensors for the optimizer: the parts of parameters without an owner, and the whole tensors that this rank
+    owns.
     """
 
     def __init__(
@@ -79,13 +81,13 @@ class WholeTensors:
         self._device = next((p.device for p in self._summed.values()), torch.device("cpu"))
         draw = torch.Generator().manual_seed(0)
         self._random = torch.randn(_WEIGHTS, generator=draw, dtype=torch.float64).to(self._device)
-        self._given: Tensor | None = None  # sums of the parts, as the owners gave them back
+        self._given: Tensor | None = None  # sums of the parts, as sent back by the owners
         self._versions: list[int] = []  # of the whole tensors, at that time
-        self._changed: Tensor | None = None  # 1 if any rank has found a weight changed since, while this is looked at
+        self._changed: Tensor | None = None  # while this is checked: 1 if any rank has found a weight changed since
         self._arrived: Callable[[], Any] | None = None
 
     def look(self) -> None:
-        """Start to find out whether any rank has another weight than its owner gave it. Collective."""
+        """Start to check whether any rank has another weight than its owner sent. All ranks must call it."""
         if self._given is None or self._versions != [self.held[name]._version for name in self._own]:
             changed = torch.ones((), dtype=torch.int32, device=self._device)
         else:
@@ -93,12 +95,12 @@ class WholeTensors:
         work = dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._world, async_op=True)
         self._changed, self._arrived = changed, None if work is None else work.wait
         if work is not None and accelerator().holds(changed):
-            work.wait()  # the device waits, and the host goes on
+            work.wait()  # the device waits, and the host continues
             self._changed, copied = accelerator().fetch(changed)
             self._arrived = copied.synchronize
 
     def _is_changed(self) -> bool:
-        """Return what `look` has found in this step. Waits for it."""
+        """Return the result of `look` in this step. Waits for it."""
         if self._changed is None:
             self.look()
         changed, arrived, self._changed, self._arrived = self._changed, self._arrived, None, None
@@ -107,7 +109,7 @@ class WholeTensors:
         return bool(changed)
 
     def _sums(self) -> Tensor:
-        """Return sums of the parts, weighted at random, in float64."""
+        """Return randomly weighted sums of the parts, in float64."""
         found = []
         for part in (part for part in self._summed.values() if part.numel()):
             flat = (torch.view_as_real(part) if part.is_complex() else part).detach().reshape(-1)
@@ -118,21 +120,23 @@ class WholeTensors:
         return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=self._device)
 
     def begin_again(self) -> None:
-        """Forget what was known of the weights, after a step that was broken off."""
+        """Forget what is known about the weights, after an aborted step."""
         self._given = self._changed = self._arrived = None
 
     @torch.no_grad()
     def bring(self) -> None:
-        """Give the owners the weights, if any rank has another one than its owner gave it. Collective."""
+        """Send the weights to their owners if any rank has another weight than its owner sent. All ranks must call
+        it."""
         if self._is_changed():
             weights = {name: (part.detach(), self._parts[name]) for name, part in self._summed.items()}
             self._run(self._take, weights, {name: (self.held[name].detach(), self.layouts[name]) for name in self._own})
 
     @torch.no_grad()
     def take(self) -> None:
-        """Give the owners the gradients of their tensors, after `bring`. Collective.
+        """Send the gradients of the tensors to their owners, after `bring`. All ranks must call it.
 
-        The parts lose their gradients. A tensor without gradient on its owner, which holds a part, has none anywhere.
+        The parts lose their gradients. If a tensor has no gradient on its owner, which also holds a part, it has none
+        anywhere.
         """
         self.bring()
         source: dict[str, tuple[Tensor, Layout]] = {}
@@ -150,7 +154,7 @@ class WholeTensors:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Give each rank its parts of the tensors that their owners have updated. Collective."""
+        """Send each rank its parts of the tensors that their owners have updated. All ranks must call it."""
         source = {name: (self.held[name].detach(), self.layouts[name]) for name in self._own}
         target = {name: (part.detach(), self._parts[name]) for name, part in self._summed.items()}
         self._run(self._give, source, target)

@@ -1,18 +1,18 @@
 """Attention in a block that works on a part of the positions: this rank's queries attend to the keys of all ranks.
 
-Keys of the block's own positions are gathered with autograd. Causal masks and given masks are cut to the rank's
+Keys of the block's own positions are gathered with autograd. Causal masks and given masks are reduced to the rank's
 queries. Other keys (the output of an encoder) are whole on every rank, and are not gathered.
 
 A run of consecutive causal queries uses the keys up to its last position: q queries up to position p cost q x p pairs.
-No kernel gets a mask for it: on a GPU it is torch's `causal_lower_right`, and on the CPU two calls, of the keys before
-the run and of its own, whose outputs are joined (`_CausalRun`). A rank with a chunk from the head of the positions and
-one from the tail (`head_and_tail`) attends once for each chunk, so that all ranks compute equally many pairs. Under
-dropout, whose scores are in memory, one call handles all queries.
+No kernel gets a mask for it. On a GPU, torch's `causal_lower_right` is used. On the CPU, two calls are made, for the
+keys before the run and for its own keys, and their outputs are combined (`_CausalRun`). A rank with a chunk from the
+head of the positions and one from the tail (`head_and_tail`) makes a call for each chunk, so that all ranks compute
+equally many pairs. With dropout, whose scores are in memory, one call handles all queries.
 
 A module in a block that mixes positions in another way, such as attention written by hand, is run on all positions by
 every rank (`on_all`). Its inputs are gathered, and each rank keeps its positions of the output. So keys, scores and
 masks are those of one process, and every rank computes all of them. Gradients of its parameters are sums over the
-ranks, as everywhere in a block. It sends, over n ranks and for X bytes of hidden states, (n-1)/n X in forward and in
+ranks, as everywhere in a block. With n ranks and hidden states of X bytes, a rank sends (n-1)/n X in forward and in
 backward.
 """
 
@@ -41,9 +41,9 @@ from nbkit.tensor_layout import Runs, count
 class ContextAttentionMode(TorchFunctionMode):
     """Mode in which calls of attention see all positions.
 
-    calls: number of calls so far. runs: this rank's positions, of `total`. own: how many these are. across: numbers of
-    the calls whose keys are whole; None finds them by their length, and adds them to `noted`. refuse: (what, numbers)
-    -> the error to raise. paused: the code now works on all positions already.
+    calls: number of calls so far. runs: this rank's positions, out of `total`. own: number of these positions. across:
+    numbers of the calls with whole keys; None finds them by their length, and adds them to `noted`. refuse: (what,
+    numbers) -> the error to raise. paused: True while code works on all positions.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ContextAttentionMode(TorchFunctionMode):
                 query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
             )
         at, outputs = 0, []
-        # Dropout is one draw for all queries.
+        # Dropout makes one draw for all queries.
         for runs in [self.runs] if dropout_p else [(run,) for run in self.runs]:
             given = query.narrow(-2, at, count(runs))
             outputs.append(self._causal(given, key, value, runs, dropout_p, scale=scale, enable_gqa=enable_gqa))
@@ -118,7 +118,7 @@ class ContextAttentionMode(TorchFunctionMode):
         return torch.cat([output.transpose(-3, -2) for output in outputs], -3).transpose(-3, -2)
 
     def _attend_all_heads(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run nn.MultiheadAttention on (T, B, D). The checks of torch need all keys in the arguments."""
+        """Run nn.MultiheadAttention on (T, B, D). The checks of torch require all keys in the arguments."""
         across = query is not key and key is value and self._is_across(key.shape[0])
         if not across and (query is not key or key is not value):
             raise self.refuse("attends to something else than its own positions.", "")
@@ -132,7 +132,7 @@ class ContextAttentionMode(TorchFunctionMode):
         return self.peers.gather(x, dim, self.total)
 
     def _rows(self, mask: Tensor | None, keys: int) -> Tensor | None:
-        """Return the rows for this rank's queries of a mask (..., T or 1, `keys` or 1)."""
+        """Return the rows of a mask (..., T or 1, `keys` or 1) for this rank's queries."""
         if mask is None:
             return None
         rows, columns = mask.shape[-2:]
@@ -141,7 +141,7 @@ class ContextAttentionMode(TorchFunctionMode):
         return taken(mask, -2, self.runs) if rows == self.total else mask
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, dropout_p: float, **named: Any) -> Tensor:
-        """Attend causally from queries at the positions `runs` to the keys up to the last of them."""
+        """Attend causally from queries at the positions `runs` to the keys up to the last of these positions."""
         stop = runs[-1][1]
         key, value = key[..., :stop, :], value[..., :stop, :]
         if runs == ((0, stop),):
@@ -159,11 +159,11 @@ class ContextAttentionMode(TorchFunctionMode):
 def _without_mask(
     query: Tensor, key: Tensor, value: Tensor, start: int, *, scale: float | None = None, enable_gqa: bool = False
 ) -> Tensor | None:
-    """Attend causally from queries at `start` and after it to all keys; None if no kernel does it without a mask."""
+    """Attend causally from the queries beginning at `start` to all keys, or return None if that needs a mask."""
     if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
         return None
     if query.device.type != "cpu":
-        from torch.nn.attention.bias import causal_lower_right  # it imports torch's compiler, which takes seconds
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes seconds
 
         bias = causal_lower_right(query.shape[-2], key.shape[-2])
         attended: Tensor = F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=enable_gqa)
@@ -179,10 +179,10 @@ def _without_mask(
 
 
 class _CausalRun(torch.autograd.Function):
-    """Attention of queries at `start` and after it. Two calls of the CPU kernel: keys before `start`, and the others.
+    """Attention of queries that begin at `start`, in two calls of the CPU kernel: keys before `start`, and the others.
 
-    Each call gives the logarithm of the sum of its exponents. With that of both calls together, its backward gives the
-    gradients of its own keys (Liu et al. 2023, ring attention).
+    Each call returns the log-sum-exp of its scores. The backward pass of each call uses the log-sum-exp of both calls,
+    so it returns the correct gradients of its keys (Liu et al. 2023, ring attention).
     """
 
     @staticmethod
@@ -210,7 +210,7 @@ class _CausalRun(torch.autograd.Function):
         queries, (of_keys, of_values) = first[0].add_(second[0]), ([first[i], second[i]] for i in (1, 2))
         del first, second
         keys = torch.cat(of_keys, -2)
-        of_keys.clear()  # so that not all of them are there twice
+        of_keys.clear()  # so that not all gradients exist twice
         return queries, keys, torch.cat(of_values, -2), None, None
 
 
@@ -220,12 +220,12 @@ def _calls(start: int) -> tuple[tuple[slice, bool], tuple[slice, bool]]:
 
 
 MASKS = ("mask", "bias", "padding")
-"""Words in the names of arguments that are masks, and not split by position."""
+"""Words in the names of arguments that are masks, and are not split by position."""
 
 
 @dataclass(frozen=True)
 class BlockPart:
-    """The part of the positions that a block works on.
+    """The part of the positions on which a block works.
 
     attention: mode of the block. given: id of a split argument of the block -> the argument before it was split.
     """
@@ -253,7 +253,7 @@ _part: ContextVar[BlockPart | None] = ContextVar("part", default=None)
 
 @contextmanager
 def working_on(part: BlockPart) -> Iterator[None]:
-    """Tell modules wrapped by `on_all`, inside this context, which part the block around them works on."""
+    """Tell modules wrapped by `on_all`, inside this context, on which part their block works."""
     token = _part.set(part)
     try:
         yield
@@ -262,7 +262,7 @@ def working_on(part: BlockPart) -> Iterator[None]:
 
 
 def on_all(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the `forward` of a module so that it sees all positions while the block around it works on a part."""
+    """Wrap the `forward` of a module so that it gets all positions while its block works on a part."""
     names = argument_names(forward)
 
     @wraps(forward)
@@ -288,7 +288,7 @@ def on_all(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def argument_names(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of positional arguments in order, also if another strategy has wrapped `forward` in *args."""
+    """Return the names of positional arguments in order, even if another strategy has wrapped `forward` in *args."""
     bound: Any = forward
     while not hasattr(bound, "__self__") and hasattr(bound, "__wrapped__"):
         bound = bound.__wrapped__
@@ -301,7 +301,7 @@ def argument_names(forward: Callable[..., Any]) -> list[str]:
 
 
 def share_outside(block: nn.Module, whole: frozenset[str]) -> float:
-    """Return the share of the block's matrix elements in modules that work on a part of the positions."""
+    """Return the fraction of the block's matrix elements in modules that work on a part of the positions."""
     sizes = {name: p.numel() for name, p in block.named_parameters() if p.ndim > 1}
     inside = sum(size for name, size in sizes.items() if any(name.startswith(f"{path}.") for path in whole))
     return 1 - inside / max(sum(sizes.values()), 1)

@@ -1,8 +1,8 @@
 """Prove that a block computes the same on parts of the positions as on all of them, in one process.
 
 The parts run through the code that splits the block on ranks (`Spread` in context_parallel.py), with one thread per
-rank, in double precision, and with random weights, since those of a fresh model may be zero where they matter. If the
-results differ, the first call that differs is found.
+rank, in double precision, and with random weights, because weights of a new model may be zero in important places. If
+the results differ, the first call that differs is found.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def joined(whole: Tensor, parts: Sequence[Tensor], parting: Parting = contiguous
     """Return (dim of positions, the parts joined along it).
 
     If every part has the shape of `whole`, return (None, their mean, which gives each part a share of the gradient).
-    parting: which positions each part holds. Raises ValueError if the parts do not make up `whole`.
+    parting: which positions each part holds. Raises ValueError if the parts do not compose `whole`.
     """
     shapes = [part.shape for part in parts]
     if all(shape == whole.shape for shape in shapes):
@@ -114,7 +114,8 @@ def first_difference(
 ) -> tuple[str, str] | None:
     """Compare logs of a CallTrace. Return (call, path of its module) of the first call that differs, or None.
 
-    A call differs if the parts do not make it, or do not give the whole. parting: which positions each part holds.
+    A call differs if the parts do not make it, or if their results do not compose the whole. parting: which positions
+    each part holds.
     """
     for i, (name, path, tensors) in enumerate(whole):
         if any(len(part) <= i for part in parts):
@@ -139,12 +140,11 @@ def _spelled(name: str) -> str:
 
 _EXACT, _ROUNDED = 1e-10, 1e-3
 _NUDGE, _NOISE = 1e-11, 30
-"""A difference below `_ROUNDED` may be rounding, if it is at most `_NOISE` times the effect of nudging the input: by
-`_NUDGE`, or by what the block rounds to inside, such as a router that computes in float32."""
+"""A difference below `_ROUNDED` may be rounding if it is at most `_NOISE` times the effect of a perturbation of the
+input: by `_NUDGE`, or by the rounding inside the block, for example in a router that computes in float32."""
 
 _MODULES, _LEAST = 5, 1 / 3
-"""The number of times that one more module is tried on all positions; the least share of matrix elements left to run on
-parts."""
+"""How often one more module is tried on all positions; minimum fraction of matrix elements that must run on parts."""
 
 Rules = tuple[int | None, ...]
 """Dim of positions of each tensor that a block returns; None if every part returns it whole."""
@@ -152,7 +152,7 @@ Rules = tuple[int | None, ...]
 
 @dataclass
 class BlockCall:
-    """A call of the block `name` on all positions: its arguments, and its output before any hook saw it."""
+    """A call of the block `name` on all positions: its arguments, and its output before any hook."""
 
     name: str
     args: tuple[Any, ...]
@@ -181,9 +181,9 @@ def block_rules(
 ) -> tuple[Rules, PositionMethod]:
     """Return how the outputs of the block are split, and how the block works on parts. backward: compare gradients too.
 
-    uncut: sets of arguments to leave whole; the first set that is right is used. If parts differ, the module in which
-    they first differ is tried on all positions.
-    Raises StrategyError if parts of the positions do not give what all positions give.
+    uncut: sets of arguments that stay whole; the first set that is correct is used. If parts differ, the module in
+    which they first differ is tried on all positions. Raises StrategyError if parts of the positions give other results
+    than all positions.
     """
     refused: StrategyError | None = None
     for args in dict.fromkeys(uncut):
@@ -202,9 +202,9 @@ def block_rules(
 
 
 def _grown(block: nn.Module, whole: frozenset[str], where: str | None) -> frozenset[str] | None:
-    """Return `whole` plus the module `where`, or plus its parent if it is in `whole` already.
+    """Return `whole` plus the module `where`, or plus its parent if `where` is in `whole` already.
 
-    Returns None if too few matrices would be left to run on parts.
+    Return None if too few matrices would run on parts.
     """
     while where and where in whole:
         where = where.rpartition(".")[0]
@@ -222,7 +222,7 @@ def _rules(
 ) -> tuple[Rules, PositionMethod]:
     failed: Exception | None = None
     where: str | None = None
-    # Random weights may give NaN, and the code may require another precision: then use the model's own.
+    # Random weights may give NaN, and the code may require another precision. Then use the model's own.
     for drawn, dtype in ((True, torch.float64), (False, torch.float64), (False, None)):
         try:
             with _weights(block, drawn, dtype), _on_all(block, way.whole):
@@ -230,7 +230,7 @@ def _rules(
                 try:
                     rules = comparison.rules()
                 except StrategyError as error:
-                    # If the block draws random numbers itself, no module is to blame.
+                    # If the block draws random numbers itself, no module is the cause.
                     raise _Differs(error, None if comparison.draws else comparison.where()[1]) from None
                 except Exception:
                     where = comparison.where()[1] if where is None else where
@@ -295,7 +295,7 @@ class _Comparison:
         self.spread = Spread(
             called.name, self.peers, first=True, last=False, strict=False, attends=False, way=way, noted=self.noted
         )
-        # A mask with -inf is left out, since only some kernels compute its gradient.
+        # Leave out a mask with -inf, because only some kernels compute its gradient.
         self.inputs = [x for x in tree_leaves((called.args, called.kwargs)) if _floats(x) and bool(x.isfinite().all())]
         for x in self.inputs:
             x.requires_grad_(backward)
@@ -409,7 +409,7 @@ def _cast(called: BlockCall, dtype: torch.dtype | None, drawn: bool) -> BlockCal
 
 @contextmanager
 def _weights(block: nn.Module, drawn: bool, dtype: torch.dtype | None) -> Iterator[None]:
-    """Let the block compute in `dtype` (None: its own) inside this context, with random weights if `drawn`."""
+    """Make the block compute in `dtype` (None: its own) inside this context, with random weights if `drawn`."""
     draw = torch.Generator().manual_seed(3)
     params = [(places, getattr(*places[0])) for places in homes(block).values()]
     others = [
@@ -438,7 +438,7 @@ def _drawn(value: Tensor, draw: torch.Generator, drawn: bool, dtype: torch.dtype
     if not drawn or not _floats(value):
         return value
     noise = _noise(value, draw)
-    # Draw matrices anew. Add noise to vectors and scalars, such as the weights of norms.
+    # Replace matrices by random ones. Add noise to vectors and scalars, such as the weights of norms.
     return noise / max(value[0].numel(), 1) ** 0.5 if value.ndim > 1 else value + 0.2 * noise
 
 

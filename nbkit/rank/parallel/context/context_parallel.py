@@ -1,17 +1,17 @@
 """Context parallelism: from the first block to the last, every rank of the cp axis holds a part of the positions.
 
 Keys and values are gathered with autograd (as in Llama 3, Grattafiori et al. 2024, section 3.3.2), and queries stay
-local: see attention.py. If attention is causal, a part is a chunk from the head of the positions and one from the tail
-(as in Llama 3), so that attention costs every rank the same. Otherwise a part is contiguous.
+local: see attention.py. If attention is causal, a part consists of a chunk from the head of the positions and one from
+the tail (as in Llama 3), so that attention costs the same on every rank. Otherwise a part is contiguous.
 
 A module of a block that mixes positions in another way runs on all positions on every rank: see `on_all` in
 attention.py. So do the embedding and the head. An encoder and a decoder, or two towers, are separate chains. Positions
 are joined after the last block of each chain.
 
-Bytes sent per rank, over n ranks, with K the bytes of a block's keys and values and X those of a hidden state: per
-block (n-1)/n K in forward and in backward; and (n-1)/n X once at each end of a chain, at the first block in backward
-and at the last in forward. nn.MultiheadAttention gathers its input instead, (n-1)/n X, and computes all keys on every
-rank. A tensor from another chain that all blocks use costs 2 (n-1)/n of its bytes per block, in backward.
+Bytes sent per rank, over n ranks, where K is the bytes of a block's keys and values and X the bytes of the hidden
+states: per block (n-1)/n K in forward and in backward; and (n-1)/n X once at each end of a chain: at the first block in
+backward, and at the last one in forward. nn.MultiheadAttention gathers its input instead, (n-1)/n X, and computes all
+keys on every rank. A tensor from another chain that all blocks use costs 2 (n-1)/n of its bytes per block, in backward.
 
 A model is refused if its attention is unknown, or if layers mix positions (`check_attention`, `check_mixing`).
 """
@@ -51,7 +51,7 @@ _MIXERS = (ConvNd, nn.RNNBase, NormBase)
 def check_attention(module: nn.Module, *, tried: bool) -> None:
     """Raise StrategyError for a transformers model that does not use scaled_dot_product_attention.
 
-    tried: the model is run on parts anyway, so refuse only a model that could use it.
+    tried: True if the model is also run on parts. Then refuse only a model that could use this function.
     """
     kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
     could = getattr(module, "_supports_sdpa", True)
@@ -87,7 +87,7 @@ def check_mixing(name: str, block: nn.Module) -> None:
             )
 
 
-# Positions of the sequence in this pass. Set by the first block, and on later pipeline stages by the model's input.
+# Number of positions in this pass. Set by the first block, and on later pipeline stages by the model's input.
 _positions: ContextVar[int | None] = ContextVar("positions", default=None)
 
 _together: ContextVar[bool] = ContextVar("together", default=False)
@@ -95,7 +95,7 @@ _together: ContextVar[bool] = ContextVar("together", default=False)
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Let every rank compute all positions inside this context, when gradients are off."""
+    """Make every rank compute all positions inside this context, if gradients are off."""
     before = _together.set(True)
     try:
         yield
@@ -105,11 +105,11 @@ def together() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PositionMethod:
-    """The way in which a block works on a part of the positions.
+    """The method by which a block works on a part of the positions.
 
     in_parts: arguments computed from a part of the positions, which are passed unchanged. uncut: arguments that stay
-    whole, whatever their shape. across: numbers of its calls of attention whose keys are whole (None: decide by their
-    length). whole: paths, inside the block, of modules that see all positions.
+    whole, whatever their shape. across: numbers of the attention calls with whole keys (None: decide by length). whole:
+    paths, inside the block, of modules that run on all positions.
     """
 
     in_parts: frozenset[str] = frozenset()
@@ -120,11 +120,11 @@ class PositionMethod:
 
 @dataclass(frozen=True)
 class Positionwise:
-    """Result of a run on parts of the positions: plain data, the same on every rank.
+    """Result of a run on parts of the positions. Plain data, the same on every rank.
 
-    refused: why context parallelism would not train as one process does. between: names of parameters outside of the
-    blocks that work on a part of the positions. ways: block -> how it works on a part. begins: first blocks of all
-    chains but the first. balanced: True if parts are `head_and_tail`, None if attention is not causal.
+    refused: why context parallelism would not train as one process does, or None. between: names of parameters outside
+    of the blocks that work on a part of the positions. ways: block -> how it works on a part. begins: first blocks of
+    all chains but the first. balanced: True if parts are `head_and_tail`, None if attention is not causal.
     """
 
     refused: StrategyError | None = None
@@ -155,11 +155,11 @@ def context_parallel(
 ) -> ContextSplit:
     """Split the positions of the chain `blocks` over the cp axis. Replaces the `forward` of the blocks in place.
 
-    blocks: names of the whole chain in order; each takes hidden states (B, T, ...) first, and returns them. held: those
-    that this rank has (default: all). tried: the result of running the model on parts (see positionwise.py). Call this
-    after tensor parallel surgery and before recomputation.
-    Raises StrategyError for blocks that mix positions by other means than scaled_dot_product_attention. Without
-    `tried`, mixing that only a run shows raises it in the first forward pass.
+    blocks: names of the whole chain in order. The first argument and the result of each block are hidden states (B, T,
+    ...). held: blocks on this rank (default: all). tried: the result of running the model on parts (see
+    positionwise.py). Call this after the model is split over tp and before recomputation is set up. Raises
+    StrategyError for blocks that mix positions by other means than scaled_dot_product_attention. Without `tried`,
+    mixing that only a run shows raises it in the first forward pass.
     """
     group = axes.group("cp")
     if group is None:
@@ -215,7 +215,7 @@ def ends(blocks: Sequence[str], begins: Collection[str]) -> tuple[frozenset[str]
 
 
 def _note_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Set the number of positions from the first input with a dim 1, which is right on later pipeline stages."""
+    """Set the number of positions from the first input with a dim 1. Later pipeline stages need this."""
     long = (x.shape[1] for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim > 1)
     _positions.set(next(long, None))
 
@@ -240,9 +240,9 @@ def _partial(module: nn.Module, blocks: Sequence[str], between: Collection[str])
 class Spread:
     """Wraps the forward of a block so that it works on a part of the positions.
 
-    first, last: the block is at that end of a chain. strict: refuse hidden states that are not the rank's part.
-    attends: refuse a block without attention. noted: receives the numbers of the calls of attention whose keys are
-    whole, if `way` leaves that open.
+    first, last: True if the block is the first or last of a chain. strict: refuse hidden states that are not the rank's
+    part. attends: refuse a block without attention. noted: receives the numbers of the attention calls with whole keys,
+    if `way` does not determine them.
     """
 
     name: str
@@ -263,7 +263,7 @@ class Spread:
             hidden = self._hidden(next(iter(named.values()), None))
             total = self._total(hidden)
             if not torch.is_grad_enabled() and (_together.get() or total < 2 * self.peers.size()):
-                # The first tokens of a generation, and caches for later ones: every rank computes all positions.
+                # For the first tokens of a generation, and caches for later ones, every rank computes all positions.
                 return forward(*args, **kwargs)
             attention = ContextAttentionMode(
                 self.peers, total, self.way.across, lambda what, numbers: self._refusal(what, numbers, total)
@@ -312,7 +312,7 @@ class Spread:
     def _placed(
         self, carried: bool, name: str, value: Any, hidden: Tensor, total: int, given: dict[int, Tensor]
     ) -> Any:
-        """Return an argument as the block on a part of the positions takes it. given: see BlockPart."""
+        """Return the form of an argument that the block gets for a part of the positions. given: see BlockPart."""
         if carried:
             return tree_map_only(Tensor, lambda x: self.peers.split(whole(x), 1), value) if self.first else value
         if name in self.way.in_parts:
@@ -338,9 +338,9 @@ class Spread:
 
 
 def dim_of_positions(name: str, x: Tensor, hidden: Tensor, total: int) -> int | None:
-    """Return the dim of an argument (rotary table, position ids, gate) that holds positions, or None.
+    """Return the dim of positions of an argument (rotary table, position ids, gate), or None.
 
-    Masks are cut later.
+    Masks are split later.
     """
     shape = x.shape
     if any(word in name for word in MASKS):

@@ -1,11 +1,11 @@
 """The ranks over which positions are split: real ranks (`Peers`), or threads of one process (`Threads`).
 
-Both have the same interface. Between threads a gather is an ordinary `torch.cat`, so that one backward pass goes
-through all parts. So a block can be compared with its result on all positions, without a process group.
+Both have the same interface. Between threads a gather is an ordinary `torch.cat`, so one backward pass goes through all
+parts. So a block can be compared with its result on all positions without a process group.
 
-`CausalMasks` holds masks of causal attention for some of the positions, which the blocks of a model share during a
-pass. A kernel keeps its mask for backward, and turns a bool mask into floats. With one mask per block, masks would soon
-take more memory than everything else that a block keeps.
+`CausalMasks` holds masks of causal attention for some of the positions. The blocks of a model share them during a pass.
+A kernel keeps its mask for backward, and converts a bool mask to floats. If every block had its own mask, masks would
+soon take more memory than everything else that a block keeps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nbkit.tensor_layout import Parting, Runs, contiguous
 
 
 class CausalMasks:
-    """Causal masks, each made once and freed when nothing holds it any more."""
+    """Causal masks. Each is created once, and freed when nothing refers to it any more."""
 
     def __init__(self) -> None:
         self._made: dict[Any, TensorWeakRef] = {}
@@ -41,7 +41,7 @@ class CausalMasks:
             rows = torch.cat([torch.arange(start, stop, device=query.device) for start, stop in runs])
             later = rows[:, None] < torch.arange(runs[-1][1], device=query.device)
             made = torch.zeros(later.shape, dtype=query.dtype, device=query.device).masked_fill_(later, -torch.inf)
-            # Masks that are gone are not needed again.
+            # Drop masks that were freed.
             self._made = {kind: ref for kind, ref in self._made.items() if ref() is not None}
             self._made[kind] = TensorWeakRef(made)
         return made
@@ -77,11 +77,11 @@ class Peers:
         return split_to(x, self._group, dim, self._parting)
 
     def copy(self, x: Tensor) -> Tensor:
-        """Pass on `x` (whole -> whole), before a computation that the ranks divide."""
+        """Return `x` (whole -> whole), before a computation that is divided over the ranks."""
         return copy_to(x, self._group)
 
     def gather(self, x: Tensor, dim: int, total: int) -> Tensor:
-        """Gather parts along `dim` (split -> whole), before a computation that the ranks divide."""
+        """Gather parts along `dim` (split -> whole), before a computation that is divided over the ranks."""
         return gather_seq(x, self._group, dim, total, self._parting)
 
     def join(self, x: Tensor, dim: int, total: int) -> Tensor:
@@ -90,9 +90,9 @@ class Peers:
 
 
 class Threads(Peers):
-    """`size` threads of this process that act as ranks while `run` runs.
+    """`size` threads of this process that act as ranks during `run`.
 
-    All parts belong to the same tensor, so autograd sums their gradients, and `copy` returns its input.
+    All parts belong to one graph, so autograd sums their gradients, and `copy` returns its input.
     """
 
     def __init__(self, size: int, parting: Parting = contiguous) -> None:
@@ -115,7 +115,7 @@ class Threads(Peers):
         return x
 
     def gather(self, x: Tensor, dim: int, total: int) -> Tensor:
-        """Gather parts (split -> whole), after waiting for all threads. Raises RuntimeError if one ends without it."""
+        """Gather parts (split -> whole) from all threads. Raises RuntimeError if a thread ends without taking part."""
         self._here.gathers += 1
         with self._news:
             offers = self._offers.setdefault(self._here.gathers, {})

@@ -1,18 +1,19 @@
-"""Prove that a model computes each position by itself, apart from attention, by running it on parts of the positions.
+"""Prove that a model computes each position independently, except in attention, by running it on parts of the
+positions.
 
-Context parallelism is right only for such models, or if the modules that need all positions are run on all of them.
-Modules do not show this: `cumsum`, `x[:, :1]` or a table looked up by position are calls. The proof runs on one
-process, before the first step:
+Context parallelism is correct only for such models, or if modules that need all positions are run on all of them. The
+list of modules does not show this: `cumsum`, `x[:, :1]` or a table indexed by position are function calls. The proof
+runs in one process, before the first step:
 
-1. The model runs whole on an example. The inputs and outputs of each block are kept.
+1. The model runs whole on an example. The inputs and outputs of each block are recorded.
 2. Each block runs on all positions and on parts of them, forward and backward: see block_proof.py.
-3. The model runs on each part, with its blocks replaced (`run_between`). A block returns its part of the output that it
-   gave in 1, so that nothing in it is computed, and the inputs of the next block can be compared exactly. The graph
-   between blocks shows which parameters work on a part there. Their gradients must be summed over the ranks, like those
-   in the blocks. If all positions arrive at a block (a decoder after an encoder, a second tower), a new chain begins
-   there, and 2 and 3 run again.
+3. The model runs on each part, with its blocks replaced (`run_between`). A block returns its part of the output that
+was recorded in 1. So nothing in the block is computed, and the inputs of the next block can be compared exactly. The
+graph between blocks shows which parameters there work on a part. Their gradients must be summed over the ranks, like
+those in the blocks. If all positions arrive at a block (a decoder after an encoder, a second tower), a new chain begins
+there, and 2 and 3 run again.
 
-If attention is causal, a part is a chunk from the head of the positions and one from the tail. If that fails,
+If attention is causal, a part consists of a chunk from the head of the positions and one from the tail. If that fails,
 contiguous parts are tried.
 """
 
@@ -48,15 +49,16 @@ from nbkit.rank.torch_private import tree_flatten, tree_leaves, tree_map_only, t
 from nbkit.tensor_layout import Parting, contiguous, head_and_tail
 
 _ROUNDING = 32
-"""Allowed rounding difference of an operation on fewer positions, in units of the precision of the dtype."""
+"""Allowed rounding difference of an operation on fewer positions, in multiples of the dtype's epsilon."""
 
 
 @dataclass
 class Between:
     """Findings about the code between blocks.
 
-    in_parts: block -> arguments other than the hidden states that are computed from a part of the positions. inner,
-    outer: names of parameters outside of the blocks that work on a part of the positions, or on all of them.
+    in_parts: block -> arguments other than the hidden states that are computed from a part of the positions. inner:
+    names of parameters outside of the blocks that work on a part of the positions. outer: names of those that work on
+    all positions.
     """
 
     in_parts: dict[str, set[str]] = field(default_factory=dict)
@@ -65,7 +67,7 @@ class Between:
 
 
 class Begins(Exception):
-    """All positions arrive at `block`, which is not the first: a new chain begins there."""
+    """All positions arrive at `block`, which is not the first block. So a new chain begins there."""
 
     def __init__(self, block: str) -> None:
         super().__init__(block)
@@ -74,7 +76,7 @@ class Begins(Exception):
 
 @contextmanager
 def replaced(module: nn.Module, names: Sequence[str], make: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Replace the forward of each block by make(name, its forward), inside this context."""
+    """Replace the forward of each block by make(name, its forward) inside this context."""
     blocks = {name: module.get_submodule(name) for name in names}
     before = {name: vars(block).get("forward") for name, block in blocks.items()}
     try:
@@ -99,7 +101,8 @@ def run_between(
     found: Between,
     begins: frozenset[str] = frozenset(),
 ) -> None:
-    """Run the model on each part, with the recorded outputs of `calls` in place of blocks. Add the findings to `found`.
+    """Run the model on each part, with the recorded outputs of `calls` instead of the blocks. Add the findings to
+    `found`.
 
     whole: output of `run` on all positions. loss: computes the loss of an output. begins: first blocks of further
     chains. Raises Begins at a block where all positions arrive, and StrategyError if a part does not match the whole.
@@ -123,7 +126,7 @@ def run_between(
 class _Part:
     """The run of one part. first, last: blocks at the ends of chains. params: id -> name. at: number of calls so far.
 
-    copies: leaves in place of tensors that every part of a block returns whole; each has a share of the gradient.
+    copies: leaves that replace tensors which every part of a block returns whole. Each has a share of the gradient.
     """
 
     calls: Sequence[BlockCall]
@@ -182,7 +185,7 @@ class _Part:
                     (self.found.inner if inner else self.found.outer).update(self.below(x))
 
     def _cut(self, whole: Any, part: Any, label: str, hidden: Tensor | None, *, carried: bool) -> str | None:
-        """Return "whole", "part", or for an equal object that is not a tensor "same"; None if nothing fits."""
+        """Return "whole", "part", or "same" for an equal object that is not a tensor; None if nothing matches."""
         if not isinstance(whole, Tensor):
             simple = isinstance(whole, int | float | str | bool | None)
             return "same" if not simple or whole == part else None
@@ -233,7 +236,7 @@ class _Part:
         return tree_unflatten(given, spec)
 
     def below(self, tensor: Tensor) -> set[str]:
-        """Return the names of the parameters that `tensor` was computed from, since the last block."""
+        """Return the names of the parameters from which `tensor` was computed since the last block."""
         if id(tensor) in self.params:
             return {self.params[id(tensor)]}
         nodes = list(nodes_behind([tensor]))
@@ -247,7 +250,7 @@ class _Part:
         return {self.params[leaf] for leaf in leaves if leaf in self.params}
 
     def compare_output(self, output: Any, whole: Any) -> None:
-        """Raise StrategyError if the model's output is not what it is on all positions."""
+        """Raise StrategyError if the model's output differs from its output on all positions."""
         new, old = tensors_in(output), tensors_in(whole)
         if len(new) != len(old) or any(gap(a, b) > _tolerance(a) for a, b in zip(old, new, strict=True)):
             raise refusal(
@@ -267,7 +270,7 @@ class _Part:
 
 
 def labels(forward: Any, args: Sequence[Any]) -> list[str]:
-    """Return the names of positional arguments, with "" for those without a name."""
+    """Return the names of positional arguments, or "" for those without a name."""
     names = argument_names(forward)
     return [*names[: len(args)], *[""] * (len(args) - len(names))]
 
@@ -289,7 +292,7 @@ def try_in_parts(
     call: Callable[[], Any],
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Positionwise:
-    """Run `module` on parts of the positions, and return what that shows. The module must be in training mode.
+    """Run `module` on parts of the positions, and return the result. The module must be in training mode.
 
     blocks: names of the chain in order. call: runs the whole model once on an example and returns its output. loss:
     computes the loss of that output. The module is restored.
@@ -299,7 +302,7 @@ def try_in_parts(
         for name in blocks:
             check_mixing(name, module.get_submodule(name))
         with unchanged(module):
-            thaw(module)  # frozen parameters may be thawed later
+            thaw(module)  # frozen parameters may be unfrozen later
             found = _tried(module, blocks, call, loss)
     except NbkitError as error:
         return Positionwise(StrategyError(error.what, numbers=error.numbers, hint=error.hint))
@@ -322,7 +325,7 @@ def _tried(
 
     def run() -> Any:
         set_seed(0)
-        # Attention is counted before DroppingNothing, which computes it in another way, sees it.
+        # The mode entered last sees calls first, so `attentions` sees attention before DroppingNothing replaces it.
         with DroppingNothing(), attentions, Draws(draws):
             return call()
 
@@ -349,7 +352,7 @@ def _tried(
     try:
         return replace(proven(head_and_tail), balanced=True)
     except Exception:
-        # Whatever the error was: if contiguous parts fail too, their error is raised.
+        # If contiguous parts fail too, their error is raised.
         return replace(proven(contiguous), balanced=False)
 
 
@@ -367,8 +370,8 @@ def _chains(
 ) -> tuple[frozenset[str], Between]:
     """Return (first blocks of further chains, findings between blocks). Sets the rules and ways of `calls`.
 
-    whole: output of `run`. used: parameters outside of the blocks that blocks use. attends: some block calls a known
-    attention function. draws: calls with which the model draws random numbers itself.
+    whole: output of `run`. used: parameters outside of the blocks that blocks use. attends: True if a block calls a
+    known attention function. draws: calls with which the model draws random numbers itself.
     """
     begins: frozenset[str] = frozenset()
     while True:
@@ -392,9 +395,9 @@ def _chains(
 
 
 def _try_blocks(module: nn.Module, calls: Sequence[BlockCall], begins: frozenset[str], parting: Parting) -> None:
-    """Find the rules and way of each call. Calls that are alike are run once, with gradients once per structure.
+    """Find the rules and way of each call. Equal calls are run once, with gradients once per structure.
 
-    begins: first blocks of further chains. Arguments that blocks get there from the chain before stay whole.
+    begins: first blocks of further chains. Arguments that come from an earlier chain stay whole there.
     """
     known: dict[Any, Any] = {}
     built: set[Any] = set()
@@ -428,7 +431,7 @@ def _uncut(block: nn.Module, called: BlockCall) -> frozenset[str]:
 
 
 def _size(calls: Sequence[BlockCall]) -> int:
-    """Return the number of parts to cut into. Unequal parts are preferred."""
+    """Return the number of parts for a split. Unequal parts are preferred."""
     first = calls[0] if calls else None
     total = 0
     for leaf in tree_leaves((first.args, first.kwargs)) if first is not None else []:
@@ -442,14 +445,14 @@ def _size(calls: Sequence[BlockCall]) -> int:
 
 
 def _recording(name: str, forward: Any, calls: list[BlockCall], uses: MemoryUses[str]) -> Callable[..., Any]:
-    """Wrap the forward of a block so that its inputs and output are kept in `calls`.
+    """Wrap the forward of a block so that its inputs and output are recorded in `calls`.
 
     uses: watches the use of parameters from outside of the blocks.
     """
 
     @wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        # Copy, since tensors may change in place later, and views of parameters are not uses by the block itself.
+        # Copy, because tensors may change in place later, and views of parameters are not uses by the block itself.
         call = BlockCall(name, *tree_map_only(Tensor, torch.clone, (args, kwargs)))
         given, named = tree_map_only(Tensor, torch.clone, (args, kwargs))
         with uses:
@@ -477,7 +480,7 @@ class _Attentions(TorchFunctionMode):
 
 
 def _kind(block: nn.Module, called: BlockCall) -> tuple[Any, Any]:
-    """Return (structure of a block, its settings and how it is called). Blocks that agree in both compute alike."""
+    """Return (structure of a block, its settings and arguments). Blocks that agree in both compute the same."""
     parts = list(block.modules())
     structure = tuple(
         (type(part), tuple(tuple(p.shape) for p in part._parameters.values() if p is not None)) for part in parts

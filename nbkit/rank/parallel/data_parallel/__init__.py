@@ -1,1 +1,1 @@
-"""Data parallelism and ZeRO 1 and 2: what each rank holds, how gradients are summed, and the bytes that this sends."""
+"""Data parallelism and ZeRO 1 and 2: what each rank holds, how gradients are summed, and how many bytes are sent."""

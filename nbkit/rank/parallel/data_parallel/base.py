@@ -1,4 +1,4 @@
-"""The interface of every data axis, whatever it shards."""
+"""The interface of all data axes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Place = tuple[nn.Module, str]
 class DataAxis:
     """The base class of data axes.
 
-    A step runs `reset`; for every micro-batch but the last: forward, backward, `hold`; then forward, `start`, backward,
-    `finish`; the optimizer's step; `after_step`; and `settle`, at the latest before the next `start`. Gradients are
-    sums over the ranks, in `.grad` of what is `held`.
+    A step calls `reset`; for every micro-batch but the last: forward, backward, `hold`; then forward, `start`,
+    backward, `finish`; the optimizer's step; `after_step`; and `settle`, at the latest before the next `start`.
+    Gradients are sums over the ranks, in `.grad` of the `held` parameters.
 
-    held: canonical name -> the parameter that the optimizer gets. layouts: name -> which part of the global tensor it
-    is.
+    held: canonical name -> the parameter that the optimizer gets. layouts: name -> the part of the global tensor that
+    it is.
     """
 
     _takes_memory = False
-    """True if a parameter may stay in memory that the user has given it."""
+    """True if a parameter may stay in memory that the user has assigned to it."""
 
     def __init__(self) -> None:
         self.held: dict[str, nn.Parameter] = {}
         self.layouts: dict[str, Layout] = {}
         self._weights: dict[str, tuple[Tensor, Layout]] = {}
-        # The parameters that the module shows between two steps, by name; their places; the memory last found there.
+        # The parameters in the module between two steps, by name; their places; the memory that was last found there.
         self._shown: dict[str, nn.Parameter] = {}
         self._places: list[tuple[dict[str, Any], str]] = []
         self._there: list[nn.Parameter] = []
@@ -44,15 +44,15 @@ class DataAxis:
 
     @property
     def routed(self) -> Sequence[Mapping[int, int]]:
-        """Return the tokens that experts on this rank computed since `reset`: of each layer, by number of the expert.
+        """Return, for each layer, {number of an expert on this rank: tokens that it has computed since `reset`}.
 
-        A token counts once for each expert that it chose. Empty where no experts are spread over ranks.
+        A token counts once for each expert that it chose. Empty if no experts are spread over ranks.
         """
         return ()
 
     @property
     def expert_times(self) -> Sequence[Sequence[tuple[Any, Any]]]:
-        """Return when experts on this rank began and ended to compute forwards since `reset`, of each layer.
+        """Return, for each layer, when experts on this rank began and ended their forwards since `reset`.
 
         The times are stamps of the step clock (telemetry/phases.py).
         """
@@ -77,19 +77,19 @@ class DataAxis:
 
     @property
     def weights(self) -> dict[str, tuple[Tensor, Layout]]:
-        """Return name -> (the tensor to fill with a weight, which part of the global one it is). Call `refresh` after
-        filling."""
+        """Return name -> (the tensor to fill with a weight, its part of the global tensor). Call `refresh`
+        afterwards."""
         self.settle()
-        self._pointers = []  # a transposed view begins where the whole does
+        self._pointers = []  # a transposed view begins at the same address as the whole
         self.follow()
         return self._weights
 
     def follow(self) -> None:
-        """Find what the user has put in the place of a parameter or of its memory. Call it between two steps.
+        """Find parameters, or memory of parameters, that the user has replaced. Call it between two steps.
 
-        `p.data = x`, `model.to(...)` and `load_state_dict(assign=True)` do so. The new values count, and are copied to
-        where the job keeps this parameter. Raises TrainingError for values of another shape, dtype or device, and if a
-        parameter is gone.
+        `p.data = x`, `model.to(...)` and `load_state_dict(assign=True)` replace them. The new values are copied to the
+        memory in which the job keeps this parameter. Raises TrainingError for values of another shape, dtype or device,
+        and if a parameter is missing.
         """
         if not all(map(is_, [place.get(attribute) for place, attribute in self._places], self._there)):
             self._put_back()
@@ -109,7 +109,7 @@ class DataAxis:
 
     @torch.no_grad()
     def _put_back(self) -> None:
-        """Copy the values of parameters that stand in the places of the job's own, and put the job's own back."""
+        """Copy the values of parameters that replaced the job's own, and put the job's own parameters back."""
         names = {id(p): name for name, p in self._shown.items()}
         seen: dict[int, nn.Parameter] = {}
         for (place, attribute), own in zip(self._places, self._there, strict=True):
@@ -131,58 +131,57 @@ class DataAxis:
         """Note that the weights were filled from outside."""
 
     def begin_again(self) -> None:
-        """Return to the initial state, on every rank alike, after a step that was broken off somewhere, or after
-        `let_go`, whose memory it takes again."""
+        """Return to the initial state after an aborted step or `let_go`, and allocate memory. Call it on every rank."""
         raise NotImplementedError
 
     def let_go(self) -> None:
-        """Free the memory of gradients, between two steps or before the first. The next step takes it again."""
+        """Free the memory of gradients, between two steps or before the first. The next step allocates it again."""
         raise NotImplementedError
 
     def leaves(self) -> list[nn.Parameter]:
-        """Return every parameter to which a user's backward pass may give a gradient."""
+        """Return every parameter to which a user's backward pass may add a gradient."""
         if not self._leaves:
             self._leaves = list({id(p): p for p in (*self._shown.values(), *self.held.values())}.values())
         return self._leaves
 
     def parts(self) -> list[nn.Parameter]:
-        """Return the parameters that the module shows between two steps and of which this rank has only a part."""
+        """Return the parameters in the module between two steps of which this rank has only a part."""
         return [p for name, p in self._shown.items() if not self._weights[name][1].is_whole]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor that shows memory of the weights."""
+        """Yield every tensor that uses memory of the weights."""
         yield from self.held.values()
         yield from (tensor for tensor, _ in self._weights.values())
 
     def reset(self, *, passes: int = 1) -> None:
-        """Begin a step. The one before may have been broken off anywhere.
+        """Begin a step. The previous one may have been aborted at any point.
 
-        passes: micro-batches of the rank that has the most. A rank with fewer, or none, makes up for them in `finish`.
-        0: a user calls the model and runs the backward passes, on every rank alike.
+        passes: number of micro-batches of the rank that has the most. A rank with fewer, or none, makes up for them in
+        `finish`. 0: a user calls the model and runs the backward passes, on every rank.
         """
         raise NotImplementedError
 
     def hold(self) -> None:
-        """Keep the gradients after a backward pass that another one follows."""
+        """Keep the gradients after a backward pass that is not the last one."""
         raise NotImplementedError
 
     def drop(self) -> None:
-        """Drop the gradients that were kept. Forwards that wait for their backward pass go on waiting."""
+        """Drop the gradients that were kept. Forwards that wait for their backward pass are not affected."""
 
     def keep_open(self) -> None:
-        """Keep what a backward pass needs until `finish`, because another one follows through the same graph."""
+        """Keep what a backward pass needs until `finish`, because another pass through the same graph follows."""
 
     @property
     def is_open(self) -> bool:
-        """Return True if a user's forwards have left the module with other parameters than between two steps."""
+        """Return True if a user's forwards have left other parameters in the module than between two steps."""
         return False
 
     def pass_over(self) -> None:
-        """End a backward pass that may have come through this model on its way to another one's."""
+        """End a backward pass that may have passed through this model on its way to another model."""
 
     @contextmanager
     def calling(self, *, autocast: bool = False) -> Iterator[None]:
-        """Surround a user's call of the model. autocast: see `computing`."""
+        """Return a context for a user's call of the model. autocast: see `computing`."""
         yield
 
     def start(self) -> None:
@@ -190,7 +189,7 @@ class DataAxis:
         raise NotImplementedError
 
     def finish(self) -> Tensor | None:
-        """Complete the gradients after that pass; on a rank without rows, instead of it.
+        """Complete the gradients after this pass. On a rank without rows, it replaces the pass.
 
         Returns the canary: see Replicas.finish.
         """
@@ -198,47 +197,47 @@ class DataAxis:
 
     @contextmanager
     def computing(self, *, autocast: bool = False) -> Iterator[None]:
-        """Surround all forwards and backwards of a step, losses included, or those of an evaluation.
+        """Return a context for all forwards and backwards of a step, including losses, or for those of an evaluation.
 
-        autocast: whether forwards run under the job's autocast, on every rank alike.
+        autocast: whether forwards run under the job's autocast, equal on every rank.
         """
         yield
 
     def absent(self, *, backward: bool = False) -> None:
-        """Take part in what the other ranks gather for a forward (and backward) that this rank does not make."""
+        """Take part in the all-gathers for a forward (and backward) that this rank does not make."""
 
     def after_step(self) -> None:
         """Share the update after the optimizer's step. Updates of other ranks may arrive later: see `settle`."""
 
     def settle(self) -> None:
-        """Return when the weights are whole.
+        """Return when the weights are complete.
 
-        Until then modules show whole weights, and wait for them where they are read. Code that reads or writes them in
-        another way must settle first.
+        Until then modules contain whole weights, and wait for them when they are read. Code that accesses them in
+        another way must call this first.
         """
 
     def break_off(self, *, broken: bool) -> bool:
-        """Drop what is on its way after a step was broken off. Return True if the weights are whole, as far as this
+        """Drop all running operations after an aborted step. Return True if the weights are complete, as far as this
         axis knows.
 
-        broken: the groups no longer work. Takes a few seconds if a rank does not answer.
+        broken: True if the groups no longer work. Takes a few seconds if a rank does not answer.
         """
         return True
 
     @property
     def apart(self) -> int:
-        """Return the number of replicas that make steps of their own: 1 if gradients are summed."""
+        """Return the number of replicas that make independent steps: 1 if gradients are summed."""
         return 1
 
     def unite(self, state: Iterable[Tensor] = ()) -> None:
-        """Give replicas that train apart one set of weights, and one `state` of the optimizer. Collective."""
+        """Give independent replicas equal weights, and an equal optimizer `state`. All ranks must call it."""
 
     def close(self) -> None:
-        """Take the hooks off the module, which now serves another strategy or none."""
+        """Remove the hooks from the module, which now serves another strategy or none."""
 
 
 def check_alike(name: str, found: Tensor, known: Tensor) -> None:
-    """Raise TrainingError if what the user has put in the place of the parameter `name` cannot be used."""
+    """Raise TrainingError if the user has replaced the parameter `name` by one that cannot be used."""
     kinds = [(tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)) for t in (known, found)]
     if kinds[0] != kinds[1]:
         raise TrainingError(

@@ -1,25 +1,26 @@
-"""Gradients summed over ranks, bucket by bucket, while backward runs.
+"""Sum gradients over ranks, bucket by bucket, while backward runs.
 
-Each rank keeps its part: a reduce-scatter, and for hsdp an all-reduce behind it. With gradients of S bytes over n
-ranks, (n - 1) / n S leave every rank. The all-reduce across r replicas adds 2 (r - 1) / r S / n, or two levels if the
-replicas are on several nodes. One element per parameter and the canary travel beside the gradients.
+Each rank keeps a part of the sums: a reduce-scatter computes it, followed by an all-reduce for hsdp. With gradients of
+S bytes and n ranks, each rank sends (n - 1) / n S bytes. The all-reduce across r replicas adds 2 (r - 1) / r S / n
+bytes, or uses two levels if the replicas are on several nodes. One element per parameter and the canary are sent with
+the gradients. The canary is an element that shows whether a reduction was completed (see `Reduction`).
 
 Buckets. Neighbouring parameters share a message. Buckets follow the order in which backward finishes gradients, so that
-the first are on their way while the rest is computed. All ranks send them in one order, whatever a rank's autograd does
-first.
+the first ones are sent while the rest is computed. All ranks send them in the same order, even if autograd finishes
+gradients in another order on some rank.
 
-Packing. Tensors are cut along dim 0 over ranks, in a matrix with one row per rank: this is what a reduce-scatter or
-all-gather moves. Row r holds what rank r keeps of each tensor, one behind the other. Every tensor starts in the same
-column of every row. So a tensor whose dim 0 the ranks do not divide leaves a gap in the rows of ranks that hold one of
-its rows less. Tensors that the ranks divide come first, so that a device moves all of them with one kernel.
+Packing. Tensors are split along dim 0 over ranks, and stored in a matrix with one row per rank, the layout of a
+reduce-scatter or all-gather. Row r contains rank r's part of each tensor, one after the other. Every tensor starts in
+the same column of every row. So if dim 0 of a tensor is not a multiple of the number of ranks, the rows of ranks that
+hold one tensor row less have a gap. Tensors that are split evenly come first, so that a device moves all of them with
+one kernel.
 
-NCCL, and kernels that read several elements at once, are slow on unaligned memory. A large part of a tensor begins at a
-multiple of 128 bytes, as rows do. A small one, for which so much padding would exceed a hundredth, begins at a multiple
-of 16.
+NCCL and vectorized kernels are slow on unaligned memory. A large part of a tensor begins at a multiple of 128 bytes, as
+rows do. A small part, for which this padding would exceed one percent, begins at a multiple of 16 bytes.
 
-Two levels. If a group has several ranks on each of several nodes, its all-reduce has two levels: see nbkit.mesh.
-With S bytes over k nodes and L ranks of the group on each, a rank sends (L - 1) / L S within its node twice, and 2 (k -
-1) / k S / L to other nodes. The canary travels beside them: see `TwoLevelSum`.
+Two levels. If a group has several ranks on each of several nodes, its all-reduce has two levels: see nbkit.mesh. With S
+bytes, k nodes and L ranks of the group per node, a rank sends (L - 1) / L S bytes twice within its node, and 2 (k - 1)
+/ k S / L bytes to other nodes. The canary is sent with them: see `TwoLevelSum`.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from nbkit.tensor_layout import bounds
 
 
 class Bucket:
-    """Parameters whose gradients travel together.
+    """Parameters whose gradients are sent together.
 
-    missing: the number of gradients that backward has not made yet. views: the place of each gradient in the bucket's
-    buffer; empty without a buffer.
+    missing: the number of gradients that backward has not computed yet. views: the place of each gradient in the
+    bucket's buffer; empty if there is no buffer.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
@@ -55,7 +56,7 @@ class Bucket:
         self.missing = len(params)
 
     def adopt(self) -> None:
-        """Move every gradient that autograd put elsewhere into its view."""
+        """Move every gradient that autograd stored elsewhere into its view."""
         fresh = [
             (p, view, p.grad)
             for p, view in zip(self.params, self.views, strict=False)
@@ -67,7 +68,7 @@ class Bucket:
             p.grad = view
 
     def send(self) -> None:
-        """Start the reduction. A parameter without gradient takes part with zeros."""
+        """Start the reduction. A parameter without a gradient counts as zeros."""
         raise NotImplementedError
 
 
@@ -75,7 +76,7 @@ B = TypeVar("B", bound=Bucket)
 
 
 class BucketedAxis(DataAxis, Generic[B]):
-    """A data axis that sends gradients in buckets of about `bucket` bytes, which a subclass makes.
+    """A data axis that sends gradients in buckets of about `bucket` bytes. A subclass makes the buckets.
 
     params: name -> parameter.
     """
@@ -84,7 +85,7 @@ class BucketedAxis(DataAxis, Generic[B]):
         super().__init__()
         self._params, self._bytes = dict(params), bucket
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        # The hooks live as long as the parameters, which may be the user's. So they must not hold the buckets.
+        # The hooks live as long as the parameters, which may belong to the user. So they must not hold the buckets.
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._armed, self._next = False, 0
 
@@ -107,7 +108,7 @@ class BucketedAxis(DataAxis, Generic[B]):
     def reset(self, *, passes: int = 1) -> None:
         self._armed, self._next = False, 0
         self.follow()
-        # A cell may freeze and unfreeze parameters between steps.
+        # A cell may freeze or unfreeze parameters between steps.
         if self._trains != [p.requires_grad for p in self._params.values()]:
             self._build(self._backward_order())
 
@@ -126,13 +127,13 @@ class BucketedAxis(DataAxis, Generic[B]):
         _remove(self._hooks)
 
     def _send_rest(self) -> None:
-        """Send the remaining buckets when backward is over."""
+        """Send the remaining buckets at the end of backward."""
         self._armed = False
         while self._next < len(self._buckets):
             self._send_next()
 
     def _backward_order(self) -> list[str]:
-        """Return the names in reverse: backward finishes first what forward used last."""
+        """Return the names in reverse order: backward finishes first what forward used last."""
         return list(reversed(self._params))
 
     def _build(self, order: Sequence[str]) -> None:
@@ -167,7 +168,7 @@ class BucketedAxis(DataAxis, Generic[B]):
         if bucket.missing == 0:
             raise came_twice(name)
         bucket.missing -= 1
-        # Send in order, so that every rank issues the same collectives whatever its autograd does first.
+        # Send in order, so that every rank issues the same collectives, whatever order its autograd uses.
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._send_next()
 
@@ -194,7 +195,7 @@ def refuse_sparse(name: str, param: Tensor) -> None:
 
 
 def came_twice(name: str) -> TrainingError:
-    """Return the error to raise if a gradient arrives that was already sent."""
+    """Return the error for a gradient that arrives after it was sent."""
     return TrainingError(
         f"The gradient of {name!r} came twice in one backward pass.",
         numbers="it had been sent to the other ranks already",
@@ -203,9 +204,9 @@ def came_twice(name: str) -> TrainingError:
 
 
 def chunks(params: Sequence[tuple[str, nn.Parameter]], bucket: int = BUCKET) -> Iterator[list[str]]:
-    """Yield lists of parameter names, cut where dtype or device changes and where a bucket is full.
+    """Yield lists of parameter names. A new list starts where dtype or device changes, and where a bucket is full.
 
-    The first list is small.
+    bucket: size in bytes. The first list is small.
     """
     chunk: list[str] = []
     size, limit, last = 0, min(FIRST_BUCKET, bucket), None
@@ -225,13 +226,13 @@ _BYTES, _BYTES_SMALL, _LARGE = 128, 16, 128 * 100
 
 
 def aligned(num: int, like: Tensor, num_bytes: int = _BYTES) -> int:
-    """Return `num` rounded up so that this many elements, as `like` has them, end at a multiple of `num_bytes`."""
+    """Return `num` rounded up so that this many elements of `like` fill a multiple of `num_bytes` bytes."""
     step = max(num_bytes // like.element_size(), 1)
     return -(-num // step) * step
 
 
 def flat_with_views(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return (zeroed memory for tensors of `shapes`, a view of it for each), flat and aligned."""
+    """Return (zeroed and aligned memory for tensors of `shapes`, a flat view of it for each tensor)."""
     sizes = [prod(shape) for shape in shapes]
     pieces = like.new_zeros(sum(aligned(size, like) for size in sizes))
     views = pieces.split([aligned(size, like) for size in sizes])
@@ -240,10 +241,11 @@ def flat_with_views(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tens
 
 @dataclass(frozen=True)
 class Packing:
-    """The places of tensors of `shapes` in a matrix over `ranks`. Every rank holds the 0-dimensional ones.
+    """The places of tensors of `shapes` in a matrix with a row for each of `ranks`. All ranks hold 0-dimensional
+    tensors.
 
-    starts, widths: the first column of each tensor, and its number of columns. width: the columns of all tensors and of
-    the gaps between them.
+    starts, widths: first column and number of columns of each tensor. width: number of columns, including gaps between
+    tensors.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -254,7 +256,7 @@ class Packing:
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], ranks: int, like: Tensor) -> Packing:
-        """Pack the tensors that the ranks divide first, then the others. like: has the element size."""
+        """Pack the tensors that are split evenly first, then the others. like: a tensor with the element size."""
         tidy = tuple(tuple(shape) for shape in shapes)
         widths = tuple(-(-shape[0] // ranks) * prod(shape[1:]) if shape else 1 for shape in tidy)
         starts, width = [0] * len(tidy), 0
@@ -265,16 +267,16 @@ class Packing:
         return cls(tidy, ranks, tuple(starts), widths, width)
 
     def rows(self, i: int, rank: int) -> slice:
-        """Return the rows of tensor `i`, along dim 0, that `rank` holds. A 0-dimensional tensor has none."""
+        """Return the rows of tensor `i`, along dim 0, that `rank` holds. The tensor must have a dim 0."""
         return slice(*bounds(self.shapes[i][0], self.ranks, rank))
 
     def shard(self, row: Tensor, i: int, rank: int) -> Tensor:
-        """Return a view of what `rank` holds of tensor `i` in its row."""
+        """Return a view of the part of tensor `i` in the row of `rank`."""
         shape = self._shape(i, rank)
         return row[self.starts[i] : self.starts[i] + prod(shape)].view(shape)
 
     def shards(self, row: Tensor, rank: int) -> list[Tensor]:
-        """Return a view of what `rank` holds of each tensor in its row."""
+        """Return a view of the part of each tensor in the row of `rank`."""
         sizes, shapes = self._cuts.get(rank) or self._cuts.setdefault(rank, self._cut(rank))
         pieces = row.split_with_sizes([*sizes, row.numel() - sum(sizes)])
         return [pieces[at].view(shape) for at, shape in shapes]
@@ -329,7 +331,7 @@ class Packing:
 
     @torch.no_grad()
     def unpack(self, matrix: Tensor, flats: Sequence[Tensor]) -> None:
-        """Fill the tensors, each given flat, from the matrix."""
+        """Copy from the matrix into the tensors, each of which is given flat."""
         even, end = self._even
         if even:
             out = [matrix.new_empty(self.ranks, n) if i is None else flats[i].view(self.ranks, n) for i, n in even]
@@ -345,9 +347,9 @@ class Packing:
 
     @cached_property
     def _even(self) -> tuple[list[tuple[int | None, int]], int]:
-        """Return (pieces, where they end).
+        """Return (pieces, the column where they end).
 
-        A piece is (a tensor that the ranks divide, or None for a gap; its number of columns).
+        A piece is (index of a tensor that is split evenly, or None for a gap; its number of columns).
         """
         pieces: list[tuple[int | None, int]] = []
         end = 0
@@ -366,7 +368,7 @@ class Packing:
     def _pairs(self, matrix: Tensor, i: int, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of views of the same elements, in the matrix and in the tensor.
 
-        One pair is for ranks that hold one row more, one for the others.
+        One pair is for the ranks that hold one more row, one for the others.
         """
         each, extra = divmod(self.shapes[i][0], self.ranks)
         size = prod(self.shapes[i][1:])
@@ -380,11 +382,11 @@ class Packing:
 
 
 def _divides(ranks: int, shape: Sequence[int]) -> bool:
-    """Return True if each of the ranks holds equally many rows of it."""
+    """Return True if each rank holds the same number of rows."""
     return bool(shape) and shape[0] % ranks == 0
 
 
-# torch 2.13 has new names for both, and warns of the old ones.
+# torch 2.13 has new names for both, and warns about the old ones.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_in_two_levels = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -392,7 +394,7 @@ all_gather_in_two_levels = getattr(dist, "all_gather_single", None) or dist.all_
 def all_reduce(
     flat: Tensor, canary: int | None, group: dist.ProcessGroup | None, levels: LevelGroups | None
 ) -> dist.Work | TwoLevelSum:
-    """Start to sum `flat` over `group`, in two levels if it has them. canary: see TwoLevelSum."""
+    """Start to sum `flat` over `group`, in two levels if `levels` is given. canary: see TwoLevelSum."""
     if levels is not None:
         return TwoLevelSum(flat, canary, levels)
     work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
@@ -400,14 +402,15 @@ def all_reduce(
 
 
 class TwoLevelSum:
-    """An all-reduce of a one-dimensional `flat` that is under way: a reduce-scatter, an all-reduce, an all-gather.
+    """A running all-reduce of a one-dimensional `flat`: a reduce-scatter, an all-reduce, an all-gather.
 
-    Each operation needs the result of the one before. `advance` waits for it, and starts the next. All ranks must begin
-    and advance their sums in the same order, because this is the order of operations in each group.
+    Each operation needs the result of the previous one. `advance` waits for it and starts the next. All ranks must
+    begin and advance their sums in the same order, because all ranks of a group must issue its operations in the same
+    order.
 
-    Each part of a node's ranks has a canary. It is 2 if all three operations were made, and less if one was broken off.
-    On a GPU nothing else shows this. The element `canary` of `flat`, summed as the others are, becomes the least
-    canary; None if it is not needed.
+    The part of each rank of a node has a canary. It is 2 if all three operations were completed, and less if one was
+    aborted. On a GPU nothing else shows this. Element `canary` of `flat` is summed like the others, and then replaced
+    by the least canary if that is smaller; None if there is no such element.
     """
 
     def __init__(self, flat: Tensor, canary: int | None, levels: LevelGroups) -> None:
@@ -423,13 +426,13 @@ class TwoLevelSum:
         self._next = [self._between, self._gather, self._unpack]
 
     def advance(self) -> None:
-        """Wait for what is under way, and start what follows it. Do nothing if all is done."""
+        """Wait for the running operation and start the next one. Do nothing if all are done."""
         if self._next:
             self._work.wait()
             self._next.pop(0)()
 
     def wait(self) -> None:
-        """Order later work behind the sum."""
+        """Order later work after the sum."""
         while self._next:
             self.advance()
 
@@ -439,7 +442,7 @@ class TwoLevelSum:
         self._work = dist.all_reduce(self._row, group=self.levels.between, async_op=True)
 
     def _gather(self) -> None:
-        row = self._row.clone()  # it is a view of the matrix, which the all-gather fills
+        row = self._row.clone()  # a view of the matrix, which the all-gather fills
         row[self._end] = torch.minimum(row[self._end], self._within)
         self._matrix[:, self._end] = 0
         self._work = all_gather_in_two_levels(self._matrix.view(-1), row, group=self.levels.within, async_op=True)
@@ -454,7 +457,8 @@ class TwoLevelSum:
 
 @dataclass(frozen=True)
 class Links:
-    """The position of this rank: `index` of `ranks` that share one copy, `replica` of those that hold the same part."""
+    """The position of this rank: `index` of `ranks` that share one copy; `replica` among the holders of the same
+    part."""
 
     group: dist.ProcessGroup | None
     ranks: int
@@ -480,7 +484,7 @@ class Links:
 def all_gather(row: Tensor, links: Links, matrix: Tensor | None = None) -> tuple[Tensor, dist.Work]:
     """Return (matrix with the rows of all ranks, the work that fills it).
 
-    matrix: the one that contains `row` as this rank's row; None makes one.
+    matrix: the matrix in which `row` is the row of this rank, or None to allocate one.
     """
     if matrix is None:
         matrix = row.new_empty(links.ranks, row.numel())
@@ -490,8 +494,9 @@ def all_gather(row: Tensor, links: Links, matrix: Tensor | None = None) -> tuple
 class Reduction:
     """The reduction of one bucket of gradients.
 
-    Behind the gradients of each row, element i counts the ranks on which parameter i has one. Then comes the canary.
-    The ranks 0 and 1 of a group give 1, the others 0. So it is 2 if the sum was made, and less if it was not.
+    In each row, the gradients are followed by one count per parameter: the number of ranks that have a gradient of it.
+    The last element is the canary. Ranks 0 and 1 of a group contribute 1, the others 0. So it is 2 if the sum was
+    completed, and less if it was not.
     """
 
     def __init__(self, packing: Packing, links: Links, like: Tensor) -> None:
@@ -501,18 +506,17 @@ class Reduction:
         self.forget()
 
     def forget(self) -> None:
-        """Drop whatever is under way."""
+        """Drop any running operation."""
         self._work: dist.Work | TwoLevelSum | None = None
         self._row: Tensor | None = None
         self._within: Tensor | None = None
 
     def send(self, grads: list[Tensor | None]) -> None:
-        """Start the reduction. The gradients are copied in the order of the packing. None counts as zeros.
+        """Start the reduction. `grads` are in the order of the packing. None counts as zeros.
 
-        The list is empty afterwards. If nothing else holds the gradients, they are freed before the result takes
-        memory.
+        The list is emptied. If nothing else refers to the gradients, they are freed before the result takes memory.
         """
-        # A reduction that was broken off during a wait would otherwise count as already sent across.
+        # Otherwise a reduction that was aborted during a wait would count as already sent across replicas.
         self.forget()
         links, width = self.links, self.packing.width
         self._end = width + len(grads)
@@ -529,9 +533,9 @@ class Reduction:
         self._work = reduce_scatter(self._row, matrix.view(-1), group=links.group, async_op=True)
 
     def cross(self) -> None:
-        """Start the sum across replicas, if there is one, once the sum within the group is done.
+        """Wait for the sum within the group, and start the sum across replicas if there is one.
 
-        If that sum has two levels and is under way, start its next level.
+        If the sum across replicas has two levels and is running, start its next level.
         """
         if isinstance(self._work, TwoLevelSum):
             self._work.advance()
@@ -544,9 +548,9 @@ class Reduction:
         self._work = all_reduce(self._row, self._end, self.links.across, self.links.levels)
 
     def receive(self) -> tuple[Tensor, Tensor]:
-        """Return views of (the sums that this rank keeps with the counts behind them, the canary).
+        """Return views of (the sums of this rank followed by the counts, the canary).
 
-        Both are ordered behind the reduction.
+        Later work on both is ordered after the reduction.
         """
         self.cross()
         assert self._work is not None and self._row is not None
@@ -557,8 +561,7 @@ class Reduction:
 
 
 class InFlight:
-    """A queue of at most two reductions under way. Before a third one starts, the oldest is received and its memory
-    freed."""
+    """A queue of at most two running reductions. Before a third one starts, the oldest is received and freed."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[Reduction, Callable[[Tensor], None]]] = []
@@ -574,12 +577,12 @@ class InFlight:
         self._queue.append((reduction, landed))
 
     def land(self) -> None:
-        """Wait for everything that is under way."""
+        """Wait for all running reductions."""
         while self._queue:
             self._land()
 
     def forget(self) -> None:
-        """Drop everything after a step was broken off."""
+        """Drop all reductions after a step was aborted."""
         for reduction, _ in self._queue:
             reduction.forget()
         self._queue.clear()

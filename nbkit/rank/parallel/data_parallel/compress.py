@@ -1,14 +1,15 @@
-"""The torch half of compress=: gradients travel as int8 or bf16.
+"""The torch half of compress=: gradients are sent as int8 or bf16.
 
-The sums are off within a bound. With gradients of n ranks that are S bytes in float32, (n - 1) / n of S / 4 (int8) or
-S / 2 (bf16) leave every rank twice, as bytes. So no step of an all-reduce adds numbers of few bits:
+The error of the sums is bounded. With n ranks and gradients of S bytes in float32, each rank sends (n - 1) / n of S / 4
+(int8) or S / 2 (bf16) bytes twice. Low-precision numbers are never added, unlike in an all-reduce:
 
-    all-to-all    each rank gets its chunk of every rank's gradients, and adds them in float32
-    all-gather    of the sums, rounded again
+    all-to-all    each rank receives its chunk of every rank's gradients, and adds them in float32
+    all-gather    of the sums, which are rounded again
 
-int8 is x / scale, where a scale is 1/127 of the largest of BLOCK elements: 4 more bytes for each block. The rounding
-error is kept on the rank that rounded, and is added before it rounds the next time (error feedback; Seide et al. 2014,
-Karimireddy et al. 2019). This takes S bytes for own gradients and S / n for sums. Rebuilt buckets begin without it.
+int8 numbers are x / scale. A scale is 1/127 of the largest absolute value of BLOCK elements, and takes 4 more bytes per
+block. A rank keeps its rounding error and adds it before it rounds the next time (error feedback; Seide et al. 2014,
+Karimireddy et al. 2019). This takes S bytes for the rank's own gradients and S / n for sums. Rebuilt buckets start with
+no error.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def apply(value: str, setup: ReplicaSetup) -> ReplicaSetup:
 
 
 class CompressedBucket(GradientBucket):
-    """A bucket of compressed gradients. Row r of what is exchanged is the chunk that rank r adds.
+    """A bucket of compressed gradients. Row r of the exchanged matrix is the chunk that rank r adds.
 
-    Behind a row follow, as bytes, which parameters have a gradient, and the canary: see GradientBucket.
+    Each row ends with bytes that say which parameters have a gradient, and with the canary: see GradientBucket.
     """
 
     def __init__(self, params: list[nn.Parameter], setup: ReplicaSetup, *, form: str) -> None:
@@ -88,17 +89,17 @@ class CompressedBucket(GradientBucket):
         self.arriving = None
 
     def _packed(self, rows: Tensor, off: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return (float32 `rows` as rows of bytes, the rounding error). It changes `rows`. off: the earlier error,
-        added now."""
+        """Return (float32 `rows` as rows of bytes, rounding error). Changes `rows`. off: the earlier error, which is
+        added."""
         if not self.int8:
             return rows.to(torch.bfloat16).view(torch.uint8), None
         blocks = self._in_blocks(rows if off is None else rows.add_(off))
-        # The scale is never zero. If a gradient is not finite, neither is its scale, nor the result.
+        # The scale is never zero. If a gradient is not finite, its scale and the result are not finite either.
         scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_(min=1e-30)
         numbers = (blocks / scales).round_().nan_to_num_(0.0, 0.0, 0.0)
         bytes_ = numbers.to(torch.int8).view(len(rows), -1)[:, : self.width]
         packed = torch.cat([scales.view(len(rows), -1).view(torch.uint8), bytes_.view(torch.uint8)], 1)
-        # An error that is not finite would stay for ever.
+        # An error that is not finite would stay forever.
         taken = blocks.sub_(numbers.mul_(scales)).nan_to_num_(0.0, 0.0, 0.0)
         return packed, taken.view(len(rows), -1)[:, : self.width]
 

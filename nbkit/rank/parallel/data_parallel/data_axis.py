@@ -1,7 +1,7 @@
-"""The data axis of a strategy: what each rank holds of a module, and how its gradients are summed (ZeRO 0-3, hsdp).
+"""The data axis of a strategy: which parts of a module each rank holds, and how gradients are summed (ZeRO 0-3, hsdp).
 
-After Rajbhandari et al. 2020. Bytes at rest per fp32 parameter under Adam over N ranks, and what leaves each rank per
-step, for gradients (and parameters) of S bytes:
+See Rajbhandari et al. 2020. The table shows the bytes at rest per fp32 parameter with Adam over N ranks, and the bytes
+that each rank sends per step, where the gradients (and the parameters) have S bytes:
 
     zero   at rest     parameters, gradients, two moments      per step
     0      16          4       4       8                       2 (N - 1) / N S     all-reduce
@@ -9,12 +9,12 @@ step, for gradients (and parameters) of S bytes:
     2      4 + 12/N    4       4/N     8/N                     2 (N - 1) / N S     reduce-scatter, all-gather
     3      16/N        4/N     4/N     8/N                     3 (N - 1) / N S     all-gather twice, reduce-scatter
 
-With several micro-batches, zero 1 and 2 reduce once, after the last, and hold whole gradients until then. Zero 3 sends
-its bytes for each micro-batch, or once if it keeps the parameters gathered. Frozen parameters are never reduced, and
-are gathered only under zero 3. Under zero 3 the root unit (what no unit holds) is gathered once, not twice. Under
-autocast, parameters that only matrix products read are gathered in its dtype, half the bytes (zero3/unit.py). Gradients
-are reduced in the dtype of the parameters. Keys of a strategy can change what zero 0
-sends: nbkit/techniques/.
+With several micro-batches, ZeRO 1 and 2 reduce once, after the last one, and hold whole gradients until then. ZeRO 3
+sends its bytes for each micro-batch, or once if it keeps the parameters gathered. Frozen parameters are never reduced,
+and are gathered only by ZeRO 3. The root unit of ZeRO 3 (the parameters outside all units) is gathered once, not twice.
+Under autocast, parameters that only matrix products read are gathered in the dtype of autocast, with half the bytes
+(zero3/unit.py). Gradients are reduced in the dtype of the parameters. Keys of a strategy can change what ZeRO 0 sends:
+nbkit/techniques/.
 """
 
 from __future__ import annotations
@@ -63,17 +63,18 @@ def data_axis(
     owners: Mapping[str, int] = _NOBODY,
     own: type | None = None,
 ) -> DataAxis:
-    """Give the skeleton `module` memory, and return its data axis. Local; sends nothing.
+    """Allocate the memory of the skeleton `module`, and return its data axis. Sends nothing.
 
-    layouts: canonical name -> what this rank's tensor parallelism and pipeline left of the global tensor. exchange,
-    settings: of the strategy. adaptive: see Options. owners: for zero 1 and 2, name -> the place in the sharding group
-    of the rank that updates the whole tensor. own: for zero 0 and 1, a user's class (nbkit/techniques/mine.py). For
-    zero 3: units: the blocks that are gathered one at a time, in the order in which forward runs them; keep: gather
-    once, in the first forward, and release in `finish` (pipelines, whose forwards precede their backwards); ahead: how
-    many units are gathered before the backward pass comes to them;
-    rooted: names of parameters in units that are gathered with the root, and stay as long; proven: a forward and a
-    backward pass have worked with these units, so that the first need not be watched; casts: parameters that are
-    gathered in the dtype of autocast where that is on.
+    layouts: canonical name -> the part of the global tensor that tensor parallelism and the pipeline leave to this
+    rank. exchange, settings: of the strategy. adaptive: see JobOptions. own: for ZeRO 0 and 1, a user's class
+    (nbkit/techniques/mine.py). owners: for ZeRO 1 and 2, name -> position in the sharding group of the rank that
+    updates the whole tensor.
+
+    For ZeRO 3: units: the blocks that are gathered one at a time, in forward order. keep: gather once, in the first
+    forward, and free in `finish` (for pipelines, whose forwards precede their backwards). ahead: number of units that
+    are gathered before backward reaches them. rooted: names of parameters in units that are gathered with the root, and
+    stay as long. proven: forward and backward have worked with these units, so the first pass need not be watched.
+    casts: parameters that are gathered in the dtype of autocast, if it is on.
     """
     if zero == 0 or axes.size("shard") == 1:
         return _replicated(module, layouts, axes, exchange, settings, adaptive, own)
@@ -87,7 +88,7 @@ def data_axis(
 
 
 def _changed(setup: ReplicaSetup, engine: Callable[..., Any], name: str, value: Any) -> ReplicaSetup:
-    """Return `setup` as the torch half of a key changes it. Raises StrategyError if that gives something else."""
+    """Return `setup` as changed by the torch half of a key. Raises StrategyError if that returns something else."""
     try:
         found = engine(value, setup)
     except Exception as error:
@@ -114,7 +115,7 @@ def _replicated(
     adaptive: bool,
     own: type | None,
 ) -> Replicas:
-    """Return the data axis of a strategy under which every rank holds everything."""
+    """Return the data axis of a strategy under which every rank holds all parameters."""
     ranks, index, group, levels = axes.size("dp"), axes.index("dp"), axes.group("dp"), axes.levels("dp")
     setup = ReplicaSetup(ranks, index, group, levels, exchange.bucket, adaptive)
     for name, value in settings.items():
@@ -126,10 +127,10 @@ def _replicated(
 
 
 def replicated(module: nn.Module, layouts: Mapping[str, Layout], setup: ReplicaSetup) -> Replicas:
-    """Return a data axis under which every rank of `setup` holds all parameters of `module`, in these `layouts`."""
+    """Return a data axis under which every rank of `setup` holds all parameters of `module`, with these `layouts`."""
     for name, places in homes(module).items():
         param = getattr(*places[0])
-        if is_placeholder(param):  # else the module is the user's own, and trains as it is
+        if is_placeholder(param):  # otherwise it is the user's own module, which trains as it is
             memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
             replace_submodule(places, parameter_like(memory, param))
     found = setup.build(module)

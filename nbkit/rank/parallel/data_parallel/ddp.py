@@ -1,13 +1,14 @@
 """Data parallelism: every rank holds the whole model, and gradients are summed over the ranks while backward runs.
 
-On the wire, per step: one all-reduce of each bucket, together the bytes of all gradients. Over several nodes it has two
-levels (buckets.py).
+Each step sends one all-reduce of each bucket, in total the bytes of all gradients. Over several nodes an all-reduce has
+two levels (buckets.py).
 
-It is simpler than torch's DistributedDataParallel, and is correct in more cases. It *sums*: the loss carries the
-weights, so ragged batches and masks average as on one process. A rank without rows and parameters without gradient take
-part with zeros. A backward pass that was broken off leaves nothing behind.
+This is simpler than torch's DistributedDataParallel, and correct in more cases. It *sums*: the loss contains the
+weights, so ragged batches and masks average as in one process. A rank without rows and a parameter without a gradient
+contribute zeros. An aborted backward pass leaves nothing behind.
 
-Keys of a strategy change how this is done: the torch half of a key gets a `ReplicaSetup` and returns a changed one.
+Keys of a strategy change how gradients are sent: the torch half of a key gets a `ReplicaSetup` and returns a changed
+one.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from nbkit.tensor_layout import Layout
 
 @dataclass(frozen=True)
 class ReplicaSetup:
-    """Describes a data axis under which every rank holds the whole model, and makes it.
+    """The setup of a data axis under which every rank holds the whole model.
 
-    The torch half of a strategy's key is a function `apply(value, setup) -> ReplicaSetup`: it returns `setup` with
-    another class of buckets or of the axis, as `dataclasses.replace(setup, bucket_class=Mine)`.
+    The torch half of a strategy's key is a function `apply(value, setup) -> ReplicaSetup`. It returns `setup` with
+    another class of buckets or of the axis: `dataclasses.replace(setup, bucket_class=Mine)`.
 
-    ranks, index: of the group, and of this rank in it. group: None is the world. levels: the two levels of that group,
-    if it has them. bucket: bytes of a bucket. adaptive: the optimizer's steps do not grow with the gradients, as with
-    Adam. bucket_class, axis_class: called with (parameters, setup) and with (model, setup).
+    ranks, index: size of the group, and position of this rank in it. group: the process group, or None for the world.
+    levels: the two levels of that group, if it has them. bucket: bytes of a bucket. adaptive: True if the size of the
+    optimizer's steps does not grow with the gradients, as with Adam. bucket_class: called with (parameters, setup).
+    axis_class: called with (model, setup).
     """
 
     ranks: int
@@ -61,7 +63,7 @@ class ReplicaSetup:
 
 
 ALIVE = 2.0
-"""The canary of a finished reduction, in any dtype and for any number of ranks."""
+"""The canary of a completed reduction, in any dtype and for any number of ranks."""
 
 
 class GradientBucket(Bucket):
@@ -69,15 +71,16 @@ class GradientBucket(Bucket):
 
     flat: the whole tensor. gradients: the part of `flat` with the gradients.
 
-    After the gradients, `used[i]` counts the ranks on which parameter i has one. If no rank used a parameter, its
-    `grad` stays None, as in one process, so that weight decay does not change it. The last element is the canary. Ranks
-    0 and 1 contribute 1, the others 0. So it is ALIVE (2) if the sum was completed, and 1 or 0 if it was interrupted.
+    The gradients are followed by counts: `used[i]` is the number of ranks that have a gradient of parameter i. If no
+    rank used a parameter, its `grad` stays None, as in one process, so that weight decay does not change it. The last
+    element is the canary. Ranks 0 and 1 contribute 1, the others 0. So it is ALIVE (2) if the sum was completed, and 1
+    or 0 if it was interrupted.
     """
 
     def __init__(self, params: list[nn.Parameter], setup: ReplicaSetup) -> None:
         self.setup, self.group, self.levels = setup, setup.group, setup.levels
         sizes = [p.numel() for p in params]
-        # All of it is written before it is sent.
+        # All elements are written before they are sent.
         self.flat = torch.empty(sum(sizes) + len(sizes) + 1, dtype=params[0].dtype, device=params[0].device)
         *pieces, self.used = self.flat.split([*sizes, len(sizes) + 1])
         self.gradients = self.flat[: sum(sizes)]
@@ -90,7 +93,7 @@ class GradientBucket(Bucket):
         self.adopt()
         self.used.fill_(1)
         if (dist.get_rank() if self.group is None else self.group.rank()) > 1:
-            self.used[-1].fill_(0)  # assigning a number to an element would copy from the host, which waits
+            self.used[-1].fill_(0)  # assigning a number to an element would copy from the host and wait
         self.unused = [i for i, p in enumerate(self.params) if p.grad is None]
         for i in self.unused:
             self.used[i].fill_(0)
@@ -98,20 +101,20 @@ class GradientBucket(Bucket):
         self.launch()
 
     def launch(self) -> None:
-        """Start the sum of `flat`, when backward has made all gradients of the bucket."""
+        """Start the sum of `flat`. Called when backward has computed all gradients of the bucket."""
         self.sum_over_ranks(self.flat)
 
     def sum_over_ranks(self, sent: Tensor) -> None:
-        """Start the sum of `sent`, which has the canary as its last element."""
+        """Start the sum of `sent`, whose last element is the canary."""
         self.work = all_reduce(sent, -1, self.group, self.levels)
 
     def advance(self) -> None:
-        """Start the next operation of a sum that takes several."""
+        """Start the next operation of a sum that takes several operations."""
         if isinstance(self.work, TwoLevelSum):
             self.work.advance()
 
     def land(self) -> None:
-        """Order later work behind the sum. Raises TrainingError if `launch` has started none."""
+        """Order later work after the sum. Raises TrainingError if `launch` did not start one."""
         if self.work is None:
             raise TrainingError(
                 f"{type(self).__name__}.launch has started no sum of the gradients.",
@@ -121,7 +124,7 @@ class GradientBucket(Bucket):
         self.work.wait()
 
     def receive(self) -> None:
-        """Order later work behind the all-reduce. Only a rank that left a parameter unused reads the counts."""
+        """Order later work after the all-reduce. The counts are read only if this rank did not use a parameter."""
         self.land()
         self.work = None
         counts = self.used.tolist() if self.unused else []
@@ -131,9 +134,9 @@ class GradientBucket(Bucket):
 
 
 class Replicas(BucketedAxis[GradientBucket]):
-    """Sums the gradients of `model` over the ranks of a group, as `setup` says.
+    """Sums the gradients of `model` over the ranks of a group, as described by `setup`.
 
-    On one rank it does nothing, and gradients stay where autograd puts them.
+    With one rank it does nothing, and gradients stay where autograd puts them.
     """
 
     _takes_memory = True
@@ -145,7 +148,7 @@ class Replicas(BucketedAxis[GradientBucket]):
         self.begin_again()
 
     def lay_out(self, layouts: Mapping[str, Layout]) -> None:
-        """Register every parameter. Every rank holds all of them, in the given `layouts`."""
+        """Register every parameter. Every rank holds all parameters, in the given `layouts`."""
         for name, param in self._params.items():
             self._add(name, param, layouts[name], (param.data, layouts[name]), param, self._homes[name])
 
@@ -160,9 +163,10 @@ class Replicas(BucketedAxis[GradientBucket]):
             bucket.work = None
 
     def finish(self) -> Tensor | None:
-        """Return the canary of the last reduction, on the device. It is ALIVE if that one and all before it were made.
+        """Return the canary of the last reduction, on the device, or None if nothing is reduced.
 
-        On a GPU nothing else shows this, because an aborted reduction raises no error here. None if nothing is reduced.
+        It is ALIVE if this and all earlier reductions were completed. On a GPU nothing else shows this, because an
+        aborted reduction raises no error here.
         """
         self._send_rest()
         for i, bucket in enumerate(self._buckets):
@@ -180,7 +184,7 @@ class Replicas(BucketedAxis[GradientBucket]):
         super()._build(order if self.world_size > 1 else ())
 
     def _send_next(self) -> None:
-        # Keep one order on all ranks: later operations of a bucket start before the next bucket is sent.
+        # All ranks use one order: later operations of a bucket start before the next bucket is sent.
         for earlier in self._buckets[: self._next]:
             earlier.advance()
         super()._send_next()
@@ -207,7 +211,7 @@ class Replicas(BucketedAxis[GradientBucket]):
 
 
 def broadcast_from_first(model: nn.Module, *, world_size: int, without: Collection[str] = ()) -> None:
-    """Give every rank rank 0's parameters and buffers. Raise TrainingError if the ranks built different models.
+    """Give every rank the parameters and buffers of rank 0. Raise TrainingError if the ranks built different models.
 
     without: the names of parameters that are equal already.
     """

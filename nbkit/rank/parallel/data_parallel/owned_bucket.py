@@ -1,10 +1,10 @@
-"""Buckets of whole tensors that ranks own, for ZeRO 1 and 2 under an optimizer that has to see whole tensors.
+"""Buckets of whole tensors that ranks own, for ZeRO 1 and 2 with an optimizer that needs whole tensors.
 
-Where each element can be updated by itself, a rank keeps a part of every tensor, and gradients are reduce-scattered
-(buckets.py). Here a rank keeps all of some tensors, and nothing of the others. The parts differ in size, so one
-all-to-all takes the place of the reduce-scatter: each rank sends every owner the gradients of its tensors, and the
-owner adds them. Another one takes the place of the all-gather: each owner sends its updated tensors to all. The bytes
-are the same. With gradients of S bytes over n ranks, (n - 1) / n S leave the ranks on average in each of the two.
+If each element can be updated separately, a rank keeps a part of every tensor, and gradients are reduce-scattered
+(buckets.py). Here a rank keeps some tensors whole, and nothing of the others. The parts differ in size, so an
+all-to-all replaces the reduce-scatter: each rank sends every owner the gradients of its tensors, and the owner adds
+them. A second all-to-all replaces the all-gather: each owner sends its updated tensors to all ranks. The bytes are the
+same: with gradients of S bytes and n ranks, a rank sends (n - 1) / n S bytes on average in each of the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nbkit.rank.torch_private import foreach_copy_
 
 
 class _SumOfRows(dist.Work):
-    """The sum of the rows of `arriving`, in `row`, once `work` has brought them."""
+    """A work that waits for `work`, which fills `arriving`, and then writes the sum of its rows into `row`."""
 
     def __init__(self, work: dist.Work, arriving: Tensor, row: Tensor) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ class _SumOfRows(dist.Work):
 
 
 class OwnedReduction(Reduction):
-    """The reduction of a bucket to owners. owners: of each tensor, by place in the group.
+    """The reduction of a bucket to owners. owners: position in the group of the owner of each tensor.
 
-    What goes to an owner is the gradients of its tensors, whether this rank has each of them, and the canary of
-    `Reduction`.
+    An owner receives from each rank the gradients of its tensors, a flag per tensor that says whether the rank has its
+    gradient, and the canary of `Reduction`.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], owners: Sequence[int], links: Links, like: Tensor) -> None:
@@ -76,7 +76,8 @@ class OwnedReduction(Reduction):
 class OwnedBucket(Bucket):
     """Neighbouring tensors of one dtype, each with an owner.
 
-    held: what the optimizer of this rank gets of them. buffer: keep whole gradients between micro-batches.
+    held: the tensors that the optimizer of this rank updates. buffer: True to keep whole gradients between
+    micro-batches.
     """
 
     def __init__(
@@ -115,14 +116,14 @@ class OwnedBucket(Bucket):
             self.counts = counts.clone() if self.reduction.unused.intersection(self.mine) else None
 
     def give(self) -> None:
-        """Give the optimizer the sums of what this rank owns."""
+        """Give the summed gradients of this rank's tensors to the optimizer."""
         counts = self.counts.tolist() if self.counts is not None else []
         for n, (i, p, grad) in enumerate(zip(self.mine, self.held, self.grads, strict=True)):
             p.grad = None if i in self.reduction.unused and counts[n] == 0 else grad
 
     @torch.no_grad()
     def gather(self) -> tuple[Tensor, dist.Work]:
-        """Start to send the tensors that this rank owns to all others, and to receive theirs."""
+        """Start to send the tensors that this rank owns to all other ranks, and to receive theirs."""
         sizes = [sum(self.reduction.sizes[i] for i in mine) for mine in self.reduction.of_rank]
         like = self.params[0].detach()
         own = [self.params[i].detach().reshape(-1) for i in self.mine]
@@ -140,7 +141,7 @@ class OwnedBucket(Bucket):
 
     @torch.no_grad()
     def spread(self, matrix: Tensor) -> None:
-        """Copy what has arrived into the tensors of other owners."""
+        """Copy the received tensors into those of other owners."""
         order = [i for mine in self.reduction.of_rank for i in mine]
         parts = dict(zip(order, matrix.split([self.reduction.sizes[i] for i in order]), strict=True))
         others = [i for i in order if i not in self.mine]

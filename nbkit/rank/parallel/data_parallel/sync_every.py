@@ -1,15 +1,16 @@
-"""The torch half of sync_every=: replicas train apart, and are averaged now and then.
+"""The torch half of sync_every=: replicas train independently, and their weights are averaged every few steps.
 
-It is local SGD (Stich 2019) with slow momentum (Wang et al. 2020). Each replica makes `every` steps with the gradients
-of its own rows. Then weights are averaged: one all-reduce of the bytes of all parameters in `every` steps. Each replica
-keeps its own optimizer state. The step multiplies the loss by `apart`, so that a replica's gradient is that of a mean.
-The mean over the replicas is then the gradient of the whole batch.
+This is local SGD (Stich 2019) with slow momentum (Wang et al. 2020). Each replica makes `every` steps with the
+gradients of its own rows. Then weights are averaged: one all-reduce of the bytes of all parameters in `every` steps.
+Each replica keeps its own optimizer state. The step multiplies the loss by `apart`, so that the gradient of a replica
+is the gradient of the mean over its rows. The mean over replicas is then the gradient of the whole batch.
 
-For an optimizer whose steps do not grow with the gradients, such as Adam, the mean falls behind one process. A
-replica's gradients are noisier by the square root of the replicas. So the common part of their steps is smaller by the
-same factor (Malladi et al. 2022). There, from one average to the next, the weights move by a momentum of their
-movements. Its sum is larger by that root: 1 / (1 - momentum). Every rank computes it from the averages alone. It
-restarts at a switch, at a load and after a step that breaks. For SGD the mean already is the step of the mean gradient.
+If the optimizer's steps do not grow with the gradients, as with Adam, plain averaging progresses more slowly than one
+process. The noise in the gradients of one of n replicas is larger by sqrt(n), so the common part of the replicas' steps
+is smaller by this factor (Malladi et al. 2022). To correct this, the movement of the weights from one average to the
+next gets a momentum, which enlarges it by 1 / (1 - momentum) = sqrt(n). Every rank computes it from the averages alone.
+It restarts at a switch, at a load and after an aborted step. With SGD no correction is needed: the mean of the steps is
+the step of the mean gradient.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from nbkit.techniques.exchange import BUCKET
 
 
 def apply(value: int, setup: ReplicaSetup) -> ReplicaSetup:
-    """Return `setup` with replicas that train apart. value: steps between two averages."""
+    """Return `setup` with replicas that train independently. value: number of steps between two averages."""
     return replace(setup, axis_class=partial(LocalSteps, every=value))
 
 
 def momentum(replicas: int) -> float:
-    """Return the momentum of the movement from one average to the next."""
+    """Return the momentum of the movement from one average to the next, for this number of replicas."""
     return float(1 - replicas**-0.5)
 
 
 class LocalSteps(Replicas):
-    """Replicas of `model` over the group of `setup`, averaged after `every` steps since the last average."""
+    """Replicas of `model` over the group of `setup`, which are averaged every `every` steps."""
 
     def __init__(self, model: nn.Module, setup: ReplicaSetup, *, every: int) -> None:
-        # By name: the weights of the last average, None if the ranks do not share them; and their movements.
+        # By name: the weights of the last average, or None if the ranks do not share them; and their last movements.
         self._begun: dict[str, Tensor] | None = None
         self._moving: dict[str, Tensor] = {}
         self._since = 1
@@ -50,7 +51,7 @@ class LocalSteps(Replicas):
         self._since = 0
 
     def begin_again(self) -> None:
-        # Only some ranks may have made the average. So all count from here, and make the next `unite`.
+        # Only some ranks may have made the average. So all ranks count from here, and the next `unite` averages.
         self._since = 1
         super().begin_again()
         self._begun = None
@@ -96,9 +97,8 @@ class LocalSteps(Replicas):
 
     @torch.no_grad()
     def _move_on(self) -> None:
-        """Move the weights on from the last average by the momentum of its differences, instead of by the last
-        difference."""
-        begun, self._begun = self._begun, None  # the next step notes its start, since weights may be set in between
+        """Move the weights from the last average by the momentum of the movements, not only by the last movement."""
+        begun, self._begun = self._begun, None  # the next step stores its start: weights may be set in between
         for name, p in self._averaged().items():
             if begun is None or name not in begun:
                 self._moving.pop(name, None)
@@ -113,7 +113,7 @@ class LocalSteps(Replicas):
     def _average(self, tensors: list[Tensor]) -> None:
         """Average `tensors` over the replicas, in messages of a bucket's size and in the same order on all ranks.
 
-        The optimizer's tensors may be on the host.
+        The tensors may be on the host, like some optimizer state.
         """
         device = next(iter(self._params.values())).device
         while tensors:

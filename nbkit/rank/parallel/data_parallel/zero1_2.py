@@ -1,14 +1,15 @@
 """ZeRO 1 and 2: every rank holds whole parameters, and updates only its part of each.
 
-Gradients are reduce-scattered bucket by bucket. Tensors that the optimizer has to see whole have owners instead of
-parts: see owned_bucket.py. The optimizer gets slices of the whole parameters. After its step the
-updated slices are all-gathered into them, while the next forward computes. Zero 1 keeps the buffers of whole gradients,
-zero 2 frees them bucket by bucket. data_axis.py lists the bytes, buckets.py describes the messages.
+Gradients are reduce-scattered bucket by bucket. A tensor that the optimizer needs whole has an owner rank instead of
+parts: see owned_bucket.py. The optimizer gets slices of the whole parameters. After its step, the updated slices are
+all-gathered while the next forward computes. ZeRO 1 keeps the buffers of whole gradients, ZeRO 2 frees them bucket by
+bucket. data_axis.py lists the bytes, and buckets.py describes the messages.
 
-After the optimizer's step a rank has its own part of every parameter. The parts of the others arrive bucket by bucket,
-two under way, in the order in which they are sent. Until then a module has a stand-in for its dict of parameters, which
-waits when it is read. The reader may be the module's own forward, another module's, or a user's hook. It always finds
-whole parameters. So no code has to know which module reads what, and nothing is read before it has arrived.
+After the optimizer's step, a rank has the new values of its own parts only. The parts of other ranks arrive bucket by
+bucket, with two buckets in flight, in the order in which they are sent. Until then, a module has a stand-in for its
+dict of parameters. Reading from it waits for the parameters, whether the reader is the module's own forward, another
+module's forward, or a user's hook. So no code has to know which module reads which parameter, and no parameter is read
+before it has arrived.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from nbkit.rank.torch_private import foreach_copy_
 from nbkit.techniques.exchange import BUCKET
 from nbkit.tensor_layout import Layout, bounds
 
-_UNDER_WAY = 2  # buckets; their memory comes on top of the parameters'
+_UNDER_WAY = 2  # buckets; they need memory in addition to the parameters
 
 
 class ParameterBucket(Protocol):
     """A bucket of parameters.
 
-    gather: send this rank's part. spread: copy the parts of all ranks into the parameters.
+    gather: start to send the part of this rank. spread: copy the parts of all ranks into the parameters.
     """
 
     def gather(self) -> tuple[Tensor, dist.Work]: ...
@@ -61,11 +62,11 @@ class ParameterBucket(Protocol):
 
 
 Waiting = Mapping[int, Sequence[nn.Module]]
-"""Number of a bucket -> the modules whose parameters are complete when it has arrived."""
+"""Number of a bucket -> the modules whose parameters are complete when this bucket has arrived."""
 
 
 class LateGather:
-    """The buckets of one step, from when they are sent until they have arrived. Any thread may wait for them.
+    """The parameter buckets of one step, until they have arrived. Any thread may wait for them.
 
     missing: the number of buckets that have not arrived. group: the group that sends them.
     """
@@ -90,7 +91,7 @@ class LateGather:
                 self._stand_ins[number] = [_StandIn(module, self, number) for module in modules]
 
     def wait(self, number: int | None = None, *, until: float | None = None) -> None:
-        """Return when bucket `number` and those before it have arrived; None: all. until: the deadline (monotonic)."""
+        """Return when buckets up to `number` (None: all) have arrived. until: deadline, as time.monotonic()."""
         if not self.missing:
             return
         with self._lock:
@@ -99,7 +100,7 @@ class LateGather:
                 work.wait(*([] if until is None else [timedelta(seconds=max(until - time.monotonic(), 0.001))]))
                 bucket.spread(matrix)
                 del matrix
-                # If it is interrupted before this line, it is done again.
+                # If this is interrupted before the next line, it is repeated.
                 self._under_way.popleft()
                 self.missing -= 1
                 for stand_in in self._stand_ins.pop(self._number, ()):
@@ -108,11 +109,11 @@ class LateGather:
                 self._send()
 
     def end(self, seconds: float) -> bool:
-        """Drop what is under way. Return True if everything has arrived.
+        """Drop the buckets in flight. Return True if all buckets have arrived.
 
-        It first waits for up to `seconds` if the group still works. A rank that failed in its update sends nothing.
+        First wait for up to `seconds`, if the group still works. A rank that failed in its update sends nothing.
         """
-        # A device does not report that a gather that was broken off never arrived.
+        # A device does not report that an aborted all-gather never arrived.
         if seconds and getattr(self.group, "inner", None) is self._inner:
             with suppress(RuntimeError, TrainingError):
                 self.wait(until=time.monotonic() + seconds)
@@ -135,9 +136,9 @@ class LateGather:
 
 
 class _StandIn(dict[str, Any]):
-    """Stands for a module's dict of parameters until bucket `number` has arrived.
+    """Replaces a module's dict of parameters until bucket `number` has arrived.
 
-    It is empty itself. Code that bypasses its methods, as C code can, finds nothing rather than old numbers.
+    The dict itself is empty. Code that bypasses its methods, as C code can, finds nothing instead of old numbers.
     """
 
     def __init__(self, module: nn.Module, late: LateGather, number: int) -> None:
@@ -174,20 +175,20 @@ for _name in (
 
 
 def compiles() -> bool:
-    """Return True if torch.compile has compiled anything. It would compile again for a module with another dict."""
+    """Return True if torch.compile has compiled anything: it would compile again after a module's dict is replaced."""
     found = sys.modules.get("torch._dynamo.utils")
     return found is not None and bool(found.counters["stats"]["unique_graphs"])
 
 
 def waiting(module: nn.Module, numbers: Mapping[int, int]) -> tuple[dict[int, list[nn.Module]], int]:
-    """Return (the argument for LateGather.begin, the last bucket that must arrive before anything runs, -1 for none).
+    """Return (the `waiting` of LateGather.begin, the last bucket that must arrive before anything runs, or -1).
 
     numbers: id of a parameter -> its bucket. A parameter that is also held outside a module's dict of parameters is
-    needed at once, because reading it there would not be noticed.
+    needed at once, because a read there would not be noticed.
     """
     found: dict[int, list[nn.Module]] = {}
     first, seen, ahead = -1, set[nn.Module](), [module]
-    # Search again in every step, since the user may have put in another module.
+    # Search again in every step, because the user may have replaced a module.
     while ahead:
         part = ahead.pop()
         if part in seen:
@@ -207,11 +208,11 @@ def waiting(module: nn.Module, numbers: Mapping[int, int]) -> tuple[dict[int, li
 
 
 _ANSWER_S = 3.0
-"""A rank that was broken off in a step waits so long for the other ranks' updates of the step before."""
+"""Seconds for which a rank that was aborted in a step waits for the other ranks' updates of the previous step."""
 
 
 class ShardBucket(Bucket):
-    """Neighbouring parameters of one dtype. grads: this rank's part of the gradient of each, once summed."""
+    """Neighbouring parameters of one dtype. grads: this rank's part of each summed gradient."""
 
     def __init__(
         self, wholes: list[nn.Parameter], held: list[nn.Parameter], links: Links, flight: InFlight, *, buffer: bool
@@ -234,7 +235,7 @@ class ShardBucket(Bucket):
         self.counts: Tensor | None = None
 
     def send(self) -> None:
-        # Take the gradients from where autograd has put them. With one backward pass this is not the buffer.
+        # Take the gradients from where autograd has put them. With one backward pass, this is not the buffer.
         grads = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
@@ -246,7 +247,7 @@ class ShardBucket(Bucket):
         self.counts = row[width:].clone() if self.reduction.unused else None
 
     def give(self) -> None:
-        """Give the optimizer the sums. Only a rank that left a parameter unused reads the counts."""
+        """Give the summed gradients to the optimizer. The counts are read only if this rank did not use a parameter."""
         counts = self.counts.tolist() if self.counts is not None else []
         for i, (p, grad) in enumerate(zip(self.held, self.grads, strict=True)):
             p.grad = None if i in self.reduction.unused and counts[i] == 0 else grad
@@ -263,14 +264,14 @@ class ShardBucket(Bucket):
 
     @torch.no_grad()
     def spread(self, matrix: Tensor) -> None:
-        """Copy what has arrived into the whole parameters."""
+        """Copy the gathered parts into the whole parameters."""
         self.packing.unpack(matrix[:, : self.packing.width], [p.detach().view(-1) for p in self.params])
 
 
 class ShardedOptimizer(BucketedAxis[ShardBucket | OwnedBucket]):
-    """The data axis of zero 1 or 2 for `module`, a skeleton; see data_axis.
+    """The data axis of ZeRO 1 or 2 for `module`, a skeleton; see data_axis.
 
-    owners: name -> the place in the group of the rank that updates the whole tensor.
+    owners: name of a tensor -> position in the group of the rank that updates the whole tensor.
     """
 
     def __init__(
@@ -331,7 +332,7 @@ class ShardedOptimizer(BucketedAxis[ShardBucket | OwnedBucket]):
         return self._flight.canary
 
     def after_step(self) -> None:
-        """Begin to gather the updated parts: an all-gather of each bucket, in the order in which forward needs them."""
+        """Start to gather the updated parts: an all-gather per bucket, in the order in which forward needs them."""
         buckets = self._buckets[::-1]
         numbers = {id(p): number for number, bucket in enumerate(buckets) for p in bucket.params}
         late, self._first = waiting(self._module, numbers)

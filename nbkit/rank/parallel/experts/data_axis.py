@@ -1,11 +1,11 @@
-"""The data axis of a strategy with ep=: one for the experts of this rank, and one for all else.
+"""The data axis of a strategy with ep=: one axis for the experts of this rank, and one for all other parameters.
 
-The other parameters are as dp and zero= leave them, over all ranks of dp. The experts of a rank are summed over the
-ranks that hold the same ones, dp / ep of them. Under zero 1 to 3 these ranks also share their optimizer state; under
-zero 2 and 3, their gradients.
+The other parameters are distributed by dp and zero= over all ranks of dp. The gradients of a rank's experts are summed
+over the dp / ep ranks that hold the same experts. With ZeRO 1 to 3 these ranks also share their optimizer state; with
+ZeRO 2 and 3 they share gradients too.
 
 A rank that makes fewer forwards than the others, because it has fewer rows, makes up for them in `finish`: its experts
-compute what the others send.
+compute the tokens of other ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from nbkit.tensor_layout import Layout
 class SpreadExperts(DataAxis):
     """A data axis made of two: `experts` for the experts of this rank, `rest` for the other parameters.
 
-    layers: the layers of experts, in the order of forward. makes_up: ranks may make unequal numbers of forwards. In a
-    pipeline they do not.
+    layers: the layers of experts, in forward order. makes_up: True if ranks may make different numbers of forwards. In
+    a pipeline they do not.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SpreadExperts(DataAxis):
 
     def start(self) -> None:
         self.rest.start()
-        # Experts send gradients in the last pass of all. It may be one that this rank only makes up for.
+        # Experts send gradients in the last pass of all. This rank may only make up for this pass.
         self._started = not self._passes or self._made + self._runs >= self._passes
         if self._started:
             self.experts.start()
@@ -136,7 +136,7 @@ class SpreadExperts(DataAxis):
                 self._absent_backward(number)
 
     def _meanwhile(self, number: int, which: Pass) -> None:
-        """Take part in the exchanges of the layers up to the unit `number` of zero 3, which this rank does not run."""
+        """Take part in the exchanges of the layers up to ZeRO 3 unit `number`, which this rank does not run."""
         if which == "backward":
             while self._next and self._numbers[self._next - 1] >= number:
                 self._next -= 1
@@ -156,7 +156,7 @@ class SpreadExperts(DataAxis):
         self.layers[number].absent_backward()
 
     def _recomputed(self, number: int) -> str:
-        """Return the name of the recomputed block around layer `number`; "" if there is none."""
+        """Return the name of the recomputed block around layer `number`, or ""."""
         module = self._module()
         if number == len(self.layers) or module is None:
             return ""
@@ -188,7 +188,7 @@ class SpreadExperts(DataAxis):
     def break_off(self, *, broken: bool) -> bool:
         return all([axis.break_off(broken=broken) for axis in self._both])
 
-    # What both do by themselves.
+    # Methods that both axes implement separately.
 
     def follow(self) -> None:
         for axis in self._both:
@@ -243,7 +243,7 @@ class SpreadExperts(DataAxis):
 
 
 def _unit_numbers(units: Sequence[Unit], layers: Sequence[SpreadLayer]) -> list[int]:
-    """Return for each layer the number of the unit with which it runs, at least that of the layer before it."""
+    """Return for each layer the number of the unit with which it runs. The numbers never decrease."""
     found: list[int] = []
     for layer in layers:
         path = layer.layer.name
@@ -265,10 +265,10 @@ def spread_axis(
     device: torch.device,
     makes_up: bool,
 ) -> SpreadExperts:
-    """Give the skeleton `module` memory, and return its data axis. Local; sends nothing.
+    """Allocate the memory of the skeleton `module`, and return its data axis. Sends nothing.
 
-    layouts: of the parameters on this rank. names: those of experts. rest: makes the data axis of all that the module
-    shows. zero, bucket: see `data_axis`. device, makes_up: see `SpreadExperts`.
+    layouts: of the parameters on this rank. names: names of the experts' parameters. rest: returns the data axis of the
+    module's other parameters. zero, bucket: see `data_axis`. device, makes_up: see `SpreadExperts`.
     """
     with _only(module, lambda name: name not in names):
         other = rest()
@@ -286,7 +286,7 @@ def spread_axis(
 
 @contextmanager
 def _only(module: nn.Module, wanted: Callable[[str], bool]) -> Iterator[None]:
-    """Let `module` show only the parameters whose names are `wanted`."""
+    """Remove all parameters from `module` inside this context, except those whose names are `wanted`."""
     hidden = [(place, getattr(*place)) for name, at in homes(module).items() if not wanted(name) for place in at]
     for (part, attribute), _ in hidden:
         part._parameters[attribute] = None

@@ -1,15 +1,15 @@
 """Send tokens to the ranks that hold their experts, and the outputs back.
 
-A layer makes one dispatch and one combine, each an all-to-all of exactly the rows that are routed. Before them, ranks
-tell each other how many rows come for each expert. The backward pass makes the same two exchanges in the other
-direction. With T tokens of k experts, W features of b bytes and n ranks, (n - 1) / n of T k W b leaves a rank each
-time, if the router is balanced.
+A layer makes one dispatch and one combine, each an all-to-all of exactly the routed rows. Before that, ranks tell each
+other the number of rows for each expert. The backward pass makes the same two exchanges in the other direction. With T
+tokens of k experts, W features of b bytes and n ranks, a rank sends (n - 1) / n of T k W b bytes each time, if the
+router is balanced.
 
-Every rank makes every exchange, whatever is routed to it. So no rank waits for one without tokens. A rank that runs no
-forward, because it has no rows, calls `absent` for each layer instead.
+Every rank makes every exchange, whatever is routed to it. So no rank waits for a rank without tokens. A rank that runs
+no forward, because it has no rows, calls `absent` for each layer instead.
 
-An expert that no token chose is not called, and has no gradient, as on one process. Stacked experts have a gradient of
-zeros then, also as on one process.
+An expert that no token chose is not called, and has no gradient, as in one process. Then stacked experts have a
+gradient of zeros, also as in one process.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NONE = -1
 
 Compute = Callable[[Sequence[Tensor | None]], Tensor]
-"""Takes the rows of each expert of this rank, None for one that is not called. Returns the outputs of all of them, one
-behind the other."""
+"""Called with the rows of each expert of this rank, None for an expert that is not called. Returns the outputs of all
+experts, concatenated."""
 
 
 def _nothing(rows: Sequence[Tensor | None]) -> Tensor:
@@ -45,11 +45,12 @@ def _nothing(rows: Sequence[Tensor | None]) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows. Returns (the rows that came, a token).
+    """An all-to-all of rows. Returns (the received rows, a token).
 
-    after: the token of the exchange before, or another scalar that requires a gradient. It makes every rank run the
-    backward pass of the exchange, even if no row needs a gradient. It is saved too: torch recomputes a block when
-    something saved is read, and as far as the last that was saved. So all ranks recompute, up to the last exchange.
+    after: the token of the previous exchange, or another scalar that requires a gradient. It makes every rank run the
+    backward pass of the exchange, even if no row needs a gradient. It is also saved for backward: torch recomputes a
+    block when a saved tensor is read, and runs until the last saved tensor. So all ranks recompute, up to the last
+    exchange.
     """
 
     @staticmethod
@@ -67,7 +68,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Tied(torch.autograd.Function):
-    """Passes a tensor on, and makes a backward pass that comes through it run the exchange of `token` too."""
+    """Passes a tensor on, and makes a backward pass through it also run the exchange of `token`."""
 
     @staticmethod
     def forward(ctx: Any, passed: Tensor, token: Tensor) -> Tensor:
@@ -86,11 +87,11 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) 
 
 @dataclass
 class SpreadLayer:
-    """The experts of a layer, spread over the ranks of a group, as rank `index` of it sees them.
+    """The experts of a layer, spread over the ranks of a group, as seen by rank `index`.
 
-    held: the numbers of the experts of each rank, ascending. forwards: the number of forwards with gradients that this
-    rank has made. routed: the tokens that came for each expert of this rank in forwards with gradients. times: when
-    its experts began and ended to compute these, by the step clock. All three since a step began.
+    held: the numbers of the experts on each rank, ascending. Since the start of the step: forwards: the number of
+    forwards with gradients on this rank. routed: the tokens received for each expert of this rank in forwards with
+    gradients. times: when its experts began and ended to compute these, by the step clock.
     """
 
     layer: RoutedLayer
@@ -105,10 +106,10 @@ class SpreadLayer:
     _left: list[Tensor] = field(default_factory=list, init=False)
 
     def __call__(self, rows: Sequence[Tensor | None], like: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return (what each expert makes of its rows, a token; see `tied`). Collective over the group.
+        """Return (the outputs of each expert for its rows, a token; see `tied`). All ranks of the group must call it.
 
-        rows: for each expert of the layer, the rows of this rank, [n, width]; None if it is not called. like: has the
-        dtype and device of rows.
+        rows: for each expert of the layer, the rows of this rank, [n, width]; None if it is not called. like: a tensor
+        with the dtype and device of the rows.
         """
         if in_backward() and not recomputing():
             raise StrategyError(
@@ -121,7 +122,7 @@ class SpreadLayer:
         return self._exchanged(rows, like)
 
     def absent(self, device: torch.device, *, backward: bool) -> None:
-        """Take part in a forward that this rank does not make. backward: `absent_backward` follows."""
+        """Take part in a forward that this rank does not make. backward: True if `absent_backward` follows."""
         with torch.set_grad_enabled(backward):
             _, token = self._exchanged([None] * self.layer.count, None, device)
         if backward:
@@ -137,12 +138,12 @@ class SpreadLayer:
         self._left.pop().backward()
 
     def let_go(self) -> None:
-        """Forget the module: another strategy is in force. No forward may follow."""
+        """Release the module, because another strategy is in force. No forward may follow."""
         self.begin_again()
         self.compute = _nothing
 
     def begin_again(self) -> None:
-        """Forget what is under way."""
+        """Forget all running operations."""
         self._left.clear()
         self.forwards = 0
         self.routed.clear()
@@ -154,7 +155,7 @@ class SpreadLayer:
         device = like.device if like is not None else device
         counts, dtype, autocast = self._told(rows, like, device)
         mine, ranks = self.held[self.index], range(len(self.held))
-        order = [n for theirs in self.held for n in theirs]  # in which rows are sent
+        order = [n for theirs in self.held for n in theirs]  # the order in which rows are sent
         here = [0 if each is None else len(each) for each in rows]
         sent = [sum(here[n] for n in theirs) for theirs in self.held]
         received = [sum(max(count, 0) for count in theirs) for theirs in counts]
@@ -178,7 +179,7 @@ class SpreadLayer:
         given = self._dtype_given((dtype, autocast), computed.dtype if called else None, nothing.device)
         parts = computed.to(given).split([max(theirs[i], 0) for i in range(len(mine)) for theirs in counts])
         back = [parts[i * len(ranks) + rank] for rank in ranks for i in range(len(mine))]
-        back.append(nothing.new_empty(0, self.layer.given, dtype=given))  # a rank may hold no expert
+        back.append(nothing.new_empty(0, self.layer.given, dtype=given))  # a rank may have no expert
         returned, token = _Exchange.apply(torch.cat(back), token, received, sent, self.group)
         outputs = dict(zip(order, returned.split([here[n] for n in order]), strict=True))
         return [outputs[n] for n in range(self.layer.count)], token
@@ -186,9 +187,9 @@ class SpreadLayer:
     def _told(
         self, rows: Sequence[Tensor | None], like: Tensor | None, device: torch.device | None
     ) -> tuple[list[list[int]], int, int]:
-        """Tell each rank how many rows come for its experts. Collective.
+        """Tell each rank the number of rows for its experts. All ranks must call it.
 
-        Returns (what each rank has told, the number of the dtype of rows, that of the dtype of autocast). An absent
+        Return (the numbers from each rank, the index of the rows' dtype, the index of the autocast dtype). An absent
         rank does not know the dtypes.
         """
         kinds = [_NONE, _NONE]
@@ -214,7 +215,7 @@ class SpreadLayer:
         return torch.autocast(device.type, _DTYPES[autocast] if on else None, enabled=on)
 
     def _dtype_given(self, kinds: tuple[int, int], own: torch.dtype | None, device: torch.device) -> torch.dtype:
-        """Return the dtype of the outputs, the same on all ranks. Collective until it is known for these `kinds`."""
+        """Return the dtype of the outputs, the same on all ranks. A collective until it is known for these `kinds`."""
         if kinds not in self._given:
             number = torch.tensor(_NONE if own is None else _DTYPES.index(own), device=device)
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
@@ -225,7 +226,7 @@ class SpreadLayer:
 
 
 def tied(output: Any, token: Tensor) -> Any:
-    """Return the output of a layer, so that its backward pass comes through the exchange of `token`."""
+    """Return the output of a layer, changed so that its backward pass also runs the exchange of `token`."""
     if not torch.is_grad_enabled():
         return output
     done = False
@@ -242,7 +243,7 @@ def tied(output: Any, token: Tensor) -> Any:
 
 
 class _Stacked(Wrapper):
-    """Stands for the forward of stacked experts. spread: of the layer, once it is known."""
+    """Replaces the forward of stacked experts. spread: the SpreadLayer, once it exists."""
 
     def __init__(self, module: nn.Module, layer: RoutedLayer) -> None:
         super().__init__(module.forward)
@@ -261,7 +262,7 @@ class _Stacked(Wrapper):
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=self.layer.count).tolist()
-        order = order[: sum(counts[: self.layer.count])]  # a larger number means: no expert
+        order = order[: sum(counts[: self.layer.count])]  # a larger number means no expert
         of_token = order // chosen.shape[1]
         rows = tokens[of_token].split(counts[: self.layer.count])
         outputs, _ = self.spread(rows, tokens)
@@ -274,7 +275,7 @@ class _Stacked(Wrapper):
         held = [each for each in rows if each is not None]
         tokens = torch.cat(held)
         if not len(tokens):
-            # As on one process, weights that no token reaches have a gradient of zeros.
+            # As in one process, weights that no token reaches have a gradient of zeros.
             reached = sum(param.narrow(0, 0, 0).sum() for param in self.module.parameters())
             return tokens.new_zeros(0, self.layer.given) + reached
         sizes = torch.tensor([len(each) for each in held], device=tokens.device)
@@ -286,7 +287,7 @@ class _Stacked(Wrapper):
 
     @contextmanager
     def _counted(self, count: int) -> Iterator[None]:
-        """Let attributes with the number of experts, such as `num_experts`, be that of this rank's."""
+        """Set attributes with the number of experts, such as `num_experts`, to the number on this rank."""
         held = vars(self.module)
         names = [name for name, value in held.items() if type(value) is int and value == self.layer.count]
         names = [name for name in names if "expert" in name]
@@ -298,11 +299,11 @@ class _Stacked(Wrapper):
 
 
 class _Listed(Wrapper):
-    """Stands for the forward of an expert in a list.
+    """Replaces the forward of an expert in a list.
 
-    The module around the list runs twice. The first time, experts only note their rows, and give zeros. Then all rows
-    are sent, computed and sent back. The second time, experts give what has come back. Gradients flow through the rows
-    of the first run and the outputs of the second.
+    The module around the list runs twice. The first time, experts only record their rows, and return zeros. Then all
+    rows are sent, computed and sent back. The second time, experts return the received outputs. Gradients flow through
+    the rows of the first run and the outputs of the second.
     """
 
     encloses = True
@@ -331,7 +332,7 @@ class _Listed(Wrapper):
 
 
 class _Around(Wrapper):
-    """Stands for the forward of the module around a list of experts; see `_Listed`."""
+    """Replaces the forward of the module around a list of experts; see `_Listed`."""
 
     def __init__(self, module: nn.Module, layer: RoutedLayer, experts: Sequence[nn.Module | None]) -> None:
         super().__init__(module.forward)
@@ -363,7 +364,7 @@ class _Around(Wrapper):
                 raise self.refused("its experts are not called when it runs again")
         finally:
             self.rows, self.answers = [], []
-        # If no expert was called, nothing else connects the output with the exchange.
+        # If no expert was called, nothing else connects the output to the exchange.
         return output if any(row is not None for row in rows) else tied(output, token)
 
     def compute(self, rows: Sequence[Tensor | None]) -> Tensor:
@@ -396,10 +397,10 @@ def spread_layers(
     held: Sequence[Sequence[Sequence[int]]],
     index: int,
 ) -> list[SpreadLayer]:
-    """Let the experts of `layers` be computed by the ranks that hold them. In place; sends nothing.
+    """Make the ranks that hold the experts of `layers` compute them. In place. Sends nothing.
 
-    model: whose parameters of other ranks' experts are still to be removed. held: the experts of each layer on each
-    rank of `group`. index: of this rank.
+    model: the parameters of other ranks' experts are still to be removed from it. held: the experts of each layer on
+    each rank of `group`. index: the index of this rank.
     """
     made = []
     for layer, by_rank in zip(layers, held, strict=True):

@@ -1,10 +1,10 @@
-"""Find the layers whose experts can be spread over ranks, by running the model and watching what they are given.
+"""Find the layers whose experts can be spread over ranks, by running the model and watching the inputs of the experts.
 
-Two forms are known. In the stacked form, one module holds all experts of a layer in weights whose dim 0 counts the
-experts. It is called with tokens, the experts that each token chose, and their weights, as in transformers. In the list
-form, the experts are equal modules in a list. The module around the list calls each with the tokens that chose it.
+Two forms are known. In the stacked form, one module holds all experts of a layer in weights whose dim 0 is the expert.
+It is called with tokens, the experts that each token chose, and their weights, as in transformers. In the list form,
+the experts are equal modules in a list. The module around the list calls each of them with the tokens that chose it.
 
-What is found here is a guess. A whole step of the ranks beside one process proves it: see whole_step.py.
+The result is a guess. It is proven by comparing a whole step on several ranks with one process: see whole_step.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class RoutedLayer:
     """A layer of experts.
 
     name: the path of the module that is called with tokens: the stacked experts, or the module around the list. count:
-    the number of experts. width, given: the features of a token, and of what an expert makes of it. stacked: the names
-    of stacked parameters; () in the list form. experts: the paths of the modules in the list; () in the stacked form.
+    the number of experts. width: number of features of a token. given: number of output features of an expert. stacked:
+    the names of stacked parameters; () in the list form. experts: the paths of the modules in the list; () in the
+    stacked form.
     """
 
     name: str
@@ -43,7 +44,7 @@ class RoutedLayer:
     call: tuple[int | str, ...] = (0, 1, 2)
     """The positions or keywords of tokens, chosen experts and their weights, in the stacked form."""
     slots: float = 0.0
-    """The rows that go to experts, for each sample, as they were when it was found. Predictions use it."""
+    """The number of rows per sample that go to experts, measured when the layer was found. Predictions use it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class RoutedLayers:
 
     @cached_property
     def place_of(self) -> dict[str, tuple[int, int, int, int]]:
-        """Return, of each parameter of experts, (number of its layer, its first expert, how many, of how many)."""
+        """Return parameter of experts -> (number of its layer, its first expert, how many experts, out of how many)."""
         found: dict[str, tuple[int, int, int, int]] = {}
         for number, layer in enumerate(self.layers):
             found |= {name: (number, 0, layer.count, layer.count) for name in layer.stacked}
@@ -73,12 +74,13 @@ class RoutedLayers:
         return min((layer.count for layer in self.layers), default=0)
 
     def held(self, strategy: Strategy, index: int) -> list[tuple[int, ...]]:
-        """Return the numbers of the experts that rank `index` of those that share them holds, of each layer."""
+        """Return, for each layer, the numbers of the experts on rank `index` of the ranks that share them."""
         moved = strategy.experts
         return [experts_of(moved, number, layer.count, strategy.ep, index) for number, layer in enumerate(self.layers)]
 
     def parts(self, whole: Mapping[str, Layout], strategy: Strategy, index: int) -> dict[str, Layout]:
-        """Return what rank `index` of those that share experts holds of the parameters in `whole`, in its order."""
+        """Return the parts of the parameters in `whole` on rank `index` of those that share experts, in the same
+        order."""
         found: dict[str, Layout | None] = dict(whole)
         for layer, mine in zip(self.layers, self.held(strategy, index), strict=True):
             for name in whole.keys() & set(layer.stacked):
@@ -90,10 +92,11 @@ class RoutedLayers:
 
 
 def routing_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return (tokens, chosen experts, their weights) from the arguments of stacked experts; None if they are others.
+    """Return (tokens, chosen experts, their weights) from the arguments of stacked experts, or None for other
+    arguments.
 
-    tokens: floating, [T, width]. chosen: whole numbers, [T, k]. weights: floating, [T, k]. The tokens come before the
-    weights. There is no other tensor.
+    tokens: floating point, [T, width]. chosen: integers, [T, k]. weights: floating point, [T, k]. The tokens come
+    before the weights. There is no other tensor.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
@@ -113,13 +116,13 @@ def called_with(layer: RoutedLayer, values: Sequence[Tensor]) -> tuple[list[Tens
 
 
 def _places(args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Tensor]) -> tuple[int | str, ...]:
-    """Return where each of `values` stands among the arguments."""
+    """Return the position or keyword of each of `values` in the arguments."""
     every: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return tuple(next(place for place, found in every if found is value) for value in values)
 
 
 def find_routed(model: nn.Module, run: Callable[[], Any], *, rows: int = 1) -> RoutedLayers:
-    """Run `model` and return its layers of experts. run: runs it once, on so many samples."""
+    """Run `model` and return its layers of experts. run: runs it once, on `rows` samples."""
     stacked, lists = list(_stacked(model)), list(_lists(model))
     if not stacked and not lists:
         return RoutedLayers(
@@ -135,7 +138,7 @@ def find_routed(model: nn.Module, run: Callable[[], Any], *, rows: int = 1) -> R
 
 
 def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yield (path, module, number of experts) of modules that hold nothing but weights with the same dim 0."""
+    """Yield (path, module, number of experts) of modules that contain only weights with the same dim 0."""
     places = homes(model)
     single = {id(getattr(*at[0])) for at in places.values() if len(at) == 1}
     for path, part in model.named_modules():
@@ -147,9 +150,9 @@ def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """Yield (path, modules by path) of lists of several modules that are built alike and share nothing.
+    """Yield (path, modules by path) of lists of several modules with equal structure and no shared parameters.
 
-    A ModuleDict is such a list too.
+    A ModuleDict also counts as a list.
     """
     single = {id(getattr(*at[0])) for at in homes(model).values() if len(at) == 1}
     for path, part in model.named_modules():
@@ -165,7 +168,7 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
 
 
 class _Watch:
-    """Watches what experts are given in a forward."""
+    """Watches the inputs of experts in a forward."""
 
     def __init__(
         self,
@@ -176,8 +179,8 @@ class _Watch:
     ) -> None:
         self._rows = rows
         self._layers, self._refused = dict[str, RoutedLayer](), dict[str, str]()
-        self._inside: list[str] = []  # the modules that are being called, outermost first
-        # By path of a list: (expert, input, output) of its calls, and the module around it that calls them.
+        self._inside: list[str] = []  # the modules that are running, outermost first
+        # By path of a list: (expert, input, output) of its calls, and the surrounding module that calls them.
         self._calls: dict[str, list[tuple[int, Any, Any]]] = {}
         self._around: dict[str, str] = {}
         self._tokens: dict[str, int] = {}  # path of a module around a list -> elements of its input

@@ -1,7 +1,8 @@
-"""BatchNorm couples the samples of a batch. Over several ranks it is synchronised or refused, so the result stays
-right.
+"""BatchNorm couples the samples of a batch. Over several ranks it is synchronised or refused, so that results stay
+correct.
 
-Buffers that a forward pass updates (running statistics) may drift apart per rank. That is refused by name.
+Buffers that a forward pass updates (running statistics) may become different on each rank. Then an error names the
+buffer.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from nbkit.rank.torch_private import BatchNorm, graph_task_id, sync_batch_norm
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """Return the names of every BatchNorm that takes its statistics from the batch."""
+    """Return the names of all BatchNorms that take their statistics from the batch."""
     return [name for name, part in model.named_modules() if isinstance(part, BatchNorm) and part.training]
 
 
 def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.device) -> nn.Module:
-    """Return `model` with every BatchNorm taking its statistics from the rows of all ranks of `dp`.
+    """Return `model`, with every BatchNorm taking its statistics from the rows of all ranks of `dp`.
 
-    Without a BatchNorm that trains, or if every rank sees whole batches, the model is unchanged. micros: micro-batches
-    that a pipeline makes of a rank's rows. Raises TrainingError under a pipeline that cuts the batch.
+    The model is unchanged if no BatchNorm trains, or if every rank sees whole batches. micros: number of micro-batches
+    into which a pipeline splits a rank's rows. Raises TrainingError for a pipeline that splits the batch.
     """
     found = batch_norms(model)
     if (axes.size("dp") == 1 and micros == 1) or not found:
@@ -55,14 +56,14 @@ def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.dev
 
 
 class OfAllRanks(Wrapper):
-    """The forward of a plain BatchNorm over the rows of all ranks. It does what nn.SyncBatchNorm does, on a CPU too."""
+    """The forward of a plain BatchNorm over the rows of all ranks. Like nn.SyncBatchNorm, but also works on a CPU."""
 
     def __init__(self, part: nn.Module, on_device: bool) -> None:
         super().__init__(part.forward)
         self._part, self._on_device = part, on_device
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Normalize (N, C, ...) to the same shape. Running statistics are those of the rows of all ranks."""
+        """Normalize (N, C, ...) to the same shape. Running statistics are computed from the rows of all ranks."""
         part: Any = self._part
         if not part.training:
             return self.plain(input)  # type: ignore[no-any-return]
@@ -78,7 +79,7 @@ class OfAllRanks(Wrapper):
 
 
 def _runs_again() -> bool:
-    """Return True if a forward runs within backward, to recompute activations. A batch then counts only once."""
+    """Return True in a forward that runs within backward, to recompute activations. A batch must count only once."""
     return graph_task_id() >= 0
 
 
@@ -88,7 +89,7 @@ def takes_all_ranks(part: nn.Module) -> bool:
 
 
 class _OwnForward(Wrapper, TorchFunctionMode):
-    """The forward of a BatchNorm that adds something of its own, such as an activation.
+    """The forward of a BatchNorm subclass that does more than normalize, for example apply an activation.
 
     It normalizes over the rows of all ranks.
     """
@@ -130,8 +131,8 @@ def _of_all_ranks(
     group: Any,
     on_device: bool,
 ) -> Tensor:
-    """Run F.batch_norm in training, over the rows of all ranks of `group`. on_device: use torch's own, on an
-    accelerator."""
+    """Run F.batch_norm in training over the rows of all ranks of `group`. on_device: use torch's accelerator
+    kernels."""
     if _runs_again():
         running_mean = running_var = None
     if on_device:
@@ -145,7 +146,7 @@ def _of_all_ranks(
 
 
 class _Normalize(torch.autograd.Function):
-    """Batch normalization over the rows of all ranks of a group: one collective forward, one backward.
+    """Batch normalization over the rows of all ranks of a group, with one collective in forward and one in backward.
 
     Means and variances of the ranks are merged as in Chan, Golub, LeVeque: "Updating Formulae and a Pairwise Algorithm
     for Computing Sample Variances" (1979), in float64.
@@ -201,14 +202,15 @@ def _summed(x: Tensor) -> list[int]:
 
 
 def _of_channels(values: Tensor, like: Tensor) -> Tensor:
-    """Return (C,) as (1, C, 1, ...), in the dtype of `like`."""
+    """Return `values` (C,) with shape (1, C, 1, ...), in the dtype of `like`."""
     return values.to(like.dtype).view(1, -1, *[1] * (like.ndim - 2))
 
 
 def check_level(total: int, *, ranks: int, microbatch_size: int | None, parts: Parts = None) -> None:
-    """Raise TrainingError unless every rank makes one forward, because SyncBatchNorm waits for all of them.
+    """Raise TrainingError unless every rank makes one forward pass, because SyncBatchNorm waits for all ranks.
 
-    total: rows of the global batch. microbatch_size: rows per forward, None for all of a rank's. parts: see Shard.
+    total: rows of the global batch. microbatch_size: rows per forward pass, None for all rows of a rank. parts: see
+    Shard.
     """
     sizes = [len(numbers_of(parts, total, ranks, rank)) for rank in range(ranks)]
     fewest, most = min(sizes), max(sizes)
@@ -232,7 +234,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def kept_buffers(model: nn.Module) -> set[str]:
-    """Return the names of the buffers in a state dict of `model`. A model in parts has no state dict to ask."""
+    """Return the names of the buffers in a state dict of `model`. Also works for a model in parts, which has none."""
     return {
         f"{path}.{name}" if path else name
         for path, part in model.named_modules(remove_duplicate=False)
@@ -241,9 +243,9 @@ def kept_buffers(model: nn.Module) -> set[str]:
 
 
 def watched(model: nn.Module) -> list[str]:
-    """Return the names of the buffers to compare: those that a checkpoint holds. The others are scratch by declaration.
+    """Return the names of the buffers to compare: those in a checkpoint. Other buffers are declared as temporary.
 
-    It leaves out the calls that a BatchNorm counts but, if it has a momentum, does not use. A pipeline makes more
+    Leave out BatchNorm's count of calls if it is not used, which is so with a momentum, because a pipeline makes more
     calls.
     """
     kept = kept_buffers(model)
@@ -261,9 +263,10 @@ def watched(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def check_buffers(model: nn.Module, names: list[str], *, axes: Axes, device: torch.device) -> None:
-    """Compare the sums of the buffers `names` over the ranks that hold the same part of the model. Collective.
+    """Compare the sums of the buffers `names` over the ranks that hold the same part of the model. All ranks must call
+    it.
 
-    Raises TrainingError, the same on every rank, naming the first that differs.
+    Raises TrainingError, the same on every rank, which names the first buffer that differs.
     """
     group = axes.group("dp")
     if group is None or not names:
@@ -286,6 +289,6 @@ def check_buffers(model: nn.Module, names: list[str], *, axes: Axes, device: tor
 
 
 def _sum(buffer: torch.Tensor) -> torch.Tensor:
-    """Sum the elements, weighed by position, so that a count in another element changes the sum."""
+    """Return the sum of the elements, weighted by position, so that moving a value to another element changes it."""
     numbers = buffer.detach().reshape(-1).to(torch.float64)
     return (numbers * torch.linspace(1.0, 2.0, numbers.numel(), dtype=torch.float64, device=numbers.device)).sum()

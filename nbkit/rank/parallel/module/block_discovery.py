@@ -1,10 +1,10 @@
-"""Finds the blocks of a model by its structure alone. A block may become a stage, a sharded unit or a checkpointed one.
+"""Find the blocks of a model by its structure alone. A block may become a stage, a sharded unit or a checkpointed unit.
 
-Blocks are the children of the outermost ModuleLists, ModuleDicts and Sequentials. If there are several kinds, the
-blocks are those whose children are modules with parts (a list of transformer layers, rather than the Sequential of a
-head). A model without such a list offers its direct children.
+Blocks are the children of the outermost ModuleLists, ModuleDicts and Sequentials. If there are several kinds of lists,
+the blocks are in those whose children have submodules (a list of transformer layers, but not the Sequential of a head).
+A model without such a list uses its direct children.
 
-It also finds mixtures of experts: layers that send each token to a few of many experts. No strategy here splits them.
+This module also finds mixtures of experts: layers that send each token to a few of many experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 def structural_blocks(module: nn.Module) -> list[str]:
-    """Return the names of the blocks that hold parameters, in the order of the module tree; [] if there are not two."""
+    """Return the names of the blocks with parameters, in the order of the module tree; [] if there are not two."""
     groups = list(_lists(module, ""))
     composite = [group for group in groups if 2 * sum(_has_parts(module, name) for name in group) >= len(group)]
     found = [name for group in composite or groups for name in group]
@@ -25,8 +25,8 @@ def structural_blocks(module: nn.Module) -> list[str]:
 def _lists(module: nn.Module, path: str) -> Iterator[list[str]]:
     """Yield the children with parameters of each outermost list.
 
-    A list with only one such child is not a list of blocks, and the search goes on inside it. The same holds for a list
-    with a child that cannot be called, such as the ModuleDict(embedding, list of blocks, norm) of nanoGPT.
+    A list with only one such child is not a list of blocks, and the search continues inside it. The same applies to a
+    list with a child that cannot be called, such as the ModuleDict(embedding, list of blocks, norm) of nanoGPT.
     """
     children = _children(module, path)
     listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
@@ -48,7 +48,7 @@ def _direct(module: nn.Module, path: str) -> list[str]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Return True if the module can be called. A ModuleList only holds others."""
+    """Return True if the module can be called. A ModuleList cannot."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -68,12 +68,12 @@ _ROUTERS = {"gate", "router", "gating", "gate_network", "wg"}
 
 
 def experts_in(model: nn.Module) -> str:
-    """Return the name of the first mixture of experts in `model`; "" without one."""
+    """Return the name of the first mixture of experts in `model`, or ""."""
     return next((name or type(model).__name__ for name in mixtures(model)), "")
 
 
 def mixtures(model: nn.Module) -> list[str]:
-    """Return the paths of the mixtures of experts in `model`. They are recognised by experts beside a router."""
+    """Return the paths of the mixtures of experts in `model`: modules with experts and a router."""
     found = []
     for name, part in model.named_modules():
         inside = {child for child, _ in part.named_children()} | set(part._parameters)

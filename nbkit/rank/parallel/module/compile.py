@@ -1,12 +1,11 @@
-"""`compile=True`: compiles each block of a model by itself, if only the user's code runs inside it.
+"""`compile=True`: compile each block of a model separately, if only the user's code runs inside it.
 
-This holds on the data axis and in a pipeline. Zero 3 gathers a block around its forward, in hooks that are not
-compiled. A block that gathers parts of itself runs uncompiled. So do all blocks if layers hold collectives of nbkit
-(tp, cp), if a schedule splits the backward pass, and if blocks run twice (recompute=True): see `not_compiled`.
+This is the case on the data axis and in a pipeline. ZeRO 3 gathers a block around its forward, in hooks that are not
+compiled. A block that contains smaller gathered units runs uncompiled. So do all blocks if layers contain collectives
+of nbkit (tp, cp), if a schedule splits the backward pass, and if blocks run twice (recompute=True): see `not_compiled`.
 
-A pass with keyed dropout runs uncompiled, because torch.compile would replace the dropout by its own. So does the first
-pass of a job, which finds out whether there is dropout. Evaluation and generation run uncompiled, because their shapes
-vary.
+A pass with keyed dropout runs uncompiled, because torch.compile would replace the dropout by its own. The first pass of
+a job, which detects dropout, runs uncompiled too. Evaluation and generation run uncompiled, because their shapes vary.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from nbkit.strategy import Strategy
 
 
 def not_compiled(options: JobOptions, strategy: Strategy) -> str:
-    """Return why blocks are not compiled under `strategy` although this was requested; "" if they are."""
+    """Return why blocks are not compiled under `strategy` although this was requested, or ""."""
     if options.recompute:
         return "with recompute=True, which runs blocks twice"
     if strategy.tp > 1 or strategy.cp > 1:
@@ -38,16 +37,17 @@ def not_compiled(options: JobOptions, strategy: Strategy) -> str:
 
 
 def compilable(blocks: Sequence[str], options: JobOptions, strategy: Strategy, gathered: Sequence[str]) -> list[str]:
-    """Return those of `blocks` that are compiled under `strategy`. gathered: the blocks that zero 3 gathers."""
+    """Return the `blocks` that are compiled under `strategy`. gathered: the blocks that ZeRO 3 gathers."""
     if not options.compile or not_compiled(options, strategy):
         return []
     return [name for name in blocks if not any(unit.startswith(f"{name}.") for unit in gathered)]
 
 
 def compile_blocks(module: nn.Module, blocks: Iterable[str], backend: bool | str) -> None:
-    """Compile the named blocks when they train, with `backend` if it is a name, or torch.compile's default. In place.
+    """Compile the named blocks for training, with `backend` if it is a name, else with torch.compile's default. In
+    place.
 
-    Only `forward` is replaced, so names, hooks and signatures stay.
+    Only `forward` is replaced, so names, hooks and signatures do not change.
     """
     chosen = backend if isinstance(backend, str) else "inductor"
     for name in blocks:
@@ -69,5 +69,5 @@ class _Compiled(Wrapper):
         return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The compiled code uses this block's weights, so a copy compiles its own.
+        # The compiled code refers to this block's weights, so a copy compiles its own code.
         return {**self.__dict__, "_compiled": None}

@@ -1,23 +1,23 @@
 """Copies of a model: with shapes only, as deep copies, or built again by the user's callable.
 
-Building again. The callable that built a model builds a second one that shares nothing with the first. A copy is made
-by nbkit's own code, on which a proof must not rely. Some models also have no correct copy: those whose classes are made
-anew for each model, or that keep parts in objects that `copy.deepcopy` shares.
+Building again. The callable that built a model builds a second one, which shares nothing with the first. A proof needs
+this, because it must not rely on nbkit's own code that makes copies. Some models also cannot be copied correctly: for
+example, if their classes are created anew for each model, or if they keep parts in objects that `copy.deepcopy` shares.
 
-Rebinding. `copy.deepcopy` shares functions. So `self.mlpf = lambda x: mlp.down(mlp.up(x))`, a forward that was patched
-with a closure over the old one, or a hook that looks at another layer would go on with the weights of the original.
-Here each such function is made again, with cells and defaults that hold the copies. A deep copy then computes with its
-own parts alone. `own_parts.py` finds what no copy can reach, such as a model in a global variable.
+Rebinding. `copy.deepcopy` shares functions. So some functions of a copy would still use the weights of the original:
+`self.mlpf = lambda x: mlp.down(mlp.up(x))`, a forward that was patched with a closure over the old one, or a hook that
+reads another layer. Here each such function is created again, with cells and defaults that hold the copies. Then a deep
+copy computes with its own parts alone. `own_parts.py` finds what no copy can reach, such as a model in a global
+variable.
 
-Aliases. Parameters may also be held elsewhere than as attributes of modules: in lists, tuples, dicts, plain objects,
-the closures of functions, and modules that are not registered. `self.decayed = [block.weight for block in self.blocks]`
-holds the tensors themselves. A strategy that replaces a parameter has to replace it there too. Otherwise the model goes
-on with a tensor that is not trained.
+Aliases. Parameters may be held in other places than attributes of modules: in lists, tuples, dicts, plain objects,
+closures of functions, and modules that are not registered. For example, `self.decayed = [block.weight for block in
+self.blocks]` holds the tensors themselves. A strategy that replaces a parameter has to replace it there too. Otherwise
+the model would use a tensor that is not trained.
 
-Skeletons. A module with shapes and no memory is what a strategy is applied to before any weight is moved. Every
-parameter is a scalar seen through zero strides, on its final device and of its final dtype. Factories of optimizers
-treat it like the final parameter, which they do not do with meta tensors. Buffers, which `__init__` computes, stay
-real.
+Skeletons. A skeleton is a module with shapes and without memory. Strategies are applied to it before any weight is
+moved. Every parameter is a scalar, expanded with zero strides, on its final device and of its final dtype. Factories of
+optimizers treat it like the final parameter, unlike meta tensors. Buffers, which `__init__` computes, stay real.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ _WEAK: Any = {weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDicti
 _CHANGED = {*_FUNCTION_HOLDERS, deque}
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 _MOST_ITEMS, _FARTHEST = 4096, 20_000
-"""A container of more items than _MOST_ITEMS is a vocabulary or a cache, and is not searched. From one function at most
-_FARTHEST objects are searched."""
+"""A container with more than _MOST_ITEMS items is a vocabulary or a cache, and is not searched. The search from one
+function visits at most _FARTHEST objects."""
 
 
 def rebind(copied: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None:
-    """Make the functions in `copied`, a deep copy of `original` with this `memo`, compute with parts of the copy."""
+    """Make the functions in `copied`, a deep copy of `original` with this `memo`, use the parts of the copy."""
     _Rebinding(copied, original, memo).run()
 
 
 def rebind_handles(model: nn.Module, handles: dict[int, nn.Module]) -> None:
-    """Make weak references and containers in `model` hold `handles` in place of the modules with these ids."""
+    """Replace modules by `handles`, keyed by their ids, in the weak references and containers of `model`."""
     _Rebinding(model, model, handles, set(handles)).run()
 
 
 class _Rebinding:
-    """Replaces, in what `copied` holds, the parts of `original` by those of `memo`."""
+    """Replaces the parts of `original` by those in `memo`, in everything that `copied` holds."""
 
     def __init__(
         self, copied: nn.Module, original: nn.Module, memo: dict[int, Any], own: set[int] | None = None
     ) -> None:
         self._copied, self._original, self._memo = copied, original, memo
         self._own, self._in_place = own, own is not None
-        self._made: dict[int, tuple[Any, Any]] = {}  # id -> (what was found, what it has become)
+        self._made: dict[int, tuple[Any, Any]] = {}  # id -> (the object, its replacement)
         self._cells: dict[int, tuple[CellType, CellType]] = {}
         self._copies, self._known = set[int](), 0
 
@@ -94,9 +94,9 @@ class _Rebinding:
             held[key] = new
 
     def _of(self, value: Any) -> Any:
-        """Return what `value` becomes in the copy. It is `value` itself if it holds nothing of the original."""
+        """Return the replacement of `value` in the copy: `value` itself if it holds nothing of the original."""
         kind = type(value)
-        if kind in weakref.ProxyTypes:  # its __class__ is that of its target
+        if kind in weakref.ProxyTypes:  # its __class__ is the class of its target
             new = self._instead(_target(value))
             return value if new is None else weakref.proxy(new)
         if kind in _PLAIN or isinstance(value, _CLOSED):
@@ -106,7 +106,7 @@ class _Rebinding:
         if isinstance(value, nn.Module) and (new := self._instead(value)) is not None:
             return new
         if kind is FunctionType:
-            # A handle shares the module's attributes, so a function works with either.
+            # A handle shares the module's attributes, so a function works with either of them.
             return value if self._in_place else self._function(value)
         self._made[id(value)] = value, value
         new = value
@@ -172,7 +172,7 @@ class _Rebinding:
                 self._put(held, key, item)
 
     def _is_copy(self, value: Any) -> bool:
-        """Return True if only the copy has `value`. A logger or a process group is shared with the original."""
+        """Return True if only the copy has `value`. A logger, for example, is shared with the original."""
         if self._known != len(self._memo):
             self._known = len(self._memo)
             self._copies = {id(each) for each in self._memo.values()}
@@ -201,12 +201,12 @@ class _Rebinding:
     def _copy(self, value: Any) -> Any:
         try:
             value = copy.deepcopy(value, self._memo)
-        except Exception:  # a lock, a file: keep it. If it still reads the original, running the copy shows that.
+        except Exception:  # a lock, a file: keep it. If it still reads the original, a run of the copy shows it.
             return value
         return self._of(value)
 
     def _instead(self, target: Any) -> Any:
-        """Return the replacement of `target` if it is a part of the original; else None."""
+        """Return the replacement of `target` if it is a part of the original, else None."""
         return self._memo.get(id(target)) if id(target) in self._originals() else None
 
     def _originals(self) -> set[int]:
@@ -221,7 +221,7 @@ def parts_of(module: nn.Module) -> set[int]:
 
 
 def reaches(value: Any, wanted: set[int]) -> bool:
-    """Return True if `value` leads to one of the objects with the ids `wanted`, through what it holds."""
+    """Return True if an object whose id is in `wanted` can be reached from `value`."""
     seen, ahead = {id(value)}, [value]
     while ahead and len(seen) < _FARTHEST:
         for each in _held_by(ahead.pop()):
@@ -234,7 +234,7 @@ def reaches(value: Any, wanted: set[int]) -> bool:
 
 
 def _target(proxy: Any) -> Any:
-    """Return the module for which a weakref.proxy stands; None if it is gone, or is no module."""
+    """Return the module behind a weakref.proxy, or None if it is gone or is not a module."""
     try:
         return next(proxy.modules()) if isinstance(proxy, nn.Module) else None
     except ReferenceError:
@@ -271,7 +271,7 @@ _DEPTH, _MOST = 8, 4096
 _NUMBERS, _HOLDERS = {bool, int, float, str, type(None)}, {OrderedDict, dict, list, tuple}
 
 Where = tuple[Any, Any, tuple[int, ...]]
-"""(a dict or list, the key in it, the path from there through tuples)"""
+"""(a dict or list, the key in it, the indices that lead from there through nested tuples)"""
 
 
 def tensors_beside(module: nn.Module) -> Iterator[tuple[Where, Tensor]]:
@@ -318,13 +318,13 @@ def _below(where: Where, value: Any, depth: int, seen: set[int]) -> Iterator[tup
     if not isinstance(value, list | MutableMapping):
         inside = getattr(value, "__dict__", {})
     if len(inside) > _MOST:
-        return  # a vocabulary, a cache
+        return  # such as a vocabulary or a cache
     for key, inner in list(enumerate(inside) if isinstance(inside, list) else inside.items()):
         yield from _below((inside, key, ()), inner, depth - 1, seen)
 
 
 class _Attributes:
-    """Presents cells, functions and partial functions as a dict of what they hold."""
+    """Presents the contents of a cell, a function or a partial function as a dict."""
 
     def __init__(self, of: Any) -> None:
         self._of = of
@@ -341,7 +341,7 @@ class _Attributes:
 
 
 def note_aliases(module: nn.Module) -> None:
-    """Note on each module in `module` where else its parameters are held."""
+    """Note on each module in `module` in which other places its parameters are held."""
     homes = {id(p): (part, name) for part in module.modules() for name, p in part._parameters.items() if p is not None}
     found: dict[int, dict[str, list[Where]]] = {}
     for where, tensor in tensors_beside(module):
@@ -354,7 +354,7 @@ def note_aliases(module: nn.Module) -> None:
 
 
 def notes_of(module: nn.Module) -> Iterator[Any]:
-    """Yield every note in `module`. Notes cannot be copied: note the aliases of a copy again."""
+    """Yield every note in `module`. Notes cannot be copied: call `note_aliases` for a copy."""
     return (vars(part)[_NOTE] for part in module.modules() if _NOTE in vars(part))
 
 
@@ -372,7 +372,7 @@ def put_aliases(part: nn.Module, name: str, param: Tensor | None) -> None:
 
 
 def put_in_place(where: Where, tensor: Tensor | None) -> None:
-    """Put `tensor` where `tensors_beside` has found another one."""
+    """Put `tensor` in a place that `tensors_beside` has found."""
     holder, key, path = where
     holder[key] = _with(holder[key], path, tensor) if path else tensor
 
@@ -389,18 +389,18 @@ T = TypeVar("T", bound=Tensor)
 
 
 def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of `shape` without memory, with the dtype, device, requires_grad and marks of `like`."""
+    """Return a parameter of `shape` without memory, with the dtype, device, requires_grad and attributes of `like`."""
     empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
     return parameter_like(empty, like)
 
 
 def parameter_like(data: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """Return a parameter over `data`, trained or frozen as `like` is, with the attributes that were set on `like`."""
+    """Return a parameter over `data`, with the requires_grad of `like` and the attributes that were set on it."""
     return marked(nn.Parameter(data, requires_grad=like.requires_grad), like)
 
 
 def marked(tensor: T, like: Tensor) -> T:
-    """Return `tensor` with the attributes that were set on `like`, which a model may read: `weight.scale = 2.0`."""
+    """Return `tensor` with the attributes that were set on `like`. A model may read them: `weight.scale = 2.0`."""
     if like.__dict__:
         tensor.__dict__.update(like.__dict__)
     return tensor
@@ -412,11 +412,10 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return `copy.deepcopy(module, memo)`, with functions that compute with the copy's own parts.
+    """Return `copy.deepcopy(module, memo)`, with functions that use the parts of the copy.
 
-    It takes half the time. Most of the dicts that each module has for its hooks are empty, and `copy` handles an empty
-    OrderedDict like a full one. Raise TypeError if the copy shares a module, parameter or buffer with `module` that
-    `memo` does not name.
+    It takes half the time of `copy.deepcopy`, because it does not copy the empty OrderedDicts in which modules keep
+    their hooks. Raise TypeError if the copy shares a module, parameter or buffer with `module` that is not in `memo`.
     """
     shared = parts_of(module) - memo.keys()
     for part in module.modules():
@@ -425,7 +424,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 memo.setdefault(id(value), OrderedDict())
         for reference in weakref.getweakrefs(part):
             if type(reference) in (*weakref.ProxyTypes, weakref.WeakMethod):
-                memo[id(reference)] = reference  # its copy would be another module, or would fail
+                memo[id(reference)] = reference  # a copy of it would refer to another module, or fail
     for note in notes_of(module):
         memo[id(note)] = {}
     made = copy.deepcopy(module, memo)
@@ -437,7 +436,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _shares(made: nn.Module, shared: set[int]) -> str:
-    """Return which part of the copy `made` holds an object of the ids `shared`."""
+    """Return a description of the part of the copy `made` that holds an object with an id in `shared`."""
     for path, part in made.named_modules():
         if any(id(each) in shared for each in (part, *part._parameters.values(), *part._buffers.values())):
             while path and not hasattr(type(made.get_submodule(path)), "__deepcopy__"):
@@ -452,14 +451,14 @@ _AGAIN = "_nbkit_built_again"
 
 
 def build_again(skeleton: nn.Module, build: Callable[[nn.Module], nn.Module]) -> None:
-    """Make `build` build the copies of `skeleton`, which cannot be copied. `build` gets the module to match."""
+    """Use `build` to make the copies of `skeleton`, which cannot be copied. It is called with the module to match."""
     vars(skeleton)[_AGAIN] = build
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """Return a copy of `module` whose parameters are placeholders. Tied ones stay tied, and buffers are copied.
+    """Return a copy of `module` whose parameters are placeholders. Tied parameters stay tied, and buffers are copied.
 
-    It also copies skeletons: `copy.deepcopy` would give every placeholder memory.
+    Use it for skeletons too: `copy.deepcopy` would allocate memory for every placeholder.
     """
     if (build := vars(module).get(_AGAIN)) is not None:
         made: nn.Module = build(module)
@@ -468,15 +467,15 @@ def skeleton_of(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(p): placeholder(p.shape, p) for p in module.parameters()}
     for _, tensor in tensors_beside(module):
         if not tensor.is_leaf:
-            # A weight that a hook computes before each forward (torch.nn.utils.weight_norm) has no deep copy.
+            # A weight that a hook computes before each forward (torch.nn.utils.weight_norm) cannot be deep-copied.
             memo.setdefault(id(tensor), tensor.detach().clone())
     return copied(module, memo)
 
 
 def hooked_gradient(module: nn.Module) -> str:
-    """Return the name of the first parameter with a user's hook on its gradient; "" without one.
+    """Return the name of the first parameter with a user's hook on its gradient, or "".
 
-    Copies do not keep such a hook. Hooks of nbkit do not count.
+    Copies do not keep such a hook. Hooks of nbkit are ignored.
     """
     for name, p in module.named_parameters():
         hooks = [*(p._backward_hooks or {}).values(), *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
@@ -486,7 +485,7 @@ def hooked_gradient(module: nn.Module) -> str:
 
 
 def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return name -> every (module, attribute) that holds this parameter. A tied one goes by its first name."""
+    """Return name -> every (module, attribute) that holds this parameter. A tied parameter has its first name."""
     first: dict[int, str] = {}
     found: dict[str, list[tuple[nn.Module, str]]] = {}
     for path, part in module.named_modules():
@@ -499,7 +498,7 @@ def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def replace_submodule(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter | None) -> None:
-    """Put `param` in all places of another one, in lists too. None leaves an absent parameter there."""
+    """Put `param` in all `places` of another parameter and in its noted aliases. None removes the parameter there."""
     for part, attribute in places:
         part._parameters[attribute] = param
         if _NOTE in vars(part):
@@ -512,15 +511,15 @@ _MATRIX = 1 << 20
 def window(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, draw: torch.Generator | None = None
 ) -> Tensor:
-    """Return a tensor of `shape` whose rows differ. It takes hardly more memory than the sum of its dims.
+    """Return a tensor of `shape` whose rows differ. It takes little more memory than the sum of its dims.
 
-    draw: the generator of its numbers. A tensor of many small matrices, as of experts, has the memory of one of them.
+    draw: the generator of its numbers. Many small matrices in one tensor, such as experts, share the memory of one.
     """
     if not shape:
         return torch.ones((), dtype=dtype, device=device)
     strides = list(accumulate([1] + [7] * (len(shape) - 1), lambda a, b: a * b))
     if len(shape) == 3 and shape[1] * shape[2] <= _MATRIX:
-        # Torch's grouped product accepts matrices of experts that overlap, but not matrices whose rows overlap.
+        # Torch's grouped product accepts overlapping matrices of experts, but not matrices whose rows overlap.
         strides = [16, shape[2], 1]
     size = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True) if length)
     drawn = torch.randn(size, generator=draw) * 0.02 + (1.0 if len(shape) == 1 else 0.0)
@@ -528,9 +527,9 @@ def window(
 
 
 def runnable(skeleton: nn.Module) -> nn.Module:
-    """Return a copy of `skeleton` that can run forward and backward with hardly any memory.
+    """Return a copy of `skeleton` that can run forward and backward with very little memory.
 
-    Every parameter is a window onto a few random numbers. Its gradient is freed as soon as it is made. The numbers come
+    Every parameter is a view of a few random numbers. Its gradient is freed as soon as it is computed. The numbers come
     from a separate generator.
     """
     module, draw = skeleton_of(skeleton), torch.Generator().manual_seed(0)
@@ -544,7 +543,7 @@ def runnable(skeleton: nn.Module) -> nn.Module:
 
 
 def drop_gradient(param: Tensor) -> None:
-    """Free the gradient of `param`, as a hook that is called when it was made."""
+    """Free the gradient of `param`. Used as a hook that runs when the gradient has been accumulated."""
     param.grad = None
 
 
@@ -554,9 +553,9 @@ Build = Callable[[], nn.Module]
 def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None) -> nn.Module:
     """Call `build` again, and return its model in the state of the skeleton `like`.
 
-    The model is without memory, with the buffers, attributes and modes of `like`. first: what `build` returned at
-    first, if it still exists. The output of `build` is hidden, and random generators are left as they were. Raises
-    TrainingError if it returns another model than before, or the same object again.
+    The model has no memory, and has the buffers, attributes and modes of `like`. first: the result of the first call of
+    `build`, if it still exists. The output of `build` is hidden, and random generators are restored. Raises
+    TrainingError if `build` returns a different model than before, or the same object again.
     """
     made = _called(build, like)
     if not isinstance(made, nn.Module) or parts_of(made) & parts_of(like if first is None else first):
@@ -579,7 +578,7 @@ def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None
 
 
 def take_buffers(made: nn.Module, like: nn.Module) -> None:
-    """Give `made` the buffers of `like`, which has the same parts; in place if possible."""
+    """Give `made` the buffers of `like`, which has the same modules; in place if possible."""
     parts = dict(like.named_modules())
     for path, part in made.named_modules():
         for name, buffer in parts[path]._buffers.items():
@@ -608,7 +607,7 @@ def _called(build: Build, like: nn.Module) -> Any:
             try:
                 with _Unfilled():
                     return build()
-            except Exception:  # it may compute with the numbers that were not drawn
+            except Exception:  # it may have computed with the numbers that were not drawn
                 return build()
     finally:
         drawn.restore()
@@ -616,10 +615,10 @@ def _called(build: Build, like: nn.Module) -> Any:
 
 @contextmanager
 def classes_kept() -> Iterator[None]:
-    """Undo changes that are made inside to classes of modules.
+    """Undo changes to classes of modules that are made inside this context.
 
     A callable may patch a class (`Block.forward = scaled(Block.forward)`). A second call would wrap the patch of the
-    first model, which trains.
+    first model, which is in use for training.
     """
     kinds, ahead = set[type](), [nn.Module]
     while ahead:
@@ -642,7 +641,7 @@ def classes_kept() -> Iterator[None]:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Skips drawing random numbers into tensors, which takes most of the time of building a model."""
+    """Skips filling tensors with random numbers, which takes most of the time of building a model."""
 
     _FILLS = frozenset({"uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "bernoulli_", "exponential_"})
 
@@ -664,7 +663,7 @@ def _differences(made: nn.Module, like: nn.Module) -> str:
 
 
 def _parts(module: nn.Module) -> tuple[list[tuple[str, Any]], ...]:
-    """Return, for parameters, buffers and modules, what stays the same if a model is built again."""
+    """Return, for parameters, buffers and modules, the properties that stay the same if a model is built again."""
     params = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
     buffers = [(name, buffer.dtype) for name, buffer in module.named_buffers()]
     return params, buffers, [(path, type(part).__qualname__) for path, part in module.named_modules()]

@@ -1,21 +1,20 @@
-"""Runs code around the forward of a user's module, and takes it off again.
+"""Run code around the forward of a user's module, and remove it again.
 
-A wrapper is stored in the module itself, as its attribute `forward`. The class stays as it is, because a forward may
-count its calls in it, use it to look up a registry, or call `super(type(self), self)`. A wrapper is an object, not a
-function that closes over the original. A deep copy of the module has to compute with its own weights, and functions are
-not copied.
+A wrapper is stored in the module itself, as its attribute `forward`. The class does not change, because a forward may
+count its calls in the class, use it to look up a registry, or call `super(type(self), self)`. A wrapper is an object,
+not a closure over the original: a deep copy of the module must use its own weights, and functions are not copied.
 
-Activation checkpointing (Chen et al. 2016): a block keeps its inputs, and is computed again in backward. Everything
-else that the computation depends on is as it was the first time: extents, the positions of a context split, dropout
-(keyed, so it has the same mask), and torch's generators. It does not matter which thread recomputes.
+Activation checkpointing (Chen et al. 2016): a block keeps only its inputs, and is computed again in backward.
+Everything else on which the computation depends is as it was the first time: extents, the positions of a context split,
+dropout (keyed, so it has the same mask), and torch's generators. The recomputation may run in any thread.
 
-Only `forward` is replaced, so names, hooks and signatures stay. This sets the order of composition. Tensor and context
-parallel changes come first, so that their collectives are recomputed too; ranks of a group recompute the same blocks in
-the same order. Hooks that gather a block's shards come last, on the block itself. They run once per forward and once
-before its backward. The recomputation in between finds the parameters whole.
+Only `forward` is replaced, so names, hooks and signatures do not change. This determines the order of composition.
+Changes for tensor and context parallelism come first, so that their collectives are recomputed too. Ranks of a group
+recompute the same blocks in the same order. Hooks that gather a block's shards come last, on the block itself. They run
+once per forward and once before its backward. The recomputation in between finds the parameters whole.
 
 Hooks can also be called where a backward pass enters a module and where it leaves it. Backward needs the parameters
-from when it reaches any output until the gradients of all inputs are made.
+from the time when it reaches any output until the gradients of all inputs are computed.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ _MARK = "_nbkit_parts_of"
 
 
 class Wrapper:
-    """An object that becomes a module's `forward`. plain: the forward before it, whose name and signature it has.
+    """An object that becomes a module's `forward`. plain: the previous forward, whose name and signature it has.
 
-    encloses: `plain` alone can be recomputed, since the wrapper is part of a computation around it.
+    encloses: True if only `plain` can be recomputed, because the wrapper is part of a larger computation.
     """
 
     encloses: ClassVar[bool] = False
@@ -75,7 +74,7 @@ def wrapped_by(module: nn.Module, kind: type[Wrapper]) -> bool:
 
 
 def _wrappers(module: nn.Module) -> Iterator[Wrapper]:
-    """Yield what is around the forward of `module`, the outermost first."""
+    """Yield the wrappers of the forward of `module`, the outermost first."""
     forward = vars(module).get("forward")
     while isinstance(forward, Wrapper):
         yield forward
@@ -83,7 +82,7 @@ def _wrappers(module: nn.Module) -> Iterator[Wrapper]:
 
 
 def unwrap(module: nn.Module) -> None:
-    """Take every Wrapper off `module` and all in it, in place."""
+    """Remove every Wrapper from `module` and its submodules, in place."""
     for part in module.modules():
         while isinstance(wrapper := vars(part).get("forward"), Wrapper):
             if getattr(wrapper.plain, "__func__", None) is type(part).forward:
@@ -98,15 +97,15 @@ def overrides_train(module: nn.Module) -> bool:
 
 
 def mark_parts(module: nn.Module, strategy: str) -> None:
-    """Note on `module` and all in it that `strategy` left only a part of each on this rank. Copies keep the note."""
+    """Mark `module` and its submodules: `strategy` left only a part of each on this rank. Copies keep the mark."""
     for part in module.modules():
         vars(part)[_MARK] = strategy
 
 
 def refuse_copies(module: nn.Module, strategy: str) -> None:
-    """Make `module` and all in it raise if a part of the weights would be taken for all of them.
+    """Make `module` and its submodules raise an error if a part of the weights would be used as the whole.
 
-    This happens in `model.state_dict()`, `copy.deepcopy(model)`, an AveragedModel and `torch.save(model)`.
+    This concerns `model.state_dict()`, `copy.deepcopy(model)`, an AveragedModel and `torch.save(model)`.
     """
     methods = {name: _OfParts(name, strategy) for name in ("state_dict", "__deepcopy__", "__reduce_ex__")}
     for part in module.modules():
@@ -114,7 +113,7 @@ def refuse_copies(module: nn.Module, strategy: str) -> None:
 
 
 class _OfParts:
-    """Stands for a method of a module."""
+    """Replaces a method of a module."""
 
     def __init__(self, method: str, strategy: str) -> None:
         self._method, self._strategy = method, strategy
@@ -131,7 +130,7 @@ class _OfParts:
 
 
 def marked_parts(module: nn.Module) -> str | None:
-    """Return the strategy that left only a part of something in `module`; None if all of it is whole."""
+    """Return the strategy that left only a part of a tensor in `module`, or None if everything is whole."""
     return next((vars(part)[_MARK] for part in module.modules() if _MARK in vars(part)), None)
 
 
@@ -151,7 +150,7 @@ def is_recomputed(module: nn.Module) -> bool:
 
 
 def forgetting(compute: Callable[..., Any]) -> Wrapper:
-    """Return a function that computes the same, keeps its arguments alone, and computes again in the backward pass."""
+    """Return a function that computes the same, keeps only its arguments, and recomputes in the backward pass."""
     return _Forgetful(compute)
 
 
@@ -159,7 +158,7 @@ _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def recomputing() -> bool:
-    """Return True if a forward now is the recomputation of a block by `recompute`, and not by the model itself."""
+    """Return True in a forward that recomputes a block because of `recompute`, not of the model's own checkpointing."""
     return in_backward() and _recomputing.get()
 
 
@@ -181,19 +180,20 @@ class _Forgetful(Wrapper):
                 with replayed():
                     return forward(*args, **kwargs)
 
-            # A copy: backward may come here more than once (retain_graph), and a context is entered by one at a time.
+            # Use a copy: backward may run this more than once (retain_graph), and only one thread can enter a context
+            # at a time.
             return surroundings.copy().run(once_more)
 
         return checkpoint(compute, *args, use_reentrant=False, **kwargs)
 
 
 class _Passage(torch.autograd.Function):
-    """Passes tensors on unchanged, and reports when their gradients come back."""
+    """Passes tensors on unchanged, and reports when their gradients arrive."""
 
     @staticmethod
     def forward(ctx: Any, passed: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.passed = passed
-        # An input that gets no gradient stays None: zeros would be a gradient.
+        # An input without a gradient stays None. Zeros would count as a gradient.
         ctx.set_materialize_grads(False)
         return tensors
 
@@ -206,9 +206,9 @@ class _Passage(torch.autograd.Function):
 def marked(
     args: tuple[Any, ...], kwargs: dict[str, Any], passed: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the inputs of a module, changed so that `passed` is called when backward has left it.
+    """Return the inputs of a module, changed so that `passed` is called when backward has left the module.
 
-    Return None if no input requires a gradient. Backward then ends inside, and nothing reports it.
+    Return None if no input requires a gradient. Then backward ends inside the module, and nothing reports it.
     """
     leaves, structure = tree_flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -223,12 +223,12 @@ def marked(
 
 
 def in_backward() -> bool:
-    """Return True if autograd runs in this thread. A forward now is the recomputation of a checkpointed one."""
+    """Return True if autograd runs in this thread. Then a forward is the recomputation of a checkpointed block."""
     return graph_task_id() != -1
 
 
 def is_nested(module: nn.Module) -> bool:
-    """Return True if a call of `module` runs within another call of it. It walks the stack, so call it rarely."""
+    """Return True if a call of `module` runs inside another call of it. It walks the stack, so call it rarely."""
     frame: FrameType | None = sys._getframe(1)
     calls = 0
     while frame is not None:
@@ -238,13 +238,13 @@ def is_nested(module: nn.Module) -> bool:
 
 
 def awaited(output: Any, wanted: Callable[..., None]) -> bool:
-    """Call `wanted` when backward reaches any tensor in the output of a module. Return False if it never will."""
+    """Call `wanted` when backward reaches any output tensor of a module. Return False if it never will."""
     parts = [tensor.part if isinstance(tensor, ShardedTensor) else tensor for tensor in _tensors(output)]
     waiting = [tensor for tensor in parts if tensor.requires_grad]
     for tensor in waiting:
         tensor.register_hook(wanted)
         if tensor._base is not None and tensor._base.requires_grad:
-            # If a view is changed in place, it leaves the graph, and so does its hook.
+            # If a view is changed in place, the view leaves the graph together with its hook.
             tensor._base.register_hook(wanted)
     return bool(waiting)
 

@@ -1,31 +1,31 @@
-"""Pipeline parallelism: runs this rank's part of a schedule, whatever the stages compute.
+"""Pipeline parallelism: run this rank's part of a schedule.
 
 A stage is a function from tensors to tensors. The last stage returns the loss. The executor follows this rank's list of
-operations: it receives, computes, runs backward (whole, or split into I and W) and sends. p2p.py describes what goes
-over the wire: activations and their gradients, per micro-batch and boundary between ranks, on the pp axis. Two
-neighbouring stages on one rank, as in the middle of a V, pass tensors without a copy. Memory is freed as early as
-possible: a stage's output when it has arrived, what forward kept for backward after B or W.
+operations: it receives, computes, runs backward (whole, or split into I and W) and sends. p2p.py describes the
+messages: activations and their gradients, per micro-batch and boundary between ranks, on the pp axis. Two neighbouring
+stages on one rank, as in the middle of a V, pass tensors without a copy. Memory is freed as early as possible: a
+stage's output when it has arrived, and tensors saved for backward after B or W.
 
-The end of a step. No rank updates its weights before every rank has all its gradients. A stage exists on one rank only,
-so if one were updated and another broken off, no step would be whole. The last stage finishes long before the first,
-and the step waits for the last rank. An all-reduce would also wait for answers to its messages, 1 to 2 ms on gloo. A
-dissemination barrier (Hensgen, Finkel and Manber 1988) posts its receives before the last backward pass. So the
-messages that a rank waits for have already arrived. They are empty.
+The end of a step. No rank updates its weights before every rank has all its gradients. A stage exists on one rank only.
+If one rank were updated and another aborted, no consistent step would exist. The last stage finishes long before the
+first, and the step waits for the last rank. An all-reduce would also wait for the answers to its messages, which takes
+1 to 2 ms on gloo. A dissemination barrier (Hensgen, Finkel and Manber 1988) posts its receives before the last backward
+pass. So the messages for which a rank waits have already arrived. They are empty.
 
 If the number of ranks is a power of two, the messages can go both ways between pairs and carry a sum of a few numbers
-(recursive doubling). A step whose ranks are all in one pipeline then needs no separate all-reduce for them. On two
-ranks this takes a quarter of the CPU of both, 0.1 ms a rank instead of 0.4.
+(recursive doubling). Then a step whose ranks are all in one pipeline needs no separate all-reduce for them. On two
+ranks this takes a quarter of the CPU time of both: 0.1 ms per rank instead of 0.4.
 
-The split backward. A stage's backward runs at once, or first for the gradient of its input and later for those of its
-weights. The split works on the autograd graph as it is, whatever modules made it. The *spine* is the set of nodes that
-lead to the stage's input. A parameter hangs on the spine at the node that uses it (a linear's matrix product). The
-first pass runs along the spine and keeps the gradients that arrive at these nodes. The second pass starts there and
-runs only the part that leads to the parameter. Nothing is computed twice. Two kinds of parameters get their gradients
-in the first pass: one that hangs on several nodes, one of which leads to another, and one at a Python
-autograd.Function, which computes all its gradients in one call.
+The split backward. A stage's backward runs at once, or first for the gradient of its input and later for the gradients
+of its weights. The split works on the existing autograd graph, whatever modules created it. The *spine* is the set of
+nodes that lead to the stage's input. A parameter is attached to the spine at the node that uses it (for example the
+matrix product of a linear layer). The first pass runs along the spine and stores the gradients that arrive at these
+nodes. The second pass starts there and runs only the part that leads to the parameter. Nothing is computed twice. Two
+kinds of parameters get their gradients in the first pass: a parameter that is attached to several nodes, one of which
+leads to another, and a parameter at a Python autograd.Function, which computes all its gradients in one call.
 
-Autograd itself accumulates the gradients, with its hooks, as in an ordinary backward pass. The idea is that of Qi et
-al. 2023, arXiv 2401.10241, appendix on implementation; torch.distributed.pipelining has another version of it.
+Autograd itself accumulates the gradients, with its hooks, as in an ordinary backward pass. The idea is from Qi et al.
+2023, arXiv 2401.10241, appendix on implementation. torch.distributed.pipelining has another version of it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from nbkit.schedules.simulate import token_rounds
 class Barrier:
     """A barrier of the ranks of `group`.
 
-    Each step calls `open`, then `meet`. All ranks make equally many calls, with equal arguments except for the numbers.
+    Each step calls `open`, then `meet`. All ranks make the same number of calls, with equal arguments except `numbers`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, group.size()
         self._awaited: list[tuple[int, dist.Work, Tensor]] = []
-        # Buffers of a step that was broken off. A peer may still write into them.
+        # Buffers of an aborted step. A peer may still write to them.
         self._left_over: list[tuple[int, dist.Work, Tensor]] = []
 
     @property
@@ -69,8 +69,8 @@ class Barrier:
     def open(self, tag: int, count: int = 0) -> None:
         """Post the receives.
 
-        tag: used by no other message under way. count: how many numbers `meet` sums, if `sums`. Without numbers, a rank
-        notifies one peer and waits for another.
+        tag: a tag that no other running message uses. count: how many numbers `meet` sums, if `sums`. Without numbers,
+        a rank notifies one peer and waits for another.
         """
         me, size = self.group.rank(), self.size
         self._left_over += self._awaited
@@ -85,9 +85,9 @@ class Barrier:
             distance *= 2
 
     def meet(self, numbers: Tensor | None = None) -> None:
-        """Wait until every rank is here.
+        """Wait until every rank has called this.
 
-        numbers: `count` float64, which become their sums over the ranks, equal on all of them to the last bit.
+        numbers: float64 tensor of `count` elements. They become their sums over the ranks, bitwise equal on all ranks.
         """
         sent = []
         for peer, work, arrived in self._awaited:
@@ -104,9 +104,9 @@ class Barrier:
 def enter(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return a stage's inputs, made from detached tensors.
 
-    Tensors that require a gradient are leaves and get it there. A block may change its input in place, as it may with
-    what another block returned. Autograd forbids this for a view of a leaf, but it does not know this one as a view.
-    The leaf itself is not read again.
+    Tensors that require a gradient are leaves, and get it there. A block may change its input in place, as it may
+    change the output of another block. Autograd forbids this for a view of a leaf, but it does not recognise these
+    tensors as views. The leaf itself is not read again.
     """
     if not torch.is_grad_enabled():
         return tuple(received)
@@ -117,14 +117,14 @@ _alias = unsafe_view
 
 
 def backward(outputs: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-    """Run the ordinary backward pass. It adds gradients of parameters and of the stage's input to their `.grad`."""
+    """Run the ordinary backward pass. Gradients of parameters and of the stage's input are added to their `.grad`."""
     if outputs:
         torch.autograd.backward(list(outputs), list(grads))
 
 
 @dataclass
 class _Point:
-    """A node of the spine on which parameters hang, and the gradients that arrived there."""
+    """A node of the spine to which parameters are attached, and the gradients that arrived there."""
 
     node: Node
     params: list[Tensor] = field(default_factory=list)
@@ -132,13 +132,13 @@ class _Point:
 
 
 class Deferred:
-    """The weight gradients that `backward_input` left out."""
+    """The weight gradients that `backward_input` has not computed."""
 
     def __init__(self, points: list[_Point]) -> None:
         self._points = points
 
     def run(self) -> None:
-        """Add the gradients to `.grad` of the parameters. Call it once; it frees the graph of the stage."""
+        """Add the gradients to `.grad` of the parameters. Call it once, because it frees the graph of the stage."""
         points, self._points = self._points, []
         for point in reversed(points):
             there = [(GradientEdge(point.node, i), grad) for i, grad in enumerate(point.grads) if grad is not None]
@@ -150,8 +150,8 @@ class Deferred:
 def backward_input(outputs: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Deferred:
     """Add the gradients of `inputs` to their `.grad`. Return the deferred gradients of the parameters.
 
-    outputs, grads: where the stage ends, and the gradients there. inputs: the leaves that `enter` was given. A stage
-    without such leaves (the first) runs back to the parameter that it used first.
+    outputs, grads: the edges at the end of the stage, and the gradients there. inputs: the leaves that were passed to
+    `enter`. A stage without such leaves (the first) runs back to the parameter that it used first.
     """
     if not outputs:
         return Deferred([])
@@ -182,8 +182,7 @@ def _keep(point: _Point) -> Callable[[Sequence[Tensor]], None]:
 
 
 def _walk(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], dict[Node, Tensor], bool]:
-    """Return the graph behind `roots`: the users of each node, the leaf tensors, and whether it can only run in one
-    pass."""
+    """Return the graph of `roots`: the users of each node, the leaf tensors, True if only one pass is possible."""
     users: dict[Node, list[Node]] = {root: [] for root in roots}
     leaves: dict[Node, Tensor] = {}
     one_pass = False
@@ -194,7 +193,7 @@ def _walk(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], dict[Node, Ten
         if not following and (variable := getattr(node, "variable", None)) is not None:
             leaves[node] = variable
         if isinstance(node, BackwardCFunction) and getattr(node, "_forward_cls", None) is CheckpointFunction:
-            one_pass = True  # the reentrant kind refuses to compute the gradients of some tensors only
+            one_pass = True  # reentrant checkpointing refuses to compute only some of the gradients
         for other, _ in following:
             if other is None:
                 continue
@@ -208,7 +207,7 @@ def _walk(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], dict[Node, Ten
 def _hang(
     roots: Sequence[Node], users: dict[Node, list[Node]], leaves: dict[Node, Tensor], ends: set[Node]
 ) -> tuple[list[_Point], list[Tensor]]:
-    """Return (where on the spine parameters hang, the parameters whose gradients the first pass must compute)."""
+    """Return (nodes of the spine with parameters, the parameters whose gradients the first pass must compute)."""
     spine = _leading_to(ends, users)
     loose = {root for root in roots if root not in spine}
     points: dict[Node, _Point] = {}
@@ -236,9 +235,9 @@ def _leading_to(ends: set[Node], users: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _first_on(spine: set[Node], loose: set[Node], leaf: Node, users: dict[Node, list[Node]]) -> Node | None:
-    """Return the only node of the spine on which `leaf` hangs.
+    """Return the only node of the spine to which `leaf` is attached.
 
-    Return None if there are several, or if it hangs on one of the `loose` outputs.
+    Return None if there are several, or if it is attached to one of the `loose` outputs.
     """
     met: set[Node] = set()
     seen = {leaf}
@@ -261,20 +260,20 @@ def _made_at(node: Node) -> int:
 
 
 Forward = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""(stage, micro, output of the stage before) -> input of the next one. The last stage returns (loss, and any more)."""
+"""(stage, micro, output of the previous stage) -> input of the next stage. The last stage returns (loss, ...)."""
 
 OnOp = Callable[[str, int, int], Callable[[], None]]
 """(kind, stage, micro) of an operation that begins after its waits -> a function to call when it is done."""
 
-_AHEAD = 2  # receives are posted for this many operations after the present one
+_AHEAD = 2  # receives are posted for this many operations after the current one
 
 
 @dataclass
 class _Kept:
-    """A forward that waits for its backward: the leaves it got, and where its outputs leave the graph.
+    """A forward that waits for its backward: its input leaves, and the graph edges of its outputs.
 
     It does not keep the outputs themselves, because their memory is needed only until they are sent. live: numbers of
-    the outputs with an edge. expected: numbers of those for which a gradient comes.
+    the outputs with an edge. expected: numbers of the outputs for which a gradient arrives.
     """
 
     received: list[Tensor]
@@ -286,11 +285,11 @@ class _Kept:
 class Pipeline:
     """A rank of a pipeline.
 
-    group: of its pp axis, None if it is alone. rank: its place in the pipeline. ordered: a second group of the same
-    ranks, for a backend that runs the operations of a group one after the other (NCCL). Messages then go through it, in
-    one order. split: False makes I a whole backward and W nothing, in the order of the same schedule. That suits stages
-    with activation checkpoints, which would otherwise be recomputed for the weights too. peers: the rank in `group` of
-    each place along the pipeline; () if they are the same.
+    group: the group of its pp axis, None for a single rank. rank: its position in the pipeline. ordered: a second group
+    of the same ranks, for a backend that runs the operations of a group one after the other (NCCL). Then messages are
+    sent through it, in one order. split: False makes I a whole backward and W an empty operation, in the order of the
+    same schedule. This suits stages with activation checkpoints, which would otherwise be recomputed for the weights
+    too. peers: the rank in `group` of each position in the pipeline; () if they are equal.
     """
 
     def __init__(
@@ -306,13 +305,13 @@ class Pipeline:
     ) -> None:
         self.schedule, self.rank, self.split = schedule, rank, split
         self._channels = Channels(group, device, ordered, peers)
-        # Under NCCL the device's stream waits for the reduction of the loss before it updates. That reduction is
+        # With NCCL, the device's stream waits for the reduction of the loss before the update. This reduction is
         # launched after the last operation.
         self._barrier = Barrier(group) if group is not None and ordered is None else None
         self._lists: dict[tuple[int, bool, int | None], tuple[tuple[Op, ...], Routes, int]] = {}
 
     def begin_again(self) -> None:
-        """Return to the initial state, on every rank alike, after a run that did not end on all of them."""
+        """Return to the initial state after a run that did not end on all ranks. Call it on every rank."""
         self._channels.begin_again()
 
     def run(
@@ -329,13 +328,13 @@ class Pipeline:
     ) -> list[tuple[Tensor, ...]]:
         """Run every micro-batch through the pipeline. Return the detached outputs of the last stage; [] on other ranks.
 
-        key: gives, for a micro-batch, what the shapes between stages depend on, such as the shape of its input. It is
-        equal on all ranks. training: also run backward, which adds to `.grad`. Otherwise run forward only, without
-        gradients, and the last stage may return any tensors. rounds: as in nbkit.schedules.simulate, of num_micro /
-        rounds sequences; `forward` brings the token from the last stage to the first. launch: called once, when all
-        forwards of this rank are done and no other rank waits for it; if `meet` does nothing, at the end. numbers: how
-        many of them `meet` will sum, if it `sums_over` all ranks. An error in `forward` is raised here, and the run is
-        over on this rank.
+        key: returns, for a micro-batch, a value that determines the shapes between stages, such as the shape of its
+        input. It is equal on all ranks. training: also run backward, which adds to `.grad`. Otherwise run forward only,
+        without gradients, and the last stage may return any tensors. rounds: as in nbkit.schedules.simulate, of
+        num_micro / rounds sequences; `forward` brings the token from the last stage to the first. launch: called once,
+        when all forwards of this rank are done and no other rank waits for it; if `meet` does nothing, at the end.
+        numbers: how many numbers `meet` will sum, if it `sums_over` all ranks. An error in `forward` is raised here,
+        and ends the run on this rank.
         """
         if num_micro == 0:
             return []
@@ -361,16 +360,17 @@ class Pipeline:
         return self._barrier is not None and self._barrier.sums and self._barrier.size == ranks
 
     def meet(self, numbers: Tensor | None = None) -> None:
-        """Wait until every rank of the pipeline is here. Call it after a `run` with gradients, when all gradients are
-        made.
+        """Wait until every rank of the pipeline calls this. Call it after a `run` with gradients, when all gradients
+        are computed.
 
-        numbers: see `run`; float64, which become their sums. It does nothing on NCCL, or for a rank that is alone.
+        numbers: see `run`; a float64 tensor whose elements become their sums. It does nothing with NCCL, or on a single
+        rank.
         """
         if self._barrier is not None:
             self._barrier.meet(numbers)
 
     def _expect_all(self, last: StageMessage | None, numbers: int) -> None:
-        """Post the receives of `meet`, after that of the last message.
+        """Post the receives of `meet`, after the receive of the last message.
 
         They are posted in the order in which all messages are sent. Telemetry uses this order to match both ends of a
         message.
@@ -381,7 +381,7 @@ class Pipeline:
             self._barrier.open(self._channels.tag_of_end, numbers)
 
     def _list(self, num_micro: int, training: bool, rounds: int | None) -> tuple[tuple[Op, ...], Routes, int]:
-        """Return this rank's operations and messages, and the place after which `launch` is called.
+        """Return this rank's operations and messages, and the index of the operation after which `launch` is called.
 
         Without training, the lists contain only the forwards.
         """
@@ -402,7 +402,7 @@ class Pipeline:
 
 
 def _needed_by_none(ops: Sequence[Op], routes: Routes) -> int:
-    """Return the place after which this rank has no forward to do and nothing to send."""
+    """Return the index of the operation after which this rank has no forward to run and nothing to send."""
     return max(i for i, op in enumerate(ops) if op.kind == "F" or routes.gives[i] is not None)
 
 
@@ -481,5 +481,5 @@ class _Run:
             backward(kept.edges, grads)
             if kind == "I":
                 self.deferred[stage, micro] = Deferred([])
-        # A tensor that the stage did not use has no gradient, but the stage before waits for one.
+        # A tensor that the stage did not use has no gradient, but the previous stage waits for one.
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received]

@@ -1,21 +1,20 @@
-"""The blocks of an unmodified model as a chain that can be cut. It is found by running the model, and proven by running
-it cut.
+"""The blocks of an unmodified model as a chain that can be cut. The chain is found by running the model, and proven by
+running the model cut.
 
-The model runs on an example while `DataflowTrace` watches, once in evaluation and once as it trains. Consider all
-values that depend on parameters and are used behind the entry of a block. A cut there is right if each of them goes in
-through the block's arguments, or is the output of an earlier module, which is sent along. Then the model runs once
-more, cut everywhere, and its output must be the same. Nothing is traced or rewritten: a stage runs the user's own
-forward.
+The model runs on an example while `DataflowTrace` watches, once in evaluation and once in training. Consider all values
+that depend on parameters and are used after the entry of a block. A cut there is correct if each of them is an argument
+of the block, or the output of an earlier module, which is sent too. Then the model runs once more, cut everywhere, and
+its output must be the same. Nothing is traced or rewritten: a stage runs the user's own forward.
 
-`hidden_between` finds the shape of what goes from block to block. What tensor, pipeline and context parallelism send
-follows from it.
+`hidden_between` finds the shape of the tensor between blocks. It determines what tensor, pipeline and context
+parallelism send.
 
 `measure_costs` measures the seconds of each piece's forward and backward on this device. The model runs whole, so the
 numbers do not contain the cost of cutting. Clocks are read where a block begins: when it is called, and when the
-gradient of its input is complete. What comes before the first block and behind the last one (embedding, head, loss) is
-timed apart from them. Blocks that are alike, get tensors of the same shapes and make the same multiplications cost the
-same. The differences between their numbers are noise, which would otherwise decide where the cuts fall. Where runs
-disagree about other parts, their multiplications decide.
+gradient of its input is complete. The code before the first block and after the last one (embedding, head, loss) is
+timed separately. Blocks that are alike, get tensors of the same shapes and make the same multiplications cost the same.
+Differences between their measurements are noise, which must not influence the cuts. For other parts, multiplications
+decide if runs disagree.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ _HINT = "hints=nbkit.ModelHints(stages=['...']) with the names of the modules th
 
 @dataclass(frozen=True)
 class LayerChain:
-    """The places where a model can be cut, in plain data: picklable, and equal on every rank that gets it.
+    """The places where a model can be cut. Plain data: picklable, and equal on all ranks.
 
     blocks: names of the modules with which pieces begin. Piece i reaches from the call of blocks[i] to the call of
-    blocks[i + 1]. The first begins with the model's forward, whatever blocks[0] is ("" when stages were given), and the
-    last ends with it. entries: the inputs of each block; `entries[i].carried` says what crosses a cut there.
-    parameters: for each piece the parameters that it uses, by the first name of each. A tied one is in several pieces.
-    before, after: those used before the first block and behind the last one. skipped: modules with parameters that
-    later pieces need not run. units: every block, also those that cannot begin a piece. refused: (block, why no piece
-    can begin with it). recomputes: the model's own checkpointing calls blocks again in the backward pass. unrepeated:
-    (block, why) if it does so in a way that no stage can repeat.
+    blocks[i + 1]. The first piece begins with the model's forward, whatever blocks[0] is ("" if stages were given), and
+    the last one ends with it. entries: the inputs of each block; `entries[i].carried` lists what crosses a cut there.
+    parameters: the parameters that each piece uses, by their first names. A tied parameter is in several pieces.
+    before, after: the parameters used before the first block and after the last one. skipped: modules with parameters
+    that later pieces need not run. units: every block, including blocks that cannot begin a piece. refused: (block, why
+    no piece can begin with it). recomputes: True if the model's own checkpointing calls blocks again in the backward
+    pass. unrepeated: (block, why) if it does so in a way that no stage can repeat.
     """
 
     blocks: tuple[str, ...]
@@ -77,7 +76,7 @@ class LayerChain:
         return {name for piece in self.parameters[lo:hi] for name in piece}
 
     def piece_of(self, name: str) -> int:
-        """Return the piece to which the module of the parameter or buffer `name` belongs."""
+        """Return the piece that contains the module of the parameter or buffer `name`."""
         for piece, block in reversed(list(enumerate(self.blocks))):
             if block and name.startswith(f"{block}."):
                 return piece
@@ -95,11 +94,11 @@ def find_chain(
 ) -> LayerChain:
     """Return the chain of `module`.
 
-    call: runs the whole model once, forward, on a real example, and returns its output. brief: makes the same
-    operations on fewer numbers. If it fails, `call` is used instead. stages: names of the modules that begin stages 1,
-    2, ..., in the order in which they are called; None finds them. Parameters, buffers, modes and random generators are
-    left as they were. Raises StrategyError if there is no chain, or `stages` names no cut. The error names the modules
-    that are in the way.
+    call: runs the forward pass of the whole model once on a real example, and returns its output. brief: does the same
+    operations on smaller tensors. If it fails, `call` is used. stages: names of the modules that begin stages 1, 2,
+    ..., in the order of their calls; None to find them. Parameters, buffers, modes and random generators are restored.
+    Raises StrategyError if there is no chain, or if a cut at `stages` is impossible. The error names the modules that
+    prevent it.
     """
     if brief is not None:
         with suppress(Exception):  # errors are reported from the full run below
@@ -127,7 +126,7 @@ def _found(module: nn.Module, call: Callable[[], Any], stages: Sequence[str] | N
         chain = None
         if flow.around:
             skipped = tuple(_skipped(flow, module, "", blocks, until=len(blocks)))
-            with suppress(StrategyError):  # without them, some cuts may be left
+            with suppress(StrategyError):  # without the skipped outputs, some cuts may be possible
                 chain = _proven(_watch(module, blocks, skipped, modes, call), units, refused, call, stages is not None)
         if chain is None:
             chain = _proven(flow, units, refused, call, stages is not None)
@@ -143,7 +142,7 @@ def _watch(
     modes: Sequence[tuple[nn.Module, bool]],
     call: Callable[[], Any],
 ) -> DataflowTrace:
-    """Return the dataflow in evaluation and in `modes`. The modules must be in evaluation before."""
+    """Return the dataflow in evaluation and in `modes`. The modules must be in evaluation mode."""
     flow = DataflowTrace(module, blocks, skipped)
     with torch.no_grad():
         flow.run(call)
@@ -156,7 +155,7 @@ def _watch(
 def _proven(
     flow: DataflowTrace, units: Sequence[str], refused: Sequence[tuple[str, str]], call: Callable[[], Any], every: bool
 ) -> LayerChain:
-    """Return the chain that `flow` shows. every: all cuts have to be right."""
+    """Return the chain that `flow` shows. every: True if all cuts have to be correct."""
     refused = [*refused, *((flow.blocks[i], why) for i, why in sorted(flow.around.items()))]
     if len(flow.around) == len(flow.blocks) - 1 or (every and flow.around):
         raise _no_chain(flow.module, refused)
@@ -168,7 +167,7 @@ def _proven(
 def _watch_training(
     flow: DataflowTrace, modes: Sequence[tuple[nn.Module, bool]], skipped: Sequence[str], call: Callable[[], Any]
 ) -> None:
-    """Run the model in `modes` too. A penalty or a noise that exists only in training may go around a cut."""
+    """Run the model in `modes` too. A penalty or noise that exists only in training may bypass a cut."""
     for part, mode in modes:
         part.training = mode
     with torch.no_grad():
@@ -232,7 +231,7 @@ def _chain(flow: DataflowTrace, units: Sequence[str], refused: Sequence[tuple[st
 
 
 def _uses(flow: DataflowTrace) -> dict[str, set[int]]:
-    """Return parameter -> segments that use it. An unused parameter goes with its block, or else to the beginning."""
+    """Return parameter -> segments that use it. An unused parameter belongs to its block, or else to the beginning."""
     uses = {name: set(segments) for name, segments in flow.uses.items()}
     for name, segments in uses.items():
         if not segments:
@@ -242,7 +241,7 @@ def _uses(flow: DataflowTrace) -> dict[str, set[int]]:
 
 
 def _entry(entries: Sequence[StageInput], kept: Sequence[int], number: int) -> StageInput:
-    """Return the entry of a block, with `kept` relative to the previous block that can begin a piece."""
+    """Return the entry of a block. Its `kept` refers to the previous block that can begin a piece."""
     entry = entries[number]
     before = max((k for k in kept if k < number), default=number)
     sources = dict(entry.kept)
@@ -252,9 +251,9 @@ def _entry(entries: Sequence[StageInput], kept: Sequence[int], number: int) -> S
 
 
 def _skipped(flow: DataflowTrace, module: nn.Module, path: str, blocks: Sequence[str], *, until: int) -> Iterator[str]:
-    """Yield the largest modules with parameters whose outputs all depend on parameters, and that contain no block.
+    """Yield the largest modules with parameters that contain no block and whose outputs all depend on parameters.
 
-    Only modules that are called in the segments up to `until` count.
+    Only modules that are called in the segments up to `until` are included.
     """
     for name, child in module.named_children():
         at = f"{path}.{name}" if path else name
@@ -269,7 +268,7 @@ def _skipped(flow: DataflowTrace, module: nn.Module, path: str, blocks: Sequence
 
 
 def _prove(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> None:
-    """Run the model whole and cut everywhere, in evaluation, where nothing is drawn. The outputs must be equal."""
+    """Run the model whole and cut everywhere, in evaluation without random numbers. The outputs must be equal."""
     set_evaluation(module)
     gates, drawn = None, list[str]()
     try:
@@ -294,12 +293,11 @@ def _prove(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> Non
 
 
 def _with_recomputation(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> LayerChain:
-    """Return `chain` with how the model's own checkpointing calls its blocks again in the backward pass.
+    """Return `chain` with information about the model's own checkpointing, which calls blocks again in backward.
 
-    A stage can repeat this for a block by itself. Its first block has other inputs than its caller remembers. So a
-    stage cannot repeat a segment of several blocks. It also cannot repeat a block whose inputs autograd does not see.
-    Such a block runs first without gradients, as a block that is never trained does, but the latter is not called
-    again.
+    A stage can repeat this for a single block. It cannot repeat a segment of several blocks, because its first block
+    has other inputs than those that the caller stores. It also cannot repeat a block whose inputs autograd does not see
+    (reentrant checkpointing). Such a block runs without gradients first, and is called again in backward.
     """
     again: list[str] = []
     hidden: list[str] = []
@@ -327,7 +325,7 @@ def _with_recomputation(module: nn.Module, chain: LayerChain, call: Callable[[],
 
 
 def _equal(whole: Tensor, part: Tensor) -> bool:
-    # Do not compare bit by bit: GPU kernels may add in another order.
+    # Allow rounding differences, because GPU kernels may add in another order.
     return whole.dtype == part.dtype and gap(whole, part) <= 1e-3
 
 
@@ -341,10 +339,9 @@ def _wrong(chain: LayerChain, number: int, why: str) -> StrategyError:
 
 
 def hidden_between(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> tuple[int, int] | None:
-    """Return (positions, width) of the hidden states if each block passes one tensor (rows, positions, width) to the
-    next.
+    """Return (positions, width) if each block passes one tensor (rows, positions, width) to the next, else None.
 
-    call: runs the whole model once. Return None if blocks pass something else, or not the same shape everywhere.
+    call: runs the whole model once. All blocks must pass the same shape.
     """
     seen: set[tuple[int, ...]] = set()
 
@@ -361,7 +358,7 @@ def hidden_between(module: nn.Module, chain: LayerChain, call: Callable[[], Any]
     return (shape[1], shape[2]) if not others and len(shape) == 3 else None
 
 
-_APART = 1.4  # blocks of a kind whose seconds differ by more than this factor, in runs that agree, are not alike
+_APART = 1.4  # blocks of a kind are not alike if their times differ by more than this factor in runs that agree
 _AGREE = 1.1  # the two shortest runs agree if they differ by at most this factor
 _REPEATS, _AT_MOST = 3, 9
 
@@ -369,12 +366,12 @@ _REPEATS, _AT_MOST = 3, 9
 def measure_costs(
     module: nn.Module, chain: LayerChain, call: Callable[[], Any], *, repeats: int = _REPEATS
 ) -> tuple[float, ...]:
-    """Return the seconds of each piece, forward and backward: the least of `repeats` runs after one warm-up run.
+    """Return the seconds of each piece, forward and backward: the minimum of `repeats` runs after one warm-up run.
 
-    If runs disagree, up to `_AT_MOST` are made. call: runs the whole model once. It may return the output or the loss,
-    which then counts to the last piece, as does the code behind the last block. The code before the first block counts
-    to the first piece. Parameters, gradients, buffers and random generators are left as they were. Other ranks must be
-    idle meanwhile. Raises StrategyError if the result of `call` does not depend on a parameter.
+    If runs disagree, up to `_AT_MOST` runs are made. call: runs the whole model once, and returns the output or the
+    loss. The loss and the code after the last block count as part of the last piece, and the code before the first
+    block as part of the first piece. Parameters, gradients, buffers and random generators are restored. Other ranks
+    must be idle meanwhile. Raises StrategyError if the result of `call` does not depend on a parameter.
     """
     run = _TimedRun(module, chain, call)
     with unchanged(module):
@@ -395,7 +392,7 @@ def _agree(seconds: Sequence[float]) -> bool:
 
 
 def _settled(runs: Sequence[Sequence[float]], kinds: Sequence[Hashable], flops: Sequence[float]) -> list[float]:
-    """Return the seconds of each part, from those of several runs. kinds: of the parts; None if a part has no kind."""
+    """Return the seconds of each part, combined from several runs. kinds: the kind of each part, or None."""
     parts = list(zip(*runs, strict=True))
     least, agree = [min(part) for part in parts], [_agree(part) for part in parts]
     alike: dict[Hashable, list[float]] = {}
@@ -415,10 +412,10 @@ def _settled(runs: Sequence[Sequence[float]], kinds: Sequence[Hashable], flops: 
 
 
 class _TimedRun:
-    """Runs of a model whose parts are timed: before the first block, each block, and behind the last one.
+    """Runs of a model that time its parts: before the first block, each block, and after the last one.
 
-    kinds: a key for each part, equal for blocks that are alike; None for the first and the last part. flops: of each
-    part's forward.
+    kinds: a key for each part, equal for blocks that are alike; None for the first and the last part. flops: FLOPs of
+    each part's forward.
     """
 
     def __init__(self, module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> None:
@@ -428,7 +425,7 @@ class _TimedRun:
         self.flops = [0.0] * (len(chain) + 2)
 
     def kinds_of(self, work: ForwardWork) -> None:
-        """Run once, to warm up, and find the kind of each block. work: counts what is inside."""
+        """Run once, to warm up, and find the kind of each block. work: an entered ForwardWork."""
         marks = [0.0] * (len(self._chain) + 2)
         looks: dict[int, Hashable] = {}
 
@@ -464,7 +461,7 @@ class _TimedRun:
             entry = self._chain.entries[number]
             for key, leaf in pytree.tree_flatten_with_path(inputs)[0]:
                 path = pytree.keystr(key)
-                # If the caller gives a tensor to several blocks, its gradient is complete only at the first of them.
+                # If the caller passes a tensor to several blocks, its gradient is complete only at the first of them.
                 inside = number == 0 or (path in entry.carried and path not in entry.kept)
                 if inside and isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(arrive(number + 1))
@@ -478,7 +475,7 @@ class _TimedRun:
 
         called[0] = now()
         end, back = self._run(enter, leave, now)
-        # If no gradient arrives at a block, nothing before it runs backward (frozen parameters).
+        # If no gradient arrives at a block, nothing before it runs backward (its parameters are frozen).
         starts = [back, *(one or back for one in arrived[1:-1]), arrived[-1] or end]
         forward = [b - a for a, b in pairwise([*called, end])]
         backward = [a - b for a, b in pairwise([*starts, end])]
@@ -490,11 +487,11 @@ class _TimedRun:
         leave: Callable[[Any], None],
         now: Callable[[], float] = time.perf_counter,
     ) -> tuple[float, float]:
-        """Run forward and backward. Return the ends of both."""
+        """Run forward and backward. Return their end times."""
         blocks, end = self._chain.blocks, 0.0
 
         def entered(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-            if not end:  # the model's own checkpointing computes the block again, as a part of its backward
+            if not end:  # else the model's checkpointing recomputes the block, as a part of backward
                 enter(blocks.index(name), block, (args, kwargs))
 
         def left(name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

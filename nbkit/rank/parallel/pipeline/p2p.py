@@ -1,22 +1,23 @@
-"""Sends and receives between the stages of a pipeline: activations one way, their gradients the other.
+"""Send and receive tensors between the stages of a pipeline: activations one way, their gradients the other.
 
-On the wire, per micro-batch and boundary between two ranks: the tensors that the stage returns, and the gradient of
-each that needs one. The first time that a micro-batch of a new shape passes a boundary, a header with shapes and dtypes
-goes before it (two messages of a few hundred bytes). Both sides remember it.
+Each micro-batch sends over each boundary between two ranks the tensors that the stage returns, and the gradient of each
+tensor that needs one. The first time that a micro-batch of a new shape crosses a boundary, a header with shapes and
+dtypes is sent before it (two messages of a few hundred bytes). Both sides remember it.
 
 A channel is one direction between two ranks. The sender sends everything on it in the order of its list of operations.
-The receiver knows this order, since it has all lists, and receives in it. Sends never block and receives are posted
-ahead. So no order of operations that `simulate` can run will deadlock. Messages of gloo carry their number as a tag.
+The receiver has all lists, so it knows this order and receives in it. Sends never block, and receives are posted in
+advance. So any order of operations that `simulate` can run is free of deadlocks. Messages of gloo have their number as
+a tag.
 
-NCCL has no tags and runs the operations of one communicator one after the other. A send is over only when its receive
-runs. A receive that was posted early would block the sends behind it; at both ends that is a deadlock. A communicator
-for each channel avoids this, but a rank then has four, each with its own buffers. So under NCCL a pipeline has one
-communicator, and all ranks issue their messages in one order: the order in which a simulated run sends them. A message
-depends only on messages before it in this order. So the first message that has not arrived can always arrive: nothing
-is in front of it at either end. A send and the receive after it are issued as one batch, because two neighbours often
-send to each other at the same time.
+NCCL has no tags and runs the operations of one communicator one after the other. A send ends only when its receive
+runs. A receive that was posted early would block the sends after it. If this happens at both ends, it is a deadlock. A
+communicator for each channel avoids this, but then a rank has four, each with its own buffers. So with NCCL a pipeline
+has one communicator, and all ranks issue their messages in one order: the order in which a simulated run sends them. A
+message depends only on earlier messages in this order. So the first message that has not arrived can always arrive,
+because nothing is before it at either end. A send and the receive after it are issued as one batch, because two
+neighbours often send to each other at the same time.
 
-The route of each message is read from the lists of operations, and is the same on every rank.
+The route of each message is computed from the lists of operations, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from nbkit.rank.device import accelerator
 from nbkit.schedules import Op
 
 _met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""Group -> the number of its formation that has met."""
+"""Group -> the number of the formation (see `_formed`) since which it has run a collective."""
 
 
 def meet_all(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Reduce a number over `group`, unless it has met since it was formed. Collective over the group, before a run.
+    """Run a first collective in `group`, unless it has run one since it was formed. All its ranks must call it.
 
-    NCCL connects at the first collective and blocks until all members are there. In the middle of a run, a rank that
-    blocks there early could keep back what the others need to get there.
+    NCCL connects at the first collective and blocks until all members take part. In the middle of a run, a rank that
+    blocks early could delay a message that other ranks need to get there.
     """
     if not _meets_again(group):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def sum_between(tensor: Tensor, members: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Sum `tensor` over `members`, some ranks of `group`, in one batch of messages. Collective over the members.
+    """Sum `tensor` over `members`, some ranks of `group`, in one batch of messages. All members must call it.
 
-    members: this rank among them, in one order on all of them. The sums are equal to the last bit, because each rank
+    members: ranks including this one, in the same order on all members. The sums are bitwise equal, because each rank
     adds in this order. Two members send as much as in an all-reduce.
     """
     mine, ways = group.rank(), cast(Any, group)
@@ -71,12 +72,12 @@ def sum_between(tensor: Tensor, members: Sequence[int], group: dist.ProcessGroup
 
 
 def has_met(group: dist.ProcessGroup) -> bool:
-    """Return True if the group has met since it was formed."""
+    """Return True if the group has run a collective since it was formed."""
     return _met.get(group) == _formed(group)
 
 
 def _meets_again(group: dist.ProcessGroup) -> bool:
-    """Return True if the group has met since it was formed. Note that it now has."""
+    """Return True if the group has run a collective since it was formed. Record that it now has."""
     before, _met[group] = has_met(group), _formed(group)
     return before
 
@@ -88,7 +89,7 @@ def _formed(group: dist.ProcessGroup) -> int:
 class StageMessage(NamedTuple):
     """A message that an operation of `stage` on micro-batch `micro` needs from a neighbour.
 
-    It holds activations or their gradient.
+    It contains activations or their gradient.
     """
 
     gradient: bool
@@ -100,7 +101,7 @@ class StageMessage(NamedTuple):
 
 
 class OpPlace(NamedTuple):
-    """The place of an operation: the rank of the pipeline, and the position in that rank's list."""
+    """The position of an operation: the rank of the pipeline, and the index in this rank's list."""
 
     rank: int
     at: int
@@ -110,10 +111,10 @@ class OpPlace(NamedTuple):
 class Routes:
     """The messages of one rank.
 
-    needs, gives: for each of its operations, the message that must arrive before it and the one that it sends. None if
-    there is none, or if the neighbour is on this rank. source, target: the operation at the other end. arrivals: for
-    each rank that sends to this one, its messages in the order of its list. order: what this rank sends and receives,
-    in the order that all ranks share.
+    needs, gives: for each of its operations, the message that must arrive before it, and the message that it sends.
+    None if there is none, or if the neighbour is on this rank. source, target: the operation at the other end.
+    arrivals: for each rank that sends to this rank, its messages in the order of its list. order: the messages that
+    this rank sends and receives, in the order that all ranks share.
     """
 
     needs: tuple[StageMessage | None, ...]
@@ -134,7 +135,8 @@ class Routes:
     ) -> Routes:
         """Return the messages of `rank` in a pipeline whose ranks follow `lists`.
 
-        sequences: of a generation. A micro-batch then waits for the token of the one `sequences` before it.
+        sequences: number of sequences of a generation. Then a micro-batch waits for the token of the micro-batch
+        `sequences` before it.
         """
         user: dict[StageMessage | None, OpPlace] = {
             _need(op): OpPlace(r, i) for r, ops in enumerate(lists) for i, op in enumerate(ops)
@@ -156,8 +158,8 @@ class Routes:
         needs = tuple(need if (need := _need(op)) in source else None for op in lists[rank])
         target = {message: user[message] for message in gives if message is not None}
         made = _when_made(lists, num_stages, sequences)
-        # Of messages that are sent at the same time, those of every second rank come first. Then none waits for more
-        # than one of them, instead of one for the other along the whole pipeline.
+        # Of messages sent at the same time, those of every second rank come first. Then each message waits for at most
+        # one of the others, instead of forming a chain along the whole pipeline.
         sender = {message: place.rank for message, place in source.items()} | dict.fromkeys(target, rank)
         order = sorted(sender, key=lambda message: (made[message], sender[message] % 2, sender[message]))
         ends = {peer: tuple(some) for peer, some in arrivals.items()}
@@ -168,7 +170,7 @@ _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def _when_made(lists: Sequence[Sequence[Op]], num_stages: int, sequences: int | None) -> dict[StageMessage, int]:
-    """Return when a simulated run makes each message. It is later than all messages that this one depends on."""
+    """Return the time at which a simulated run sends each message: later than all messages on which it depends."""
     gives = {give for ops in lists for op in ops if (give := _give(op, num_stages)) is not None}
     made, tokens = dict[StageMessage, int](), dict[int, int]()
     waiting, clocks, moved = [deque(ops) for ops in lists], [0] * len(lists), True
@@ -212,25 +214,25 @@ _DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.bool, torch.complex64, torch.complex128),
 )
-_HEADER = 64  # numbers in the first message of a header; a second one carries what is left
-_TURNS, _PER_TURN = 1 << 10, 1 << 20  # tags: number of the run, then number of the message in it
+_HEADER = 64  # numbers in the first message of a header; a second message contains the rest
+_TURNS, _PER_TURN = 1 << 10, 1 << 20  # tags: number of the run, then number of the message in this run
 
 
 class TensorSpec(NamedTuple):
-    """The shape, dtype and need of a gradient of one tensor, as known at both ends of a boundary."""
+    """The shape and dtype of a tensor, and whether it needs a gradient, as known at both ends of a boundary."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     wants_grad: bool
 
     def serves(self, now: TensorSpec) -> bool:
-        """Return True if a tensor like `now` may be sent as this one. It may need no gradient any more."""
+        """Return True if a tensor like `now` may be sent as this one. It may no longer need a gradient."""
         return self[:2] == now[:2] and self.wants_grad >= now.wants_grad
 
 
 @dataclass
 class _Sent:
-    """A message under way. used_at: the place, in the receiver's list, of the operation that needs it."""
+    """A message that is being sent. used_at: index, in the receiver's list, of the operation that needs it."""
 
     used_at: int
     works: list[dist.Work]
@@ -243,7 +245,7 @@ class _Sent:
 
 @dataclass
 class _Posted:
-    """A message that is awaited, and its buffers."""
+    """A message that is being received, and its buffers."""
 
     works: list[dist.Work]
     tensors: list[Tensor]
@@ -257,8 +259,8 @@ class _Posted:
 class Channels:
     """This rank's ends of all channels of a pipeline.
 
-    A run calls `begin`. Then, in the order of this rank's list, it calls `post` ahead, `receive` and `send`. It ends
-    with `finish`, or with `abandon` after an error.
+    A run calls `begin`. Then, in the order of this rank's list, it calls `post` in advance, `receive` and `send`. It
+    ends with `finish`, or with `abandon` after an error.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ class Channels:
         peers: Sequence[int] = (),
     ) -> None:
         """ordered, peers: see Pipeline."""
-        # Groups of other kinds, such as those of ranks that are threads, send over no wire.
+        # Other kinds of groups, such as those of threads, do not send over a network.
         if isinstance(group, DelegatingGroup) and ordered is None and accelerator().holds(device):
             raise StrategyError(
                 "A pipeline sends the tensors of GPUs over nccl, and these ranks have gloo.",
@@ -284,7 +286,7 @@ class Channels:
         self._forget()
 
     def begin_again(self) -> None:
-        """Forget all shapes and numbers, on every rank alike. After an interrupt the ranks may know different ones."""
+        """Forget all shapes and numbers, because ranks may differ after an interrupt. Call it on every rank."""
         self._forget()
         self._meet()
 
@@ -299,9 +301,10 @@ class Channels:
     def begin(self, routes: Routes, keys: Sequence[tuple[bool, Hashable]]) -> None:
         """Begin a run along `routes`. keys: (whether gradients are wanted, what the shapes depend on) of each
         micro-batch."""
-        self._meet()  # an error in a cell forms the world again, even if no step was broken off
+        self._meet()  # an error in a cell forms the world again, even if no step was aborted
         self._turn = (self._turn + 1) % _TURNS
-        # If nothing needed a gradient, something may now, because parameters were thawed. So it is sent again.
+        # If nothing needed a gradient, something may need it now, because parameters were unfrozen. So send the header
+        # again.
         self._specs = {
             key: spec for key, spec in self._specs.items() if not key[1][0] or any(one.wants_grad for one in spec)
         }
@@ -321,7 +324,8 @@ class Channels:
     def post(self, message: StageMessage) -> None:
         """Begin to receive `message` and those before it, as far as the shapes are known.
 
-        In order, those before it are on all channels, and nothing is received before what this rank has yet to send.
+        If messages go in order, those before it are on all channels, and nothing is received before what this rank has
+        yet to send.
         """
         while message not in self._posted:
             first = self._order[0] if self.in_order else message
@@ -331,7 +335,7 @@ class Channels:
     def receive(self, message: StageMessage) -> list[Tensor]:
         """Return the tensors of `message`.
 
-        Activations that need a gradient require it. On a GPU only the stream waits.
+        Activations that need a gradient have requires_grad=True. On a GPU only the stream waits.
         """
         peer, made_at = self._routes.source[message]
         while message not in self._posted:
@@ -344,8 +348,9 @@ class Channels:
     def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> list[int]:
         """Send `message` without waiting. `requires_grad` of an activation says whether a gradient comes back.
 
-        Returns the numbers of the tensors for which one does. They include those that need none any more because
-        parameters were frozen. Raises TrainingError if a stage returns other shapes than it did for the same key.
+        Return the numbers of the tensors for which a gradient comes back. They include tensors that no longer need one
+        because parameters were frozen. Raises TrainingError if a stage returns other shapes than before for the same
+        key.
         """
         peer, used_at = self._routes.target[message]
         if self.in_order:
@@ -385,8 +390,7 @@ class Channels:
         self._left_over.clear()
 
     def abandon(self) -> None:
-        """Give up a run after an error. Buffers are kept until a later run has ended, since a peer may still write to
-        them."""
+        """Abort a run after an error. Keep the buffers until a later run has ended: a peer may still write to them."""
         self._left_over += [*self._posted.values(), *self._headers.values()]
         for some in self._outbox.values():
             self._left_over += some
@@ -419,7 +423,7 @@ class Channels:
         return True
 
     def _key(self, message: StageMessage) -> tuple[int, tuple[bool, Hashable]]:
-        """Return the key of a boundary. A boundary is named by the stage behind it."""
+        """Return the key of a boundary. A boundary is identified by the stage after it."""
         return message.stage + message.gradient, self._keys[message.micro]
 
     def _read_header(self, peer: int) -> tuple[TensorSpec, ...]:
@@ -433,7 +437,7 @@ class Channels:
     def _batch(self, message: _Sent | _Posted) -> Iterator[None]:
         """Issue the parts of `message` as one operation, if messages go in order. A batch inside another one joins it.
 
-        Outside of a batch, torch would make an NCCL communicator for each pair of ranks.
+        Outside of a batch, torch would create an NCCL communicator for each pair of ranks.
         """
         if not self.in_order:
             yield
@@ -474,7 +478,7 @@ class Channels:
         return self._peers[peer], self._turn * _PER_TURN + number
 
     def _release(self, peer: int, made_at: int) -> None:
-        """Release what `peer` has used: all that its operations up to the place `made_at` needed."""
+        """Release the messages that `peer` has used: those that its operations up to index `made_at` needed."""
         waiting = self._outbox.get(peer, [])
         for sent in waiting:
             if sent.used_at <= made_at:

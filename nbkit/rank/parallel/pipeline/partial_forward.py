@@ -1,17 +1,18 @@
-"""Runs a part of a model inside the user's own forward. Gates at its modules skip, exchange values, and stop the
+"""Run a part of a model inside the user's own forward. Gates at its modules skip modules, exchange values, and stop the
 forward.
 
-A stage that holds the blocks `lo` to `hi` of a chain calls the whole model on the real input. Until block `lo` is
-called, modules with parameters are skipped. They give zeros of the right shapes, or what the stage before has sent of
-their outputs (Entry.skips). The input of block `lo` is exchanged for what the stage before has sent. The call of block
-`hi` ends the forward, and its input is sent on. Masks, position ids and rotary tables depend on no parameter. Every
-stage computes them for itself.
+A stage with the blocks `lo` to `hi` of a chain calls the whole model on the real input. Until block `lo` is called,
+modules with parameters are skipped. They return zeros of the right shapes, or their outputs as sent by the previous
+stage (StageInput.skips). The input of block `lo` is replaced by the values that the previous stage has sent. The call
+of block `hi` ends the forward, and its input is sent to the next stage. Masks, position ids and rotary tables depend on
+no parameter. Every stage computes them itself.
 
-A gate is the outermost thing at its module, so that hooks (of other strategies, of the user) run only when the module
-does. It is stored in the module itself, where torch puts a compiled call. The class stays as it is.
+A gate is the outermost wrapper of its module, so that hooks (of other strategies, of the user) run only if the module
+does. It is stored in the module itself, in the attribute for a compiled call. The class does not change.
 
-Tensors among the arguments of a call have paths as torch's pytrees write them: "[0][0]", "[1]['mask']", "[0][2].x".
-These are read and written by hand. Flattening all arguments by name takes tens of microseconds, in every step.
+Tensors in the arguments of a call have paths in the notation of torch's pytrees: "[0][0]", "[1]['mask']", "[0][2].x".
+The code here reads and writes them itself, because flattening all arguments by name takes tens of microseconds in every
+step.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _STEP = re.compile(r"\[([^\]]*)\]|\.(\w+)")
 
 @lru_cache(maxsize=4096)
 def _steps(path: str) -> tuple[tuple[bool, Any], ...]:
-    """Return (whether it is an attribute, the index, key or name) of each step."""
+    """Return (whether it is an attribute, the index, key or name) of each step of the path."""
     return tuple((not key, literal_eval(key) if key else name) for key, name in _STEP.findall(path))
 
 
@@ -58,7 +59,7 @@ def look(tree: Any, path: str) -> Any:
 
 
 def put(tree: Any, path: str, value: Any) -> Any:
-    """Return `tree` with `value` at `path`. Objects on the way are copied, never changed."""
+    """Return `tree` with `value` at `path`. Containers along the path are copied, not changed."""
     return _put(tree, _steps(path), value)
 
 
@@ -80,15 +81,15 @@ def _put(tree: Any, steps: tuple[tuple[bool, Any], ...], value: Any) -> Any:
 
 
 class _Reached(BaseException):
-    """Ends a forward at the entry of a block that another stage holds. No `except Exception` of the model stops it."""
+    """Ends a forward at a block of another stage. It is a BaseException, so `except Exception` does not catch it."""
 
 
 class StageBoundaries:
     """Boundaries at every block of a chain and at every module that may be skipped.
 
-    blocks, entries: of the chain, one per block. The first has no gate of its own. skipped: names of modules. again:
-    the model calls its blocks once more in the backward pass, with what it gave them in the forward pass. team: the
-    ranks of the tensor axis, each of which sends the next stage its positions; None if positions are not split.
+    blocks, entries: of the chain, one per block. The first block has no gate of its own. skipped: names of modules.
+    again: True if the model calls its blocks again in the backward pass, with the arguments of the forward pass. team:
+    the ranks of the tensor axis, each of which sends its positions to the next stage; None if positions are not split.
     """
 
     team: dist.ProcessGroup | None = None
@@ -134,7 +135,7 @@ class StageBoundaries:
         self._gated.clear()
 
     def run(self, lo: int, hi: int, received: Sequence[Tensor], call: Callable[[], Any]) -> Any:
-        """Run blocks lo to hi - 1 of `call()`, which calls the whole model. Return the tensors for block hi, or the
+        """Run blocks lo to hi - 1 in `call()`, which calls the whole model. Return the tensors for block hi, or the
         output.
 
         Raises StrategyError if the model's forward does not reach the blocks at which the part begins and ends.
@@ -156,16 +157,16 @@ class StageBoundaries:
         return output
 
     def idle(self) -> bool:
-        """Return True if the forward has not yet reached its first block. What it computes from weights is then not
-        used."""
+        """Return True if the forward has not reached its first block yet. Results from weights are unused until
+        then."""
         return self._running and self._at < self._lo
 
     def _pass_by(
         self, name: str, number: int | None, shapes: _Shapes | None, proceed: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Handle the call of a gated module: skip it, change its input, or end the forward.
+        """Handle the call of a module with a gate: skip it, change its input, or end the forward.
 
-        number: of the block, None for other modules. shapes: None for a module that is never skipped.
+        number: number of the block, or None for other modules. shapes: None for a module that is never skipped.
         """
         if not self._running:
             if number is not None and (again := self._again(number, args, kwargs)) is not None:
@@ -196,8 +197,7 @@ class StageBoundaries:
         return self._around(name, output) if self._followed else output
 
     def _around(self, name: str, output: Any) -> Any:
-        """Return the output of a call, with the values that the stage before has sent. Keep what later stages need of
-        it."""
+        """Return the output of a call, with the values from the previous stage. Store what later stages need."""
         call = self._calls[name]
         self._calls[name] += 1
         for skip in self._followed.get((name, call), ()):
@@ -218,19 +218,19 @@ class StageBoundaries:
         )
 
     def _exchange(self, number: int, args: Any, kwargs: Any) -> Any:
-        """Return (args, kwargs) with received values in place of those of which the caller has only an idle copy."""
+        """Return (args, kwargs) with received values instead of the caller's values, which are placeholders."""
         entry = self.entries[number]
         arrived = self._arrived(number, args, kwargs)
         changed = entry.kept
         if number == self._lo:
             changed = dict.fromkeys(entry.carried, "")
             for path, tensor in zip(entry.carried, self._received, strict=True):
-                # A received tensor is a leaf of autograd, which must not change in place.
+                # A received tensor is a leaf of autograd, which must not be changed in place.
                 own = tensor.clone() if path in entry.written else tensor
                 arrived[path] = completed(own, arrived[path].shape, self.team)
         self._given = arrived
         if self._remembered is not None:
-            # The key is what the caller gives, which its checkpoint keeps until the backward pass.
+            # The key is the caller's tensor, which its checkpoint keeps until the backward pass.
             caller = {path: look((args, kwargs), path) for path in entry.carried}
             others = {path: arrived[path] for path in changed if arrived[path] is not caller[path]}
             self._remembered[caller[entry.carried[0]]] = others
@@ -239,7 +239,7 @@ class StageBoundaries:
         return args, kwargs
 
     def _again(self, number: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Return (args, kwargs) of a block that is computed again, exchanged as in the forward pass; else None."""
+        """Return (args, kwargs) of a recomputed block, exchanged as in the forward pass, or None."""
         first = look((args, kwargs), self.entries[number].carried[0])
         if self._remembered is None or not isinstance(first, Tensor) or first not in self._remembered:
             return None
@@ -248,8 +248,8 @@ class StageBoundaries:
         return args, kwargs
 
     def _arrived(self, number: int, args: Any, kwargs: Any) -> dict[str, Tensor]:
-        """Return the inputs of a block by path. A tensor that several blocks share is the one that the last block was
-        given."""
+        """Return the inputs of a block by path. Take a tensor shared with the previous block from that block's
+        input."""
         entry = self.entries[number]
         arrived = {path: look((args, kwargs), path) for path in entry.carried}
         if missing := [path for path, leaf in arrived.items() if not isinstance(leaf, Tensor)]:
@@ -262,7 +262,7 @@ class StageBoundaries:
 
 
 class _Zeros:
-    """Zeros that all skipped modules of a stage give. To fill new ones for each would take longer than the call."""
+    """Zeros that all skipped modules of a stage return. New zeros for each call would take longer than the call."""
 
     _AT_MOST = 4  # shapes whose memory is kept
 
@@ -270,8 +270,8 @@ class _Zeros:
         self._kept: dict[Any, Tensor] = {}
 
     def like(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the same memory for the same shape, until someone has written into it."""
-        if torch.is_inference_mode_enabled():  # writes are not counted there
+        """Return the same memory for the same shape, until something has written to it."""
+        if torch.is_inference_mode_enabled():  # which does not count writes
             return torch.zeros(shape, dtype=dtype, device=device)
         found = self._kept.get((shape, dtype))
         if found is None or found._version:
@@ -283,11 +283,11 @@ class _Zeros:
 
 
 class _Shapes:
-    """The shapes that a module would give. A twin on the meta device finds them, once for each shape of its arguments.
+    """Finds the shapes of a module's outputs with a twin on the meta device, once for each shape of its arguments.
 
-    Modules that read values (which tokens an expert gets) do not run on meta. For them, a twin whose weights are zeros
-    without memory runs on the real arguments. On the CPU only the second twin is used: the first operation on meta
-    imports torch's compiler, which takes seconds.
+    Modules that read values (which tokens an expert gets) do not run on meta. For them, a twin whose weights are
+    expanded zeros runs on the real arguments. On the CPU only the second twin is used, because the first operation on
+    meta imports torch's compiler, which takes seconds.
     """
 
     def __init__(self, module: nn.Module, zeros: _Zeros) -> None:
@@ -303,7 +303,7 @@ class _Shapes:
         self.known: dict[Any, tuple[list[Any], Any]] = {}
 
     def zeros(self, args: Any, kwargs: Any) -> Any:
-        """Return the output, all zeros. If it is known, not even the twin runs."""
+        """Return the output, all zeros. If the shapes are known, the twin does not run."""
         key = (_kind(args), _kind(kwargs) if kwargs else ())
         if key not in self.known:
             self.known[key] = pytree.tree_flatten(self._run(args, kwargs))
@@ -319,7 +319,7 @@ class _Shapes:
                     return self.twin(*on_meta[0], **on_meta[1])
             try:
                 return self.valued(*args, **kwargs)
-            except RuntimeError:  # torch's grouped product, for experts, does not take weights without memory
+            except RuntimeError:  # torch's grouped product, for experts, does not accept expanded weights
                 weights = {
                     name: torch.zeros_like(p, memory_format=torch.contiguous_format)
                     for name, p in self.valued.named_parameters()
@@ -343,7 +343,7 @@ def _blank(param: nn.Parameter) -> nn.Parameter:
 
 
 def _kind(value: Any) -> Any:
-    """Return what the shapes depend on, as a hashable value."""
+    """Return a hashable value that determines the shapes."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, (tuple, list)):
@@ -355,6 +355,6 @@ def _kind(value: Any) -> Any:
 
 @contextmanager
 def _no_modes() -> Iterator[None]:
-    """Leave out the function modes of others (keyed dropout, context parallel). They change values, not shapes."""
+    """Disable function modes (keyed dropout, context parallel). They change values, not shapes."""
     with no_function_modes():
         yield

@@ -1,17 +1,17 @@
 """A rank's stages of a pipeline: the user's model with only some of its parameters, run piece by piece.
 
-A parameter that a rank does not hold is None in its module, as torch writes a bias that does not exist. So the module
-lists exactly this rank's parameters under their original names. The model finds an `Absent` in the place of the others.
-A tied weight stays tied, and is on every rank that uses it. Its gradient is the sum over those ranks. Other modules
-make this sum and send everything else.
+A parameter that a rank does not hold is None in its module, as in torch for a missing bias. So the module lists exactly
+this rank's parameters under their original names. Where the model reads another parameter, it gets an `Absent`. A tied
+weight stays tied, and is on every rank that uses it. Its gradient is the sum over these ranks. Other modules of nbkit
+compute this sum and send everything else.
 
-An `Absent` has a shape, a dtype and a device, because models ask any weight for these, as in
-`x.to(self.embed.weight.dtype)`. Before the first block that runs here, the model's forward may also compute with it. It
-is then zeros, and the results are not used. After that, using its values raises an error with its name.
+An `Absent` has a shape, a dtype and a device, because models often read them, as in `x.to(self.embed.weight.dtype)`.
+Before the first block that runs here, the model's forward may also compute with it. Then its values are zeros, and the
+results are not used. After that, any use of its values raises an error with its name.
 
-`model.parameters()` lists one in the place of each parameter that another stage holds (`list_absent`). So `zip` of the
-parameters of two parts pairs the same ones as in one process. An operation on absent parameters alone does nothing: the
-rank that holds them does it. An operation that mixes them with values of this rank raises an error.
+`model.parameters()` lists an `Absent` for each parameter of another stage (`list_absent`). So `zip` over the parameters
+of two modules pairs the same parameters as in one process. An operation on absent parameters alone does nothing,
+because it runs on the rank that holds them. An operation that mixes them with values of this rank raises an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nbkit.rank.torch_private import disabled_torch_function, pytree
 
 
 class Absent(Tensor):
-    """A tensor that stands for a parameter of another stage.
+    """A tensor that replaces a parameter of another stage.
 
     param_name: the name of the parameter. idle: returns True while the results of the forward are not used.
     """
@@ -47,7 +47,7 @@ class Absent(Tensor):
 
     @staticmethod
     def __new__(cls, whole: Tensor, name: str, idle: Callable[[], bool]) -> Absent:
-        """Make one like `whole`, which gives the shape, the dtype and the device. Its values are not read."""
+        """Make one with the shape, dtype and device of `whole`, whose values are not read."""
         made: Absent = Tensor._make_subclass(cls, _zeros(whole), False)
         made.param_name, made.idle = name, idle
         return made
@@ -73,7 +73,7 @@ class Absent(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """Zeros, where what is computed is not used; else itself."""
+        """Return zeros while results are not used, else the tensor itself."""
         return _zeros(self) if self.idle() else self
 
     @data.setter
@@ -82,11 +82,11 @@ class Absent(Tensor):
             raise _used(self, ".data")
 
     def numpy(self, **_: Any) -> Any:
-        """Raise: it has no values."""
+        """Raise StrategyError, because it has no values."""
         raise _used(self, "numpy")
 
     def tolist(self) -> Any:
-        """Raise: it has no values."""
+        """Raise StrategyError, because it has no values."""
         raise _used(self, "tolist")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
@@ -112,7 +112,7 @@ def _used(absent: Absent, how: str) -> StrategyError:
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a `torch._foreach_*` function on the tensors that are here. Leave the others as they are."""
+    """Run a `torch._foreach_*` function on the tensors of this rank. Leave the others unchanged."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
     here = []
     for place in zip(*lists, strict=True):
@@ -134,16 +134,16 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def list_absent(module: nn.Module) -> None:
-    """Make `parameters()` of `module` and all in it also list what other stages hold, each at its place."""
+    """Make `parameters()` of `module` and its submodules also list the parameters of other stages, in their places."""
     for part in module.modules():
         if type(part).parameters is nn.Module.parameters:
             vars(part)["parameters"] = _Parameters(part)
 
 
 class _Parameters:
-    """Stands for the `parameters` method of a module.
+    """Replaces the `parameters` method of a module.
 
-    It refers to what the module holds, not to the module, which would be a reference cycle.
+    It refers to the module's dicts, not to the module, to avoid a reference cycle.
     """
 
     def __init__(self, part: nn.Module) -> None:
@@ -172,11 +172,11 @@ _INSIDE = str(Path(__file__).parents[3]), str(Path(nn.__file__).parent)
 class Staged:
     """The parts of `chain` that one rank runs. `module` is changed in place.
 
-    ranges: (lo, hi) per stage of this rank: pieces lo to hi - 1 of the chain. Several stages share the module, and
-    parameters that several of them use. The one range (0, len(chain)) leaves the module as it is. holds: names of the
-    parameters that are left, each by its first name in the whole model. team: the ranks along tp, each of which sends
-    the next stage only its positions (tensor.positions). StageBoundaries are set here, before other strategies change
-    the module. So those changes run only when the module does.
+    ranges: (lo, hi) per stage of this rank: pieces lo to hi - 1 of the chain. Several stages share the module, and the
+    parameters that several of them use. The single range (0, len(chain)) leaves the module unchanged. holds: names of
+    the remaining parameters, by their first names in the whole model. team: the ranks along tp, each of which sends
+    only its positions to the next stage (sequence_parallel.py). StageBoundaries are installed here, before other
+    strategies change the module, so that these changes run only if the module does.
     """
 
     def __init__(
@@ -200,17 +200,17 @@ class Staged:
         list_absent(module)
 
     def runs(self, name: str) -> bool:
-        """Return True if the module that the parameter or buffer `name` belongs to computes on this rank."""
+        """Return True if the module with the parameter or buffer `name` runs on this rank."""
         piece = self.chain.piece_of(name)
         return any(lo <= piece < hi for lo, hi in self.ranges)
 
     def forward(self, index: int, value: Any, received: Sequence[Tensor]) -> Any:
         """Run stage `index` of this rank.
 
-        value: the input of the whole model (tensor, tuple or dict), which every stage gets. received: what the stage
-        before returned, () for the first. Returns the tensors for the next stage as a tuple. The stage that ends the
-        chain returns the model's output, whatever it is. Raises StrategyError if the model calls its blocks in another
-        way than when the chain was found.
+        value: the input of the whole model (tensor, tuple or dict), which every stage gets. received: the result of the
+        previous stage, or () for the first one. Return a tuple of tensors for the next stage, or the model's output
+        from the stage that ends the chain. Raises StrategyError if the model calls its blocks in another order than
+        when the chain was found.
         """
         lo, hi = self.ranges[index]
         if self._gates is None:
@@ -218,25 +218,25 @@ class Staged:
         return self._gates.run(lo, hi, received, lambda: call(self.module, value))
 
     def idle(self) -> bool:
-        """Return True if a forward has not yet reached the stage's first block."""
+        """Return True if a forward has not reached the stage's first block yet."""
         return self._gates is not None and self._gates.idle()
 
     def close(self) -> None:
-        """Take the gates off the module."""
+        """Remove the gates from the module."""
         if self._gates is not None:
             self._gates.remove()
             self._gates = None
 
 
 def _without_cache(module: nn.Module) -> None:
-    """Turn off the cache of HF models. It keeps keys and values of every block, for generating on one device."""
+    """Turn off the cache of HF models, which keeps keys and values of every block for generation on one device."""
     for part in module.modules():
         if getattr(config := getattr(part, "config", None), "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
 
 
 def _drop(module: nn.Module, holds: set[str], idle: Callable[[], bool]) -> None:
-    """Make every parameter that is not in `holds` absent."""
+    """Replace every parameter that is not in `holds` by an `Absent`."""
     for name, places in homes(module).items():
         if name in holds:
             continue

@@ -1,15 +1,15 @@
-"""Follows the data flow of a model while it runs once: which values depend on its parameters, and where they are used.
+"""Follow the data flow of a model while it runs once: which values depend on its parameters, and where they are used.
 
 A run is divided at the entries of the blocks. Segment 0 lies before block 0, segment i + 1 begins with block i, and the
-last one follows the last block. TorchDispatchMode sees every operation, and memory is followed instead of Python
-objects. At each entry the tensors that depend on parameters are exchanged for copies. A value that is used afterwards
-and is no such copy went around the cut, through a variable of the caller. A skip of a U-Net and the first of two towers
-do so.
+last one follows the last block. TorchDispatchMode sees every operation, and memory is tracked instead of Python
+objects. At each entry, the tensors that depend on parameters are replaced by copies. A value from before that is used
+afterwards and is not such a copy bypassed the cut, through a variable of the caller. Examples are the skip connections
+of a U-Net and the output of the first of two towers.
 
-The forward of a stage runs from the top, and the modules of earlier stages give zeros there. If such a module instead
-gives what an earlier stage has sent, everything that the caller computes from it without parameters is right again. So
-what goes around travels from stage to stage as outputs of those modules (Entry.skips), unless it was made or changed in
-another way.
+The forward of a stage runs from its beginning, and the modules of earlier stages return zeros. If such a module returns
+instead what an earlier stage has sent, everything that the caller computes from it without parameters is correct again.
+So values that bypass a cut are sent from stage to stage as outputs of these modules (StageInput.skips), unless they
+were made or changed in another way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nbkit.rank.watching_mode import WatchingMode
 
 
 class SkipConnection(NamedTuple):
-    """The tensor at `path` in the output of a call of `module`, wrapped in a tuple of one. call: which call, from 0."""
+    """The tensor at `path` in (output,) of a call of `module`. call: number of the call of this module, from 0."""
 
     module: str
     call: int
@@ -35,16 +35,16 @@ class SkipConnection(NamedTuple):
 
 
 _LOST = SkipConnection("", 0, "")
-"""Stands for a value that no module gave: the caller itself made it from a parameter."""
+"""Marks a value that is not a module's output: the caller itself computed it from a parameter."""
 
 
 @dataclass(frozen=True)
 class StageInput:
     """The input of a block.
 
-    carried: the tensors that depend on parameters, as paths into (args, kwargs). kept: of these, the ones that the
-    caller gives to consecutive blocks -> where the block before got it. written: of these, the ones that are changed in
-    place afterwards. skips: what goes around the cut.
+    carried: the tensors that depend on parameters, as paths into (args, kwargs). kept: path of a carried tensor that
+    the caller passes to consecutive blocks -> its path in the arguments of the previous block. written: paths of
+    carried tensors that are changed in place afterwards. skips: the values that bypass the cut.
     """
 
     carried: tuple[str, ...]
@@ -56,10 +56,10 @@ class StageInput:
 class DataflowTrace(WatchingMode):
     """Follows one run of `module`. `blocks` are called once each, in this order ("" first: the run begins with it).
 
-    skipped: modules whose outputs can be given to a later stage. None of them is in another. uses: parameter name (each
-    one's first) -> the segments that use it. entries(): the input of each block. around: number of a block -> what goes
-    around the cut at its entry. opaque: names of the modules that return a value that does not depend on parameters, or
-    none at all. callers: name -> segments that call the module.
+    skipped: modules whose outputs can be sent to a later stage. None of them contains another. uses: parameter name
+    (its first name) -> the segments that use it. entries(): the input of each block. around: number of a block -> what
+    bypasses the cut at its entry. opaque: names of the modules that return no tensor, or one that does not depend on
+    parameters. callers: name -> segments that call the module.
     """
 
     def __init__(self, module: nn.Module, blocks: Sequence[str], skipped: Collection[str] = ()) -> None:
@@ -105,7 +105,7 @@ class DataflowTrace(WatchingMode):
         ]
 
     def join(self, other: DataflowTrace) -> None:
-        """Add the result of `other`, a run in another mode. A cut has to be right in both."""
+        """Add the result of `other`, a run in another mode. A cut has to be correct in both."""
         for name, segments in other.uses.items():
             self.uses[name] |= segments
         for number, block in enumerate(self.blocks):
@@ -141,7 +141,7 @@ class DataflowTrace(WatchingMode):
         given: dict[int, tuple[str, Tensor]] = {}
         leaves: list[Any] = []
         flat, spec = pytree.tree_flatten_with_path((args, kwargs))
-        self._alive, before = [], self._alive  # so that an id stands for one tensor
+        self._alive, before = [], self._alive  # so that ids stay unique
         for key, leaf in flat:
             if isinstance(leaf, Tensor) and self._hangs(leaf):
                 path = pytree.keystr(key)
@@ -191,7 +191,7 @@ class DataflowTrace(WatchingMode):
     def _hangs(self, tensor: Tensor) -> bool:
         """Return True if the tensor was computed from parameters.
 
-        Views of a parameter do not count: the stage that uses them holds the parameter.
+        Views of a parameter do not count, because the stage that uses them holds the parameter.
         """
         return memory_of(tensor) in self._born
 
@@ -217,10 +217,10 @@ class DataflowTrace(WatchingMode):
 
 
 class _Origins:
-    """The module outputs from which each value was made, by operations between calls of `modules`.
+    """The module outputs from which each value was computed, by operations between calls of `modules`.
 
-    A later stage repeats these operations. changed: values that are changed in place after they were given. They can
-    neither be sent nor made again.
+    A later stage repeats these operations. changed: module outputs that were changed in place later. They can neither
+    be sent nor computed again.
     """
 
     def __init__(self, modules: Collection[str]) -> None:
@@ -235,7 +235,7 @@ class _Origins:
         self._within += module in self.modules
 
     def leave(self, module: str, output: Any) -> None:
-        """Note that the module has given `output`."""
+        """Note that the module has returned `output`."""
         if module not in self.modules:
             return
         self._within -= 1
@@ -246,11 +246,11 @@ class _Origins:
             id(leaf): SkipConnection(module, call, pytree.keystr(key)) for key, leaf in flat if isinstance(leaf, Tensor)
         }
         for tensor in tensors_in(output):
-            # If it passes on an argument, both origins are needed.
+            # If it returns an argument, both origins are needed.
             self._add(tensor, {given.get(id(tensor), _LOST)})
 
     def combine(self, sources: Iterable[Tensor], results: Iterable[Tensor], written: Collection[Tensor]) -> None:
-        """Note that an operation made `results` from `sources`, which depend on parameters, and changed `written`."""
+        """Note that an operation computed `results` from `sources` that depend on parameters, and changed `written`."""
         for tensor in written:
             self.change(memory_of(tensor))
         if not self._within:
@@ -263,7 +263,7 @@ class _Origins:
         self.changed |= self._made.get(memory, frozenset())
 
     def of(self, memory: Memory) -> frozenset[SkipConnection]:
-        """Return what the value at `memory` was made from."""
+        """Return the module outputs from which the value at `memory` was computed."""
         return self._made.get(memory, frozenset({_LOST}))
 
     def _add(self, tensor: Tensor, skips: Collection[SkipConnection]) -> None:

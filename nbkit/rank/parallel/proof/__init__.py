@@ -1,1 +1,1 @@
-"""Tools of every proof about a model: they run it and leave it as it was, follow its memory, compare tensors."""
+"""Tools for proofs about a model: they run it and restore it, track its memory, and compare tensors."""

@@ -1,11 +1,11 @@
-"""Tools for proofs: compare tensors, watch calls of modules, use the autograd graph, and follow memory.
+"""Tools for proofs: compare tensors, watch calls of modules, use the autograd graph, and track memory.
 
 Two tensors are the same except for rounding if they differ by at most a tolerance times the largest value. The right
 tolerance depends on the operations between the two. Each proof sets its own and gives the reason.
 
 Calls of modules are watched while a model runs. Keys identify calls that compute the same.
 
-Tensors are known by their memory, however a model got them: as an attribute, from a list, through a view.
+Tensors are identified by their memory, because a model may get them from an attribute, a list, or a view.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbkit.rank.torch_private import pytree
 from nbkit.rank.watching_mode import WatchingMode
 
 _SMALL = 1 << 16
-"""Tensors of modules with up to this many elements are compared by their values."""
+"""Tensors in modules with up to this many elements are compared by value."""
 
 
 @contextmanager
@@ -38,9 +38,9 @@ def watched(
     """Watch the calls of the modules in `module`.
 
     Each call begins with enter(name, module, args, kwargs), before all other hooks, and ends with leave(name, module,
-    args, kwargs, output). Both may return a replacement.
+    args, kwargs, output). Both may return a replacement, as hooks do.
 
-    names: of the modules to watch; all by default.
+    names: names of the modules to watch; all by default.
     """
     parts = dict(module.named_modules())
     with ExitStack() as hooks:
@@ -64,7 +64,7 @@ def call_counts(module: nn.Module, call: Callable[[], Any]) -> Counter[str]:
 
 
 def key_of(value: Any) -> Hashable:
-    """Return a key that is equal for two values with which a module computes the same. Unknown values use identity."""
+    """Return a key that is equal for two values with which a module computes the same. Unknown objects use identity."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return type(value), value
     if isinstance(value, tuple | list):
@@ -90,7 +90,8 @@ def _plain(value: Tensor) -> bool:
 def gradients(
     of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor | None] | None = None
 ) -> list[Tensor | None]:
-    """Return the gradients in `wanted` of the sum of `of`, each times its cotangent; None for what is not used.
+    """Return the gradients of the sum of all `of` times their cotangents, for each of `wanted`; None for unused
+    tensors.
 
     Without cotangents the tensors must be scalars. The graph is kept.
     """
@@ -103,18 +104,18 @@ def gradients(
 
 
 def run_backward(of: Sequence[Tensor]) -> None:
-    """Run the backward pass of all of `of`, which require gradients, with ones as their gradients."""
+    """Run the backward pass of all tensors in `of`, which require gradients, with gradients of ones."""
     torch.autograd.backward([_weighed(x, torch.ones_like(x)) for x in of])
 
 
 def _weighed(x: Tensor, cotangent: Tensor) -> Tensor:
-    """Return a scalar with that gradient. For other outputs torch imports its symbolic shapes, which takes a second."""
+    """Return a scalar whose gradient is `cotangent`. Other shapes make torch import symbolic shapes, which is slow."""
     found = x * cotangent.conj()
     return torch.view_as_real(found)[..., 0].sum() if found.is_complex() else found.sum()
 
 
 def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield every node of the graphs behind `tensors`, once. `variable` of a node is the leaf that it gives."""
+    """Yield every node of the graphs of `tensors` once. The attribute `variable` of a node is its leaf tensor."""
     seen, waiting = set[Any](), [x.grad_fn for x in tensors if x.grad_fn is not None]
     while waiting:
         node = waiting.pop()
@@ -137,11 +138,11 @@ SHAPE_ONLY = {
         *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
     )
 }
-"""Operations that use a tensor's shape, dtype or device, and read none of its values."""
+"""Operations that use a tensor's shape, dtype or device, but none of its values."""
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """Return a key of the memory behind a tensor. While the key is kept, no other memory equals it."""
+    """Return a key for the memory of a tensor. While the key is kept, no other memory has an equal key."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -157,7 +158,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves as `pytree.tree_leaves` does, in a quarter of the time for common arguments of operations."""
+    """Yield the leaves like `pytree.tree_leaves`, in a quarter of the time for common arguments of operations."""
     kind = type(value)
     if kind is tuple or kind is list:
         for part in value:
@@ -184,7 +185,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterab
 class MemoryUses(WatchingMode, Generic[T]):
     """Calls note(homes[memory], tensor, operation, whether it is changed) before an operation on memory in `homes`.
 
-    It costs microseconds per operation, so use it only for what happens once, before the first step.
+    It costs microseconds per operation, so use it only for work that happens once, before the first step.
     """
 
     def __init__(self, homes: Mapping[Memory, T], note: Callable[[T, Tensor, str, bool], None]) -> None:
@@ -204,7 +205,7 @@ class MemoryUses(WatchingMode, Generic[T]):
 def gap(whole: Tensor, other: Tensor, scale: float = 0.0) -> float:
     """Return the largest difference, relative to the largest value (or to `scale`, if that is larger).
 
-    Return inf for different shapes, for NaN, and for other dtypes than floats if they differ at all.
+    Return inf for different shapes, for NaN, and for different values of other dtypes than floats.
     """
     if whole.shape != other.shape:
         return float("inf")
@@ -223,7 +224,7 @@ def gap(whole: Tensor, other: Tensor, scale: float = 0.0) -> float:
 
 
 def unlike(x: Tensor, expected: Tensor, *, by_row: bool = False, least: float = 0.0) -> str:
-    """Return how `x` differs from `expected`; "" if they are the same except for rounding. least: the least scale."""
+    """Return how `x` differs from `expected`, or "" if only by rounding. least: the minimum scale."""
     if x.shape != expected.shape:
         return f"shape {tuple(x.shape)} instead of {tuple(expected.shape)}"
     if not expected.is_floating_point():

@@ -1,8 +1,8 @@
-"""State beside parameters, buffers and inputs that a forward pass or a loss changes and reads.
+"""State outside parameters, buffers and inputs that a forward pass or a loss changes and reads.
 
-Examples are a hidden state or a memory in an attribute, a count in a global, and a list that a lambda holds. It is in
-no state_dict, and is never sent. `OutsideState` remembers all such state that user code can reach, reports what has
-changed, and puts it back. `find_outside` runs the model to see whether the changes make a difference.
+Examples are a hidden state or a memory in an attribute, a counter in a global variable, and a list in a closure. Such
+state is in no state_dict, and is never sent. `OutsideState` remembers all such state that user code can reach, reports
+what has changed, and restores it. `find_outside` runs the model to see whether the changes make a difference.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _HOLDERS = (
     weakref.WeakKeyDictionary,
     weakref.WeakValueDictionary,
 )
-"""Library classes whose objects hold what a program puts there."""
+"""Library classes whose objects contain values of the user's program."""
 _CACHED = type(functools.lru_cache(lambda: None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, types.ModuleType)
 _MOST, _LONG, _COPIED = 5000, 256, 1 << 24  # limits: places; elements of one place; elements of all tensors
 
 _HOOKS = frozenset(key for key in OF_MODULES if "hooks" in key and isinstance(vars(nn.Module())[key], dict))
 _ITERATORS = ("builtins", "itertools", "_csv")
-"""Modules whose iterators have a position that cannot be read and written back."""
+"""Modules whose iterators have a position that cannot be read or restored."""
 _OF_GENERATORS = {"send", "throw", "close", "gi_frame", "gi_running"}
 
 Slots = dict[Any, Any]
@@ -65,12 +65,12 @@ Slots = dict[Any, Any]
 class OutsideUse:
     """The state outside of a model that a forward pass or a loss changes and reads.
 
-    names: of the places. by_rows: the state afterwards depends on the rows. per_row: it has a part for each row.
-    tensors: it is more than a number. attributes: (name of a module, name of an attribute of it) of the places that are
-    attributes. on_tensors: names of the places that are attributes of parameters and buffers, or within one. unseen:
-    how far a second pass was off from the first, if no visible state explains it; names are guesses then. drawn: the
-    places are the user's random generators, and nothing else. keyed: names of the places that have the model itself, or
-    one of its tensors, as a key. A switch puts others in their place.
+    names: names of the places. by_rows: the new state depends on the rows. per_row: the state has a part for each row.
+    tensors: the state is more than a number. attributes: (name of a module, name of its attribute) of the places that
+    are module attributes. on_tensors: names of the places that are attributes of parameters and buffers, or inside one.
+    unseen: difference between a second pass and the first, if no visible state explains it; `names` are then guesses.
+    drawn: the places are only the user's random generators. keyed: names of the places that have the model itself, or
+    one of its tensors, as a key; a switch replaces these objects.
     """
 
     names: tuple[str, ...]
@@ -84,7 +84,7 @@ class OutsideUse:
     keyed: tuple[str, ...] = ()
 
     def parted(self, module: nn.Module) -> tuple[dict[str, Any], list[str]]:
-        """Return the numbers and texts in attributes of `module`, by name, and the names of everything else."""
+        """Return the numbers and strings in attributes of `module`, by name, and the names of all other places."""
         parts = dict(module.named_modules())
         plain = {
             f"{path}.{name}" if path else name: vars(parts[path])[name]
@@ -107,9 +107,9 @@ class _Numpy:
 
 
 class _Replayed:
-    """Stands in for an iterator that user code advances. It gives the same items, and can be copied.
+    """Replaces an iterator that user code advances. It returns the same items, and can be copied.
 
-    Copies go on from the same place, each by itself. Items that all of them have read are freed.
+    Each copy continues independently from the same position. Items that all copies have read are freed.
     """
 
     __slots__ = ("_from", "_items", "_place")
@@ -119,7 +119,7 @@ class _Replayed:
 
     @classmethod
     def of(cls, iterator: Iterator[Any]) -> _Replayed:
-        """Replace `iterator`, which nothing else may advance from now on."""
+        """Return a replacement for `iterator`, which nothing else may advance from now on."""
         return cls(itertools.tee(iterator, 1)[0], iterator, 0)
 
     def __iter__(self) -> _Replayed:
@@ -138,11 +138,11 @@ class _Replayed:
         return copied
 
     def go_to(self, other: _Replayed) -> None:
-        """Give from now on what `other` gives."""
+        """Continue from the position of `other`."""
         self._items, self._from, self._place = copy.copy(other._items), other._from, other._place
 
     def stands_as(self, other: _Replayed) -> bool:
-        """Return True if `other` gives the same from here on."""
+        """Return True if `other` has the same source and position."""
         return self._from is other._from and self._place == other._place
 
 
@@ -150,10 +150,10 @@ class _Replayed:
 class _Place:
     """Something that holds values.
 
-    before: what it held, by key. path: of the module whose attributes they are. draws: it is a random generator. The
-    search for draws reports it (rng/draw_plan.py), and it is not state to carry over. cache: it is the cache of a
-    function, by its arguments, such as the model. hooks: the hooks of modules. They are put back together with the
-    marks that a lazy model sets when it installs them. They are not state themselves.
+    before: its first values, by key. path: path of the module whose attributes they are. draws: it is a random
+    generator. The search for draws reports it (rng/draw_plan.py), and it is not state to carry over. cache: it is the
+    cache of a function, keyed by arguments such as the model. hooks: it is the hooks of modules. They are restored
+    together with the flags that a lazy model sets when it installs them, and are not state themselves.
     """
 
     name: str
@@ -175,15 +175,15 @@ class OutsideSnapshot:
 
 
 class OutsideState:
-    """The state that `module` and `functions` can reach, as it was when this object was made."""
+    """The state that `module` and `functions` can reach, at the time when this object was created."""
 
     def __init__(self, module: nn.Module, *functions: Any) -> None:
         self._places: list[_Place] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
-        self._seen: dict[int, Any] = {}  # by id; the objects are held, so that no other object gets the same id
+        self._seen: dict[int, Any] = {}  # by id; keeps the objects alive, so that ids stay unique
         self._generators: list[tuple[_Place, Any]] = []
-        self._called: set[str] = set()  # names in the code that was looked at
-        self.unkept: list[str] = []  # iterators and generators that cannot be put back
+        self._called: set[str] = set()  # names in the code that was searched
+        self.unkept: list[str] = []  # iterators and generators that cannot be restored
         self._module = module
         self._own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for tensor in self._own.values():
@@ -214,7 +214,7 @@ class OutsideState:
         return found
 
     def attributes(self, names: Sequence[str]) -> frozenset[tuple[str, str]]:
-        """Return those of `names` that are attributes of the model's modules, as (path, attribute)."""
+        """Return the `names` that are attributes of the model's modules, as (path, attribute)."""
         own = {_spelled(place.name, key): (place.path, str(key)) for place in self._places for key in place.read()}
         found = ((name, own.get(name)) for name in names)
         return frozenset((at[0], at[1]) for _, at in found if at is not None and at[0] is not None)
@@ -224,7 +224,7 @@ class OutsideState:
         return [place.name for place in self._places if place.draws and not _same(place.before[""], place.read()[""])]
 
     def advanced(self) -> bool:
-        """Return True if an iterator has moved. This may make a difference only much later."""
+        """Return True if an iterator has advanced. The effect of this may show only much later."""
         return any(
             isinstance(value, _Replayed) and not _same(place.before.get(key), value)
             for place in self._places
@@ -247,13 +247,13 @@ class OutsideState:
         return tuple(place.name for place in self._places if place.cache and place.before != place.read())
 
     def on_tensors(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `names` that are attributes of the model's parameters and buffers, or within one."""
+        """Return the `names` that are attributes of the model's parameters and buffers, or inside one."""
         return tuple(
             name for name in names if any(name[:at] in self._own for at, letter in enumerate(name) if letter == ".")
         )
 
     def draw_again(self) -> None:
-        """Reset every random generator to its state when this object was made."""
+        """Reset every random generator to its state when this object was created."""
         for place in self._places:
             if place.draws:
                 place.write(place.before)
@@ -281,9 +281,9 @@ class OutsideState:
                     tensor.detach().copy_(content)
 
     def set_numbers(self) -> dict[tuple[str, str], Callable[[], None]]:
-        """Return the numbers and texts that a pass set in module attributes.
+        """Return the numbers and strings that a pass set in module attributes. A switch carries only these over.
 
-        They are (path, attribute) -> a function that sets it again. A switch carries only these over.
+        The result maps (path, attribute) to a function that sets the value again.
         """
         found: dict[tuple[str, str], Callable[[], None]] = {}
         for place in self._places:
@@ -293,7 +293,7 @@ class OutsideState:
         return found
 
     def numbers(self) -> Iterator[Callable[[float], None]]:
-        """Yield, for every number and every tensor that was changed in place, a function that adds to it."""
+        """Yield, for every changed number and every tensor that was changed in place, a function that adds to it."""
         for place in self._places:
             now = place.read()
             for key, value in now.items():
@@ -305,10 +305,10 @@ class OutsideState:
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:
-        """Change the parameters inside, computing them from their values. Parameters and buffers are restored
-        afterwards."""
+        """Use other parameters, computed from the current ones, inside this context. Parameters and buffers are
+        restored."""
         params = [p.detach() for p in self._module.parameters() if p.is_floating_point() or p.is_complex()]
-        # A window shows few numbers many times, so it cannot be written to.
+        # Skip tensors with overlapping memory (see `window` in copies.py), because they cannot be written to.
         params = [p for p in params if p.untyped_storage().nbytes() >= p.numel() * p.element_size()]
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         with torch.no_grad():
@@ -336,7 +336,7 @@ class OutsideState:
             self._class(type(part))
 
     def _hooks(self, parts: Sequence[nn.Module]) -> None:
-        """Watch the hooks of `parts`, except nbkit's, which come and go with the code that installs them."""
+        """Watch the hooks of `parts`, except nbkit's, which are installed and removed with the code that needs them."""
         held = [hooks for part in parts for key, hooks in vars(part).items() if key in _HOOKS]
 
         def read() -> Slots:
@@ -352,7 +352,7 @@ class OutsideState:
         self._places.append(_Place("", read, write, read(), hooks=True))
 
     def _attributes_of_tensors(self) -> None:
-        """Watch attributes of the model's own tensors, as in `self.weight.calls = 1`, set now or in a pass."""
+        """Watch attributes of the model's own tensors, such as `self.weight.calls = 1`, set before or in a pass."""
         own = self._own
 
         def read() -> Slots:
@@ -424,12 +424,12 @@ class OutsideState:
         elif isinstance(value, io.IOBase):
             self._file(name, value)
         elif _is_iterator(value) or isinstance(value, types.GeneratorType):
-            self.unkept.append(f"{name!r}, a {type(value).__name__}")  # nothing can be put in its place
+            self.unkept.append(f"{name!r}, a {type(value).__name__}")  # it cannot be replaced
         elif isinstance(value, types.MethodType):
             self._visit(name, value.__func__)
             self._visit(name, value.__self__)
         elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
-            self._visit(name, value.__self__)  # the list of its append, the iterator of its __next__
+            self._visit(name, value.__self__)  # the list of an append, the iterator of a __next__
         elif isinstance(value, functools.partial):
             for each in (value.func, value.args, value.keywords):
                 self._visit(name, each)
@@ -460,7 +460,7 @@ class OutsideState:
                 self._place(name, lambda: {"": values.tobytes()}, write)
 
     def _cache(self, name: str, cached: Any) -> None:
-        """Watch the cache of a function. It can be emptied, and fills itself again."""
+        """Watch the cache of a function. It can be emptied, and is filled again by calls."""
         if isinstance(function := inspect.unwrap(cached), types.FunctionType) and _is_users(function):
             known = [cached.cache_info().misses]
 
@@ -475,12 +475,12 @@ class OutsideState:
             self._function(function)
 
     def _file(self, name: str, file: io.IOBase) -> None:
-        """Watch how far a file was read."""
+        """Watch the position in a file."""
 
         def read() -> Slots:
             try:
                 return {"": file.tell()}
-            except (OSError, ValueError):  # it is closed, or text that is read line by line
+            except (OSError, ValueError):  # it is closed, or is a text file that is being iterated
                 return {"": None}
 
         def write(slots: Slots) -> None:
@@ -505,7 +505,7 @@ class OutsideState:
         self._place(name, read, write)
 
     def _slots(self, name: str, value: Any) -> None:
-        """Watch the attributes of an object whose class names them in `__slots__`."""
+        """Watch the attributes of an object whose class declares `__slots__`."""
         kinds = [vars(base).get("__slots__", ()) for base in type(value).__mro__ if _is_users(base)]
         named = [key for keys in kinds for key in ((keys,) if isinstance(keys, str) else keys) if key[:2] != "__"]
 
@@ -560,14 +560,14 @@ class OutsideState:
         self._places.append(place := _Place(name, read, write, now, path, draws))
         for key, value in itertools.islice(now.items(), _LONG):
             if isinstance(value, types.GeneratorType):
-                self._generators.append((place, key))  # it is known later whether anything is sent to it
+                self._generators.append((place, key))  # whether its methods are used is known later
             elif _is_iterator(value):
                 self._replay(place, key, value)
             else:
                 self._visit(_spelled(name, key), value)
 
     def _replay(self, place: _Place, key: Any, iterator: Iterator[Any], *, here: bool = True) -> None:
-        """Replace `iterator` by one that can be put back."""
+        """Replace `iterator` by one that can be restored."""
         made = self._seen.get(id(iterator))
         if not isinstance(made, tuple):
             made = self._seen[id(iterator)] = iterator, _Replayed.of(iterator) if here else None
@@ -623,7 +623,7 @@ class OutsideState:
     def _names(self, label: str, values: dict[str, Any], names: set[str]) -> None:
         chosen = {name for name in names & values.keys() if not _is_code(values[name])}
         if chosen:
-            # Another function may use the same names. Each is restored to its first value.
+            # Another function may use the same names. Each name is restored to its first value.
             self._namespace(label, values, lambda key: key in chosen)
 
     def _cell(self, name: str, cell: types.CellType) -> None:
@@ -635,7 +635,7 @@ class OutsideState:
 
 @contextmanager
 def outside_kept(module: nn.Module, *functions: Any) -> Iterator[OutsideState]:
-    """Restore afterwards what `module` and `functions` can reach."""
+    """Restore the state that `module` and `functions` can reach at the end of this context."""
     state = OutsideState(module, *functions)
     try:
         yield state
@@ -646,10 +646,10 @@ def outside_kept(module: nn.Module, *functions: Any) -> Iterator[OutsideState]:
 def find_outside(
     forward: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True
 ) -> OutsideUse | None:
-    """Return the state that a pass changes and reads; None if its changes make no difference.
+    """Return the state that a pass changes and reads, or None if its changes make no difference.
 
-    forward: takes some of two rows and returns tensors, the same ones while nothing else has changed. state: the state
-    now. two: the two rows are different ones.
+    forward: called with a list of row indices (0 and 1), returns tensors, which are equal as long as nothing else
+    changes. state: the state at this time. two: True if the two rows differ.
     """
 
     def run(rows: Sequence[int]) -> Any:
@@ -661,7 +661,7 @@ def find_outside(
     if not changes:
         return None
     keyed, caches = state.keyed(), state.caches()
-    run([1, 0])  # a model that remembers its rows may give the same result for the same rows
+    run([1, 0])  # a model that remembers its rows may return the same result for the same rows
     if _equal(first, _copied(run([0, 1]))) and not (state.advanced() or _read(run, state, first)):
         if not _of_weights(run, state):
             return None
@@ -683,7 +683,7 @@ def find_outside(
     }
     per_row = all(_for_each_row(changes[name], *(part.get(name) for part in parts)) for name in changes.keys() - same)
     if per_row and len(same) < len(changes):
-        # Parts for each row may still be read together, for example as a mean.
+        # Parts for each row may still be used together, for example as a mean.
         per_row = all(_read_by_row(whole, *half) for whole, *half in zip(again, *halves, strict=True))
     large = any(tensor.numel() != 1 for value in changes.values() for tensor in value if isinstance(tensor, Tensor))
     names = sorted(changes)
@@ -692,12 +692,12 @@ def find_outside(
 
 
 def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) -> bool:
-    """Return True if other numbers in the changed places make a difference, as after many passes."""
+    """Return True if larger numbers in the changed places, as after many passes, make a difference."""
     for added in (9, 99, 999):
         state.put_back()
         run([0, 1])
         changed = list(state.numbers())
-        for add in changed:  # also to numbers that a cache has left beside them
+        for add in changed:  # also numbers that a cache has stored beside them
             add(added)
         if changed and not _repeats(run, first):
             return True
@@ -705,8 +705,7 @@ def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) 
 
 
 def _of_weights(run: Callable[[Sequence[int]], Any], state: OutsideState) -> bool:
-    """Return True if the first pass computes something from the weights, and later passes read it when they have
-    changed."""
+    """Return True if the first pass computes something from the weights, and later passes reuse it for new weights."""
     state.put_back()
     run([0, 1])
     with state.other_weights():
@@ -719,11 +718,11 @@ def _of_weights(run: Callable[[Sequence[int]], Any], state: OutsideState) -> boo
 
 
 def find_caches(forward: Callable[[Sequence[int]], Any], state: OutsideState) -> frozenset[tuple[str, str]]:
-    """Return the numbers in module attributes that a pass sets to describe objects that it keeps beside them.
+    """Return the numbers in module attributes that a pass sets to describe objects that it stores beside them.
 
-    An example is the length of a table that the pass has made. Without the table, the model would run differently, or
-    not at all. Use it for a model for which `find_outside` has found nothing. Each is (path of the module, name of the
-    attribute).
+    An example is the length of a table that the pass has computed. If the number were kept without the table, the model
+    would run differently, or not at all. Use this if `find_outside` has found nothing. Each result is (path of the
+    module, name of the attribute).
     """
 
     def run(rows: Sequence[int]) -> Any:
@@ -752,7 +751,7 @@ def find_caches(forward: Callable[[Sequence[int]], Any], state: OutsideState) ->
 
 
 def _repeats(run: Callable[[Sequence[int]], Any], first: Any) -> bool:
-    """Return True if the two rows give `first` again. An error is a different result."""
+    """Return True if the two rows give `first` again. An error counts as a different result."""
     try:
         return _equal(first, _copied(run([0, 1])))
     except Exception:
@@ -760,7 +759,7 @@ def _repeats(run: Callable[[Sequence[int]], Any], first: Any) -> bool:
 
 
 def _fill(values: Any, content: bytes) -> None:
-    """Make a Python array hold `content`."""
+    """Replace the contents of a Python array by `content`."""
     if isinstance(values, bytearray):
         values[:] = content
     else:
@@ -783,7 +782,7 @@ def _add_to(tensor: Tensor, value: float) -> None:
 
 
 def _for_each_row(both: Any, first: Any, second: Any) -> bool:
-    """Return True if the state after two rows is the states after each row, joined."""
+    """Return True if the state after both rows is the concatenation of the states after each row."""
     if first is None or second is None or not len(both) == len(first) == len(second):
         return False
     for whole, *halves in zip(both, first, second, strict=True):
@@ -800,13 +799,13 @@ def _for_each_row(both: Any, first: Any, second: Any) -> bool:
 
 
 def _read_by_row(whole: Any, first: Any, second: Any) -> bool:
-    """Return True if the output of two rows is the outputs of each row, joined, or has no part for each row."""
+    """Return True if the output of both rows is the outputs of each row, concatenated, or does not depend on rows."""
     tensors = all(isinstance(value, Tensor) for value in (whole, first, second))
     return not tensors or whole.shape == first.shape or _for_each_row([whole], [first], [second])
 
 
 def _copied(value: Any) -> list[Any]:
-    """Return copies of the tensors and plain values in `value`. Everything else counts by its type."""
+    """Return copies of the tensors and plain values in `value`. For other objects, return their types."""
     found: list[Any] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -833,8 +832,7 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _stays(now: Any, wanted: Any) -> bool:
-    """Return True if `now` may stand for `wanted`. Tensors that a backward pass goes through cannot stand for each
-    other."""
+    """Return True if `now` may be used for `wanted`. Different tensors with a graph are not interchangeable."""
     return now is wanted or (_same(now, wanted) and not (isinstance(wanted, Tensor) and wanted.requires_grad))
 
 
@@ -854,13 +852,13 @@ def _same(before: Any, now: Any) -> bool:
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         if not (_has_memory(before) and _has_memory(now)):
             return before.shape == now.shape
-        # It may be made again in each pass, as a cache is.
+        # Compare values, because it may be computed again in each pass, like a cache.
         return before.shape == now.shape and before.dtype == now.dtype and torch.equal(before, now)
     return False
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return True if a tensor can be read. ZeRO-3 frees weights, which an nn.LSTM still holds in a list."""
+    """Return True if a tensor can be read. ZeRO 3 frees weights to which an nn.LSTM still refers in a list."""
     return tensor.layout != torch.strided or not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
@@ -873,7 +871,7 @@ def _spelled(name: str, key: Any) -> str:
 
 
 def _keys(key: Any) -> Iterator[int]:
-    """Yield the ids of the parts of a key, and the numbers in it, which may be ids too."""
+    """Yield the ids of the objects in a key, and the numbers in it, because they may be ids too."""
     if isinstance(key, weakref.ReferenceType):
         key = key()
     if isinstance(key, tuple):
@@ -884,7 +882,7 @@ def _keys(key: Any) -> Iterator[int]:
 
 
 def _shown(key: Any) -> str:
-    """Return a short text for a key, the same each time."""
+    """Return a short text for a key, which is the same each time."""
     if isinstance(key, weakref.ReferenceType):
         key = key()
     if isinstance(key, tuple):
@@ -905,13 +903,13 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_users(what: Any) -> bool:
-    """Return True if a class, function or module belongs to the user's program and to no library known here."""
+    """Return True if a class, function or module belongs to the user's program and not to a known library."""
     name = what.__name__ if isinstance(what, types.ModuleType) else getattr(what, "__module__", None)
     return isinstance(name, str) and name.partition(".")[0] not in _LIBRARIES
 
 
 def put_back_before(run: Callable[..., Any], module: nn.Module, *functions: Any) -> Callable[..., Any]:
-    """Return `run` wrapped so that each call first restores the state as it was at the first call."""
+    """Return `run` wrapped so that each call first restores the state that existed at the first call."""
     states: list[OutsideState] = []
 
     def again(*args: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Proves that a copy of the model computes with its own parts alone, and computes the same as the model.
+"""Prove that a copy of the model uses only its own parts, and computes the same as the model.
 
-Strategies, inspections and proofs run copies. A copy may read a weight of the model from which it was made. It then
-trains that weight, or none. A proof would not notice, because it compares two such copies. So, before the first step,
-the user's own model and a copy with the same weights are run on the same rows, while every argument of every torch
-function is checked.
+Strategies, inspections and proofs run copies. If a copy reads a weight of the original model, then training changes
+this weight, or none. A proof would not notice, because it compares two such copies. So, before the first step, the
+user's own model and a copy with the same weights are run on the same rows, while every argument of every torch function
+is checked.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Run = Callable[[nn.Module], Any]
 
 
 def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.Module], run: Run) -> list[str]:
-    """Return, for each of `copies` of `module`, the evidence that it uses parts of another model; "" if it does not.
+    """Return, for each of `copies` of `module`, the evidence that it uses parts of another model, or "".
 
-    skeleton: the one from which they were made. run: a forward pass on some rows. All models are left as they were.
-    Raises TrainingError if the model itself computes with parts of a copy that its callable has built, or if it
-    registers parameters or buffers while it runs.
+    skeleton: the skeleton from which they were made. run: a forward pass on some rows. All models are restored. Raises
+    TrainingError if the model itself uses parts of a copy that its callable has built, or if it registers parameters or
+    buffers while it runs.
     """
     made = [_tensors(each, buffers=False) for each in copies]
     foreign: dict[int, tuple[Tensor, str]] = {}
@@ -46,7 +46,7 @@ def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.M
         try:
             output = run(runs)
         except TrainingError as error:
-            # For example, the example is not a batch. This shows nothing; training may use another batch.
+            # For example, the example is not a batch. This proves nothing, because training may use another batch.
             raise RuntimeError("the model does not run on these rows") from error
         late.extend(name for name in module.state_dict() if name not in kept)
         return output
@@ -97,7 +97,7 @@ def _tensors(module: nn.Module, *, buffers: bool = True) -> dict[int, tuple[Tens
 
 
 def _output(module: nn.Module, runs: nn.Module, run: Run, reads: AbstractContextManager[Any]) -> Any:
-    """Run a forward of `runs` within `reads`. All forwards here draw the same random numbers."""
+    """Run a forward of `runs` inside `reads`. All forwards here draw the same random numbers."""
     drawn = Drawn.so_far()
     try:
         with ExitStack() as around:
@@ -120,7 +120,7 @@ def _unlike(a: Any, b: Any) -> float:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes which module runs when a torch function is given one of the tensors `foreign`."""
+    """Notes which module runs when one of the `foreign` tensors is passed to a torch function."""
 
     def __init__(self, foreign: dict[int, tuple[Tensor, str]], made: nn.Module) -> None:
         super().__init__()
@@ -159,8 +159,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _holder(module: nn.Module, path: str) -> str:
-    """Return what leads from the module at `path` to other parts of the model: a function in its class, or an
-    attribute."""
+    """Return what refers from the module at `path` to other parts of the model: a function or an attribute."""
     part, wanted = module.get_submodule(path), parts_of(module)
     beyond = wanted - {id(each) for each in (*part.modules(), *part.parameters(), *part.buffers())}
     for kind in type(part).__mro__:

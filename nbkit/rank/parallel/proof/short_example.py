@@ -1,7 +1,7 @@
-"""The first runs of a model on an example: what it draws itself, and on how few positions it does the same.
+"""The first runs of a model on an example: what the model draws itself, and on how few positions it behaves the same.
 
 The data flow, the order of blocks and the readers of a weight do not depend on the length of the rows, as long as the
-model makes the same operations. So these proofs, and a whole step, use only a few positions of each row.
+model makes the same operations. So the proofs of these, and a whole step, use only a few positions of each row.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from nbkit.rank.watching_mode import WatchingMode
 
 _READS = frozenset({"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default"})
 _POSITIONS = 16
-"""This many positions are as good as all. The remainder of their number modulo this is kept, for splits and patches."""
+"""This many positions show as much as all. The remainder of the length modulo this is kept, for splits and patches."""
 
 
 @dataclass(frozen=True)
 class FirstRuns:
     """The result of the first runs.
 
-    draws: what the model itself draws. short: the example with a few positions of each row, on which the model makes
-    the same operations as on all, and gives a finite loss; None if there is none. outside: what the model and the loss
-    change and read beside parameters and buffers. reads: they read values of tensors, and may depend on them. changes:
-    they change something beside parameters and buffers, whether they read it or not. caches: numbers in attributes that
-    describe what the model has cached beside them, see find_caches.
+    draws: the random numbers that the model itself draws. short: the example with a few positions of each row, on which
+    the model makes the same operations and gives a finite loss; None if there is no such example. outside: the state
+    outside parameters and buffers that the model and the loss change and read. reads: True if they read values of
+    tensors, so that they may depend on them. changes: True if they change state outside parameters and buffers, even if
+    they do not read it. caches: numbers in attributes that describe cached objects, see find_caches.
     """
 
     draws: DrawPlan | None = None
@@ -57,23 +57,23 @@ def first_runs(
 ) -> FirstRuns:
     """Return what running `module` on a few rows of `example` shows.
 
-    parts: into how many parts positions may be split. The module and the random generators are left as they were.
-    Errors are ignored here; training reports them.
+    parts: number of parts into which positions may be split. The module and the random generators are restored. Errors
+    are ignored here, because training reports them.
     """
     runs = _Runs(module, inputs, loss)
     with suppress(Exception), undrawn(), unchanged(module):
         state = OutsideState(module, loss)
         short = _shortened(example, pair(example, inputs)[0], lcm(_POSITIONS, parts))
-        # Use one row, since running all positions of a row takes most of the time here.
+        # Use one row, because running all positions of a row takes most of the time here.
         if short is None or (whole := runs.operations(example)) is None or runs.operations(short) != whole:
             short = None
         few = example if short is None else short
         draws = find_draws(module, runs.of(few))
         outside, caches = None, frozenset[tuple[str, str]]()
-        changes = bool(state.changes())  # after the forward alone: a loss may remove what it has left
+        changes = bool(state.changes())  # after the forward alone, because a loss may reset it
         state.put_back()
         seen = _Operations()
-        with suppress(Exception):  # if the loss fails, what the model draws is known all the same
+        with suppress(Exception):  # if the loss fails, the draws of the model are still known
             with unchanged(module), seen:
                 first = runs.seeded(few, [0, 1])
                 changed, drawn = bool(state.changes()), state.drawn()
@@ -110,7 +110,8 @@ class _Runs:
         return lambda rows: self._output(example, rows)[0]
 
     def operations(self, example: Any) -> list[Any] | None:
-        """Return the operations of the model and the loss on one row; None if that fails or the loss is not finite."""
+        """Return the operations of the model and the loss on one row, or None on an error or if the loss is not
+        finite."""
         seen = _Operations()
         with suppress(Exception), torch.no_grad(), seen:
             output, target = self._output(example, 1)
@@ -119,7 +120,7 @@ class _Runs:
         return None
 
     def seeded(self, example: Any, rows: Sequence[int]) -> tuple[Any, Any]:
-        """Return the model's outputs for these rows, and the loss, from the same random numbers each time."""
+        """Return the model's outputs for these rows, and the loss, with the same random numbers each time."""
         torch.manual_seed(0)
         seed_others(0)
         with torch.no_grad():
@@ -136,7 +137,7 @@ class _Runs:
 
 
 def _apart(one: Any, other: Any) -> float:
-    """Return how far a pass is off from an earlier one, relative to its values; 0 if rounding explains it."""
+    """Return the difference between two passes, relative to their values, or 0 if rounding explains it."""
     ours, theirs = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in (one, other))
     if [x.shape for x in ours] != [x.shape for x in theirs]:
         return inf
@@ -149,7 +150,7 @@ def _apart(one: Any, other: Any) -> float:
 
 
 class _Buffers:
-    """The buffers of a model as they were when this object was made."""
+    """The buffers of a model at the time when this object was created."""
 
     def __init__(self, module: nn.Module) -> None:
         held = [(part._buffers, name) for part in module.modules() for name in part._buffers]
@@ -168,8 +169,7 @@ def _clone(buffer: Tensor | None) -> Tensor | None:
 
 
 def _shortened(example: Any, value: Any, multiple: int) -> Any:
-    """Return `example` with a few of its positions. They come from everywhere, since masks may hide the first or the
-    last."""
+    """Return `example` with a few positions, spread over the row, because masks may hide the first or last ones."""
     lengths = [
         tensor.shape[1]
         for tensor in leaves(value).values()
@@ -190,7 +190,7 @@ def _shortened(example: Any, value: Any, multiple: int) -> Any:
 
 
 class _Operations(WatchingMode):
-    """Notes which operations are made, in order."""
+    """Records the operations, in order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Runs a model in order to look at it, and leaves it as it was.
+"""Run a model in order to examine it, and restore its state.
 
-While a model is tried out, the random numbers that it draws itself are noted, and its dropout drops nothing.
+Meanwhile, the random numbers that the model draws itself are noted, and its dropout drops nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from nbkit.rank.watching_mode import WatchingMode
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore parameters, buffers, gradients, modes, requires_grad and random generators afterwards.
+    """Restore parameters, buffers, gradients, modes, requires_grad and random generators at the end of this context.
 
-    It also restores plain attributes of the modules: numbers, text, tensors, and what lists, dicts and sets of them
-    hold. It restores their hooks, and removes what a forward registers. A library may install hooks in the first
-    forward, and note this in an attribute. It will then do so once more in the training. Inside, HF models keep no
-    cache, and attention is plain.
+    Also restore plain attributes of the modules: numbers, strings, tensors, and lists, dicts and sets of them. Restore
+    hooks, and remove what a forward registers. A library may install hooks in the first forward, and note this in an
+    attribute. It will then do so again in training. Inside the context, HF models keep no cache, and attention is
+    plain.
     """
     buffers = [
         (part, name, b, b.clone()) for part in module.modules() for name, b in part._buffers.items() if b is not None
@@ -43,7 +43,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             config.use_cache = False  # type: ignore[union-attr]
         for p, _, _ in params:
             p.grad = None
-        # A tied weight that autocast casts once would go around the cuts of a pipeline.
+        # Otherwise autocast would cast a tied weight once, and the result would bypass the cuts of a pipeline.
         torch.set_autocast_cache_enabled(False)
         try:
             yield
@@ -64,9 +64,9 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore what a forward changes beside weights and buffers: attributes, hooks, and registered names.
+    """Restore what a forward changes besides weights and buffers: attributes, hooks, and registered names.
 
-    A forward may count its calls, keep what it has seen, or install hooks, and no state_dict has these.
+    A forward may count its calls, store what it has seen, or install hooks. None of these are in a state_dict.
     """
     kept = []
     for part in module.modules():
@@ -87,7 +87,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             for name, value in own.items():
                 now[name] = value
                 if name in _REGISTERED:
-                    # A registered name may hold another tensor by now. The code that put it there restores it.
+                    # A registered name may refer to another tensor by now. The code that put it there restores it.
                     for new in [key for key in value if key not in contents[name]]:
                         del value[new]  # type: ignore[union-attr]
                 else:
@@ -103,7 +103,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Return what `_fill` needs to restore the current contents of `value`; None if it cannot be changed."""
+    """Return what `_fill` needs to restore the current contents of `value`, or None if it cannot be changed."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else (value._version, value.detach().clone())
     if isinstance(value, dict):
@@ -112,9 +112,9 @@ def _copy(value: Any) -> Any:
 
 
 def _fill(value: Any, content: Any) -> None:
-    """Make `value` hold `content` again.
+    """Restore the contents of `value` from `content`.
 
-    Do not write if it still holds it: it may be frozen, as a config of diffusers.
+    Do not write if nothing has changed: `value` may be frozen, like a config of diffusers.
     """
     if isinstance(value, Tensor):
         if content is not None and value._version != content[0]:
@@ -131,13 +131,13 @@ def _fill(value: Any, content: Any) -> None:
 
 
 def _same(now: Collection[Any], before: Collection[Any]) -> bool:
-    """Return True if they hold the same objects, in the same order."""
+    """Return True if both hold the same objects, in the same order."""
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
 @contextmanager
 def _weights_kept(module: nn.Module) -> Iterator[None]:
-    """Restore weights that a forward moves itself, as the average of a teacher: in place, or by `p.data = ...`."""
+    """Restore weights that a forward itself changes, as for a teacher's average: in place, or by `p.data = ...`."""
     held = [(p, p.detach()) for p in module.parameters()]
     writes = _CopiesBeforeWrites([data for _, data in held])
     try:
@@ -153,7 +153,7 @@ def _weights_kept(module: nn.Module) -> Iterator[None]:
 
 
 class _CopiesBeforeWrites(WatchingMode):
-    """Copies the memory of some tensors before it is first written to. Memory that is not written to costs nothing."""
+    """Copies the memory of some tensors before the first write to it. Memory that is not written to costs nothing."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class _CopiesBeforeWrites(WatchingMode):
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Make nn.TransformerEncoder call its layers, and those their parts, in evaluation too."""
+    """Make nn.TransformerEncoder call its layers, and these their parts, in evaluation too."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -181,22 +181,22 @@ def plain_attention() -> Iterator[None]:
 
 
 def set_evaluation(module: nn.Module) -> None:
-    """Set every part to evaluation, within `unchanged`. It does not call the model's own `train()`, which may merge
-    weights."""
+    """Set every part to evaluation mode, inside `unchanged`. The model's own `train()`, which may merge, is not
+    called."""
     for part in module.modules():
         part.training = False
 
 
 def thaw(module: nn.Module) -> None:
-    """Make every parameter trained, within `unchanged`, so that the graph also shows what depends on frozen ones."""
+    """Make all parameters trainable, inside `unchanged`, so that the graph also shows what depends on frozen ones."""
     for p in module.parameters():
         p.requires_grad_(p.is_floating_point() or p.is_complex())
 
 
 class Draws(WatchingMode):
-    """Notes every operation that draws random numbers in `found`, a list that several may share.
+    """Adds every operation that draws random numbers to `found`, a list that several objects may share.
 
-    Attention does not count: it can draw, but only for dropout.
+    Attention does not count, because it draws only for dropout.
     """
 
     def __init__(self, found: list[str]) -> None:
@@ -221,7 +221,7 @@ class DroppingNothing(TorchFunctionMode):
 
 
 class _Nothing(AttentionMask):
-    """A mask on `device` that drops nothing. Attention cannot leave it to its kernel."""
+    """A mask on `device` that drops nothing. Attention must not leave dropout to its kernel."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device

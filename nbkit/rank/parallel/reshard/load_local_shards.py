@@ -13,7 +13,7 @@ from nbkit.tensor_layout import Layout
 
 @torch.no_grad()
 def copy_part(target: Tensor, layout: Layout, whole: Tensor) -> None:
-    """Fill `target` with the boxes of `whole` that `layout` names."""
+    """Fill `target` with the boxes of `whole` in `layout`."""
     if target.data_ptr() == whole.data_ptr() and layout.is_whole:
         return
     for here, there in layout.pieces:

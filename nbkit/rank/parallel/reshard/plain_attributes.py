@@ -1,6 +1,6 @@
 """Plain attributes of modules, which are in no state_dict.
 
-Examples are a temperature or dropout rate that a live cell sets, the mode of a frozen part, or a number of calls. A
+Examples are a temperature or dropout rate that a live cell sets, the mode of a frozen part, or a count of calls. A
 switch carries over those that were set during training, and a process that joins the training receives them.
 """
 
@@ -18,7 +18,7 @@ OF_MODULES = frozenset(vars(nn.Module()))
 
 Plain = int | float | complex | bool | str | bytes | None
 Attributes = Mapping[tuple[str, str], Plain]
-"""(name of a module, name of an attribute of it) -> its value."""
+"""(name of a module, name of its attribute) -> value of the attribute."""
 
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"
@@ -74,10 +74,10 @@ def take_along(
 
 
 def take_objects_along(old: nn.Module, new: nn.Module) -> None:
-    """Pass to `new` the objects and tensors that modules of `old` keep in attributes, with everything they hold.
+    """Pass the objects and tensors in module attributes of `old` to `new`, with everything in them.
 
-    A model may change and read them as it runs. An object that holds a part of the model, or a function, is left out,
-    since `new` has its own.
+    A model may change and read them while it runs. An object that refers to a part of the model, or to a function, is
+    left out, because `new` has its own.
     """
     model = {id(each) for each in (*old.modules(), *old.parameters(), *old.buffers())}
     parts = dict(new.named_modules())
@@ -95,7 +95,7 @@ def take_objects_along(old: nn.Module, new: nn.Module) -> None:
 def _is_fixed(value: object) -> bool:
     """Return True if `value` is plain, or an object of nbkit, such as one that refuses to copy a part of the weights.
 
-    An iterator of nbkit wraps one of the user, so it is passed on like the user's objects.
+    An iterator of nbkit wraps an iterator of the user, so it is treated like the user's objects.
     """
     kind = type(value)
     return isinstance(value, Plain) or (kind.__module__.startswith("nbkit.") and not hasattr(kind, "__next__"))
@@ -117,8 +117,8 @@ def _holds(value: object, model: set[int], seen: set[int]) -> bool:
 def set_since(module: nn.Module, built: Attributes) -> Attributes:
     """Return the attributes of `module` that changed since it was `built`.
 
-    An attribute that was added together with hooks is left out. It may record that they are installed, as transformers
-    does for outputs that it collects. Without it, a module installs its hooks in its next forward.
+    An attribute that was added together with hooks is left out. It may record that they are installed, like that of
+    transformers for collected outputs. Without it, a module installs its hooks in its next forward.
     """
     found = plain_attributes(module)
     hooked = {path for (path, name), value in found.items() if name in _HOOKS and built.get((path, name), 0) != value}
@@ -134,7 +134,7 @@ _NONE = object()
 
 
 def put(attributes: Attributes, module: nn.Module) -> None:
-    """Set `attributes` in those of their parts that `module` has."""
+    """Set `attributes` in the modules that `module` has."""
     parts = dict(module.named_modules())
     for (path, name), value in attributes.items():
         if path not in parts:

@@ -1,16 +1,16 @@
-"""Data movement of a switch: every rank gets the boxes that it lacks, in bounded rounds.
+"""Data movement of a switch: every rank gets the boxes that it lacks, in rounds of limited size.
 
-`Exchange` holds old and new shards at the same time. Each round that sends anything is one all-to-all of the world.
-All rounds together send exactly the bytes of the plan, and a plan that moves nothing sends no message.
+`Exchange` holds old and new shards at the same time. Each round that sends anything is one all-to-all of the world. All
+rounds together send exactly the bytes of the plan, and a plan that moves nothing sends no message.
 
-`InPlace` is for when memory does not hold both: it moves tensor by tensor, and frees the old ones. It sends the bytes
-of the plan in rounds, as Exchange does, and before each round an all-reduce of 8 bytes, so that no rank begins a round
-for which another has no memory. If a rank has none, all ranks move everything back in the same way.
+`InPlace` is used if memory cannot hold both: it moves tensor by tensor, and frees the old ones. It sends the bytes of
+the plan in rounds, like Exchange, and an all-reduce of 8 bytes before each round, so that all ranks begin a round only
+if all have memory for it. If a rank has none, all ranks move everything back in the same way.
 
 For `InPlace`, the new sharded model is built `hollow`: every tensor has its shape, its views and its place in module
 and optimizer, but a storage of zero bytes. `TargetStorage` allocates these storages, and `SourceStorage` frees those of
-the old model, both key by key. A storage that several keys share (the flat parts of ZeRO 3) is allocated with the first
-of them and freed with the last.
+the old model, both key by key. A storage that several keys share (the flat shards of ZeRO 3) is allocated with the
+first of them and freed with the last.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from nbkit.rank.comm.agree import any_rank
 from nbkit.tensor_layout import Layout
 
 State = Mapping[str, tuple[Tensor, Layout]]
-"""The shards that a rank holds: key -> (its part, the layout that says which part it is)."""
+"""The shards that a rank holds: key -> (its part, the layout of this part in the whole tensor)."""
 
 ROUND_BYTES = 24 << 20
-"""Bytes that a rank sends and receives in a round at most. The two flat buffers together stay below 64 MB."""
+"""Maximum bytes that a rank sends, and receives, in a round. The two buffers together take less than 64 MB."""
 
 
 def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> ExchangePlan:
-    """Return the plan from what every rank holds to what it wants. Collective: one all-gather of compressed layouts.
+    """Return the plan from what every rank holds to what it wants. All ranks must call it: it all-gathers the layouts.
 
-    If the layouts of all ranks are known, `ExchangePlan.of` needs no message. Raises TrainingError as
-    `ExchangePlan.of` does, and if ranks hold a tensor in different dtypes.
+    If the layouts of all ranks are known, `ExchangePlan.of` needs no message. Raises TrainingError like
+    `ExchangePlan.of`, and if ranks hold a tensor in different dtypes.
     """
     # Use one object for equal layouts, so that it is pickled once and compared by identity on arrival.
     known: dict[Layout, Layout] = {}
@@ -62,18 +62,18 @@ def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> ExchangePla
                     numbers=f"{first[key][0]}, on rank {rank} {kind[0]}",
                     hint="the same precision on every rank",
                 )
-    # A tensor that no rank holds has no size; the plan reports it as missing.
+    # A tensor that no rank holds has no size. The plan reports it as missing.
     held, needed = [theirs for theirs, _, _ in every], [theirs for _, theirs, _ in every]
     sizes = {key: 1 for theirs in needed for key in theirs} | {key: size for key, (_, size) in first.items()}
     return ExchangePlan.of(held, needed, sizes)
 
 
 class Exchange:
-    """A plan as one rank executes it: prepared while the old strategy trains, then run.
+    """The execution of a plan on one rank: prepared while the old strategy trains, then run.
 
-    limit: bytes that a rank sends and receives in a round at most. buffer_bytes: memory that a run takes besides both
-    shards. stamp: a number that is equal on ranks with the same plan. It can be run again on tensors of the same
-    layouts. Raises TrainingError if the plan would leave an element of this rank's new tensors unfilled.
+    limit: maximum number of bytes that a rank sends, and receives, in a round. buffer_bytes: memory that a run takes
+    besides both shards. stamp: a number that is equal on ranks with the same plan. It can be run again on tensors of
+    the same layouts. Raises TrainingError if the plan would leave an element of this rank's new tensors unfilled.
     """
 
     def __init__(self, plan: ExchangePlan, rank: int, *, limit: int = ROUND_BYTES) -> None:
@@ -82,29 +82,31 @@ class Exchange:
         self._steps = steps(plan, self.rounds, rank)
         self._room = room_of(self._steps)
         self.buffer_bytes = sum(self._room)
-        # A hash of what all ranks must agree on; otherwise they would wait for messages that are never sent.
+        # A hash of the values that must be equal on all ranks. Otherwise ranks would wait for messages that are never
+        # sent.
         self.stamp = zlib.crc32(repr((plan.bytes, plan.sent, [each.num_bytes for each in self.rounds])).encode())
         self._ready: tuple[Tensor, Tensor] | None = None
 
     def make_room(self, source: State, target: State, *, device: torch.device) -> None:
-        """Do in advance what may fail in `run` on one rank alone: check the tensors and allocate the buffers."""
+        """Check the tensors and allocate the buffers in advance: steps of `run` that may fail on one rank alone."""
         check(self.plan, source, self.plan.old[self.rank], "old")
         check(self.plan, target, self.plan.new[self.rank], "new")
         self._ready = buffers_of(self._room, device)
 
     def give_back(self) -> None:
-        """Free the buffers of `make_room`, if no `run` follows."""
+        """Free the buffers of `make_room` if no `run` follows."""
         self._ready = None
 
     @torch.no_grad()
     def run(
         self, source: State, target: State, *, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Fill the tensors of `target` from the `source` tensors of all ranks, which do not change. Collective.
+        """Fill the tensors of `target` from the `source` tensors of all ranks, which do not change. All ranks must call
+        it.
 
-        device: device of the buffers; the process group must be able to send from it. group: of all ranks; None for
-        torch's own. Raises TrainingError, before
-        anything is sent, if this rank's tensors are not those of the plan.
+        device: device of the buffers; the process group must be able to send from it. group: group of all ranks; None
+        for torch's default group. Raises TrainingError, before anything is sent, if this rank's tensors do not match
+        the plan.
         """
         if self._ready is None:
             self.make_room(source, target, device=device)
@@ -117,7 +119,7 @@ class Exchange:
 
 
 def room_of(made: Sequence[RankRound]) -> tuple[int, int]:
-    """Return the bytes of the two buffers (sent, received) that the largest of these rounds need."""
+    """Return the sizes in bytes of the two buffers (sent, received), as needed by the largest of these rounds."""
     return (
         max((sum(step.sent) for step in made), default=0),
         max((sum(step.received) for step in made), default=0),
@@ -131,7 +133,7 @@ def buffers_of(room: tuple[int, int], device: torch.device) -> tuple[Tensor, Ten
 
 
 def check(plan: ExchangePlan, state: State, planned: Mapping[str, Layout], which: str) -> None:
-    """Raise TrainingError if `state` is not what the plan was made for."""
+    """Raise TrainingError if `state` does not match the plan."""
     for key, layout in planned.items():
         tensor, actual = state[key] if key in state else (None, None)
         sound = tensor is not None and tuple(tensor.shape) == layout.local and actual == layout
@@ -152,7 +154,7 @@ def carry_out(
     buffers: tuple[Tensor, Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Run one round, from the tensors of `old` to those of `new`. Collective if the round sends anything."""
+    """Run one round, from the tensors of `old` to those of `new`. A collective if the round sends anything."""
     for copy in step.copies:
         for key in copy.keys:
             if old[key] is not new[key]:
@@ -179,7 +181,7 @@ def _pack(flat: Tensor, at: int, piece: Tensor) -> int:
     stop = at + piece.numel() * piece.element_size()
     if at % piece.element_size() == 0:
         flat[at:stop].view(piece.dtype).view(piece.shape).copy_(piece)
-    else:  # not aligned, after a tensor of smaller elements
+    else:  # unaligned, after a tensor of smaller elements
         flat[at:stop].copy_(piece.contiguous().reshape(-1).view(torch.uint8))
     return stop
 
@@ -200,8 +202,8 @@ _spaces: ContextVar[Spaces | None] = ContextVar("spaces", default=None)
 def hollow() -> Iterator[Spaces]:
     """Build a sharded model without memory inside this context. Yield the storages that `TargetStorage` allocates.
 
-    Code that allocates a tensor of a sharded model passes it to `emptied` once its views are made. Such a tensor must
-    not be read before it is allocated: torch would read from an invalid address.
+    Code that allocates a tensor of a sharded model passes it to `emptied` after its views are created. Such a tensor
+    must not be read before it is allocated: torch would read from an invalid address.
     """
     spaces: Spaces = {}
     token = _spaces.set(spaces)
@@ -212,7 +214,7 @@ def hollow() -> Iterator[Spaces]:
 
 
 def emptied(tensor: Tensor) -> Tensor:
-    """Return `tensor`. Inside `hollow`, free the memory behind it first."""
+    """Return `tensor`. Inside `hollow`, free its memory first."""
     if (spaces := _spaces.get()) is not None:
         storage = tensor.untyped_storage()
         spaces[storage._cdata] = storage, storage.nbytes()
@@ -221,7 +223,7 @@ def emptied(tensor: Tensor) -> Tensor:
 
 
 class TargetStorage:
-    """The sharded model that gets memory.
+    """The sharded model that receives memory.
 
     state: its tensors to fill, hollow or not. spaces: the storages that `hollow` yielded.
     """
@@ -231,7 +233,7 @@ class TargetStorage:
         self._keys: dict[int, set[str]] = {}
 
     def take(self, key: str) -> None:
-        """Allocate memory for the tensor of `key`. Raises what the allocator raises."""
+        """Allocate memory for the tensor of `key`. Errors of the allocator are raised."""
         tensor = self.state[key][0]
         if (address := _address(tensor)) not in self._spaces:
             return
@@ -243,7 +245,7 @@ class TargetStorage:
         keys.add(key)
 
     def let_go(self, key: str) -> None:
-        """Let go of the tensor of `key`. Its memory is freed once all keys that share it are let go."""
+        """Release the tensor of `key`. Its memory is freed when all keys that share it are released."""
         address = _address(self.state[key][0])
         if keys := self._keys.get(address):
             keys.discard(key)
@@ -252,10 +254,11 @@ class TargetStorage:
 
 
 class SourceStorage:
-    """The sharded model that gives memory back, and can take it again.
+    """The sharded model that frees memory, and can allocate it again.
 
-    state: its tensors to move. tensors: all other tensors over the same memory. To free memory, each of them is set to
-    a zero of its shape. Memory that nobody else holds is then free. Other holders of a part still read the old values.
+    state: its tensors to move. tensors: all other tensors over the same memory. To free memory, each of these tensors
+    is set to an expanded zero of its shape. Memory that nothing else refers to is then free. Other views of it still
+    read the old values.
     """
 
     def __init__(self, state: State, tensors: Iterable[Tensor]) -> None:
@@ -275,14 +278,14 @@ class SourceStorage:
             block.keys.add(key)
 
     def take(self, key: str) -> None:
-        """Allocate memory for the tensor of `key`. Raises what the allocator raises."""
+        """Allocate memory for the tensor of `key`. Errors of the allocator are raised."""
         if (block := self._home.get(key)) is not None:
             if not block.keys:
                 block.fill()
             block.keys.add(key)
 
     def let_go(self, key: str) -> None:
-        """Let go of the tensor of `key`. Its memory is freed once all keys that share it are let go."""
+        """Release the tensor of `key`. Its memory is freed when all keys that share it are released."""
         if (block := self._home.get(key)) is not None:
             block.keys.discard(key)
             if not block.keys:
@@ -290,7 +293,7 @@ class SourceStorage:
 
 
 class _Block:
-    """A storage, the tensors that are views of it, and the keys of the tensors that are in it now."""
+    """A storage, the tensors that are views of it, and the keys of the tensors in it that are not released."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes, self.keys = num_bytes, set[str]()
@@ -318,7 +321,7 @@ def _address(tensor: Tensor) -> int:
 
 
 IN_PLACE_BYTES = 8 << 20
-"""Bytes that a rank sends, receives and begins in a round at most, since the round's tensors need memory too."""
+"""Maximum bytes that a rank sends, receives and begins in a round. The tensors of the round need memory too."""
 
 
 class TensorMemory(Protocol):
@@ -330,17 +333,17 @@ class TensorMemory(Protocol):
         """Allocate memory for the tensor of `key`. If this raises, nothing was allocated."""
 
     def let_go(self, key: str) -> None:
-        """Let go of the tensor of `key`, which is not read again before the next `take`."""
+        """Release the tensor of `key`. It is not read before the next `take`."""
 
 
 class InPlace:
-    """A plan as one rank executes it in place. Raises TrainingError as Exchange does.
+    """The execution of a plan in place on one rank. Raises TrainingError like Exchange.
 
     buffer_bytes: memory that a run takes besides tensors.
     """
 
     def __init__(self, plan: ExchangePlan, rank: int, *, limit: int = IN_PLACE_BYTES) -> None:
-        # Relays would run last, and old tensors could not be freed before them.
+        # Relays would run last, so old tensors could not be freed before.
         self.plan = plan = plan.without_relays()
         self.rank, self.limit = rank, limit
         self.rounds = rounds(plan, limit=limit, in_place=limit)
@@ -349,17 +352,17 @@ class InPlace:
         self.buffer_bytes = sum(self._room)
 
     def check(self, old: TensorMemory, new: TensorMemory) -> None:
-        """Raise TrainingError if these shards are not those of the plan."""
+        """Raise TrainingError if these shards do not match the plan."""
         check(self.plan, old.state, self.plan.old[self.rank], "old")
         check(self.plan, new.state, self.plan.new[self.rank], "new")
 
     def run(
         self, old: TensorMemory, new: TensorMemory, *, device: torch.device, freed: Callable[[], None] = lambda: None
     ) -> None:
-        """Move every tensor from `old`, which has memory, to `new`, which has none. Collective.
+        """Move every tensor from `old`, which has memory, to `new`, which has none. All ranks must call it.
 
-        freed: called after tensors have been let go, after each round and on the way back. If any rank cannot get
-        memory, all ranks move their tensors back and raise SwitchError. The old shards then have their old values, in
+        freed: called after tensors have been released, after each round and on the way back. If any rank cannot get
+        memory, all ranks move their tensors back and raise SwitchError. Then the old shards have their old values, in
         other memory. Raises TrainingError if a rank has no memory for the way back either.
         """
         done: list[str] = []
@@ -381,9 +384,9 @@ class InPlace:
         why: str,
         freed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Move everything back after a successful `run`, because of `why`. Collective.
+        """Move everything back after a successful `run`, because of `why`. All ranks must call it.
 
-        Raises TrainingError if a rank has no memory for the way back; part of the state is then lost on all ranks.
+        Raises TrainingError if a rank has no memory for the way back. Then part of the state is lost on all ranks.
         """
         self._back([key for each in self.rounds for key in each.closes], old, new, device, freed, why)
 
@@ -408,7 +411,7 @@ class InPlace:
     def _lead(
         self, old: TensorMemory, new: TensorMemory, device: torch.device, freed: Callable[[], None], done: list[str]
     ) -> str | None:
-        """Run all rounds. Return None, or why a rank could not begin one. done: receives the keys that are complete."""
+        """Run all rounds. Return None, or why a rank could not begin a round. done: receives the complete keys."""
         source = {key: tensor for key, (tensor, _) in old.state.items()}
         target = {key: tensor for key, (tensor, _) in new.state.items()}
         begun: list[str] = []
@@ -421,7 +424,7 @@ class InPlace:
                     if key in target:
                         new.take(key)
                         begun.append(key)
-            except Exception as error:  # whatever the error, the others must not wait for this rank
+            except Exception as error:  # with any error, the other ranks must not wait for this rank
                 why = f"rank {self.rank}: {type(error).__name__}: {error}"
             if any_rank(bool(why), device=device):
                 for key in set(begun).difference(done):

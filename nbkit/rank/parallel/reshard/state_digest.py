@@ -1,13 +1,13 @@
 """A digest of the state of a job that does not depend on the strategy: it is equal before and after a switch.
 
 For each tensor, hash(index in the global tensor, bits of the element) is summed mod 2^64 over all elements. The digest
-is the sha256 of the sorted (key, shape, sum). A sum does not depend on who holds which element, so each rank hashes
-some of those that it has, and one all-reduce of 8 bytes per tensor adds them up.
+is the sha256 of the sorted (key, shape, sum). The sum does not depend on which rank holds which element. So each rank
+hashes some of its elements, and one all-reduce of 8 bytes per tensor adds up the sums.
 
 The hash has 32 bits, or 64 for elements of 8 bytes. It uses the finalisers of MurmurHash3 (Appleby 2011) and splitmix64
-(Steele, Lea, Flood 2014) in integers that wrap. Training may wait for the digest, and 32 bits take a quarter of the
+(Steele, Lea, Flood 2014) in integers with overflow. Training may wait for the digest, and 32 bits take a quarter of the
 time of 64. The hash is one-to-one in the bits, so a single changed element always changes the digest. Of other random
-errors, one in 2^32 goes unnoticed.
+errors, one in 2^32 is not detected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nbkit.rank.device import accelerator
 from nbkit.tensor_layout import Box, Layout, bounds
 
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 20
-"""Elements hashed at once. On a CPU they fit in the cache of a core."""
+"""Number of elements hashed at once. On a CPU they fit in the cache of a core."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,11 +54,11 @@ def digest(
     rank: int,
     device: torch.device,
 ) -> str:
-    """Return 64 hexadecimal digits, the same on every rank. Collective: one all-reduce of 8 bytes per tensor.
+    """Return 64 hexadecimal digits, the same on every rank. All ranks must call it: it all-reduces 8 bytes per tensor.
 
-    state: this rank's tensors. layouts_by_rank: the layouts of all ranks; elements that several ranks hold are divided
-    among them, so that each counts once. device: one that the process group can send from. Raises TrainingError for
-    complex128, which has no integer dtype of its size.
+    state: this rank's tensors. layouts_by_rank: the layouts of all ranks. Elements that several ranks hold are divided
+    among them, so that each element counts once. device: a device from which the process group can send. Raises
+    TrainingError for complex128, because no integer dtype has its size.
     """
     shapes = {key: layout.shape for theirs in layouts_by_rank for key, layout in theirs.items()}
     keys = sorted(shapes)
@@ -70,7 +70,7 @@ def digest(
 
 
 def scratch_bytes(*states: Mapping[str, tuple[Tensor, Layout]]) -> int:
-    """Return the bytes that a digest of any of `states` needs at a time: a chunk's hash, a shifted copy, and places."""
+    """Return the maximum bytes that a digest of one of `states` needs: a chunk's hash, a shifted copy, and indices."""
     elements = max((sum(tensor.numel() for tensor, _ in state.values()) for state in states), default=0)
     return 4 * 8 * min(elements, _CHUNK)
 
@@ -83,7 +83,7 @@ def sums(
     *,
     rank: int,
 ) -> Tensor:
-    """Return this rank's share of each sum in the order of `keys`: int64, on an accelerator if any. Not collective."""
+    """Return this rank's part of each sum in the order of `keys`: int64, on an accelerator if any. Sends nothing."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     numbers: dict[Layout | None, int] = {None: 0}
     known = {
@@ -104,7 +104,7 @@ def sums(
 
 
 def _share(layouts: Sequence[Layout | None], rank: int) -> list[tuple[Box, Box]]:
-    """Return the boxes that `rank` hashes: (box in its local tensor, the same box in the global one)."""
+    """Return the boxes that `rank` hashes: (box in its local tensor, the same box in the global tensor)."""
     holders: dict[Box, list[int]] = {}
     for other, layout in enumerate(layouts):
         for box in held(layout):
@@ -113,7 +113,7 @@ def _share(layouts: Sequence[Layout | None], rank: int) -> list[tuple[Box, Box]]
     own = layouts[rank]
     found = []
     for here, there in own.pieces if own is not None else ():
-        # If boxes overlap without being equal, the one of the lowest rank counts.
+        # If boxes overlap without being equal, the box of the lowest rank counts.
         before = [box for box in holders if order[box] < order[there]]
         for box in uncovered((there,), before):
             ranks = holders[there]
@@ -151,7 +151,7 @@ class _Hasher:
     def sums(self, every: Sequence[Tensor], layout: Layout | None, share: Sequence[tuple[Box, Box]]) -> Tensor:
         """Return for each tensor the sum over the elements in `share`. All tensors have the same layout.
 
-        share: (box in the tensors, the same box in the global ones).
+        share: (box in the tensors, the same box in the global tensors).
         """
         device = every[0].device
         total = torch.zeros(len(every), dtype=torch.int64, device=device)
@@ -177,7 +177,7 @@ class _Hasher:
         for along in places:
             mixed += along
         for shift, factor in of.rounds:
-            # A signed shift copies the sign bit; the mask makes it an unsigned shift.
+            # A signed shift copies the sign bit. The mask makes it an unsigned shift.
             torch.bitwise_right_shift(mixed, shift, out=spare)
             mixed ^= spare.bitwise_and_((1 << (width - shift)) - 1)
             if factor != 1:
@@ -193,13 +193,13 @@ class _Hasher:
 
 
 def _places(part: Box, shape: Sequence[int], of: _Hash, device: torch.device) -> list[Tensor]:
-    """Return one tensor per dim. They broadcast and add up to of.index x the index in the flattened global tensor."""
+    """Return one tensor per dim. They broadcast. Their sum is of.index times the flat index in the global tensor."""
     found, stride = [], 1
     for dim in reversed(range(len(part.shape))):
         start, length = part.start[dim], part.shape[dim]
         along = torch.arange(start, start + length, dtype=torch.int64, device=device)
         along *= _signed(stride * of.index, 64)
-        # The cast cuts off higher bits, which is mod 2^32.
+        # The cast drops the higher bits, which computes mod 2^32.
         found.append(along.to(of.dtype).view([length if d == dim else 1 for d in range(len(part.shape))]))
         stride *= shape[dim]
     return found

@@ -3,8 +3,8 @@
 Communication per forward and backward, with n ranks on the tensor axis, S = B x T x D elements, and L blocks of
 attention and MLP: 4 L all-reduces of S, one for the embedding, one for the head, and three numbers per position for the
 loss. With sequence parallelism each all-reduce becomes an all-gather and a reduce-scatter, which send the same bytes.
-Positions then stay split from the embedding to the head. If the embedding or the head is not split by the vocabulary,
-or other code between them needs all positions, an all-gather of S takes its place (sharded_tensor.py).
+Then positions stay split from the embedding to the head. If the embedding or the head is not split by the vocabulary,
+or other code in between needs all positions, an all-gather of S is used instead (sharded_tensor.py).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def tensor_parallel(
     plan: made from the whole model by `plan_of`, or the user's roles if `module` is the whole model. A placeholder is
     replaced by a smaller one, a real parameter by its part. sequence: also split positions between the maps where the
     structure allows it. own: an object of a user's class that computes the maps of pairs (nbkit/techniques/mine.py).
-    Every rank of the axis must get the same inputs. All of them compute the same loss.
-    Raises StrategyError if a size does not divide, or if it is not known how to split something.
+    Every rank of the axis must get the same inputs, and computes the same loss. Raises StrategyError if a size does not
+    divide, or if it is unknown how to split a module.
     """
     group = axes.group("tp")
     if group is None:
@@ -100,7 +100,7 @@ def tensor_parallel(
 
 
 def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int, *, sequence: bool = False) -> TensorSplit:
-    """Return the split that rank `index` of `size` would get. Sends nothing, and consumes the skeleton `module`."""
+    """Return the split that rank `index` of `size` would get. Sends nothing, and changes the skeleton `module`."""
     (surgery := _Surgery(module, TpGroup(None, size, index), plan)).apply(sequence)  # type: ignore[arg-type]
     return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), ())
 
@@ -119,7 +119,7 @@ class _Surgery:
         self.plan = replace_fields(plan, pairs=tuple(here))
 
     def apply(self, sequence: bool) -> None:
-        """Split pairs, then single modules, then blocks. Parameters come last, because ties are found by identity."""
+        """Split pairs, then single modules, then blocks. Split parameters last, because ties are found by identity."""
         found = chains(self.module, self.plan) if sequence else []
         split = [chain for chain in found if self._may_split(chain)]
         in_sequence = {pair.owner for chain in split for pair in chain.pairs}
@@ -278,7 +278,7 @@ class _Surgery:
             put_around(block, SequenceParallelBlock, _team=self.team)
 
     def _off_the_fast_path(self) -> None:
-        """Turn off the fused kernel that torch's encoder uses in evaluation, since it bypasses our wrappers."""
+        """Turn off the fused kernel of torch's encoder in evaluation, because it bypasses the wrappers."""
         for part in self.module.modules():
             if isinstance(part, nn.TransformerEncoder):
                 part.use_nested_tensor = False

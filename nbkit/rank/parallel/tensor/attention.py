@@ -1,4 +1,4 @@
-"""Attention over a part of the heads: torch's MultiheadAttention, and the sizes that other attentions ask for."""
+"""Attention over a part of the heads: torch's MultiheadAttention, and the sizes that other attentions use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def why_not_packed(module: nn.Module) -> str:
 
 
 class _Weights:
-    """Stand-in for the attention weights, which are not gathered: each rank computed only those of its heads."""
+    """Replaces the attention weights, which are not gathered: each rank computed only the weights of its heads."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise TrainingError(
@@ -43,7 +43,7 @@ class _Weights:
 
 
 class SplitAttention(Around):
-    """Wrapper of an nn.MultiheadAttention of which this rank holds some heads."""
+    """Wrapper of an nn.MultiheadAttention. This rank holds some of its heads."""
 
     _link: PairState
     _heads: Heads
@@ -99,7 +99,7 @@ class SplitAttention(Around):
 def _mask(
     attention: Any, q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, first: int, heads: int
 ) -> Tensor | None:
-    """Combine both masks into one to add to the scores: (B or 1, heads of this rank or 1, T, S)."""
+    """Combine both masks into one that is added to the scores: (B or 1, heads of this rank or 1, T, S)."""
     rows, count = q.shape[:2]
     if padding is not None:
         padding = canonical_mask(padding, "key_padding_mask", dtype_of(mask), "attn_mask", q.dtype)
@@ -125,7 +125,7 @@ def _attend(
     explicit: bool,
     sequence: bool,
 ) -> Tensor:
-    """Attend. explicit: take the steps of torch with need_weights=True, so that dropout draws at the same place."""
+    """Attend. explicit: use torch's steps for need_weights=True, so that dropout draws at the same place."""
     if sequence:
         with gathered("sequence"):
             return _attend(q, k, v, mask, drop, is_causal=is_causal, explicit=explicit, sequence=False)
@@ -137,17 +137,17 @@ def _attend(
 
 
 def sizes_of_part(pair: Pair | None, size: int) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a factory of the context for the forward of the module that holds `pair`, on one of `size` ranks."""
+    """Return a factory of the context for the forward of the module with `pair`, on one of `size` ranks."""
     if pair is None or pair.heads is None or not pair.views:
         return nullcontext
     return partial(_SizesOfPart, pair.heads, pair.totals, size)
 
 
 class _SizesOfPart(TorchFunctionMode):
-    """Mode for an attention whose code asks for the sizes of all heads, as in `y.view(B, T, C)`.
+    """Mode for an attention whose code uses the sizes of all heads, as in `y.view(B, T, C)`.
 
-    It replaces them by the sizes of a part, but only if the tensor is `size` times too small for what is asked. The
-    proof has run the attention in this mode.
+    It replaces them by the sizes of a part, but only if the tensor is `size` times smaller than the requested shape.
+    The proof has run the attention in this mode.
     """
 
     def __init__(self, heads: Heads, widths: Iterable[int], size: int) -> None:
@@ -169,9 +169,9 @@ class _SizesOfPart(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _shape(self, number: int, shape: Sequence[int], first: int) -> tuple[int, ...]:
-        """Return `shape` for the `number` elements of a part.
+        """Return `shape` changed for the `number` elements of a part.
 
-        first: the first dim that may be divided, apart from the last; those before it are rows and positions.
+        first: the first dim, apart from the last, that may be divided. The dims before it are rows and positions.
         """
         asked, known = list(shape), math.prod(n for n in shape if n != -1)
         among = self.totals

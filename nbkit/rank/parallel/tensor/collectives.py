@@ -1,9 +1,9 @@
-"""Collectives with a gradient, which change how a tensor is spread over a group.
+"""Collectives with a gradient, which change how a tensor is distributed over a group.
 
 A tensor is *whole* (it and its gradient are the same on every rank), *split* along a dim (`bounds` gives the lengths of
-the parts, which need not be equal), or *partial* (its value is the sum over the ranks). A part is contiguous unless
-`parting` says otherwise; a whole tensor is in its own order. Each function states what its input and output are. The
-backward pass is the transposed collective (Shoeybi et al. 2019, f and g; Korthikanti et al. 2022 for the sequence).
+the parts, which may differ), or *partial* (its value is the sum over the ranks). A part is contiguous unless `parting`
+says otherwise. A whole tensor has its own order. Each docstring says what the input and output are. The backward pass
+is the transposed collective (Shoeybi et al. 2019, f and g; Korthikanti et al. 2022 for the sequence).
 
     function              forward           backward          sent per rank, forward + backward, tensor of S bytes
     copy_to               -                 all-reduce        0 + 2 S (n-1)/n
@@ -27,13 +27,13 @@ from torch.nn import functional as F
 
 from nbkit.tensor_layout import Parting, Runs, contiguous, count
 
-# torch 2.13 renamed these functions; the old names warn there.
+# torch 2.13 renamed these functions, and warns about the old names.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Pass on `x` (whole -> whole), before a computation that the ranks divide. Backward sums their gradients."""
+    """Return `x` (whole -> whole), before a computation that the ranks divide. Backward sums their gradients."""
     return _Copy.apply(x, group)  # type: ignore[no-any-return]
 
 
@@ -53,7 +53,7 @@ def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parti
 
 
 def gather_seq(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parting: Parting = contiguous) -> Tensor:
-    """Gather parts along `dim` (split -> whole, `total` long), before a computation that the ranks divide.
+    """Gather parts along `dim` (split -> whole, `total` long), before a computation that is divided over the ranks.
 
     Backward sums the gradients and splits them.
     """
@@ -135,7 +135,7 @@ def taken(x: Tensor, dim: int, runs: Runs) -> Tensor:
 
 
 def together(parts: Sequence[Tensor], dim: int, total: int, parting: Parting) -> Tensor:
-    """Return the whole tensor, `total` long along `dim`, from the `parts` of all ranks, which may end in padding."""
+    """Return the whole tensor, `total` long along `dim`, from the `parts` of all ranks, which may end with padding."""
     runs = []
     for index, part in enumerate(parts):
         at = 0
@@ -157,7 +157,7 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parting: Parting) -> Tensor:
-    """Gather the parts, each padded to the longest: at most n - 1 slices of padding in all for n ranks."""
+    """Gather the parts. Each is padded to the longest, with at most n - 1 slices of padding in total for n ranks."""
     size = group.size()
     longest = -(-total // size)
     sent = _padded(x, dim, longest).contiguous()

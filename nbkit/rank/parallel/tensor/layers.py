@@ -1,17 +1,17 @@
-"""Split linear maps and embeddings: wrappers around the forwards that the user wrote.
+"""Split linear maps and embeddings: wrappers around the forward methods of the user's modules.
 
 ColumnParallel   output features are split; the input is whole (with sequence parallelism: a part of the positions)
 RowParallel      input features are split; the output is summed over the ranks, then the bias is added once
-GatheredOutputs  output features are split and gathered at once: correct anywhere, but costs an all-gather
-SplitRow         input features are split, and cut here from an input that has all of them
+GatheredOutputs  output features are split and gathered at once: correct everywhere, but costs an all-gather
+SplitRow         input features are split, and the wrapper takes its part of an input that has all features
 Vocabulary       rows of an embedding are split; ids of other ranks give zero, and the sum over the ranks is the row;
-                 under sequence parallelism the result is a PositionShard of this rank's positions
+                 with sequence parallelism the result is a PositionShard with this rank's positions
 Head             output features are split and stay split, as a VocabShard
 
 `PairState` is the state that the maps of one pair share during a forward pass. Between the output of the first column
 map and the input of the row map, a rank works on its heads or features and on all positions. Before and after, it works
-on all features, and with sequence parallelism on its part of the positions. The ambient extents
-(nbkit.rank.rng.draw_plan) follow this, so that dropout in between draws what one process would draw.
+on all features and, with sequence parallelism, on its part of the positions. The ambient extents
+(nbkit.rank.rng.draw_plan) follow this, so that dropout in between draws the same numbers as in one process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nbkit.tensor_layout import bounds
 
 
 class Around(Wrapper):
-    """A wrapper around the forward of `module`. state: becomes the attributes of the wrapper."""
+    """A wrapper around the forward of `module`. state: attributes of the wrapper."""
 
     def __init__(self, module: nn.Module, **state: Any) -> None:
         super().__init__(module.forward)
@@ -58,7 +58,7 @@ def put_around(module: nn.Module, kind: type[Around], **state: Any) -> None:
 
 @dataclass(frozen=True)
 class TpGroup:
-    """The ranks of the tensor axis, and the place of this rank among them."""
+    """The ranks of the tensor axis, and the position of this rank among them."""
 
     group: dist.ProcessGroup
     size: int
@@ -76,8 +76,9 @@ class TpGroup:
 class PairState:
     """State of one pair of maps.
 
-    kind: what is split between the maps, "head" or "feature". total: how many of these there are. inner: features
-    between the maps. sequence: positions are split around the pair. at_owner: the module around the pair gathers them.
+    kind: what is split between the maps, "head" or "feature". total: number of heads or features. inner: number of
+    features between the maps. sequence: True if positions are split around the pair. at_owner: True if the module
+    around the pair gathers them.
     """
 
     team: TpGroup
@@ -92,14 +93,14 @@ class PairState:
     ended: bool = False
 
     def reset(self) -> None:
-        """Reset at the start of a forward; the previous one may have stopped between the maps."""
+        """Reset at the start of a forward pass. The previous one may have stopped between the maps."""
         self._taken.clear()
         self._outside = None
 
     def take(self, x: Tensor, *, whole: bool = False) -> Tensor:
-        """Return `x`, ready for a column map. The maps of a pair share it, so there is one collective per direction.
+        """Return `x`, prepared for a column map. The maps of a pair share it, so there is one collective per direction.
 
-        whole: `x` has all positions even under sequence parallelism, as the memory of a cross-attention does.
+        whole: True if `x` has all positions even with sequence parallelism, like the memory of a cross-attention.
         """
         for before, after in self._taken:
             if x is before or x is after:
@@ -112,11 +113,11 @@ class PairState:
         return ready
 
     def column_input(self, x: Tensor) -> Tensor:
-        """Return the input of a column map, made ready unless the owner has done so."""
+        """Return the input of a column map, prepared unless the owner has done so."""
         return x if self.at_owner else self.take(x)
 
     def before(self) -> AbstractContextManager[None]:
-        """Return a context for a column map, whose LoRA dropout sees all positions and all features."""
+        """Return a context for a column map, in which LoRA dropout applies to all positions and all features."""
         return restored(self._inside())
 
     def begin(self) -> None:
@@ -127,7 +128,7 @@ class PairState:
         _present.set(inside)
 
     def after(self) -> AbstractContextManager[None]:
-        """Return a context for the row map, whose LoRA dropout sees this rank's features."""
+        """Return a context for the row map, in which LoRA dropout applies to this rank's features."""
         return restored(self._inside(("feature", self.inner)))
 
     def _inside(self, *parts: tuple[str, int]) -> Present:
@@ -147,7 +148,7 @@ class PairState:
         self.ended = True
 
     def end(self, partial: Tensor, bias: Tensor | None) -> Tensor:
-        """Note that the row map has run. Return `partial` summed over the ranks, plus the bias once."""
+        """Note that the row map has run. Return the sum of `partial` over the ranks, plus the bias once."""
         self.leave()
         group = self.team.group
         y = reduce_scatter_seq(partial, group, 1) if self.sequence else reduce_from(partial, group)
@@ -155,7 +156,7 @@ class PairState:
 
 
 def positions() -> int:
-    """Return the number of positions of the whole sequence, of which this rank works on a part."""
+    """Return the number of positions of the whole sequence. This rank works on a part of them."""
     here = extent_of("sequence")
     if here is None:
         raise TrainingError(
@@ -177,7 +178,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the hidden states of a block: the argument `hidden_states`, or else the first argument if a tensor."""
+    """Return the hidden states of a block: the argument `hidden_states`, or else the first one if it is a tensor."""
     value = args[0] if args else next(iter(kwargs.values()), None)
     if "hidden_states" in kwargs:
         value = kwargs["hidden_states"]
@@ -185,7 +186,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
 
 
 class ColumnParallel(Around):
-    """Wrapper of a linear map of which this rank holds some output features."""
+    """Wrapper of a linear map. This rank holds some of its output features."""
 
     _link: PairState
 
@@ -207,19 +208,19 @@ class RowCore(Around):
 
 
 class RowParallel(Around):
-    """Wrapper of a linear map of which this rank holds some input features. Its core is a RowCore."""
+    """Wrapper of a linear map. This rank holds some of its input features. Its core is a RowCore."""
 
     _link: PairState
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # The output of LoRA is part of the sum, too.
+        # The output of LoRA is a part of the sum too.
         with self._link.after():
             partial = self.plain(x, *args, **kwargs)
         return self._link.end(partial, core(self.module).bias)
 
 
 class GatheredOutputs(Around):
-    """Wrapper of a linear map of which this rank holds some output features, for code that expects all of them."""
+    """Wrapper of a linear map for code that expects all output features. This rank holds some of them."""
 
     _team: TpGroup
     _total: int
@@ -228,16 +229,16 @@ class GatheredOutputs(Around):
         return self.of_ready(self.ready(x), *args, **kwargs)
 
     def ready(self, x: Tensor) -> Tensor:
-        """Return all positions of `x`, ready for the map."""
+        """Return all positions of `x`, prepared for the map."""
         return for_parts(x, self._team.group)
 
     def of_ready(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the outputs of what `ready` gave, or of a part of it."""
+        """Return the outputs for an input from `ready`, or for a part of it."""
         return gather_from(self.plain(x, *args, **kwargs), self._team.group, -1, self._total)
 
 
 class SplitRow(Around):
-    """Wrapper of a linear map of which this rank holds some input features, for an input that has all of them."""
+    """Wrapper of a linear map for an input with all features. This rank holds some of the input features."""
 
     _team: TpGroup
 
@@ -261,16 +262,16 @@ class Head(Around):
         return self.of_ready(self.ready(x), *args, **kwargs)
 
     def ready(self, x: Tensor) -> Tensor:
-        """Return all positions of `x`, ready for the map."""
+        """Return all positions of `x`, prepared for the map."""
         return for_parts(x, self._team.group)
 
     def of_ready(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the outputs of what `ready` gave, or of a part of it."""
+        """Return the outputs for an input from `ready`, or for a part of it."""
         return VocabShard(self.plain(x, *args, **kwargs), self._team.group, self._total)
 
 
 class Vocabulary(Around):
-    """Wrapper of an embedding of which this rank holds some rows."""
+    """Wrapper of an embedding. This rank holds some of its rows."""
 
     _team: TpGroup
     _total: int
@@ -291,7 +292,7 @@ class Vocabulary(Around):
 
 
 class Owner(Around):
-    """Wrapper of the module that holds a pair. It resets the state of the pair for each forward."""
+    """Wrapper of the module that contains a pair. It resets the state of the pair in each forward pass."""
 
     _links: tuple[PairState, ...]
     _attention: PairState | None
@@ -317,10 +318,10 @@ class Owner(Around):
 def _taken(
     link: PairState, takes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an attention, with those wrapped whose gradients are sums over the heads: learned masks.
+    """Return the arguments of an attention. Learned masks are wrapped, because their gradients are sums over the heads.
 
-    Hidden states and a memory are left to the column maps that project them. Only if positions are split are they
-    gathered here, before the attention reads their shape.
+    The column maps prepare the hidden states and a memory, which they project. Only if positions are split, they are
+    gathered here, because the attention reads their shape.
     """
     hidden = first_tensor(args, kwargs)
 

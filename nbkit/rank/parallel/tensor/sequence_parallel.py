@@ -1,10 +1,11 @@
-"""Sequence parallelism (Korthikanti et al. 2022): between the maps, positions are split instead of repeated.
+"""Sequence parallelism (Korthikanti et al. 2022): between the maps, positions are split instead of repeated on each
+rank.
 
-The code between the maps of a block must treat positions one by one: norms, dropout, activations, residuals. Blocks
-with other modules use plain tensor parallelism, and a note says why.
+The code between the maps of a block must treat each position independently: norms, dropout, activations, residuals.
+Blocks with other modules use plain tensor parallelism, and a note gives the reason.
 
 Each pair sends an all-gather and a reduce-scatter of B x T x D elements, in forward and in backward. These are the same
-bytes as the all-reduces of plain tensor parallelism, but only 1/n of the activations between the maps is in memory.
+bytes as the all-reduces of plain tensor parallelism, but each rank stores only 1/n of the activations between the maps.
 For the code between, before and after the blocks see sharded_tensor.py.
 """
 
@@ -40,10 +41,10 @@ class SequenceParallelChain:
 
 
 class SequenceParallelBlock(Around):
-    """Wrapper of a block that treats positions one by one, except in its pairs.
+    """Wrapper of a block that treats each position independently, except in its pairs.
 
-    It takes hidden states (B, T, D), whole or as a PositionShard, and returns a PositionShard. All other arguments are
-    passed whole.
+    The input is hidden states (B, T, D), whole or as a PositionShard, and the output is a PositionShard. All other
+    arguments are passed whole.
     """
 
     _team: TpGroup
@@ -71,7 +72,7 @@ class SequenceParallelBlock(Around):
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the hidden states (B, T, D) among the arguments. Raises TrainingError if there are none."""
+    """Return the hidden states (B, T, D) from the arguments. Raises TrainingError if there are none."""
     x = first_tensor(args, kwargs)
     if x is None or x.ndim != 3:
         raise TrainingError(
@@ -83,7 +84,7 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def chains(module: nn.Module, plan: TensorPlan) -> list[SequenceParallelChain]:
-    """Return runs of neighbouring modules that hold pairs, in the outermost containers that have such children.
+    """Return runs of neighbouring modules with pairs, in the outermost containers that have such children.
 
     A child without pairs (a block of another pipeline stage, a pooling between blocks) ends a run.
     """
@@ -120,7 +121,7 @@ def _runs(dot: str, container: nn.Module, plan: TensorPlan) -> Iterator[Sequence
 def why_not_split(chain: SequenceParallelChain, heads_of: Collection[str]) -> str:
     """Return why the positions of a chain cannot be split, or "". heads_of: owners whose input may be gathered."""
     covered = {path for pair in chain.pairs for path in (*pair.columns, *pair.rows)}
-    # An attention has all positions inside.
+    # Inside an attention, a rank has all positions.
     covered |= {pair.owner for pair in chain.pairs if pair.kind != "mlp"}
     names = {name for name, _ in chain.blocks}
     for pair in chain.pairs:
@@ -145,7 +146,8 @@ def _is_pointwise(part: nn.Module) -> bool:
     own = [p for p in part._parameters.values() if p is not None]
     if any(p.ndim != 1 for p in own):
         return False
-    # Trust an unknown module if it only scales features, or if its name says that it treats positions one by one.
+    # Trust an unknown module if it only scales features, or if its name suggests that it treats positions
+    # independently.
     name, home = type(part).__name__.lower(), type(part).__module__
     known = home.startswith(("torch.nn.modules.activation", "transformers.activations"))
     harmless = bool(own) or known or any(word in name for word in ("norm", "drop", "identity"))

@@ -1,18 +1,19 @@
 """Tensors that are split over a group but look like the whole tensor.
 
-The `shape` and `size()` of a `ShardedTensor` are those of the whole, so that code written for one process runs on it.
-Operations that a subclass can do on parts keep it split. Any other operation first gathers the whole, with the right
-gradient. That is always correct but costs an all-gather. All ranks join it, because all run the same code.
+The `shape` and `size()` of a `ShardedTensor` are those of the whole tensor, so code for one process runs on it.
+Operations that a subclass can do on parts keep it split. Any other operation first gathers the whole tensor, with the
+correct gradient. This is always correct but costs an all-gather. All ranks take part in it, because all ranks run the
+same code.
 
 `PositionShard`: hidden states between the blocks of a sequence-parallel model. Each rank holds some positions, from a
-vocabulary-parallel embedding to a vocabulary-parallel head (Korthikanti et al. 2022, 4.2). Operations that treat
-positions one by one stay split: sums and products (a whole operand is cut to this rank's positions), norms over
-features, dropout, activations and casts. Parameters used on the way, such as the position table or the weights of a
-norm, are whole. Their gradients are made whole at once: an all-gather if they have positions, an all-reduce if not.
-Both are smaller than the hidden states by a factor of the batch size.
+vocabulary-parallel embedding to a vocabulary-parallel head (Korthikanti et al. 2022, 4.2). Operations that treat each
+position independently keep it split: sums and products (a whole operand is reduced to this rank's positions), norms
+over features, dropout, activations and casts. Parameters that are used in between, such as the position table or the
+weights of a norm, are whole. Their gradients are completed at once: by an all-gather if they have positions, else by an
+all-reduce. Both are smaller than the hidden states by a factor of the batch size.
 
-`VocabShard`: logits of a vocabulary-parallel head. Each rank holds those of its part of the vocabulary. The usual steps
-of a loss (views, slices, casts, scaling, transposing) keep them split. `F.cross_entropy` is computed on the parts
+`VocabShard`: logits of a vocabulary-parallel head. Each rank holds the logits of its part of the vocabulary. The usual
+steps of a loss (views, slices, casts, scaling, transposing) keep them split. `F.cross_entropy` is computed on the parts
 (Shoeybi et al. 2019, 3). It sends three numbers per position instead of a row of the vocabulary: one all-reduce of the
 maxima, and one of exponent sums and target logits.
 """
@@ -38,8 +39,8 @@ from nbkit.tensor_layout import bounds
 class ShardedTensor(Tensor):
     """A tensor split over `group` along the dim `along`.
 
-    part: this rank's part, an ordinary tensor with its graph. total: length of the whole along that dim.
-    borrowed: parameters that it will compute with. The object itself has no graph. Passing it to a
+    part: this rank's part, an ordinary tensor with its graph. total: length of the whole tensor along that dim.
+    borrowed: parameters with which it will be multiplied. The object itself has no graph. Passing it to a
     torch.autograd.Function raises TrainingError.
     """
 
@@ -53,7 +54,7 @@ class ShardedTensor(Tensor):
     called: ClassVar[str] = "tensor"
     way_out: ClassVar[str] = ""
     to_gather: ClassVar[str] = ""
-    """Texts for errors: the name that users know, how to avoid the error, and how to gather the tensor."""
+    """Texts for errors: the name for users, how to avoid the error, and how to gather the tensor."""
 
     @staticmethod
     def __new__(
@@ -81,7 +82,7 @@ class ShardedTensor(Tensor):
         if foreign is not None:
             self._refuse_function(foreign.name())
         if any(counter._version != seen for counter, seen in self._copies):
-            # For example logits[..., 50257:].fill_(-inf), which on one process changes the tensor itself.
+            # For example logits[..., 50257:].fill_(-inf), which changes the tensor itself in one process.
             self._refuse("in place, on a view of them")
         return self._part
 
@@ -90,7 +91,7 @@ class ShardedTensor(Tensor):
         return type(self)(part, self.group, self.total, self.along if along is None else along)
 
     def gathered(self) -> Tensor:
-        """Return the whole tensor, the same on every rank. Collective over the group."""
+        """Return the whole tensor, the same on every rank. All ranks of the group must call it."""
         made = gather_from(self.part, self.group, self.along, self.total)
         if not made.is_inference():  # inference tensors have no version counter
             self._copies.append((_counter(made), made._version))
@@ -158,7 +159,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def _counter(x: Tensor) -> Tensor:
-    """Return an empty tensor whose `_version` counts the in-place changes of `x`, also those through views."""
+    """Return an empty tensor whose `_version` counts the in-place changes of `x`, including those through views."""
     alias = x.detach()
     alias.data = x.new_empty(0)
     return alias
@@ -221,28 +222,28 @@ class PositionShard(ShardedTensor):
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run `func` on the parts if it treats each position by itself."""
+        """Run `func` on the parts if it treats each position independently."""
         if "out" in kwargs or not args or (handler := _HANDLERS.get(func)) is None:
             return NotImplemented
         return handler(func, *args, **kwargs)
 
 
 def for_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return all positions of `x`, for a computation that the ranks divide. Backward sums their gradients."""
+    """Return all positions of `x`, for a computation that is divided over ranks. Backward sums the ranks' gradients."""
     if isinstance(x, PositionShard):
         return gather_seq(x.part, x.group, x.along, x.total)
     return copy_to(whole(x), group)
 
 
 def positions_of(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """Return (this rank's positions of `x`, number of all positions), for a computation on each position by itself."""
+    """Return (this rank's positions of `x`, number of all positions), for a computation on independent positions."""
     if isinstance(x, PositionShard):
         return x.part, x.total
     return split_to(whole(x), group, 1), x.shape[1]
 
 
 def give_whole(_: nn.Module, __: Any, output: Any) -> Any:
-    """Gather hidden states in the output of the model; a forward hook."""
+    """Gather hidden states in the output of the model. Used as a forward hook."""
     if not any(isinstance(leaf, PositionShard) for leaf in tree_leaves(output)):
         return None
     return tree_map_only(PositionShard, PositionShard.gathered, output)
@@ -251,7 +252,7 @@ def give_whole(_: nn.Module, __: Any, output: Any) -> Any:
 def sendable(x: Tensor) -> Tensor:
     """Return the tensor to send to the next pipeline stage: this rank's positions, which `completed` wraps again there.
 
-    A single position is sent whole, since its part has the shape of the whole on some rank.
+    A single position is sent whole, because otherwise the part has the shape of the whole on some rank.
     """
     if not isinstance(x, PositionShard):
         return x
@@ -259,7 +260,7 @@ def sendable(x: Tensor) -> Tensor:
 
 
 def completed(received: Tensor, whole: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Return the hidden states of the previous stage, whose full shape was `whole`, as a PositionShard if split."""
+    """Return the hidden states of the previous stage as a PositionShard if they are split. whole: their full shape."""
     if group is None or len(whole) < 3 or tuple(received.shape) == tuple(whole):
         return received
     start, stop = bounds(whole[1], group.size(), group.rank())
@@ -271,13 +272,13 @@ def completed(received: Tensor, whole: Sequence[int], group: dist.ProcessGroup |
 def _unary(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, PositionShard):
         return NotImplemented
-    # Other tensors only give a dtype and device, as in type_as.
+    # Other tensors, as in type_as, only determine a dtype and device.
     args = tuple(arg.part if isinstance(arg, ShardedTensor) else arg for arg in args)
     return _of(x, func(x.part, *args, **kwargs))
 
 
 def _of(x: PositionShard, part: Tensor) -> PositionShard:
-    """Return a PositionShard around `part`: `x` itself if the operation changed its part in place."""
+    """Return a PositionShard with `part`: `x` itself if the operation changed its part in place."""
     if part is not x.part:
         return x.like(part)
     x._whole = None
@@ -387,11 +388,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 def split_cross_entropy(
     logits: Tensor, target: Tensor, group: dist.ProcessGroup, *, total: int, ignore_index: int, smoothing: float
 ) -> Tensor:
-    """Return losses (N,), the same on every rank, zero where the target is `ignore_index`.
+    """Return losses (N,), the same on every rank, and zero where the target is `ignore_index`.
 
-    logits: this rank's columns (N, V / n) of `total` by `bounds`; half precision is computed in float32. target: ids
-    (N,) in the whole vocabulary. smoothing: the label_smoothing of F.cross_entropy. A target outside of the vocabulary
-    is a device-side assertion failure.
+    logits: this rank's columns (N, V / n) of `total` columns, divided by `bounds`; half precision is computed in
+    float32. target: ids (N,) in the whole vocabulary. smoothing: the label_smoothing of F.cross_entropy. A target
+    outside of the vocabulary is a device-side assertion failure.
     """
     return _SplitCrossEntropy.apply(logits, target, group, total, ignore_index, smoothing)  # type: ignore[no-any-return]
 
@@ -436,7 +437,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 class VocabShard(ShardedTensor):
-    """Logits whose dim `along` (mostly the last) is split over `group`."""
+    """Logits whose dim `along` (usually the last) is split over `group`."""
 
     called, to_gather = "logits", "logits = logits + 0"
     way_out = (
@@ -573,7 +574,7 @@ _ONE_TENSOR = (
 
 ELEMENTWISE = frozenset(named(*_ONE_TENSOR))
 SCALING = frozenset(named("mul", "div", "__mul__", "__truediv__", "__rmul__"))
-"""Steps of a loss that treat each logit by itself. Those of SCALING take a number too."""
+"""Steps of a loss that treat each logit independently. Those in SCALING also take a number."""
 
 _VOCAB_HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,

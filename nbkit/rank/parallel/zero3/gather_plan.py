@@ -1,11 +1,11 @@
-"""Find the blocks of a model that ZeRO 3 gathers one at a time, by a dry run of its protocol on one process.
+"""Find the blocks of a model that ZeRO 3 gathers one at a time, by a dry run of its protocol in one process.
 
-The model runs one step and one evaluation on an example, with its own weights in place. The protocol of ZeRO 3 runs
-along (`rehearse`): it tracks when units would be gathered, freed and reduced, but nothing is sent, freed or moved.
-Every use of a parameter is seen. A parameter that is used while its unit would not be gathered is gathered with the
-root instead, which stays for the whole pass. So is a block that runs in an order that not all ranks could follow (one
-that is called twice, say). The first plan that succeeds is used. Models are never rewritten. Their structure only shows
-where to look for blocks.
+The model runs one training step and one evaluation on an example, with its own weights in place. Meanwhile `rehearse`
+tracks when ZeRO 3 would gather, free and reduce each unit, but it sends, frees and moves nothing. It sees every use of
+a parameter. If a parameter is used while its unit would not be gathered, it is gathered with the root instead, which
+stays gathered for the whole pass. The same applies to a block that runs in an order that not all ranks could follow,
+for example a block that is called twice. The first plan that succeeds is used. Models are never rewritten. Their
+structure only shows where to look for blocks.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _SETTERS = (Tensor.requires_grad_, Tensor.requires_grad.__set__, _DATA_SETTER)  
 class Uses:
     """Uses of parameters that a rehearsal has seen.
 
-    outside: parameter -> how it is used while its unit is not gathered. changed: the first parameter that the model
-    changes in place, and how.
+    outside: parameter name -> how it is used while its unit is not gathered. changed: name of the first parameter that
+    the model changes in place, and the operation.
     """
 
     def __init__(self) -> None:
@@ -70,9 +70,10 @@ def rehearse(
     run: Callable[[], Tensor],
     uses: Uses,
 ) -> list[str]:
-    """Run one step and one evaluation under the protocol. Return those of `names` with parameters that are not rooted.
+    """Run one training step and one evaluation under the protocol. Return the `names` of units that own parameters.
 
-    The module is left in evaluation mode. Raises TrainingError as real steps would.
+    rooted: names of parameters that are gathered with the root. The module is left in evaluation mode. Raises
+    TrainingError where real steps would.
     """
     layouts = {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
     units = [module.get_submodule(name) for name in names]
@@ -84,7 +85,7 @@ def rehearse(
     settings = _Settings(slots, root, uses)
 
     def runs(unit: Unit) -> bool:
-        # Require that a unit is surely gathered on every rank, not just until the next unit is gathered.
+        # Require that a unit is gathered on every rank for certain, not only until the next unit is gathered.
         return unit.here if in_backward() or unit is root else unit.depth > 0
 
     try:
@@ -106,7 +107,7 @@ def rehearse(
 
 @contextmanager
 def _runnable() -> Iterator[None]:
-    """Ignore errors other than TrainingError: a model that takes gradients in its forward cannot be evaluated."""
+    """Ignore errors other than TrainingError: a model that computes gradients in its forward cannot be evaluated."""
     try:
         yield
     except TrainingError:
@@ -116,7 +117,7 @@ def _runnable() -> Iterator[None]:
 
 
 class _Standing(Unit):
-    """A unit whose parameters stay in place; it only tracks the state that they would be in."""
+    """A unit whose parameters stay in place. It only tracks the state that they would have."""
 
     def __init__(self, name: str, slots: list[Slot]) -> None:
         self.name, self.slots, self._parts, self.autocast = name, slots, [], False
@@ -174,7 +175,7 @@ def _standing(
 
 
 class _Settings(TorchFunctionMode):
-    """Mode that sees when the model, while it runs, freezes or thaws parameters or sets their `.data`."""
+    """Mode that notes when the running model freezes or unfreezes parameters, or sets their `.data`."""
 
     def __init__(self, slots: Mapping[int, tuple[Unit, Slot]], root: Unit, uses: Uses) -> None:
         super().__init__()
@@ -195,12 +196,12 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Plan of what ZeRO 3 gathers: plain data, the same on every rank.
+    """Plan of what ZeRO 3 gathers. It is plain data, and the same on every rank.
 
-    units: names of the blocks that are gathered one at a time, in the order of forward. rooted: names of parameters in
-    them that are gathered with the root. ahead: number of units gathered before backward reaches them. refused: why
-    ZeRO 3 would not train as one process does. notes: what is gathered for longer, and why. casts: parameters gathered
-    in the dtype of autocast, or None.
+    units: names of the blocks that are gathered one at a time, in forward order. rooted: names of their parameters that
+    are gathered with the root. ahead: number of units that are gathered before backward reaches them. refused: why ZeRO
+    3 would not train as one process does, or None. notes: what is gathered for longer, and why. casts: parameters
+    gathered in the dtype of autocast, or None.
     """
 
     units: tuple[str, ...] = ()
@@ -218,11 +219,11 @@ def plan_gathers(
     brief: Callable[[], Any] | None = None,
     autocast: torch.dtype | None = None,
 ) -> GatherPlan:
-    """Return the plan for `module`, which must be in training mode, and is restored.
+    """Return the plan for `module`, which must be in training mode. The module is restored.
 
     call: runs the whole model once on an example, and returns its output or the loss. brief: does the same operations
-    on fewer numbers; if it fails or is refused, `call` is tried. autocast: the dtype in which the model trains. Raises
-    what the model raises.
+    on smaller tensors; if it fails or is refused, `call` is used. autocast: the dtype in which the model trains. Errors
+    of the model are raised.
     """
     if brief is not None:
         with suppress(Exception):  # errors are reported from the full run below
@@ -250,7 +251,7 @@ def _plan(module: nn.Module, call: Callable[[], Any], autocast: torch.dtype | No
 
 
 def _tried(module: nn.Module, names: list[str], notes: dict[str, str], run: Callable[[], Tensor]) -> GatherPlan:
-    """Return the first plan that succeeds. The last attempt is a plan without units."""
+    """Return the first plan that succeeds. The last attempt has no units."""
     rooted: frozenset[str] = frozenset()
     ahead = 1
     refused: TrainingError | None = None
@@ -289,7 +290,7 @@ def _tried(module: nn.Module, names: list[str], notes: dict[str, str], run: Call
 
 @contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Free gradients as soon as they are made, inside this context, and restore the parameters at its end."""
+    """Free gradients as soon as they are computed inside this context, and restore the parameters at its end."""
     data = [(p, p.data) for p in module.parameters()]
     before: dict[int, tuple[nn.Parameter, Tensor]] = {}
 

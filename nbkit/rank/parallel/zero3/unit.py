@@ -1,23 +1,24 @@
-"""Units of ZeRO 3: groups of parameters that are gathered, used and freed together, and whose gradients are scattered.
+"""Units of ZeRO 3: groups of parameters that are gathered, used and freed together, and their gradients.
 
-At rest a unit holds a part of each parameter. All parts of one dtype and device are in one flat tensor, which is sent
-by an all-gather. The memory of the whole parameters is allocated and freed, but the tensor objects stay the same from
-step to step for autograd and hooks.
+Between uses, a unit holds a shard of each parameter. All shards of one dtype and device are in one flat tensor, which
+is the input of an all-gather. The memory of the whole parameters is allocated and freed, but the tensor objects stay
+the same from step to step, because autograd and hooks refer to them.
 
-`NotGathered` is the placeholder in a module for a parameter whose values are not on this rank. It has the shape, dtype
-and device of the whole parameter, which models often read. Any use of its values raises an error with its name, since
-computing with a part of a weight gives wrong numbers, often without an error.
+`NotGathered` is the placeholder in a module for a parameter that is not gathered. It has the shape, dtype and device of
+the whole parameter, because models often read them. Any use of its values raises an error with the parameter's name:
+computing with a shard of a weight would give wrong numbers, often without an error.
 
-`find_casts` finds the parameters that may be gathered in the dtype of autocast, with half the bytes and the same
-numbers. Autocast casts a float32 weight before a matrix product. If a parameter is read only by such casts, it can be
-cast before it is gathered, and every rank computes with the same bits. Norms and embeddings read their parameters in
-float32, so these are gathered in float32. The readers are found by running the model on an example, and both ways are
-compared. In both ways, backward produces the gradient of such a parameter in the dtype of autocast. It is cast to
-float32 at once, so sums over micro-batches and ranks are in float32. Products that share one cast in one forward sum
-their gradients in its dtype, in both ways, as torch's autocast does.
+`find_casts` finds the parameters that can be gathered in the dtype of autocast, which sends half the bytes and gives
+the same numbers. Autocast casts a float32 weight before a matrix product. If all readers of a parameter use such a
+cast, the parameter can be cast before it is gathered, and every rank computes with the same bits. Norms and embeddings
+read their parameters in float32, so these are gathered in float32. `find_casts` finds the readers by running the model
+on an example, and compares the results of gathering before and after the cast. In both cases, backward produces the
+gradient of such a parameter in the dtype of autocast. It is cast to float32 at once, so sums over micro-batches and
+ranks are in float32. If several products share one cast in a forward pass, their gradients are summed in the dtype of
+the cast, as in torch's autocast.
 
-`weight_uses` reports parameters that are changed, or used while their unit does not run. It sees every operation and
-recognizes parameters by memory.
+`weight_uses` reports parameters that are changed, or that are used while their unit does not run. It sees every
+operation and recognizes parameters by their memory.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _HINT = (
 
 
 def used_outside(name: str, unit: str, how: str) -> TrainingError:
-    """Return the error for a parameter that is used while the block that holds it does not run."""
+    """Return the error for a parameter that is used while its block does not run."""
     return TrainingError(
         f"The parameter {name!r} is used outside of the forward of {unit!r}, where zero=3 has only a part of it.",
         numbers=how,
@@ -79,7 +80,7 @@ class NotGathered(Tensor):
 
     @staticmethod
     def __new__(cls, whole: nn.Parameter, name: str, unit: str) -> NotGathered:
-        """Make a placeholder with the shape, dtype and device of `whole`, whose values are not read."""
+        """Make a placeholder with the shape, dtype and device of `whole`. The values of `whole` are not read."""
         blank = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
         made: NotGathered = Tensor._make_subclass(cls, blank, whole.requires_grad)
         marked(made, whole).param_name, made.unit_name = name, unit
@@ -106,7 +107,7 @@ class NotGathered(Tensor):
             raise used_outside(self.param_name, self.unit_name, f"requires_grad is set to {value} within a step")
 
     def follow(self, trained: bool) -> None:
-        """Set whether the parameter is trained in the step that begins."""
+        """Set whether the parameter is trained in the coming step."""
         Tensor.requires_grad_(self, trained)
 
     def requires_grad_(self, requires_grad: bool = True) -> NotGathered:
@@ -129,7 +130,7 @@ class NotGathered(Tensor):
 
 @dataclass(frozen=True)
 class Casts:
-    """The parameters, by `names`, that are gathered in `dtype` in passes under autocast."""
+    """The `names` of parameters that are gathered in `dtype` in passes under autocast."""
 
     dtype: torch.dtype
     names: frozenset[str]
@@ -144,8 +145,8 @@ class Casts:
 def find_casts(module: nn.Module, run: Callable[[], Tensor], dtype: torch.dtype) -> Casts | None:
     """Return the parameters that are read only through casts to `dtype`.
 
-    Returns None if there are none, or if casting before the run changes the numbers. run: runs the whole model on an
-    example and returns the loss. The module is restored. Raises what the model raises.
+    Return None if there are none, or if casting before the run changes the numbers. run: runs the whole model on an
+    example and returns the loss. The module is restored. Errors of the model are raised.
     """
     reads = _Reads(module, dtype)
     with unchanged(module), _autocast(module, dtype), reads:
@@ -161,14 +162,14 @@ def find_casts(module: nn.Module, run: Callable[[], Tensor], dtype: torch.dtype)
         return None
     if (cast := _bits(module, run, casts, cast=True)) == (whole := _bits(module, run, casts, cast=False)):
         return casts
-    # If one process does not reproduce its own gradients, only the loss can be compared.
+    # If a single process does not reproduce its own gradients, only the loss can be compared.
     again = _bits(module, run, casts, cast=False)
     return casts if again != whole and again[0] == whole[0] == cast[0] else None
 
 
 @contextmanager
 def _autocast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run under autocast as a training step does: all readers in one forward share the first cast of a parameter."""
+    """Enable autocast as in a training step: all readers in one forward pass share the first cast of a parameter."""
     device = next(module.parameters()).device
     torch.set_autocast_cache_enabled(True)  # `unchanged` turned it off, and restores it
     with torch.autocast(device.type, dtype=dtype):
@@ -176,13 +177,13 @@ def _autocast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 class _Reads(WatchingMode):
-    """Mode that records who reads parameters. found: names of those read only through one cast per forward."""
+    """Mode that records who reads parameters. found: names of parameters read only through one cast per pass."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype, self.forward = dtype, True
         params = {name: getattr(*places[0]) for name, places in homes(module).items()}
-        # Keyed by memory: a view of a parameter is one of its readers.
+        # The keys are memory, because a view of a parameter reads it too.
         self._names: dict[Memory, list[str]] = {}
         for name, p in params.items():
             self._names.setdefault(memory_of(p), []).append(name)
@@ -193,7 +194,7 @@ class _Reads(WatchingMode):
 
     @property
     def found(self) -> set[str]:
-        # With several casts of a parameter, autograd would sum their gradients in float32.
+        # If a parameter were cast several times, autograd would sum the gradients of the casts in float32.
         return {name for name, count in self._casts.items() if count == 1 or name in self._frozen} - self._others
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -215,7 +216,7 @@ def _bits(module: nn.Module, run: Callable[[], Tensor], casts: Casts, *, cast: b
     found: dict[str, int] = {}
 
     def note(name: str) -> Callable[[Tensor], None]:
-        def made(gradient: Tensor) -> None:  # called before the gradient is accumulated, and freed, in the parameter
+        def made(gradient: Tensor) -> None:  # called before the gradient is accumulated
             found[name] = _checksum(gradient.float())
 
         return made
@@ -246,17 +247,18 @@ def _bits(module: nn.Module, run: Callable[[], Tensor], casts: Casts, *, cast: b
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Return a checksum of a float32 tensor that depends on the bits of its elements and on their places."""
+    """Return a checksum of a float32 tensor that depends on the bits and positions of its elements."""
     bits = tensor.contiguous().view(-1).view(torch.int32).long()
     places = torch.arange(1, 1 + len(bits), device=bits.device)
     return int((bits * (2 * places + 1)).sum())
 
 
 class Slot:
-    """A parameter of a unit: `shard` at rest, `whole` while it is used, at all `places` that share it.
+    """A parameter of a unit: `shard` at rest, and `whole` while it is used. All `places` share it.
 
-    cast: replaces `whole` in passes under autocast if the parameter is gathered in that dtype. used: those of the two
-    that there are. absent: placeholder in the module while the model runs and the parameter is not gathered.
+    cast: replaces `whole` in passes under autocast if the parameter is gathered in the dtype of autocast. used:
+    `whole`, and `cast` if there is one. absent: placeholder in the module while the model runs and the parameter is not
+    gathered.
     """
 
     def __init__(self, name: str, places: Sequence[Place], layout: Layout) -> None:
@@ -270,7 +272,7 @@ class Slot:
         self.grad: Tensor | None = None
 
     def widen(self) -> None:
-        """Add the gradient of `cast` to that of `whole`, in its dtype."""
+        """Add the gradient of `cast` to the gradient of `whole`, in the dtype of `whole`."""
         if self.cast is not None and (grad := self.cast.grad) is not None:
             self.cast.grad = None
             grad = grad.to(self.whole.dtype)
@@ -282,7 +284,7 @@ class _Wholes:
 
     def __init__(self, slots: Sequence[Slot], like: Tensor) -> None:
         flat, self.flats = flat_with_views([slot.layout.local for slot in slots], like)
-        # Use .data, so that filling it again does not look to autograd like a change of a saved tensor.
+        # Use .data, so that refilling the memory does not look to autograd like a change of a saved tensor.
         views = [flat.view(slot.layout.local).data for slot, flat in zip(slots, self.flats, strict=True)]
         self.params = [parameter_like(view, slot.old) for slot, view in zip(slots, views, strict=True)]
         self._storage = flat.untyped_storage()
@@ -290,7 +292,7 @@ class _Wholes:
         self.free()
 
     def take(self) -> None:
-        """Allocate the memory, to be filled."""
+        """Allocate the memory. The caller fills it."""
         self._storage.resize_(self._num_bytes)
 
     def free(self) -> None:
@@ -299,9 +301,10 @@ class _Wholes:
 
 
 class _Run:
-    """Neighbouring parameters in the rows of a part that are gathered in one dtype.
+    """Neighbouring parameters that are gathered in one dtype.
 
-    at, at_byte: where they begin in a row. cast: the dtype in passes under autocast, None if it is their own.
+    at, at_byte: where they begin in a row, in elements and in bytes. cast: the dtype in passes under autocast, or None
+    for their own dtype.
     """
 
     def __init__(
@@ -318,7 +321,7 @@ class _Run:
             slot.used = [slot.whole] if slot.cast is None else [slot.whole, slot.cast]
 
     def columns(self, rows: Tensor) -> Tensor:
-        """Return the columns of this run in one or several rows of elements, or of bytes (under autocast)."""
+        """Return the columns of this run in `rows`, which contain elements, or bytes under autocast."""
         if rows.dtype == torch.uint8:
             return rows[..., self.at_byte : self.at_byte + self.num_bytes].view(self.dtype)
         return rows[..., self.at : self.at + self.packing.width]
@@ -330,7 +333,7 @@ class DtypePart:
     def __init__(self, slots: list[Slot], links: Links, casts: Casts | None) -> None:
         self.slots, self.links = slots, links
         self.like = slots[0].old.detach().new_empty(0)
-        # Autocast leaves other dtypes alone.
+        # Autocast does not change other dtypes.
         names = casts.names if casts is not None and self.like.dtype == torch.float32 else frozenset()
         first, rest = [s for s in slots if s.name in names], [s for s in slots if s.name not in names]
         self.runs: list[_Run] = []
@@ -356,7 +359,7 @@ class DtypePart:
         self.never_here: set[int] = set()
 
     def gather(self, autocast: bool) -> None:
-        """Send the all-gather. autocast: cast what can be cast first."""
+        """Start the all-gather. autocast: True to cast the parameters that can be cast first."""
         self.is_cast = autocast and self.may_cast
         row = self._row_of_bytes() if self.is_cast else self.mine
         self.arriving = row, *all_gather(row, self.links)
@@ -386,7 +389,7 @@ class DtypePart:
             run.casts.free()
 
     def train(self) -> None:
-        """Update which parameters are trained, from those that are frozen now."""
+        """Update which parameters are trained from their current `requires_grad`."""
         trained = [slot for slot in self.slots if slot.shard.requires_grad]
         for slot in self.slots:
             for param in slot.used:
@@ -410,7 +413,7 @@ class DtypePart:
             slot.grad = slot.shard.grad = slot.whole.grad = None
 
     def landed(self, row: Tensor) -> None:
-        """Add the gradient sums of one pass, and the counts after them in the row, to those of earlier passes."""
+        """Add the gradient sums of one pass to those of earlier passes. row: the sums, then the counts."""
         assert self.sums is not None and self.reduction is not None
         if self.num_passes:
             self.sums.add_(row)
@@ -421,7 +424,7 @@ class DtypePart:
         self.num_passes += 1
 
     def give(self) -> None:
-        """Give the summed gradients to the optimizer. Counts are read only if this rank left a parameter unused."""
+        """Give the summed gradients to the optimizer. Counts are read only if this rank did not use a parameter."""
         if self.sums is None:
             return
         if not self.num_passes:
@@ -434,7 +437,7 @@ class DtypePart:
 
 
 class Unit:
-    """A block of the model, or the root, which has the rest. autocast: the next gather is for use under autocast."""
+    """A block of the model, or the root, which has the rest. autocast: True if the next gather is for autocast."""
 
     def __init__(self, name: str, slots: list[Slot], links: Links, casts: Casts | None = None) -> None:
         self.name, self.slots, self.autocast = name, slots, False
@@ -450,7 +453,7 @@ class Unit:
         self.rest()
 
     def rest(self) -> None:
-        """Return to the sharded state, whatever was under way."""
+        """Return to the sharded state from any state."""
         for part in self._parts:
             part.arriving = None
             for slot in part.slots:
@@ -459,7 +462,8 @@ class Unit:
         self.close()
         self.begin_pass()
         self.filling, self.depth = False, 0
-        # For each call that has not ended, innermost last: True if backward will report that it has passed the call.
+        # One entry per call that has not ended, innermost last: True if backward will report when it has passed the
+        # call.
         self.calls: list[bool] = []
 
     def begin_pass(self) -> None:
@@ -469,7 +473,7 @@ class Unit:
         self.arrived: set[str] = set()
 
     def train(self) -> None:
-        """Update which parameters are trained, when a step begins."""
+        """Update which parameters are trained, at the start of a step."""
         for part in self._parts:
             part.train()
             part.num_passes = 0
@@ -490,16 +494,16 @@ class Unit:
 
     @property
     def trained(self) -> list[Slot]:
-        """Return the parameters that have gradients."""
+        """Return the trained parameters."""
         return [slot for part in self._parts for slot in part.trained]
 
     @property
     def coming(self) -> bool:
-        """Return True if its all-gather has been sent."""
+        """Return True if the all-gather has been started."""
         return any(part.arriving is not None for part in self._parts)
 
     def gather(self) -> None:
-        """Send the all-gather."""
+        """Start the all-gather."""
         for part in self._parts:
             part.gather(self.autocast)
 
@@ -513,7 +517,9 @@ class Unit:
         self.here, self.filling = True, False
 
     def close(self) -> None:
-        """Put the shards back and free the whole parameters. An all-gather under way is awaited and dropped."""
+        """Put the shards back into the module and free the whole parameters. Wait for an unfinished all-gather and drop
+        it.
+        """
         for part in self._parts:
             if part.arriving is not None:
                 # The optimizer must not change a row that is still being sent to others.
@@ -536,19 +542,19 @@ class Unit:
         self._by_name[name].widen()
 
     def show(self) -> None:
-        """Put the shards back into the module, or while `guarded` the placeholders that raise when used."""
+        """Put the shards back into the module, or, while `guarded`, the placeholders that raise when used."""
         for slot in self.slots:
             replace_submodule(slot.places, cast(nn.Parameter, slot.absent) if self.guarded else slot.shard)
 
     def guard(self, guarded: bool) -> None:
-        """Turn the guard on or off: while on, code that runs cannot mistake a shard for the whole."""
+        """Turn the guard on or off. While on, running code cannot use a shard as if it were the whole parameter."""
         if self.guarded != guarded:
             self.guarded = guarded
             if not self.here:
                 self.show()
 
     def reduce(self, flight: InFlight) -> None:
-        """Send the gradients of this pass, and free the whole ones."""
+        """Start to reduce the gradients of this pass, and free the whole gradients."""
         self.sent = True
         for part in self._parts:
             if part.reduction is not None:
@@ -582,9 +588,10 @@ def assigned(
     layouts: Mapping[str, Layout],
     rooted: Collection[str],
 ) -> list[tuple[str, list[Slot]]]:
-    """Return the name and parameters of each block (see `nested`). A parameter goes to the innermost block with it.
+    """Return the name and parameters of each block (see `nested`). A parameter belongs to the innermost block around
+    it.
 
-    Parameters that several blocks hold, or that are `rooted`, belong to the root, which is gathered when any block is.
+    Parameters that are shared by several blocks, or that are `rooted`, belong to the root, which stays gathered.
     """
     slots: list[list[Slot]] = [[] for _ in blocks]
     owners = _owners(blocks, parents)
@@ -596,7 +603,7 @@ def assigned(
 
 
 def _owners(blocks: Sequence[nn.Module], parents: Sequence[int]) -> dict[int, int]:
-    """Return id of a module -> number of the innermost block that holds it, or 0 if blocks side by side hold it."""
+    """Return {id of a module: number of the innermost block around it, or 0 if several separate blocks contain it}."""
     owners: dict[int, int] = {}
     shared: set[int] = set()
     for i, block in enumerate(blocks):
@@ -611,17 +618,17 @@ def _owners(blocks: Sequence[nn.Module], parents: Sequence[int]) -> dict[int, in
 
 
 Report = Callable[[Unit, Slot, str, bool], None]
-"""(unit, parameter of it, name of the operation, True if the operation changes the parameter)"""
+"""(unit, its parameter, name of the operation, True if the operation changes the parameter)"""
 
 
 Homes = list[tuple[int, Unit, Slot]]
-"""The parameters in one memory: (offset, unit, parameter)."""
+"""The parameters in one block of memory: (offset in elements, unit, parameter)."""
 
 
 def weight_uses(units: Sequence[Unit], report: Report, there: Callable[[Unit], bool]) -> MemoryUses[Homes]:
-    """Return a context that calls `report` for each operation that changes a parameter or uses one that is not `there`.
+    """Return a context that reports operations that change a parameter, or use one while its unit is not `there`.
 
-    there: returns True if a unit is gathered.
+    report: called for each of them. there: returns True if a unit is gathered.
     """
     homes: dict[Memory, Homes] = {}
     for unit in units:
@@ -640,14 +647,14 @@ def weight_uses(units: Sequence[Unit], report: Report, there: Callable[[Unit], b
 
 
 def refuse_use(unit: Unit, slot: Slot, how: str, changed: bool) -> None:
-    """Raise TrainingError for a reported use or change."""
+    """Raise TrainingError for a reported use or change of a parameter."""
     if changed:
         raise changed_in_place(slot.name, how)
     raise used_outside(slot.name, unit.name, f"shape {tuple(slot.whole.shape)}, by {how}")
 
 
 def changed_in_place(name: str, how: str) -> TrainingError:
-    """Return the error for a parameter that forward or backward changes: freeing the whole would lose the change."""
+    """Return the error for a parameter that the model changes while it runs. Freeing memory would lose the change."""
     return TrainingError(
         f"The model changes its parameter {name!r} in place while it runs, and zero=3 lets go of it after that.",
         numbers=f"by {how}",

@@ -1,13 +1,14 @@
-"""ZeRO 3: parameters, gradients and optimizer state are all sharded. A unit is whole only while it computes.
+"""ZeRO 3: parameters, gradients and optimizer state are sharded. A unit is whole only while it computes.
 
-Every forward gathers all units in one fixed order: the order in which they were given. Every backward pass gathers and
-reduces them in another fixed order (`backward_tour`). Both are the same on all ranks, whatever a rank uses. So ranks
-that skip a block, or that have no rows at all, issue the same collectives. The next unit is gathered before the
-current one is done. If a rank needs another order, it cannot know that the others do too, and raises OutOfOrder.
+A unit is a block of the model. Every forward pass gathers all units in one fixed order: the order of the `units`
+argument. Every backward pass gathers and reduces them in another fixed order (`backward_tour`). Both orders are the
+same on all ranks, whatever units a rank uses. So ranks that skip a block, or that have no rows at all, issue the same
+collectives. The next unit is gathered while the current one computes. If a rank needs the units in another order, it
+cannot know whether the other ranks do too, so it raises OutOfOrder.
 
-Hooks only tell how far along the order this rank has come: they call `before` and `after` around each block, and
-`arrive` for each gradient. They live as long as the module, which may be the user's, so they must not hold the axis or
-its memory.
+Hooks report how far this rank has come in the order: they call `before` and `after` around each block, and `arrive` for
+each gradient. They live as long as the module, which may belong to the user, so they hold only a weak reference to the
+axis.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class _Hears(Protocol):
 
 
 def watch(axis: _Hears, units: Sequence[Unit], blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
-    """Register hooks that call `axis` with the number of a unit, its index in `blocks`; -1, -2, ...: see `_wrapped`."""
+    """Register hooks that call `axis` with the number of a unit: its index in `blocks`, or -1, -2, ... (see
+    `_wrapped`).
+    """
     itself = weakref.ref(axis)
     hooks: list[RemovableHandle] = []
     wrapped = [(-depth, inner) for depth, inner in enumerate(_wrapped(units, blocks), start=1)]
@@ -50,7 +53,7 @@ def watch(axis: _Hears, units: Sequence[Unit], blocks: Sequence[nn.Module]) -> l
     for number, unit in enumerate(units):
         for slot in unit.slots:
             if slot.whole.is_floating_point() or slot.whole.is_complex():
-                # Include frozen parameters, which may be thawed.
+                # Include frozen parameters, because they may be unfrozen later.
                 for param in slot.used:
                     param.requires_grad_(True)
                     hooks.append(param.register_post_accumulate_grad_hook(_arriving(itself, number, slot.name)))
@@ -58,7 +61,7 @@ def watch(axis: _Hears, units: Sequence[Unit], blocks: Sequence[nn.Module]) -> l
 
 
 def _wrapped(units: Sequence[Unit], blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the models inside wrappers (of adapters, say): they have all parameters, and may be called directly."""
+    """Return the models inside wrappers such as adapters. They contain all parameters, and may be called directly."""
     needed = {id(part) for unit in units for slot in unit.slots for part, _ in slot.places} | set(map(id, blocks[1:]))
     inner, found = blocks[0], []
     while (
@@ -89,7 +92,7 @@ def _arriving(itself: weakref.ref[_Hears], number: int, name: str) -> Callable[[
 
 
 def weakly(method: Callable[..., None], unit: Unit) -> Callable[..., None]:
-    """Return an autograd hook that calls `method` with `unit` as long as the object of the method lives."""
+    """Return an autograd hook that calls `method` with `unit` as long as the method's object lives."""
     itself = weakref.WeakMethod(method)
 
     def call(*_: Any) -> None:
@@ -100,29 +103,29 @@ def weakly(method: Callable[..., None], unit: Unit) -> Callable[..., None]:
 
 
 Pass = Literal["evaluation", "forward", "backward"]
-"""evaluation: a forward without gradients."""
+"""evaluation: a forward pass without gradients."""
 
 Stop = tuple[bool, int]
 """(True to gather the unit, False to reduce its gradients; number of the unit)"""
 
 
 def nested(module: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[int]]:
-    """Return (blocks, parents): `module` and its units, and for each the number of the unit around it.
+    """Return (blocks, parents): `module` and its units, and for each the number of the unit that contains it.
 
-    A unit comes before those inside it; otherwise the given order is kept.
+    A unit comes before the units inside it. Otherwise the given order is kept.
     """
     chosen = {id(unit): unit for unit in units if unit is not module}
     around: dict[int, int] = {}
     for unit in (module, *chosen.values()):
         for part in unit.modules():
-            # The innermost unit around a part is the one with the fewest modules.
+            # The innermost unit that contains a part is the one with the fewest modules.
             if part is not unit and id(part) in chosen:
                 best = around.get(id(part))
                 if best is None or len(list(unit.modules())) < len(list(chosen.get(best, module).modules())):
                     around[id(part)] = id(unit)
     blocks: list[nn.Module] = []
     parents: list[int] = []
-    # Not a recursive closure: that is a reference cycle, which would hold the modules until the next collection.
+    # A recursive closure would be a reference cycle, which holds the modules until the next garbage collection.
     todo = [(module, -1)]
     while todo:
         block, parent = todo.pop()
@@ -136,9 +139,10 @@ def nested(module: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Modul
 def backward_tour(parents: Sequence[int], ahead: int) -> list[Stop]:
     """Return the order of gathers and reductions in a backward pass.
 
-    Units 1, 2, ... are in the order of forward, and `parents[i]` is the unit around i. Unit 0 is the root, which stays
-    gathered. Backward enters the last unit first, and each unit before those inside it. The next `ahead` units are
-    gathered before the gradients of a unit are reduced, so that communication overlaps with computation.
+    Units 1, 2, ... are in the order of the forward pass, and `parents[i]` contains unit i. Unit 0 is the root, which
+    stays gathered. Backward enters the last unit first, and enters each unit before the units inside it. The next
+    `ahead` units are gathered before the gradients of a unit are reduced, so that communication overlaps with
+    computation.
     """
     stops: list[Stop] = []
 
@@ -190,9 +194,9 @@ class BackwardOrder:
 
 
 class OutOfOrder(TrainingError):
-    """The forward or backward of a rank needs units in another order than the one that all ranks follow.
+    """A forward or backward pass on this rank needs units in another order than the one that all ranks follow.
 
-    unit: name of the unit that is needed. again: it is needed for recomputation in backward.
+    unit: name of the unit that is needed. again: True if backward needs it for recomputation.
     """
 
     def __init__(self, unit: str, how: str, order: Sequence[str], *, again: bool = False) -> None:
@@ -207,15 +211,15 @@ class OutOfOrder(TrainingError):
 
 
 class GatherOrder:
-    """The order of `units`, the root first, and how far this rank has come in it.
+    """The order of `units`, the root first, and the position of this rank in it.
 
-    parents: number of the unit around each. keep, ahead: see data_axis.
+    parents: number of the unit that contains each block. keep, ahead: see data_axis.
     """
 
     def __init__(self, units: list[Unit], blocks: Sequence[nn.Module], parents: Sequence[int], keep: bool, ahead: int):
         self.keep, self._armed, self._computing = keep, False, False
         self._running = self._forwarded = self._kept = self._lent = self._proven = False
-        self._by_user = False  # a user calls the model, and runs the backward passes
+        self._by_user = False  # the user calls the model and runs the backward passes
         self._next = self._made = self._entry = 0
         self._units, self._root = units, units[0]
         inside = {id(part) for slot in self._root.slots for part, _ in slot.places}
@@ -227,11 +231,11 @@ class GatherOrder:
 
     @property
     def _stays(self) -> bool:
-        """Return True if the root stays gathered after a forward without gradients, since the loss may use it."""
+        """Return True if the root stays gathered after a forward pass without gradients: the loss may use it."""
         return self._computing and not self.keep
 
     def before(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gather the parameters of `block`, which is being called. Return new inputs for it, or None to keep them.
+        """Gather the parameters of `block`, which is about to run. Return new inputs for it, or None to keep them.
 
         number: number of the unit; -1, -2, ... for a model inside the root.
         """
@@ -249,7 +253,7 @@ class GatherOrder:
                 unit.depth += number == self._entry
                 return None
             if self._by_user and self._forwarded and torch.is_grad_enabled():
-                self._open_all()  # the backward pass of several forwards needs the units in no known order
+                self._open_all()  # backward through several forward passes needs the units in an unknown order
                 return None
             self._begin_forward(number)
         elif not self._running and self._borrows[number] and not self._root.here:
@@ -276,18 +280,18 @@ class GatherOrder:
         return passed
 
     def _fetch(self, unit: Unit, number: int) -> None:
-        """Send the all-gather of `unit`, and of all units before it in the order of forward, unless sent already."""
+        """Start the all-gather of `unit` and of all units before it in forward order, unless it was started already."""
         while self._running and not unit.coming and number >= self._next:
             self._gather_next()
         if unit.slots and not unit.coming:
             if self._computing:
-                # Another rank may not gather here, and would take this all-gather for a different one.
+                # Other ranks may not gather here. They would match this all-gather with a different one.
                 how = "called again in a forward" if self._running else "called outside of the model's forward"
                 raise OutOfOrder(unit.name, f"is {how}, when its parameters have been let go", self._order)
-            unit.gather()  # called by the user, on every rank alike
+            unit.gather()  # called by the user, on all ranks
 
     def after(self, number: int, output: Any) -> None:
-        """Note that a block returns, and close units that are done."""
+        """Note that a block has returned, and close the units that are done."""
         unit = self._units[max(number, 0)]
         if in_backward() or self._kept or (unit is self._root and number != self._entry):
             return
@@ -324,7 +328,7 @@ class GatherOrder:
 
     def _end_forward(self) -> None:
         while self._running and self._next < len(self._units):
-            # Other ranks may use units that this rank does not.
+            # Other ranks may use units that this rank does not use.
             self._gather_next()
         self._running = False
         self._done.clear()
@@ -332,7 +336,7 @@ class GatherOrder:
             if unit is not self._root or not (self._forwarded or self._stays):
                 unit.close()
         if not self._computing:
-            # Called by the user: show the shards afterwards, even if no backward follows.
+            # The user called the model: show the shards afterwards, even if no backward pass follows.
             self._guard(False)
             self._root.show()
 
@@ -348,7 +352,7 @@ class GatherOrder:
     # Backward.
 
     def _wanted(self, unit: Unit) -> None:
-        """Note that the backward of `unit` begins, and gather it."""
+        """Note that the backward pass of `unit` begins, and gather the unit."""
         if self._kept:
             return
         if self._root.here and not self._computing:
@@ -360,7 +364,7 @@ class GatherOrder:
         self._go_on()
 
     def _passed(self, unit: Unit) -> None:
-        """Note that backward has made the input gradients of one call of `unit`."""
+        """Note that backward has computed the input gradients of one call of `unit`."""
         unit.pending = max(unit.pending - 1, 0)
         self._check_finished(unit)
 
@@ -374,7 +378,7 @@ class GatherOrder:
         self._go_on()
 
     def arrive(self, number: int, name: str, param: Tensor) -> None:
-        """Note that autograd has made the gradient of `param`."""
+        """Note that autograd has computed the gradient of `param`."""
         unit = self._units[number]
         refuse_sparse(name, param)
         if unit.sent:
@@ -390,7 +394,7 @@ class GatherOrder:
             self._go_on()
 
     def _need(self, unit: Unit, *, again: bool = False) -> None:
-        """Gather `unit`, and all that comes before it in the order of a backward pass."""
+        """Gather `unit` and all units before it in the order of a backward pass."""
         if unit.here or not unit.slots:
             return
         while not unit.coming and not self._tour.done:
@@ -413,7 +417,7 @@ class GatherOrder:
         return OutOfOrder(unit.name, f"is needed in backward {late}", self._order, again=again)
 
     def _go_on(self) -> None:
-        """Advance in the order as far as this rank's backward has come."""
+        """Advance in the order as far as the backward pass of this rank has come."""
         while not self._tour.done:
             gathers, number = self._tour.at
             unit = self._units[number]
@@ -442,7 +446,7 @@ class GatherOrder:
         self._rest()
 
     def _rest(self) -> None:
-        """Return to the start of a pass, with everything sharded."""
+        """Return to the start of a pass, with all units sharded."""
         self._running = self._forwarded = self._kept = self._lent = False
         self._next = 0
         self._done: list[Unit] = []
@@ -458,11 +462,11 @@ class GatherOrder:
 
 
 def alone(number: int, which: Pass) -> None:
-    """Do nothing beside the units of a pass; see ShardedParameters.meanwhile."""
+    """Do nothing; the default of ShardedParameters.meanwhile."""
 
 
 class ShardedParameters(GatherOrder, DataAxis):
-    """ZeRO 3 for `module`, a skeleton; see data_axis. Outside of forward and backward the module shows the shards."""
+    """ZeRO 3 for `module`, a skeleton; see data_axis. Outside of forward and backward the module holds the shards."""
 
     def __init__(
         self,
@@ -491,7 +495,9 @@ class ShardedParameters(GatherOrder, DataAxis):
             self._add(name, slot.shard, part, (slot.shard.data, part), slot.shard, places)
         self._passes = 1
         self.meanwhile: Callable[[int, Pass], None] = alone
-        """Called in a pass that this rank does not make, when the others are done with a unit: (its number, pass)."""
+        """Called in a pass that this rank does not compute, when the other ranks are done with a unit: (unit number,
+        pass).
+        """
         self._absent = False
         self._hooks = watch(self, self._units, blocks)
         self.reset()
@@ -518,7 +524,7 @@ class ShardedParameters(GatherOrder, DataAxis):
             super().follow()
 
     def _begin_forward(self, number: int) -> None:
-        self.follow()  # outside of a step, nothing else has called it
+        self.follow()  # outside of a step, nothing else calls it
         super()._begin_forward(number)
 
     def leaves(self) -> list[nn.Parameter]:
@@ -573,13 +579,13 @@ class ShardedParameters(GatherOrder, DataAxis):
         self._set_autocast(autocast)
         self._guard(True)
         try:
-            # Watch the first step, if no rehearsal has shown who uses which parameters.
+            # Watch the first step, unless a rehearsal has shown where parameters are used.
             with nullcontext() if self._proven else weight_uses(self._units, refuse_use, lambda unit: unit.here):
                 yield
         finally:
             self._computing = False
             self._set_autocast(False)
-            # A complete step leaves nothing gathered; an evaluation leaves the root, and an interruption anything.
+            # A complete step leaves no unit gathered. An evaluation leaves the root, and an interruption may leave any.
             if any(unit.here for unit in self._units):
                 self._rest()
             self._guard(False)

@@ -1,1 +1,1 @@
-"""Tensor plans: which modules are split over the tensor axis, and how. They are given, or found in the module tree."""
+"""Tensor plans: which modules are split over the tensor axis, and how. The user or the module tree decides."""

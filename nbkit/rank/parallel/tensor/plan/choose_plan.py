@@ -1,15 +1,15 @@
-"""Make a tensor plan from its sources: decide between them, group maps into pairs, and check that the numbers divide.
+"""Make a tensor plan: choose between its sources, group maps into pairs, and check that the numbers divide.
 
 The parts of a plan are attentions, MLP pairs, the embedding, and the head of the vocabulary. If a run of the model
-showed the data flow between maps (flow_plan.py), they follow from that. Otherwise they are found by common names and by
-fitting shapes. If names leave a doubt that would raise no error later (a packed matrix with unknown packing), the plan
+showed the data flow between maps (flow_plan.py), they follow from it. Otherwise they are found by common names and
+matching shapes. If names leave a doubt that would raise no error later (a packed matrix with unknown packing), the plan
 gathers, which is always correct, and gives the reason.
 
-Without a run that proves a split, only known classes are split: those whose source is known to do what the names of
-their parts say. Only the exact classes count, since a subclass may do anything. Classes of transformers are listed by
-file. Each of these files was run in parts and compared with the whole (proof/).
+Without a run that proves a split, only known classes are split: classes whose source code does what the names of their
+parts say. A subclass does not count, because it may do anything. Classes of transformers are listed by file. Each of
+these files was run in parts and compared with the whole (proof/).
 
-Tied weights: a weight that several modules hold is cut in the same way in all of them, or stays whole.
+Tied weights: a weight that several modules share is split in the same way in all of them, or stays whole.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ Place = tuple[int, str]
 def agreed(
     model: nn.Module, plan: TensorPlan, said: Collection[str] = (), *, trusted: Callable[[nn.Module], bool]
 ) -> TensorPlan:
-    """Return `plan` without the splits that would cut a tied weight differently in its places.
+    """Return `plan` without the splits that would split a tied weight differently in its places.
 
-    said: modules whose roles the user gave; conflicts with those are kept, and refused later. trusted: returns True for
-    a module that is not a map and does not compute with the weight it holds, like HF's heads with the bias of a map.
+    said: modules with roles from the user; their conflicts are kept, and refused later. trusted: returns True for a
+    module that is not a map and does not use the weight that it holds, such as HF heads that hold the bias of a map.
     """
     tied = {name: places for name, places in homes(model).items() if len(places) > 1}
     while tied:
@@ -88,7 +88,7 @@ def _computes(part: nn.Module) -> bool:
 
 
 def without(plan: TensorPlan, out: dict[str, str]) -> TensorPlan:
-    """Return `plan` without the pairs (by row map) and single modules in `out`, whose values become the reasons."""
+    """Return `plan` without the pairs (by row map) and single modules in `out`. Its values become the reasons."""
     kept = tuple(pair for pair in plan.pairs if pair.rows[0] not in out)
     reasons = dict(plan.reasons) | {path: why for path, why in out.items() if path in plan.singles}
     for pair in plan.pairs:
@@ -135,7 +135,7 @@ def infer_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str], dict[str,
 
 
 def packed_attentions(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
-    """Return the pairs of torch's own MultiheadAttentions, and path -> why others of them stay whole."""
+    """Return the pairs of torch's own MultiheadAttentions, and path -> why an attention stays whole."""
     pairs: list[Pair] = []
     reasons: dict[str, str] = {}
     for path, part in model.named_modules():
@@ -157,7 +157,7 @@ def _attention(
     singles: dict[str, str],
     reasons: dict[str, str],
 ) -> set[str]:
-    """Add the attention of `part`, if it is one, to the results. Return the names of the children that belong to it."""
+    """Add `part` to the results if it is an attention. Return the names of the children that belong to it."""
     named = {name.lower(): name for name in linears}
     out_name, out = _output(part, linears)
     if out is None:
@@ -180,7 +180,7 @@ def _attention(
         used = {packed, out_name.split(".")[0]}
         rest = sizes(linears[packed])[1] - width
         heads = heads_of(part, q=width, k=rest // 2) if rest > 0 and rest % 2 == 0 else None
-        # GPT-2 has an attribute that says how it cuts the matrix; others may store query, key and value per head.
+        # GPT-2 has an attribute with the widths in the matrix. Other models may store query, key and value per head.
         says = getattr(part, "split_size", None) == width == rest // 2
         why = (
             "" if says and heads else "nothing says how query, key and value are packed (tp_plan: 'packed', 'colwise')"
@@ -212,7 +212,7 @@ def _output(part: nn.Module, linears: Mapping[str, nn.Module]) -> tuple[str, nn.
 
 
 def _why_not(part: nn.Module, used: set[str], heads: Heads | None) -> str:
-    """Return why an attention cannot be split: a parameter besides its projections that may differ between heads."""
+    """Return why an attention cannot be split, or "": a parameter outside its projections may differ between heads."""
     for name, param in part.named_parameters():
         if name.split(".")[0] not in used and (heads is None or param.numel() != heads.dim):
             return f"it has a parameter {name} {tuple(param.shape)}, perhaps one value for each head"
@@ -225,7 +225,7 @@ def _mlp(dot: str, part: nn.Module, linears: Mapping[str, nn.Module], pairs: lis
             continue
         inner, width = sizes(down)
         ups = [n for n, up in linears.items() if n.lower() in _UP and n != name and sizes(up) == (width, inner)]
-        # A transformer's MLP is not narrower in the middle than at its ends; such a middle may be an output.
+        # The MLP of a transformer is not narrower in the middle than at its ends. A narrow middle may be an output.
         if ups and inner >= width:
             columns = tuple(dot + n for n in ups)
             pairs.append(Pair(dot[:-1], "mlp", columns, (dot + name,), dict.fromkeys(columns, (inner,)), inner))
@@ -233,7 +233,7 @@ def _mlp(dot: str, part: nn.Module, linears: Mapping[str, nn.Module], pairs: lis
 
 
 def _in_a_row(dot: str, part: nn.Module) -> list[Pair]:
-    """Return the pairs of linear maps in a Sequential that have only elementwise modules between them."""
+    """Return the pairs of linear maps in a Sequential with only elementwise modules between them."""
     pairs: list[Pair] = []
     waiting: tuple[str, nn.Module] | None = None
     for name, child in part.named_children():
@@ -259,8 +259,8 @@ def infer_vocabulary(
 ) -> dict[str, str]:
     """Return path -> "vocab" or "head" for the embedding of tokens and the map to their logits.
 
-    taken: paths with other roles. likely: maps that may be the head; other maps may be only if tied to an embedding.
-    read: embeddings that read tokens, or None if that is not known.
+    taken: paths with other roles. likely: maps that may be the head. Other maps may be the head only if they are tied
+    to an embedding. read: embeddings that read tokens, or None if that is not known.
     """
     paths = {id(part): path for path, part in model.named_modules()}
     tables = {
@@ -289,7 +289,7 @@ def infer_vocabulary(
     named = _asked(model, "get_input_embeddings") if hasattr(model, "config") else None
     table = tied or paths.get(id(named))
     if table is None:
-        # Without a head, the table may also be the head: some models multiply by its weight themselves.
+        # Without a head module, the table may also be the head: some models multiply by its weight themselves.
         rows = sizes(heads[head])[1] if head is not None else None
         table = next((path for path, part in usable.items() if part.num_embeddings == rows), None)
     found = {} if head is None or (tied is not None and tied not in usable) else {head: "head"}
@@ -299,7 +299,7 @@ def infer_vocabulary(
 
 
 def _asked(model: Any, getter: str) -> Any:
-    """Return the embedding or the head that a HF model names; None if it names none (models of two parts)."""
+    """Return the embedding or the head that a HF model names, or None (as in models of two parts)."""
     try:
         return getattr(model, getter, lambda: None)()
     except (NotImplementedError, AttributeError):
@@ -332,7 +332,7 @@ def known_pair(model: nn.Module, pair: Pair) -> bool:
     if type(owner) is nn.Sequential:
         return all(is_linear(child) or type(child) in POINTWISE for child in owner.children())
     if pair.kind == "mlp" and type(owner).__module__ != _OURS and type(owner) not in _LAYERS:
-        # The activation is chosen by a config, and may have parameters.
+        # A config selects the activation, which may have parameters.
         maps = tuple(f"{path}." for path in (*pair.columns, *pair.rows))
         if any(not name.startswith(maps) for name, _ in owner.named_parameters(prefix=pair.owner)):
             return False
@@ -340,7 +340,7 @@ def known_pair(model: nn.Module, pair: Pair) -> bool:
 
 
 def known_block(block: nn.Module) -> bool:
-    """Return True if everything that `block` computes is known."""
+    """Return True if the class of `block` and its activation are known."""
     if type(block) in _LAYERS:
         return block.activation in (F.relu, F.gelu) or type(block.activation) in POINTWISE  # type: ignore[union-attr]
     return _is_known(type(block))
@@ -370,17 +370,16 @@ _GATHERED = ("colwise_gather", "rowwise_split")
 def plan_of(
     model: nn.Module, size: int, user: Mapping[str, str] | None = None, proof: Proof | None = None
 ) -> TensorPlan:
-    """Return the plan to split `model` over `size` ranks, restricted to splits that are known to be right.
+    """Return the plan to split `model` over `size` ranks, restricted to splits that are known to be correct.
 
-    model: the whole model; placeholders are enough. user: pattern of module paths -> role (`ROLES`), which overrides
-    the other sources. proof: the results of runs (prove.py).
-    Raises StrategyError if a role is unknown, fits no module, or does not divide, and if a split that the user asked
-    for is not known to be right.
+    model: the whole model; placeholders are sufficient. user: pattern of module paths -> role (`ROLES`), which
+    overrides the other sources. proof: the results of runs (prove.py). Raises StrategyError if a role is unknown,
+    matches no module, or does not divide, and if a split that the user requests is not known to be correct.
     """
     proof = proof or Proof()
     right = proof.of(size) or SplitVerdict()
     plan, said, verdict = candidates(model, size, user, proof.flow), _said_by_user(model, user or {}), proof.of(size)
-    parts = "parts" if size == 1 else f"{size} parts"  # 1: of any number of ranks
+    parts = "parts" if size == 1 else f"{size} parts"  # 1 stands for any number of ranks
     not_run = f"not run in {parts}: {proof.why or f'only in {list(proof.verdicts)}'}"
     out: dict[str, str] = {}
     for pair in plan.pairs:
@@ -452,10 +451,10 @@ def _refused(paths: Sequence[str], why: str) -> StrategyError:
 def candidates(
     model: nn.Module, size: int, user: Mapping[str, str] | None = None, flow: MapFlow | None = None
 ) -> TensorPlan:
-    """Return a plan of where `model` may be split, and how, without proof.
+    """Return a plan of where and how `model` may be split, without proof.
 
-    Sources are the data flow or, without a run, the names; then the HF model's own plan; then the user. See `plan_of`
-    for arguments and errors.
+    The sources are the data flow or, without a run, the names; then the HF model's own plan; then the user. See
+    `plan_of` for arguments and errors.
     """
     said = _said_by_user(model, user or {})
     hf = {path: role for path, role in roles_of_hf(model).items() if _carries(model, path, role)}
@@ -469,7 +468,7 @@ def candidates(
         ways = {each[0].rows[0]: each for each in flow_pairs(model, flow, heads)}
         inferred += [each[0] for each in ways.values()]
     if experts := mixtures(model):
-        # The tokens decide which experts are called: split maps would wait for ranks that do not call the same expert.
+        # Tokens decide which experts are called. Split maps would wait for ranks that do not call the same expert.
         ways = {row: each for row, each in ways.items() if not within(row, experts)}
         inferred = [pair for pair in inferred if not within(pair.rows[0], experts)]
         gathers = {path: role for path, role in gathers.items() if not within(path, experts)}
@@ -480,7 +479,8 @@ def candidates(
         members = {pair.owner: "pair"} if pair.kind == "module" else members
         packed = {path for path in pair.columns if len(pair.widths[path]) > 1}
         expected = {path: "packed" if path in packed else role for path, role in members.items()}
-        # The data flow may show a pair where HF's plan gathers. That is safe, since the pair is run before it is used.
+        # The data flow may show a pair where HF's plan gathers. This is safe, because the pair is run before it is
+        # used.
         open_to = () if flow is None else _GATHERED
         if all(said.get(path, role) == role for path, role in expected.items()) and all(
             hf.get(path, role) in (role, *open_to) or path in said for path, role in expected.items()
@@ -501,7 +501,7 @@ def candidates(
     singles |= {path: role for path, role in extra.items() if role not in (*_IN_PAIRS, "replicate")}
     singles |= vocabulary
     reasons |= {path: "tp_plan says so" for path, role in said.items() if role == "replicate"}
-    # A single key-value head cannot be split: such an attention stays whole, and the rest may be split.
+    # A single key-value head cannot be split. Such an attention stays whole, and the rest may be split.
     for pair in [pair for pair in pairs if _shares_one_head(pair) and not said.keys() & {*_members(pair)}]:
         pairs.remove(pair)
         ways.pop(pair.rows[0], None)
@@ -545,7 +545,7 @@ def _carries(model: nn.Module, path: str, role: str) -> bool:
 
 
 def _of_hf(pair: Pair) -> Pair:
-    """Return `pair` without counts in configs, which HF's attentions read for values that are equal on every rank."""
+    """Return `pair` without counts in configs: HF's attentions read them for values that are equal on every rank."""
     return replace(pair, counts=tuple(count for count in pair.counts if count not in of_configs(pair.counts)))
 
 
@@ -570,7 +570,7 @@ def _grouped(
         inner = sizes(model.get_submodule(rows[0]))[0]
         part = model.get_submodule(owner)
         outs = {path: sizes(model.get_submodule(path))[1] for path in columns}
-        # Keys are narrower than queries when heads share them.
+        # Keys are narrower than queries if query heads share them.
         keys = min(n for n in outs.values()) if len(outs) > 1 else inner
         is_attention = (
             rows[0] in known

@@ -1,8 +1,8 @@
-"""From the data flow between maps (proof/capture.py) to the ways in which the maps of a model may be split.
+"""From the data flow between maps (proof/capture.py), find the ways in which the maps of a model may be split.
 
-If the outputs of some maps go into one other map and nowhere else, they are split by columns, and that one by rows:
-up and down, or query, key, value and output. Several ways may fit (the layout of a packed matrix, the attributes that
-count heads). The proof runs them one after the other.
+If the outputs of some maps go into one other map and nowhere else, they are split by columns, and the other map by
+rows. Examples are up and down, or query, key, value and output. Several ways may be possible (different layouts of a
+packed matrix, different attributes that count heads). The proof tries them one after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _MOST_COUNTS, _MOST_WAYS = 3, 32
 class Product:
     """A product of two tensors for each row.
 
-    first, second: maps that each tensor comes from. dims: sizes that may be the features of a head, likeliest first.
+    first, second: the maps from which each tensor comes. dims: sizes that may be the features of a head, the likeliest
+    first.
     """
 
     first: frozenset[str]
@@ -48,14 +49,14 @@ class MapFlow:
 
 
 def flow_heads(model: nn.Module, flow: MapFlow) -> set[str]:
-    """Return the linear maps into the model's output only, with as many outputs as a token embedding has rows."""
+    """Return the linear maps that feed only the model's output, with as many outputs as a token embedding has rows."""
     rows = {model.get_submodule(path).num_embeddings for path in flow.tables}
     shown = (path for path in flow.sources if flow.readers.get(path) == frozenset(("",)))
     return {path for path in shown if sizes(model.get_submodule(path))[1] in rows}
 
 
 def flow_pairs(model: nn.Module, flow: MapFlow, taken: Collection[str]) -> list[tuple[Pair, ...]]:
-    """Return for each pair the ways in which it may be packed. taken: maps that are split otherwise or stay whole."""
+    """Return for each pair the ways in which it may be packed. taken: maps that have another role or stay whole."""
     used, found = set(taken), list[tuple[Pair, ...]]()
     for row, sources in flow.sources.items():
         only = frozenset((row,))
@@ -76,7 +77,7 @@ def _ways(model: nn.Module, flow: MapFlow, columns: Sequence[str], row: str) -> 
     if product is not None:
         return tuple(_attention(model.get_submodule(owner), owner, outs, row, inner, product))
     outs = {path: out for path, out in outs.items() if out % inner == 0}
-    # Maps that are much narrower in the middle are an adapter: splitting it would send more than it saves.
+    # Maps with a much narrower middle are an adapter. Splitting it would send more than it saves.
     ends = [width, *(sizes(model.get_submodule(path))[0] for path in outs)]
     if not outs or 2 * inner < min(ends):
         return ()
@@ -98,7 +99,7 @@ def _attention(
         if not keys:
             continue
         kv, packed = min(outs[path] for path in keys), dict(one)
-        if keys[0] in product.first:  # queries, keys and values are concatenated in one matrix
+        if keys[0] in product.first:  # query, key and value are concatenated in one matrix
             kv = (kv - inner) // 2 if kv > inner else kv
             packed[keys[0]] = (inner, kv, kv) if outs[keys[0]] == inner + 2 * kv else one[keys[0]]
         elif one.keys() == product.first | product.second and kv % (2 * dim) == 0:  # keys and values
@@ -131,9 +132,10 @@ def _counted(model: nn.Module, pair: Pair, size: int, reads: Mapping[str, Collec
 
 
 def ways_of(model: nn.Module, packed: Sequence[Pair], size: int, reads: Mapping[str, Collection[str]]) -> list[Pair]:
-    """Return the ways to try, in order, to split a pair into `size` parts.
+    """Return the ways to split a pair into `size` parts, in the order in which they are tried.
 
-    packed: how its matrices may be packed. reads: path of a module -> own attributes that are read while it runs.
+    packed: the ways in which its matrices may be packed. reads: path of a module -> own attributes that are read while
+    it runs.
     """
     each = [list(_counted(model, pair, size, reads)) for pair in packed]
     rounds = (ways[i] for i in range(max(map(len, each))) for ways in each if i < len(ways))

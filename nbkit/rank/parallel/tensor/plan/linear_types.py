@@ -28,7 +28,7 @@ _known: dict[Hashable, bool] = {}
 
 
 def computes_linear(module: nn.Linear) -> bool:
-    """Return True if the forward of `module` computes nn.Linear and nbkit has not wrapped it.
+    """Return True if the forward of `module` computes the same as nn.Linear and nbkit has not wrapped it.
 
     Sends nothing and draws no random numbers. May run in any thread.
     """
@@ -83,7 +83,7 @@ def _with_gradients(output: Tensor, wanted: list[Tensor]) -> list[Tensor]:
 
 
 class _DrawingNothing(TorchFunctionMode):
-    """Mode that raises for functions that draw random numbers. No linear map does, and others may need the numbers."""
+    """Mode that raises an error for functions that draw random numbers. A linear map does not draw."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in DRAWS or func in RANDOM:
@@ -108,7 +108,7 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Return True if the module maps the last dim by one matrix, and has it (a pipeline stage may have dropped it)."""
+    """Return True if the module multiplies the last dim by a matrix that this pipeline stage has."""
     return module is not None and (_is_plain(module) or is_lora(module))
 
 
@@ -118,7 +118,7 @@ def is_packed_attention(module: nn.Module) -> bool:
 
 
 def core(module: nn.Module) -> Any:
-    """Return the module that holds `weight` and perhaps `bias`."""
+    """Return the module with `weight` and perhaps `bias`: the module itself, or the base layer of LoRA."""
     base = module._modules.get("base_layer")
     return module if base is None else base
 
@@ -144,7 +144,7 @@ def sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def ranges_of(widths: Iterable[int], size: int, index: int) -> list[tuple[int, int]]:
-    """Return the ranges that part `index` of `size` holds in each of the concatenated matrices of `widths`."""
+    """Return the ranges of part `index` of `size` in each of the concatenated matrices of `widths`."""
     found, at = [], 0
     for width in widths:
         start, stop = bounds(width, size, index)

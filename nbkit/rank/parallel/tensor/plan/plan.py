@@ -1,10 +1,11 @@
 """The plan of a tensor axis: which modules are split, and how.
 
-A plan has three sources; the later ones override: the module tree (choose_plan.py), a HF model's own plan, and the
-user's `tp_plan`. It is made from the whole model, before a pipeline drops parts of it, so that all stages agree.
+A plan has three sources, of which later ones override earlier ones: the module tree (choose_plan.py), a HF model's own
+plan, and the user's `tp_plan`. It is made from the whole model, before a pipeline drops parts of it, so that all stages
+agree.
 
-This module also finds the number of heads of an attention and the attributes that count them, and lists which
-parameters each role cuts along which dim. The same list is used to cut parameters and to compare ties.
+This module also finds the number of heads of an attention and the attributes that contain it, and lists which
+parameters each role splits along which dim. The same list is used to split parameters and to compare tied weights.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _WIDTHS |= {"width", "embedding_dim", "inner_size", "q_size", "kv_size", "q_dim"
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query heads, key-value heads, and features of one head."""
+    """Number of query heads, number of key-value heads, and features per head."""
 
     heads: int
     kv_heads: int
@@ -49,9 +50,9 @@ class Heads:
 
 
 def heads_of(owner: nn.Module, *, q: int, k: int) -> Heads | None:
-    """Return the heads of an attention from its own attributes or its config; None if neither has them.
+    """Return the heads of an attention from its own attributes or its config, or None if neither has them.
 
-    q, k: output features of its query and key projections.
+    q, k: number of output features of its query and key projections.
     """
     counts = [value for _, name, value in _numbers(owner) if name in _HEADS and value > 0 and q % value == 0]
     dims = [value for _, name, value in _numbers(owner) if name in _HEAD_DIM and value > 0 and q % value == 0]
@@ -65,7 +66,7 @@ def counts_heads(owner: nn.Module) -> bool:
 
 
 def named_counts(owner: nn.Module, heads: Heads) -> tuple[str, ...]:
-    """Return the attributes of `owner` and its configs that by name count heads, or the features of all heads."""
+    """Return the attributes of `owner` and its configs that by name and value count heads, or features of all heads."""
     parts = {**dict.fromkeys(_HEADS, heads.heads), **dict.fromkeys(_KV_HEADS, heads.kv_heads)}
     widths = {heads.heads * heads.dim, heads.kv_heads * heads.dim}
     return tuple(
@@ -90,7 +91,7 @@ def numbers_in(owner: nn.Module, values: Collection[int], reads: Mapping[str, Co
 
 
 def of_configs(counts: Iterable[str]) -> set[str]:
-    """Return those of `counts` that are attributes of a config."""
+    """Return the `counts` that are attributes of a config."""
     return {count for count in counts if "." in count.rpartition(":")[2]}
 
 
@@ -109,12 +110,12 @@ def divide(owner: nn.Module, counts: Iterable[str], size: int) -> None:
                     if value is shared:
                         vars(target)[key] = copied[path, holder]
             target = copied[path, holder]
-        # This also changes frozen dataclasses, which is safe because the copy is ours.
+        # This also changes frozen dataclasses, which is safe because the copy belongs to nbkit.
         object.__setattr__(target, name, getattr(target, name) // size)
 
 
 def _numbers(owner: nn.Module) -> Iterator[tuple[str, str, int]]:
-    """Yield (attribute that holds the config, or "" for the module's own; name; value) of each int, own ones first."""
+    """Yield (name of the attribute with the config or "", name, value) of each int. Own attributes come first."""
     configs: list[tuple[str, Any]] = []
     for name, value in list(vars(owner).items()):
         if type(value) is int:
@@ -137,7 +138,7 @@ ROLES = {
     "head": "the map to the vocabulary, whose loss is computed in parts",
     "replicate": "left as it is",
 }
-"""Roles that `tp_plan={'blocks.*.mlp.up': 'colwise'}` may give to a module. * stands for any characters."""
+"""Roles that `tp_plan={'blocks.*.mlp.up': 'colwise'}` may give to a module. * matches any characters."""
 
 _HF = {
     "colwise": "colwise",
@@ -156,13 +157,13 @@ _HF = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Maps that split features and one that joins them, within the module `owner`.
+    """Maps that split features and one that joins them, inside the module `owner`.
 
     kind: "attention" (split by heads), "mlp" (by features), or "module" (an nn.MultiheadAttention with its own maps).
-    widths: column map -> features of each matrix packed in it. inner: features between the maps. counts: attributes of
-    the owner, and of modules in it, that a rank divides. views: the code of the attention asks for the sizes of all
-    heads, and must get those of a part. taken: arguments of the attention other than the hidden states get gradients
-    from between its maps.
+    widths: column map -> features of each matrix packed in it. inner: number of features between the maps. counts:
+    attributes of the owner, and of modules in it, that a rank divides. views: the code of the attention requests the
+    sizes of all heads, and must get those of a part. taken: arguments of the attention other than the hidden states get
+    gradients from between its maps.
     """
 
     owner: str
@@ -178,7 +179,7 @@ class Pair:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Return the numbers of features of all heads, in each packed matrix and in each matrix that packs them."""
+        """Return the numbers of features of all heads: of each packed matrix, and of each matrix that packs several."""
         widths = [n for each in self.widths.values() for n in (*each, sum(each))]
         return tuple(dict.fromkeys([self.inner, *widths]))
 
@@ -189,8 +190,8 @@ class TensorPlan:
 
     pairs: the pairs to split. singles: path of a single module -> its role. reasons: path of a module -> why it stays
     whole. partial: parameters used between the maps of a pair. positions: block -> why its positions stay whole.
-    unproven: module that looks splittable -> why that is not known to be right. ways: row map -> ways to split its
-    pair, of which a run may choose one. instead: map in a pair -> its role if the pair is not right.
+    unproven: module that looks splittable -> why that is not known to be correct. ways: row map -> possible splits of
+    its pair, from which a run chooses. instead: map in a pair -> its role if the pair is not correct.
     """
 
     size: int
@@ -204,7 +205,7 @@ class TensorPlan:
     instead: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self, module: nn.Module) -> list[tuple[str, str, str]]:
-        """Return (module, how it is split, why it is not) for modules with parameters, with * for numbers in paths."""
+        """Return (module, how it is split, why it is not) for modules with parameters. Numbers in paths become *."""
         how: dict[str, str] = dict(self.singles)
         for pair in self.pairs:
             what = f"{pair.heads.heads} heads over {self.size}" if pair.heads else f"{pair.inner} over {self.size}"
@@ -222,12 +223,12 @@ class TensorPlan:
 
 
 def by_itself(path: str) -> str:
-    """Return the key of a map outside of its pair. The pair itself has the path of its row map as key."""
+    """Return the key of a map outside of its pair. The key of the pair is the path of its row map."""
     return f"{path} by itself"
 
 
 def folded(path: str) -> str:
-    """Return `path` with * for the numbers in it, so that the modules of a list are alike."""
+    """Return `path` with * for the numbers in it, so that all modules of a list have one path."""
     return ".".join("*" if name.isdigit() else name for name in path.split("."))
 
 
@@ -237,7 +238,7 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def roles_of_hf(model: nn.Module) -> dict[str, str]:
-    """Return path -> role from the plan of a HF model (`_tp_plan`), with our names of roles.
+    """Return path -> role from the plan of a HF model (`_tp_plan`), with nbkit's names of roles.
 
     Mixtures of experts are left out, because they stay whole. Raises StrategyError for an unknown role.
     """
@@ -264,11 +265,11 @@ def roles_of_hf(model: nn.Module) -> dict[str, str]:
 
 
 Cut = tuple[nn.Module, str, int, tuple[int, ...]]
-"""Module, name of its parameter, dim that is cut, and lengths of the concatenated matrices along that dim."""
+"""Module, name of its parameter, dim that is split, and lengths of the concatenated matrices along that dim."""
 
 
 def cuts_of_pair(model: nn.Module, pair: Pair) -> Iterator[Cut]:
-    """Yield the cuts of all maps of `pair`, also for parameters that are None."""
+    """Yield the cuts of all maps of `pair`, including those of parameters that are None."""
     if pair.kind == "module":
         yield from cuts_of_packed(model.get_submodule(pair.owner), pair.inner)
         return
@@ -279,7 +280,7 @@ def cuts_of_pair(model: nn.Module, pair: Pair) -> Iterator[Cut]:
 
 
 def cuts_of_single(part: nn.Module, role: str) -> Iterator[Cut]:
-    """Yield the cuts of a module that is split by itself."""
+    """Yield the cuts of a module that is split without a pair."""
     if isinstance(part, nn.Embedding) and role == "vocab":
         yield part, "weight", 0, (part.num_embeddings,)
     elif is_linear(part) and role == "rowwise_split":

@@ -2,14 +2,15 @@
 
 Every operation is seen (TorchDispatchMode). Tensors are tracked by memory, not by Python object.
 
-`CapturedCalls` records the arguments of calls, and finds the splits that are ruled out. An operation on a weight
-outside of the call of its map rules out a split, since a rank holds only a part of the weight. So does an operation
-outside of the module that holds a pair on tensors computed between its maps, since a rank computes only a part of
-them. An attribute that a split changes (a number of heads) must not be read from outside of that module either.
+`CapturedCalls` records the arguments of calls, and finds the splits that are impossible. If an operation uses a weight
+outside of the call of its map, the map cannot be split, because a rank holds only a part of the weight. If an operation
+outside of the module that contains a pair uses tensors computed between the maps, the pair cannot be split, because a
+rank computes only a part of these tensors. Nor may an attribute that a split changes (a number of heads) be read from
+outside of that module.
 
-`data_flow` finds which map's output goes into which other map; plans are made from this (flow_plan.py). Memory is
-followed, operation by operation, from the output of a linear map to the maps that read it. The output of a map is
-counted as coming from that map alone. Whether a split is right is left to the proof.
+`data_flow` finds which map's output goes into which other map. Plans are made from this (flow_plan.py). It follows
+memory, operation by operation, from the output of a linear map to the maps that read it. The output of a map counts as
+coming from that map alone. Whether a split is correct is left to the proof.
 
 `under`, `relative_path` and `relative` convert paths of modules and pairs to and from a module above them.
 """
@@ -42,12 +43,12 @@ def inside(path: str, above: str) -> bool:
 
 
 def under(above: str, path: str) -> str:
-    """Return `path`, which is relative to `above`, as a path from the top."""
+    """Return `path`, which is relative to `above`, as a path from the root."""
     return f"{above}.{path}" if above and path else above or path
 
 
 def relative_path(path: str, above: str) -> str:
-    """Return `path`, which is from the top, as a path relative to `above`."""
+    """Return `path`, which starts at the root, as a path relative to `above`."""
     return path[len(above) + 1 :] if above else path
 
 
@@ -66,9 +67,10 @@ def relative(pair: Pair, above: str) -> Pair:
 
 @dataclass(frozen=True)
 class BlockInput:
-    """A tensor among the arguments of a call.
+    """A tensor in the arguments of a call.
 
-    hangs: it was computed from parameters. Of large ones only the shape is kept, and `value` is zeros.
+    hangs: True if it was computed from parameters. If such a tensor is large, only its shape is kept, and `value` is
+    zeros.
     """
 
     value: Tensor
@@ -77,7 +79,7 @@ class BlockInput:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """Arguments of one call, with tensors as `BlockInput`. training: mode of the module that was called."""
+    """Arguments of one call, with tensors as `BlockInput`. training: mode of the called module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -105,9 +107,9 @@ class CapturedCalls:
     loose: set[str] = field(default_factory=set)
 
     def run(self, call: Callable[[], Any], paths: Collection[str]) -> None:
-        """Watch `call`, which runs the model once, with gradients. paths: modules whose calls are kept.
+        """Watch `call`, which runs the model once, with gradients. paths: modules whose calls are recorded.
 
-        Every parameter must require gradients (`thaw`): this shows which tensors are computed from parameters.
+        Every parameter must require gradients (`thaw`), which shows which tensors are computed from parameters.
         """
         watch = _Watch(self, paths)
         with _reading(self.model, watch.read), watched(self.model, watch.enter, watch.leave), torch.enable_grad():
@@ -121,8 +123,8 @@ class _Watch(WatchingMode):
         super().__init__()
         self.seen, self.kept = seen, kept
         self.active: list[str] = []
-        self.weights: dict[Memory, tuple[set[str], set[str]]] = {}  # -> modules that may use it, plan's keys
-        self.between: dict[Memory, frozenset[str]] = {}  # -> row maps of the pairs it lies between
+        self.weights: dict[Memory, tuple[set[str], set[str]]] = {}  # -> modules that may use it, keys of the plan
+        self.between: dict[Memory, frozenset[str]] = {}  # -> row maps of the pairs between whose maps it lies
         self.names: dict[Memory, list[str]] = {}
         self.owners: dict[str, str] = {}
         self.columns: dict[str, str] = {}
@@ -213,7 +215,7 @@ class _Watch(WatchingMode):
                 self.seen.loose.add(name)
 
     def read(self, path: str, name: str) -> None:
-        """Note that the module at `path` is asked for its own attribute `name`."""
+        """Note that the attribute `name` of the module at `path` is read."""
         if path in self.active:
             self.seen.reads.setdefault(path, set()).add(name)
         elif self.active:
@@ -262,7 +264,7 @@ _noting = threading.Lock()
 
 
 def _note(self: nn.Module, name: str) -> Any:
-    """Replace `nn.Module.__getattribute__`, which is normally that of object."""
+    """Replacement of `nn.Module.__getattribute__`, which is normally inherited from object."""
     if name not in _OF_MODULES and (note := _noted.get(id(self))) is not None:
         if name in super(nn.Module, self).__getattribute__("__dict__"):
             note(name)
@@ -271,9 +273,9 @@ def _note(self: nn.Module, name: str) -> Any:
 
 @contextmanager
 def _reading(model: nn.Module, note: Callable[[str, str], None]) -> Iterator[None]:
-    """Call `note(path, attribute)` for every own attribute that a module is asked for, inside this context.
+    """Call `note(path, attribute)` for every own attribute of a module that is read inside this context.
 
-    The classes of the user's modules are not changed, since a forward may depend on them.
+    The classes of the user's modules are not changed, because a forward may depend on them.
     """
     told = {id(part): partial(note, path) for path, part in model.named_modules()}
     with _noting:
@@ -294,7 +296,7 @@ _PRODUCTS = {torch.ops.aten.bmm.default: 0, torch.ops.aten.baddbmm.default: 1}
 
 
 def data_flow(model: nn.Module, call: Callable[[], Any]) -> MapFlow:
-    """Return the data flow that is seen while `call` runs the model once."""
+    """Return the data flow that is observed while `call` runs the model once."""
     watch = _FlowWatch(model)
     with watched(model, watch.enter, watch.leave), torch.enable_grad(), watch, _Attends(watch):
         output = call()
@@ -311,7 +313,7 @@ class _FlowWatch(WatchingMode):
         self.products: dict[Product, None] = {}
         self.tables: set[str] = set()
         self.called: set[str] = set()
-        self.maps: dict[str, bool] = {}  # -> whether it is a linear one
+        self.maps: dict[str, bool] = {}  # -> whether it is a linear map
         for path, part in model.named_modules():
             if not any(path.startswith(f"{above}.") for above in self.maps):
                 if is_linear(part) or is_packed_attention(part):
@@ -350,7 +352,7 @@ class _FlowWatch(WatchingMode):
                 self.come_from[memory_of(tensor)] = frozenset((path,))
 
     def arrived(self, tensor: Tensor, path: str) -> None:
-        """Note that `tensor` is given to the map at `path`, or for "" is part of the output of the model."""
+        """Note that `tensor` is an input of the map at `path`, or part of the model's output if `path` is ""."""
         for source in self.come_from.get(memory_of(tensor), ()):
             self.readers.setdefault(source, set()).add(path)
             if path:

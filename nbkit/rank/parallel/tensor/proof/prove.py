@@ -1,14 +1,13 @@
-"""Prove candidates of a plan: run each in parts, in one process, and compare it with the whole.
+"""Prove candidates of a plan: run each one in parts, in one process, and compare it with the whole.
 
-The model runs once in each mode while `CapturedCalls` watches. Then every module that holds a pair runs by itself,
-whole and in parts, on the arguments that it was called with. Calls of the same kind (`kind_of`: classes, attributes
-that are read, shapes) are run once. Blocks whose positions may be split run once more with split positions. A candidate
-that does not fit stays whole.
+The model runs once in each mode while `CapturedCalls` watches. Then every module that contains a pair runs separately,
+whole and in parts, with the arguments of its calls. Of several calls of the same kind (`kind_of`: classes, attributes
+that are read, shapes), only one is run. Blocks whose positions may be split run once more with split positions. A
+candidate that does not match stays whole.
 
 The backward pass is compared too. Each run is cut into pieces at the maps (shard_run.py), and each piece is
-differentiated alone, with one set of random cotangents. The gradients of a piece must be as follows, or the split is
-refused.
-
+differentiated separately, with one set of random cotangents. The gradients of a piece must be as follows, or the split
+is refused.
 piece                        column map outputs   attention arguments   parameters   the rest
 up to a row map (region)     slices               sums                  sums         none
 the rest, positions whole    none                 equal on all ranks    equal        equal
@@ -48,7 +47,7 @@ from nbkit.rank.parallel.tensor.sequence_parallel import chains
 from nbkit.rank.torch_private import pytree
 
 Leaf = tuple[str, int | str, int]
-"""(what; number of the point or input, or name of the parameter; number among its leaves)."""
+"""(kind; number of the point or input, or name of the parameter; number among its leaves)."""
 
 Exit = tuple[Tensor, Tensor]
 """A tensor that leaves a piece, and its cotangent."""
@@ -56,10 +55,10 @@ Exit = tuple[Tensor, Tensor]
 
 @dataclass
 class Gradients:
-    """Gradients of the whole run, to compare those of the parts with.
+    """Gradients of the whole run, with which the gradients of the parts are compared.
 
     partial: parameter whose gradient is a sum over the ranks while positions are whole -> row maps of the pairs that
-    use it. taken: attentions whose arguments get gradients from between their maps, which are sums.
+    use it. taken: attentions whose arguments get gradients from between their maps. These gradients are sums.
     """
 
     whole: UnitRun
@@ -88,7 +87,7 @@ class Gradients:
             self._check_features()
 
     def add(self, part: UnitRun) -> None:
-        """Add one part: compare its gradients that are slices, and sum those that are sums."""
+        """Add one part: compare the gradients that are slices, and add up the gradients that are sums."""
         leaves = _leaves(part)
         for number, expected in self.regions.items():
             point, pair = part.points[number], part.points[number].pair
@@ -154,7 +153,7 @@ class Gradients:
                 raise Differs(pair.rows, "what is computed between its maps does not go through the last one alone")
 
     def _check_positions(self) -> None:
-        """Check, with split positions, that nothing is used past the maps."""
+        """Check, with split positions, that nothing bypasses the maps."""
         run, keys = self.whole, self.whole.unit.keys
         for found in (*self.regions.values(), self.rest):
             for leaf, gradient in found.items():
@@ -167,7 +166,7 @@ class Gradients:
                 raise Differs(keys, f"{self._named(leaf)} goes into an attention beside its hidden states")
 
     def _exits(self, run: UnitRun) -> list[Exit]:
-        """Return the exits outside of the regions, without those that go straight into a column map."""
+        """Return the exits outside of the regions, except those that are inputs of a column map directly."""
         found = [(x, c) for p in run.points if p.what != "row" and not p.direct
                  for x, c in zip(p.given, p.cotangents, strict=True)]  # fmt: skip
         shown = [x for i, x in enumerate(run.outputs) if isinstance(x, Tensor) and i not in run.unit.hidden]
@@ -178,7 +177,7 @@ class Gradients:
         found: list[Exit] = []
         for point, whole in zip(run.points, self.whole.points, strict=True):
             if point.what == "column" and point.pair.kind == "attention":
-                # Every rank has it whole, with a part of its gradient.
+                # Every rank has the whole tensor and a part of its gradient.
                 share = 1 if run.index is None else run.unit.size
                 found.append((point.given[0], whole.cotangents[0] / share))
             elif point.what != "row":
@@ -230,20 +229,20 @@ def _leaves(run: UnitRun) -> dict[Leaf, Tensor]:
 
 
 def _gradients(exits: Sequence[Exit], leaves: dict[Leaf, Tensor]) -> dict[Leaf, Tensor | None]:
-    """Return the gradients of the sum of all exits times their cotangents; None for leaves that are not used."""
+    """Return the gradients of the sum of all exits times their cotangents, or None for unused leaves."""
     found = gradients([x for x, _ in exits], list(leaves.values()), [cotangent for _, cotangent in exits])
     return dict(zip(leaves, found, strict=True))
 
 
 def _learned(exits: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves of the graphs behind `exits`."""
+    """Return the leaves of the graphs that lead to `exits`."""
     exits = list(exits)
     behind = (getattr(node, "variable", None) for node in nodes_behind(exits))
     return [x for x in exits if x.requires_grad and x.grad_fn is None] + [x for x in behind if x is not None]
 
 
 def kind_of(module: nn.Module, reads: Mapping[str, Collection[str]], call: CallArguments) -> Hashable:
-    """Return a key that is equal for two calls if running one of them is enough.
+    """Return a key that is equal for two calls if it is enough to run one of them.
 
     reads: path of a module inside -> its attributes that are read.
     """
@@ -267,9 +266,9 @@ def kind_of(module: nn.Module, reads: Mapping[str, Collection[str]], call: CallA
 
 
 _LARGE = 1 << 26
-"""A module with more parameters than this besides its maps is run with those of the model, in their own dtype.
+"""If a module has more parameters than this besides its maps, it is run with the model's values in their own dtype.
 
-A module whose inputs have more than a quarter as many numbers is run in float32.
+If its inputs have more than a quarter as many numbers, it is run in float32.
 """
 
 
@@ -281,10 +280,10 @@ def prove(
     *,
     brief: Callable[[], Any] | None = None,
 ) -> Proof:
-    """Return which splits of `model` into `sizes` parts are right. call: runs the whole model once, on real rows.
+    """Return which splits of `model` into `sizes` parts are correct. call: runs the whole model once, on real rows.
 
-    brief: does the same operations on a few positions of these rows. If all candidates fit there, `call` is not run.
-    Parameters, buffers, modes and random generators are restored. Errors are reported in the result.
+    brief: does the same operations on a few positions of these rows. If all candidates are correct there, `call` is not
+    run. Parameters, buffers, modes and random generators are restored. Errors are reported in the result.
     """
     found = Proof() if brief is None else _proof(model, brief, sizes, tp_plan)
     if found.why or any(each.wrong or any(each.positions.values()) for each in found.verdicts.values()):
@@ -307,7 +306,7 @@ def _proof(model: nn.Module, call: Callable[[], Any], sizes: Iterable[int], tp_p
 
 @dataclass(frozen=True)
 class _Found:
-    """Results for one kind of unit, with paths relative to it. Fields: as in SplitVerdict and Gradients."""
+    """Results for one kind of unit, with paths relative to it. The fields are as in SplitVerdict and Gradients."""
 
     wrong: dict[str, str] = field(default_factory=dict)
     partial: dict[str, set[str]] = field(default_factory=dict)
@@ -337,7 +336,7 @@ class _Prover:
         ways: dict[str, list[Pair]] = {}
         for pair in self.plan.pairs:
             key = pair.rows[0]
-            # A pair that does not divide is refused when the plan is made, with the numbers.
+            # A pair that does not divide is refused later, when the plan is made, with the numbers.
             if key not in wrong and not _divides(pair, size):
                 right[key] = pair
             elif key not in wrong and (found := self._ways(pair, size)):
@@ -368,9 +367,9 @@ class _Prover:
         self, unit: str, ways: Mapping[str, Sequence[Pair]], size: int, wrong: dict[str, str],
         partial: dict[str, set[str]], taken: set[str],
     ) -> dict[str, Pair]:  # fmt: skip
-        """Return for each pair in `unit` the first way that fits in all calls.
+        """Return for each pair in `unit` the first way that is correct in all calls.
 
-        Adds to `wrong` why no way fits, and to `partial` and `taken` what the chosen ways use.
+        Add to `wrong` why no way is correct, and to `partial` and `taken` what the chosen ways use.
         """
         inner = {key: each for key, each in ways.items() if inside(each[0].owner, unit)}
         packed = {key: each[0] for key, each in inner.items() if each[0].kind == "module"}
@@ -409,7 +408,7 @@ class _Prover:
             for block, _ in chain.blocks:
                 here = [pair for pair in pairs if inside(pair.owner, block)]
                 if all(pair.kind == "mlp" for pair in here):
-                    continue  # its attention is not split, which is reported already
+                    continue  # its attention is not split, which was reported already
                 found[block] = "" if block in self.seen.calls else "the example does not reach it"
                 for call in self.seen.calls.get(block, ()):
                     if wrong := self._of(block, here, call, size, sequence=True).wrong:
@@ -417,7 +416,7 @@ class _Prover:
         return found
 
     def _owned_alone(self, partial: Mapping[str, set[str]], wrong: dict[str, str]) -> None:
-        """Refuse pairs that use a parameter between their maps if it is also used elsewhere, or is cut."""
+        """Refuse pairs that use a parameter between their maps if it is also used elsewhere, or is split."""
         names: dict[int, list[str]] = {}
         for path, part in self.model.named_modules():
             for attribute, param in part._parameters.items():
@@ -480,14 +479,14 @@ def _rehearsed(unit: PairUnit) -> Gradients | None:
             whole = _whole(given, draw, dtype)
         except Differs:
             raise
-        except Exception as failed:  # for example kernels without float64
+        except Exception as failed:  # for example, kernels without float64
             error = failed
             continue
         try:
             return _compared(given, whole, draw, dtype)
         except Differs:
             raise
-        except Exception as failed:  # for example a part that is recomputed in backward, without our wrappers
+        except Exception as failed:  # for example, a part that backward recomputes without the wrappers
             why = f"a part of it fails in the backward pass: {type(failed).__name__}: {str(failed).strip()[:150]}"
             raise Differs(unit.keys, why) from failed
     keys, text = unit.keys, str(error).strip()[:150]
@@ -531,7 +530,7 @@ def _compared(unit: PairUnit, whole: UnitRun, draw: Tensor, dtype: torch.dtype) 
     gradients.finish()
     if not unit.sequence:
         with torch.no_grad():
-            # Numbers of one magnitude do not reach all thresholds.
+            # Numbers of one magnitude do not reach all thresholds in the code.
             other = _whole(unit, draw, dtype, uneven=True)
             for index in range(unit.size):
                 UnitRun(unit, draw, index=index, truth=other, dtype=dtype, uneven=True)
@@ -539,7 +538,7 @@ def _compared(unit: PairUnit, whole: UnitRun, draw: Tensor, dtype: torch.dtype) 
 
 
 def _values(unit: PairUnit, draw: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return values for the parameters besides the maps: those of the model plus noise, so none are zero or equal."""
+    """Return values for the parameters besides the maps: the model's values plus noise, so none are zero or equal."""
     beside, found, number = _beside(unit), {}, 0
     if sum(p.numel() for p in beside.values()) > _LARGE:
         return beside
@@ -559,7 +558,7 @@ def _beside(unit: PairUnit) -> dict[str, Tensor]:
 
 
 def _dtypes(unit: PairUnit) -> list[torch.dtype]:
-    """Return the dtypes to try in order, since kernels may support only some of them."""
+    """Return the dtypes to try in order, because kernels may support only some of them."""
     own = next((p.dtype for p in unit.module.parameters() if p.is_floating_point()), torch.float32)
     if sum(p.numel() for p in _beside(unit).values()) > _LARGE:
         return [own]

@@ -1,13 +1,13 @@
 """Run a module with pairs of maps whole and once for each part of a split, in one process, and compare the runs.
 
 The maps themselves are not computed. The output of a column map is random, and a part gets its slice of it. The input
-of a row map in a part must be the slice of its input in the whole. So the module's own code runs with the sizes and
+of a row map in a part must be the slice of its input in the whole run. So the module's own code runs with the sizes and
 numbers of heads that it will have, and needs neither the weights of maps nor communication.
 
-With `sequence`, positions are split around the maps. A part then also gets its slice of the positions. At the maps, and
-in an attention, it gets the positions of all parts. See prove.py for the backward pass.
+With `sequence`, positions are split around the maps. Then a part also gets its slice of the positions. At the maps, and
+inside an attention, it gets the positions of all parts. See prove.py for the backward pass.
 
-The runs use a copy of the module (`twin_of`), whose maps ask the run for their outputs.
+The runs use a copy of the module (`twin_of`), whose maps call the run to get their outputs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from nbkit.rank.torch_private import DropoutNd, pytree
 from nbkit.tensor_layout import bounds
 
 Answers = Mapping[str, Callable[..., Any]]
-"""Functions that replace the maps of a twin. They take the path of the map in the twin, then the map's arguments.
+"""Functions that replace the maps of a twin. They are called with the path of the map, then the map's arguments.
 
-"column" and "row" return the output of the map, "packed" that of an nn.MultiheadAttention, and "attention" the
-(args, kwargs) to call the attention with.
+"column" and "row" return the output of the map, "packed" the output of an nn.MultiheadAttention, and "attention" the
+(args, kwargs) with which the attention is called.
 """
 
 
@@ -46,8 +46,8 @@ Answers = Mapping[str, Callable[..., Any]]
 class PairUnit:
     """A module to run whole and in `size` parts.
 
-    module: the module of the model that holds the pairs. pairs: with paths relative to it. call: one recorded call of
-    it. values: name -> value of its parameters, except those of the maps. placeholders: id of each parameter of the
+    module: the module of the model that contains the pairs. pairs: with paths relative to it. call: one recorded call
+    of it. values: name -> value of its parameters, except those of the maps. placeholders: id of each parameter of the
     model -> placeholder. hidden: numbers of the leaves of its output that come from between the maps and are not used.
     """
 
@@ -69,7 +69,7 @@ class PairUnit:
 def twin_of(unit: PairUnit, answers: Answers, index: int | None, dtype: torch.dtype) -> nn.Module:
     """Return a copy of the module of `unit` whose maps call `answers`, with the sizes of part `index` or of the whole.
 
-    Its parameters besides the maps are those of `unit.values`. Its dropout is off.
+    Its parameters besides the maps are `unit.values`. Its dropout is off.
     """
     memo: dict[int, Any] = dict(unit.placeholders)
     for name, p in unit.module.named_parameters():
@@ -148,7 +148,7 @@ class _Attention(Around):
 
 
 class Differs(Exception):
-    """A part does not fit the whole. keys: row maps of the pairs that cause it."""
+    """A part does not match the whole. keys: row maps of the pairs that cause it."""
 
     def __init__(self, keys: Sequence[str], why: str) -> None:
         super().__init__(why)
@@ -159,7 +159,7 @@ class Differs(Exception):
 class Point:
     """A cut in the graph: the tensors `given` go in, and the tensors `leaves` come out.
 
-    what: "column", "row", "attention" or "module". first: number of the hidden states among `given` of an attention.
+    what: "column", "row", "attention" or "module". first: number of the hidden states in `given`, for an attention.
     direct: `given` is an argument of the attention itself. cotangents: random, one for each of `given`.
     """
 
@@ -178,7 +178,7 @@ class UnitRun:
 
     index: number of the part, None for the whole. truth: the run of the whole, if this is a part. draw: random numbers,
     whose count is a prime. uneven: use another magnitude at each position, and another mean for each part. noise: add
-    noise to inputs that were computed from parameters. Raises Differs, and what the module raises.
+    noise to inputs that were computed from parameters. Raises Differs, and errors of the module.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class UnitRun:
         return made.to(like.device, like.dtype if like.is_floating_point() else self.dtype)
 
     def _apart(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """Return `x` shifted up or down in alternate parts, so that none has the mean or magnitude of the whole."""
+        """Return `x` shifted up or down in alternate parts, so that no part has the mean or magnitude of the whole."""
         signs = []
         for width in widths:
             for index in range(self.unit.size):
@@ -272,13 +272,13 @@ class UnitRun:
         return x + 2 * torch.cat(signs) * x.abs().mean(-1, keepdim=True)
 
     def of_features(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """Return the part of `x` along its last dim, which holds concatenated matrices of `widths`."""
+        """Return this part of `x` along its last dim, which contains concatenated matrices of `widths`."""
         assert self.index is not None
         ranges = ranges_of(widths, self.unit.size, self.index)
         return torch.cat([x[..., start:stop] for start, stop in ranges], -1)
 
     def of_positions(self, x: Tensor) -> Tensor:
-        """Return the part of `x` along dim 1."""
+        """Return this part of `x` along dim 1."""
         assert self.index is not None
         start, stop = bounds(x.shape[1], self.unit.size, self.index)
         return x[:, start:stop]
@@ -316,7 +316,7 @@ class UnitRun:
         return self._go_on("row", path, pair, (x,), (leaf,))
 
     def attention(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments of an attention as its wrapper would pass them: a part gets those of the whole."""
+        """Return the arguments of an attention as its wrapper would pass them. A part gets those of the whole."""
         pair, first = self.pair_of[path], first_tensor(args, kwargs)
         whole = None if self.truth is None else self._whole("attention", path, pair)
         given: list[Tensor] = []
@@ -349,7 +349,7 @@ class UnitRun:
         self, path: str, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
         need_weights: bool = True, attn_mask: Tensor | None = None, **_: Any,
     ) -> Any:  # fmt: skip
-        """Return the output of an nn.MultiheadAttention, which can be split whatever its inputs are."""
+        """Return the output of an nn.MultiheadAttention, which can be split for any inputs."""
         pair = self.pair_of[path]
         given = [query, *(x for x in (key, value) if x is not query)]
         given += [x for x in (attn_mask, key_padding_mask) if x is not None and x.is_floating_point()]
