@@ -135,7 +135,7 @@ Prompt = str | bytes | Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. temperature: 0 takes the likeliest token. top_k: choose among the likeliest top_k tokens.
+    """Settings for choosing a token. temperature: 0 takes the likeliest. top_k: choose among the likeliest top_k.
 
     seed: seed of the random draws.
     """
