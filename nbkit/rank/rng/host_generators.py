@@ -24,7 +24,7 @@ class Drawn:
 
     @classmethod
     def so_far(cls) -> Drawn:
-        """Save the current states."""
+        """Return the current states."""
         numpy = numpy_random()
         return cls(random.getstate(), numpy.get_state() if numpy is not None else None)
 

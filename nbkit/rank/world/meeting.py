@@ -134,7 +134,7 @@ def parted() -> TrainingError | None:
     """Return the error to raise if this rank was broken off because the ranks cannot meet; else None."""
     here = world.current()
     if not _here.apart and here is not None and here.dirty and here.place.world_size > 1 and _here.key == here.key:
-        with suppress(Exception):  # the store is gone, and rank 0 with it: that is told in other ways
+        with suppress(Exception):  # the store is gone because rank 0 has died; that is reported in another way
             store, key = _store(here), f"apart/{_here.number + 1}"
             if store.check([key]):  # another rank has broken off, which ended this rank's collective
                 _here.apart = json.loads(store.get(key))["said"]
@@ -156,7 +156,7 @@ def _cause() -> TrainingError | None:
     here = world.current()
     if here is None or here.place.world_size == 1 or _here.key != here.key:
         return None
-    with suppress(Exception):  # the store is gone, and rank 0 with it: that is told in other ways
+    with suppress(Exception):  # the store is gone because rank 0 has died; that is reported in another way
         store, key = _store(here), f"apart/{_here.number + 1}"
         if not _here.apart and store.check([key]) and not (heard := json.loads(store.get(key)))["clean"]:
             _here.apart = heard["said"]
@@ -316,7 +316,7 @@ def _watch(over: threading.Event) -> None:
                 if _here.waits is None:  # else `_meet` reads it
                     _here.apart = json.loads(told)["said"]
                     failure_alarm.break_out(f"{_here.apart}: {PARTED}", _error(_here.apart))
-        except Exception:  # the store is gone, and rank 0 with it: that is told in other ways
+        except Exception:  # the store is gone because rank 0 has died; that is reported in another way
             store = None
 
 

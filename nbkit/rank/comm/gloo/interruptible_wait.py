@@ -284,7 +284,7 @@ class _Gate:
         inner.add_done_callback(lambda _: self.open())
 
     def open(self) -> None:
-        """End the future now, with an error. May be called twice."""
+        """End the future now: with the result of `work` if it has ended, else with an error. May be called twice."""
         with self._lock:
             if not self._opened.done():
                 self._opened.set_result(None)

@@ -245,7 +245,7 @@ class Shares:
     """Weighted sums over the steps that a rank has computed. Older steps have a smaller weight.
 
     squares: sizes x sizes, (classes, classes). products: sizes x seconds, (classes,). sizes: (classes,). squared:
-    seconds squared. weight: the sum of the weights. number: the number of new steps.
+    the squares of seconds. weight: the steps' weights. number: the number of new steps.
     """
 
     squares: Tensor

@@ -1,4 +1,4 @@
-"""An order of an epoch in which runs of samples of one length have about the same cost and the same groups.
+"""An order of an epoch in which all runs of one length have about the same cost, and the same number of each group.
 
 Samples are divided into cells of about 64. They are sorted by group and cost, and cut into strata. A stratum has as
 many samples as there are cells. Each cell gets one random sample of each stratum (stratified sampling without
@@ -51,7 +51,7 @@ class BalancedOrder:
         return found
 
     def _even(self, stretch: int) -> list[int]:
-        """Return the samples of neighbouring cells, after exchanges that make each cell nearly even to share."""
+        """Return the samples of neighbouring cells, after exchanges so that ranks can share each cell almost evenly."""
         edges = self._starts[stretch * _NEIGHBOURS : (stretch + 1) * _NEIGHBOURS + 1]
         cells = [self._drawn[start:stop] for start, stop in pairwise(edges)]
         draw = Random(f"{self._seed} {stretch}")

@@ -1,4 +1,4 @@
-"""Divides the rows of a batch over ranks, so that all ranks have the same number of rows of each group, and one cost.
+"""Divides the rows of a batch over ranks, so that all ranks have equal costs, and equal numbers of rows of each group.
 
 This is balanced number partitioning in two steps. First, rows are dealt in rounds, as in the balanced differencing
 method of Yakir (1996). A round has one row for each rank, and these are neighbours in the order of costs. Rounds with

@@ -34,7 +34,7 @@ class DocumentPiece:
 
 
 class Packed(Dataset[Any]):
-    """Blocks of `size` positions. documents: token ids, or dicts with "input_ids" as from transformers' tokenizers.
+    """Blocks of `size` positions. documents: token ids, or dicts with "input_ids", as from transformers' tokenizers.
 
     From ids, a block is ((ids, positions), targets). The target of a position is the next id of its document, so a
     document of n ids takes n - 1 positions. From dicts, a block is {"input_ids", "position_ids", "labels"}, and models
