@@ -231,7 +231,7 @@ _ROWS, _PAIRS = 16, 3  # number of rows for the loss by itself; number of pairs 
 
 _COUNTINGS: tuple[Counting, ...] = ("one", "each", "no")
 
-# (training mode; zero parameters moved away from zero). In evaluation mode a model draws less.
+# (in training mode, with zero parameters moved away from zero). In evaluation mode a model draws less.
 _WAYS = ((True, True), (True, False), (False, True), (False, False))
 
 

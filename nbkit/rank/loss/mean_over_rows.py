@@ -51,7 +51,7 @@ class LossAlone:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run of the loss. value: the loss times its rows, or the sum of (sum, weight). grads: output -> gradient."""
+    """A run of the loss. value: the loss times its rows, or the sum of (sum, weight). grads: output -> its gradient."""
 
     value: float
     weight: float

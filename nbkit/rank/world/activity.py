@@ -177,7 +177,7 @@ def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str,
 
 
 def _may_be_open(call: CollectiveCall) -> bool:
-    """Return True if a call is under way, or may be: an end that nobody listened or waited for in this backward."""
+    """Return True if a call is under way, or may be, because nothing in this backward pass has noticed its end."""
     if call.is_open:
         return True
     unknown = not call.heard and call.waited is None and call.peer is None and call.on_device is None
