@@ -1,1 +1,1 @@
-"""The rank wing: the code that trains. It never imports Jupyter, so the same code runs under torchrun."""
+"""The code that runs on ranks and trains. It never imports Jupyter, so the same code runs under torchrun."""

@@ -1,10 +1,11 @@
-"""Runs user code that inspects a model while the model trains, isolated from what trains.
+"""Runs an inspection of a model while the model trains, isolated from the training.
 
-Such a look runs the model, the loss or the optimizer, for example to fill the panel or to prepare a switch. User code
-may reach more than the copy that it is given: a lambda in a list may call blocks of the original model, and a forward
-may count its calls in a global. So a look runs in a fork of this process, and only its result comes back. A fork of a
-process that has used an accelerator cannot run a backward pass. In that case the look stays in its thread, and every
-operation on the memory of what trains raises. The look then waits for a boundary between two steps.
+An inspection runs the model, the loss or the optimizer, for example to fill the panel or to prepare a switch. This is
+user code, which may reach more than the copy that it gets. A lambda in a list may call blocks of the original model,
+and a forward may count its calls in a global. So the inspection runs in a fork of this process, and only its result
+comes back. A fork of a process that has used an accelerator cannot run a backward pass. In that case the inspection
+stays in its thread, and every operation on the memory of the training raises. Then the inspection is made between two
+steps.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from nbkit.rank.watching_mode import WatchingMode
 T = TypeVar("T")
 
 STILL_SECONDS = 10.0
-"""A fork that uses no CPU for so long is waiting for a lock that a thread of this process held during the fork."""
+"""If a fork uses no CPU for this time, it waits for a lock that a thread of this process held during the fork."""
 
 
 _NICE = 5
-"""Added to the niceness of a fork: where ranks share cores, the training gets three times its share."""
+"""Added to the niceness of a fork. If ranks share cores, the training then gets three times the share of the fork."""
 
 
 class NotAside(Exception):
-    """The look could not run beside the training. This says nothing about the inspected model."""
+    """The inspection could not run beside the training. This says nothing about the inspected model."""
 
 
 def aside(work: Callable[[], T], *, device: torch.device, live: Callable[[], Iterable[Tensor]]) -> T:
-    """Return what `work` returns, or raise what it raises. It has no other effect on this process.
+    """Return the result of `work`, or raise its error. `work` has no other effect on this process.
 
-    live: returns the tensors that train; called only if `work` cannot have its own process. What `work` returns or
-    raises has to be picklable. Raises NotAside if `work` reached a live tensor, or if its process was ended or stuck.
+    Results and errors must be picklable. live: returns the tensors that train. It is called only if `work` cannot run
+    in its own process. Raises NotAside if `work` used a live tensor, or if its process was killed or got stuck.
     """
     if not accelerator().holds(device):
         return _in_a_fork(work)
@@ -56,7 +57,7 @@ def aside(work: Callable[[], T], *, device: torch.device, live: Callable[[], Ite
 
 
 class _Apart(WatchingMode):
-    """A mode that raises NotAside before an operation on the memory of `live`, in this thread and backward passes."""
+    """A mode that raises NotAside before an operation on the memory of `live`, also in backward passes."""
 
     def __init__(self, live: Iterable[Tensor]) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class _Apart(WatchingMode):
 def _in_a_fork(work: Callable[[], T]) -> T:
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks of processes with threads
         pid = os.fork()
     if not pid:
         _answer(work, writer)
@@ -106,7 +107,7 @@ def _read(reader: int, pid: int) -> bytes:
 
 
 def _ticks(pid: int) -> int:
-    """Return the CPU time of a process so far; 0 if it is unknown."""
+    """Return the CPU time of a process so far, in clock ticks; 0 if it is unknown."""
     with suppress(OSError), open(f"/proc/{pid}/stat") as text:
         fields = text.read().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
@@ -114,9 +115,9 @@ def _ticks(pid: int) -> int:
 
 
 def _answer(work: Callable[[], object], writer: int) -> NoReturn:
-    """Run `work` in the fork and write its answer. The fork has one thread, no connections and no output.
+    """Run `work` in the fork, and write its result. The fork has one thread, no connections and no output.
 
-    It ends when its parent ends.
+    The fork ends when its parent ends.
     """
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -124,9 +125,9 @@ def _answer(work: Callable[[], object], writer: int) -> NoReturn:
         _end_with_parent()
         _close_all_but(writer)
         os.nice(_NICE)
-        gc.disable()  # a finaliser of something live may wait for a thread that this process lacks
+        gc.disable()  # the finaliser of a live object may wait for a thread that the fork does not have
         sys.stdout = sys.stderr = open(os.devnull, "w")
-        torch.set_num_threads(1)  # the pool of threads was not forked
+        torch.set_num_threads(1)  # a fork does not have the threads of torch's pool
         try:
             packed = pickle.dumps((True, work()))
         except BaseException as error:
@@ -149,7 +150,7 @@ def _end_with_parent() -> None:
 
 
 def _close_all_but(kept: int) -> None:
-    """Close sockets and pipes except `kept`. Others learn that the parent has ended when the last copy is closed."""
+    """Close all sockets and pipes except `kept`. With copies in the fork, others would not notice the parent's end."""
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         fd = int(name)
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Helps with threads beside a training: those that compute in Python, and those that may never end."""
+"""Functions for threads that run beside a training: threads that compute in Python, and threads that may never end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _since = _examined = 0  # ns
 
 @contextmanager
 def giving_way() -> Iterator[None]:
-    """Let a thread that wants the interpreter get it after 0.1 ms instead of 5 ms, inside the `with`.
+    """Shorten the interpreter's switch interval from 5 ms to 0.1 ms inside this context.
 
     Torch releases the interpreter in every operation. If another thread computes in Python, a training waits for a
-    whole switch interval after each operation; its steps took 2 to 5 times as long. Several threads may enter this.
+    whole switch interval after each operation. Steps then took 2 to 5 times as long. Several threads may enter this
+    context at the same time.
     """
     global _inside, _before
     with _lock:
@@ -40,10 +41,7 @@ def giving_way() -> Iterator[None]:
 
 @contextmanager
 def examining() -> Iterator[None]:
-    """Examine strategies inside, for a panel or a table, and give way to the training.
-
-    `examined_ns` counts the time.
-    """
+    """Give way to the training inside this context, which examines strategies. `examined_ns` counts the time."""
     global _examining, _since, _examined
     with giving_way():
         with _lock:
@@ -60,7 +58,7 @@ def examining() -> Iterator[None]:
 
 
 def examined_ns() -> int:
-    """Return the ns for which this process has examined strategies so far."""
+    """Return for how many ns this process has examined strategies so far."""
     with _lock:
         return _examined + (time.perf_counter_ns() - _since if _examining else 0)
 
@@ -68,7 +66,7 @@ def examined_ns() -> int:
 def started(work: Callable[[], object], name: str, *, after_s: float = 0.0) -> threading.Thread | None:
     """Start a daemon thread that runs `work`, and return it; None if the interpreter is shutting down.
 
-    Python 3.12 and later start no threads during shutdown, nor in `atexit`.
+    Python 3.12 and later start no threads during shutdown or in `atexit`.
     """
     thread: threading.Thread = threading.Timer(after_s, work) if after_s else threading.Thread(target=work)
     thread.name, thread.daemon = name, True

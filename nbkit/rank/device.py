@@ -1,8 +1,8 @@
-"""Hides the differences between kinds of devices. Nothing else in the rank wing refers to cuda or nccl.
+"""Hides the differences between kinds of devices. No other module of nbkit.rank refers to cuda or nccl.
 
-The module is built on torch.accelerator, so ROCm works like CUDA; torch calls both of them cuda. `DeviceKind` has what
-torch.accelerator lacks: the backend between devices, environment variables, names, texts of errors. A further kind is
-one subclass. A package can bring one by an entry point of the group "nbkit.devices": see docs/reference/extensions.md.
+The module is built on torch.accelerator, so ROCm works like CUDA. torch calls both of them cuda. `DeviceKind` has what
+torch.accelerator lacks: the backend between devices, environment variables, names, texts of errors. Another kind is one
+subclass. A package can provide it by an entry point of the group "nbkit.devices": see docs/reference/extensions.md.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ GROUP = "nbkit.devices"
 
 
 class DeviceKind:
-    """A kind of device: what ranks need to know of it beyond torch.accelerator.
+    """A kind of device, with the facts that torch.accelerator lacks.
 
-    name: torch's, as in `torch.device(name)`. backend: torch.distributed's between such devices. environment: variables
-    that are set, where the user has not set them, before the backend is used. interface_variable: restricts the backend
-    to a network interface. times_collectives: the backend's works can tell how long they took.
+    name: torch's name, as in `torch.device(name)`. backend: the torch.distributed backend between such devices.
+    environment: variables that are set before the backend is used, unless the user has set them. interface_variable:
+    the variable that restricts the backend to a network interface. times_collectives: True if the backend's works
+    report how long they took.
     """
 
     name: ClassVar[str]
@@ -38,10 +39,10 @@ class DeviceKind:
     times_collectives: ClassVar[bool] = False
 
     error_prefixes: ClassVar[tuple[str, ...]] = ()
-    """What errors of the device begin with."""
+    """Prefixes of the texts of the device's errors."""
 
     no_memory: ClassVar[tuple[str, ...]] = ()
-    """Texts of out-of-memory errors that have no type of their own."""
+    """Texts of out-of-memory errors that are not torch.OutOfMemoryError."""
 
     context_lost: ClassVar[tuple[str, ...]] = ()
     """Texts of errors after which every later call in this process fails with the same error."""
@@ -58,15 +59,15 @@ class DeviceKind:
         return str(self.module().get_device_name(device))
 
     def uuid(self, device: torch.device) -> str:
-        """Return the UUID of `device`, as the notebook pins ranks by it; "" if it is not known."""
+        """Return the UUID by which the notebook pins ranks to `device`; "" if it is not known."""
         return ""
 
     def backend_version(self) -> str:
-        """Return the version of the backend's library; "" if it is not known."""
+        """Return the version of the backend's library; "" if it is unknown."""
         return ""
 
     def emulates_bf16(self, device: torch.device) -> bool:
-        """Return True if `device` computes bf16 by way of float32."""
+        """Return True if `device` emulates bf16 by float32."""
         return False
 
 
@@ -77,16 +78,16 @@ class Cuda(DeviceKind):
     backend = BACKENDS[NVIDIA]
     environment = MappingProxyType(
         {
-            # A failing collective must not end a process whose state the user wants to keep.
+            # A failed collective must not end a process whose state the user wants to keep.
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
             "TORCH_NCCL_ENABLE_MONITORING": "0",
-            # Otherwise torch prints a dump for a failed collective, although training goes on here.
+            # Otherwise torch prints a dump for each failed collective, but here the training continues.
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-            # The flight recorder is on, with both names that versions of torch give it. `%nbkit why` reads it.
+            # These turn on the flight recorder, which `%nbkit why` reads. Versions of torch differ in the name.
             "TORCH_FR_BUFFER_SIZE": "2000",
             "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-            # Each communicator has a stream. A pipeline has four, beside the streams for computing and copying. On
-            # CUDA's 8 hardware queues, a waiting stream would block others. CUDA reads this when it is first used.
+            # Each communicator has a stream. A pipeline has four, beside the streams for computing and copying. With
+            # CUDA's default of 8 hardware queues, a waiting stream would block others. CUDA reads this when first used.
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         }
     )
@@ -117,18 +118,18 @@ class Cuda(DeviceKind):
 
     def emulates_bf16(self, device: torch.device) -> bool:
         """Return True for GPUs before Ampere."""
-        # Without the argument torch says yes to them too.
+        # Without the argument, torch returns True for these GPUs too.
         return not self.module().is_bf16_supported(including_emulation=False)
 
 
 _kinds: dict[str, DeviceKind] = {Cuda.name: Cuda()}
-"""The kinds that ranks can compute on. With kinds that are not listed, ranks train on the CPU."""
+"""The kinds of device that ranks can compute on. If a machine has only other kinds, ranks train on the CPU."""
 
 _plugins_are_read = False
 
 
 def find_kind(name: str) -> DeviceKind | None:
-    """Return the kind of device that torch calls `name`; None for the CPU, and for one that nothing is known about."""
+    """Return the kind of device that torch calls `name`; None for the CPU and for unknown kinds."""
     global _plugins_are_read
     if name != CPU and name not in _kinds and not _plugins_are_read:
         for entry in entry_points(group=GROUP):
@@ -147,12 +148,12 @@ def find_kind(name: str) -> DeviceKind | None:
 
 
 def backends() -> set[str]:
-    """Return the backends that nbkit's groups may have."""
+    """Return the names of the backends that nbkit's groups may have."""
     return {GLOO, *(kind.backend for kind in _kinds.values())}
 
 
 def is_device_backend(backend: str) -> bool:
-    """Return True if `backend` sends from device to device, and not by way of the host."""
+    """Return True if `backend` sends from device to device, without copies to the host."""
     return any(kind.backend == backend for kind in _kinds.values())
 
 
@@ -167,22 +168,22 @@ def interface_variables() -> list[str]:
 
 
 def backend_times(backend: str) -> bool:
-    """Return True if works of `backend` can tell how long they took."""
+    """Return True if works of `backend` report how long they took."""
     return any(kind.backend == backend and kind.times_collectives for kind in _kinds.values())
 
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory: you tried to allocate")  # torch's allocator on the CPU
 
 Event = Any
-"""A place in a stream, with query() and synchronize(). A stamp also has elapsed_time(later), in ms."""
+"""An event in a stream, with query() and synchronize(). The events of `stamp` also have elapsed_time(later), in ms."""
 
 _CPU = torch.device(CPU)
 
 
 class Accelerator:
-    """The devices of this process, as torch sees them. If there are none, `holds` is False for everything.
+    """The devices of this process, as torch sees them. If there are none, `holds` always returns False.
 
-    Creating an Accelerator touches no device, so a process that has imported this module can be forked.
+    Creating an Accelerator uses no device, so a process that has imported this module can be forked.
     """
 
     def __init__(self) -> None:
@@ -209,7 +210,7 @@ class Accelerator:
         torch.accelerator.set_device_index(index)
 
     def choose_in_thread(self, device: torch.device) -> None:
-        """Make this thread compute on `device`. A new thread begins with the first device that the process sees."""
+        """Make this thread compute on `device`. A new thread starts on the first device that the process sees."""
         if self.holds(device):
             self.choose(device.index or 0)
 
@@ -218,7 +219,7 @@ class Accelerator:
         return torch.accelerator.current_device_index()
 
     def device(self, kind: str) -> torch.device:
-        """Return the device for the tensors of a rank whose place says `kind`: the chosen device, or the CPU."""
+        """Return the device for tensors of a rank with this kind of device: the chosen device, or the CPU."""
         return _CPU if kind == CPU else torch.device(kind, self.chosen())
 
     def own(self) -> torch.device:
@@ -233,33 +234,33 @@ class Accelerator:
         return what is not None and getattr(what, "device", what).type in _kinds
 
     def stamp(self) -> Event:
-        """Record an event with a time in the current stream, and return it. It has elapsed_time."""
+        """Record an event in the current stream, and return it. It has elapsed_time."""
         event = torch.Event(enable_timing=True)
         event.record()
         return event
 
     def event(self, device: torch.device) -> Event:
-        """Return an event for everything in the current stream of `device` so far."""
+        """Record an event in the current stream of `device`, and return it. It has no elapsed_time."""
         return torch.accelerator.current_stream(device).record_event()
 
     @contextmanager
     def beside(self, device: torch.device, *, after: Event) -> Iterator[None]:
-        """Enqueue everything inside on a separate stream that waits only for `after`. Nothing waits for that stream."""
+        """Enqueue the operations inside on a new stream that waits only for `after`. No other stream waits for it."""
         stream = torch.Stream(device)
         stream.wait_event(after)
         with stream:
             yield
 
     def wait_for_stream(self, device: torch.device) -> None:
-        """Wait until everything in the current stream of `device` has been computed."""
+        """Wait until `device` has finished everything in its current stream."""
         torch.accelerator.current_stream(device).synchronize()
 
     def wait_for_all(self, device: torch.device) -> None:
-        """Wait until `device` has nothing to do. Raises RuntimeError if it no longer computes."""
+        """Wait until `device` has finished everything. Raises RuntimeError if the device no longer works."""
         torch.accelerator.synchronize(device)
 
     def fetch(self, tensor: Tensor) -> tuple[Tensor, Event]:
-        """Return (host memory, event after which it holds the numbers of `tensor`). Waits for nothing."""
+        """Return (host tensor, event after which it holds the values of `tensor`). Does not wait."""
         host = self.pinned(tensor.shape, tensor.dtype)
         host.copy_(tensor, non_blocking=True)
         return host, self.event(tensor.device)
@@ -273,8 +274,8 @@ class Accelerator:
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a copy of the host tensor `tensor` on `device`.
 
-        An accelerator copies it from pinned memory while the host goes on, on a separate stream. The host is a step
-        ahead of the device, so the data of a step is there before the device has ended the step before.
+        For an accelerator, the copy is made from pinned memory on a separate stream, and the host does not wait. The
+        host is a step ahead of the device, so the data arrives before the device has finished the previous step.
         """
         if not self.holds(device) or self.holds(tensor):
             return tensor.to(device, non_blocking=True)
@@ -288,7 +289,7 @@ class Accelerator:
         return there
 
     def pinned(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        """Return host memory that a device can read and write by itself."""
+        """Return an empty tensor in pinned host memory, which a device can read and write directly."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def memory(self, device: torch.device) -> tuple[int, int]:
@@ -296,26 +297,26 @@ class Accelerator:
         return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
     def elsewhere(self, own: int) -> dict[int, int]:
-        """Return index -> bytes of this process's tensors on the devices that it sees, except for device `own`."""
+        """Return index -> bytes of this process's tensors, for all devices that it sees except `own`."""
         held = {i: torch.accelerator.memory_allocated(i) for i in range(self.count()) if i != own}
         return {index: size for index, size in held.items() if size}
 
     def reset_peak(self, device: torch.device) -> None:
-        """Count the peak from here on."""
+        """Reset the peak of `memory` on `device`, so that it counts from now on."""
         torch.accelerator.reset_peak_memory_stats(device)
 
     def free_memory(self, device: torch.device) -> int:
-        """Return the bytes that tensors can still take: free on `device`, or reserved by torch's allocator."""
+        """Return the bytes that are left for tensors: free on `device`, or reserved by torch's allocator and unused."""
         reserve = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return torch.accelerator.get_memory_info(device)[0] + reserve
 
     def occupied(self, device: torch.device) -> tuple[int, int, int]:
-        """Return bytes of `device`: (all, used by any process, reserved by torch's allocator in this process)."""
+        """Return bytes of `device`: (total, used by all processes, reserved by torch's allocator in this process)."""
         free, total = torch.accelerator.get_memory_info(device)
         return total, total - free, torch.accelerator.memory_reserved(device)
 
     def trim(self) -> None:
-        """Give the reserve of torch's allocator back to the device. NCCL takes its memory from there."""
+        """Return the unused memory of torch's allocator to the device, because NCCL allocates from the device."""
         torch.accelerator.empty_cache()
 
     def context_lost(self, error: BaseException) -> str:
@@ -325,7 +326,7 @@ class Accelerator:
         return said if lost else self.failed(error)
 
     def failed(self, error: BaseException) -> str:
-        """Return the device's message if another device may not give the error; "" for errors of the program."""
+        """Return the device's message if a bad device may have caused the error; "" for errors of the program."""
         said = _first_line(error)
         failed = any(
             any(prefix in said for prefix in kind.error_prefixes) and any(sign in said for sign in kind.device_failed)
@@ -366,7 +367,7 @@ class Accelerator:
 
     @contextmanager
     def drawing_by(self, seed: int, device: torch.device) -> Iterator[None]:
-        """Make what torch draws on `device` depend only on `seed` inside, and restore the generator on exit."""
+        """Seed torch's generator of `device` with `seed` inside this context, and restore it on exit."""
         generator = self._generator(device)
         before = generator.get_state()
         generator.manual_seed(seed)
@@ -398,14 +399,14 @@ class Accelerator:
         return self.holds(tensor) and type(tensor) is Tensor
 
     def emulates_bf16(self, device: torch.device) -> bool:
-        """Return True if `device` computes bf16 by way of float32."""
+        """Return True if `device` emulates bf16 by float32."""
         return _kinds[device.type].emulates_bf16(device)
 
 
 def _first_line(error: BaseException) -> str:
     try:
         return str(error).partition("\n")[0]
-    except BaseException:  # raised by user code that makes the text
+    except BaseException:  # user code makes the text of its errors, and may raise
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Count the arithmetic of a forward pass: multiplications, and the bytes that other operations touch."""
+"""Counts the work of a forward pass: floating-point operations, and the bytes that other operations touch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from nbkit.rank.watching_mode import WatchingMode
 
 
 class ForwardWork(WatchingMode):
-    """Count the work of the operations inside.
+    """A mode that counts the work of the operations inside it.
 
-    flops: two for each multiplication of matrix products, convolutions and attention, by torch's own formulas. touched:
-    the bytes that all other operations read and write. Views count nothing.
+    flops: two for each multiplication in matrix products, convolutions and attention, by torch's own formulas. touched:
+    the bytes that all other operations read and write. Views are not counted.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class ForwardWork(WatchingMode):
         out = func(*args, **(kwargs or {}))
         packet = func.overloadpacket
         if packet in flop_registry:
-            with suppress(Exception):  # a formula that does not know these arguments counts nothing
+            with suppress(Exception):  # if torch's formula does not accept these arguments, count nothing
                 self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif packet is cpu_attention:
             self.flops += _attention(*args, **(kwargs or {}))
@@ -51,5 +51,5 @@ def _tensors(values: Any) -> list[Tensor]:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
 ) -> float:
-    """Return the operations of the scores and of the weighted sums of values; half of both if masked."""
+    """Return the FLOPs of the scores and of the weighted sums of values; half of them for causal attention."""
     return 2.0 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]) / (2 if is_causal else 1)

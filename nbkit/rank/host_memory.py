@@ -1,4 +1,4 @@
-"""Finds how much memory this host's processes can still take: what the kernel or the tightest cgroup leaves."""
+"""Finds how much more memory this host's processes can take, by the kernel and by the tightest cgroup."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 import psutil
 
 _UNLIMITED = 1 << 60
-"""Limits from here on mean no limit: cgroup version 1 then writes a number near 2^63."""
+"""A limit of at least this many bytes means no limit. cgroup version 1 writes a number near 2^63 for it."""
 
 
 def free_on_host() -> int | None:
-    """Return the bytes that this host's processes can still take together; None if unknown."""
+    """Return how many more bytes this host's processes can take together; None if unknown."""
     return min((free for free in (of_machine(), of_cgroups()) if free is not None), default=None)
 
 
 def of_machine() -> int | None:
-    """Return the bytes that the kernel could give away without swapping."""
+    """Return the bytes that the kernel can provide without swapping."""
     return int(psutil.virtual_memory().available)
 
 
@@ -40,7 +40,7 @@ def _each_cgroup(proc: Path, mounted: Path) -> Iterator[int]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         )
         own = top / path.lstrip("/")
-        # A container sees its own group at the top, whatever its path outside is.
+        # A container sees its own group at the top of the tree, whatever the group's path is outside.
         for folder in dict.fromkeys([own, *(each for each in own.parents if each.is_relative_to(top)), top]):
             most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
             if most.isdigit() and used.isdigit() and int(most) < _UNLIMITED:

@@ -1,19 +1,21 @@
-"""Make a torch.distributed program that nbkit did not start visible. It listens, and its ranks answer its user.
+"""Makes a torch.distributed program that nbkit did not start visible. Its ranks answer requests of its user.
 
     nbkit.listen()                                             # one line, before init_process_group; or unchanged:
     torchrun --nproc-per-node 4 -m nbkit run train.py --lr 1e-3
 
-Each rank has a thread that waits for requests on loopback, and a file in the job's folder (nbkit/job_folder.py). A
-request is signed with the job's secret and a number that is used once, and each is noted in the audit log.
+Each rank has a thread that waits for requests on loopback, and a file in the job's folder (nbkit/job_folder.py).
+Requests are signed with the job's secret and a nonce. Each request is written to the audit log.
 
-While the program trains, nbkit notes its collectives (rank/comm) and the phases of its steps, as for a Trainer. A step
-ends when the program's first optimizer has made one. That is also the moment at which a live cell runs:
+While the program trains, nbkit records its collectives (rank/comm) and the phases of its steps, as for a Trainer. A
+step ends when the step of the program's first optimizer ends. At that moment a live cell can run:
 
-1. The notebook asks each rank for its step, and chooses a later one.
-2. Each rank plans the cell for that step (PlanJobCell). A rank that is past it refuses, and the notebook withdraws all.
-3. When all have planned it, each is told to run it (DecideJobCell). A rank that comes to the step before this waits.
+1. The notebook asks each rank for its step, and chooses a later step.
+2. Each rank plans the cell for that step (PlanJobCell). If a rank is past the step, it refuses, and the notebook
+   withdraws the cell from all ranks.
+3. When all ranks have planned it, the notebook tells each of them to run it (DecideJobCell). A rank that reaches the
+   step earlier waits for this.
 
-So the cell runs after the same step on all ranks, or on none, and its collectives meet.
+So the cell runs after the same step on all ranks, or on no rank, and its collectives match.
 """
 
 from __future__ import annotations
@@ -82,11 +84,11 @@ from nbkit.wire.user_code import is_users
 LONGEST = 1 << 20  # bytes of a request
 FIRST_SECONDS = 10.0  # a connection is closed if its first request takes longer
 SILENT_SECONDS = 600.0  # a connection is closed if no request comes for this long
-CONNECTIONS = 8  # at the same time; further ones wait
+CONNECTIONS = 8  # maximum at the same time; others wait
 DECIDE_SECONDS = 10.0  # a rank waits this long at the step of a planned cell
 _REFUSED_SECONDS = 1.0  # a refused connection keeps its place for this long, so that the log cannot be flooded
-_OUTPUT = 1 << 18  # characters of a cell that are sent
-_MEMORY_EVERY = 100  # steps
+_OUTPUT = 1 << 18  # maximum number of characters of a cell's output that are sent
+_MEMORY_EVERY = 100  # steps from one measurement of memory to the next
 _CELL = "<live cell>"
 
 _listener: Listener | None = None
@@ -98,8 +100,8 @@ def listen(job: str | None = None, *, cells: bool = True) -> str:
     Call it on every rank, before the process group is made. A second call changes nothing. In a cell of a cluster,
     whose ranks are visible already, and in a process that a rank has spawned, it does nothing and returns "".
 
-    job: the name, the same on all ranks; default: the name of the program and four letters that change with each start.
-    cells: allow the user to run live cells at the ends of steps.
+    job: the name, the same on all ranks. By default, the name of the program and four letters that change with each
+    start. cells: allow the user to run live cells at the ends of steps.
 
     Raises UsageError if the process group exists already, and ClusterError if others may use the job's folder.
     """
@@ -141,7 +143,7 @@ _PLACES = (
 
 
 def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Return (rank, world size, rank on its host) as torchrun, mpirun or srun says; (0, 1, 0) if none does."""
+    """Return (rank, world size, rank on its host) as set by torchrun, mpirun or srun; (0, 1, 0) without these."""
     for rank, size, local in _PLACES:
         if rank in environment and size in environment:
             number = int(environment[rank])
@@ -150,7 +152,7 @@ def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def launch_of(environment: Mapping[str, str]) -> str:
-    """Return a short text that is the same on all ranks of one start, and another one for another start."""
+    """Return a short text that is equal on all ranks of one start of the program, and differs between starts."""
     known = [environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")]
     known.append(environment.get("TORCHELASTIC_RUN_ID", ""))
     alone = place(environment)[1] == 1
@@ -167,7 +169,7 @@ def _name(job: str | None, launch: str) -> str:
 
 
 def _drop_old(folder: Path, rank: int, size: int) -> None:
-    """Remove what this rank recorded in an earlier start of the same name. Rank 0 also removes ranks that are gone."""
+    """Remove this rank's records from an earlier start of the same name. Rank 0 also removes ranks beyond `size`."""
     for path in [*folder.glob("rank*.json"), *folder.glob("telemetry/rank*")]:
         number = path.name.removeprefix("rank").partition(".")[0]
         if number.isdecimal() and (int(number) == rank or (rank == 0 and int(number) >= size)):
@@ -175,14 +177,14 @@ def _drop_old(folder: Path, rank: int, size: int) -> None:
 
 
 class Listener:
-    """The thread of a rank that accepts connections, one thread for each."""
+    """The thread of a rank that accepts connections, and starts a thread for each."""
 
     def __init__(self, folder: Path, here: ListeningRank, secret: str, sock: socket.socket, steps: Steps) -> None:
         self.folder, self.here, self.secret, self.sock, self.steps = folder, here, secret, sock, steps
         self._places = threading.Semaphore(CONNECTIONS)
 
     def start(self) -> None:
-        """Listen from now on."""
+        """Start to accept connections."""
         threading.Thread(target=self._accept, name="nbkit-listen", daemon=True).start()
 
     def note(self, **entry: Any) -> None:
@@ -195,7 +197,7 @@ class Listener:
             self._places.acquire()
             try:
                 sock, _ = self.sock.accept()
-            except OSError:  # too many open files, which may pass
+            except OSError:  # such as too many open files, which may be temporary
                 self._places.release()
                 time.sleep(_REFUSED_SECONDS)
                 continue
@@ -214,14 +216,14 @@ class Listener:
 
 
 class Conversation:
-    """A connection of the job's user: requests, one after the other, and their answers."""
+    """A connection of the job's user. It answers requests one after the other."""
 
     def __init__(self, listener: Listener, sock: socket.socket) -> None:
         self.listener, self.steps, self.sock = listener, listener.steps, sock
         self.cell: PlannedCell | None = None
 
     def run(self) -> str:
-        """Answer until the other end closes. Return why it was refused, "" if it was not."""
+        """Answer requests until the other end closes. Returns why the connection was refused, "" if it was not."""
         nonce = secrets.token_hex(16)
         self.sock.settimeout(FIRST_SECONDS)
         self.sock.sendall(nonce.encode() + b"\n")
@@ -244,7 +246,7 @@ class Conversation:
         try:
             if type(request) not in handlers_of(Conversation):  # type: ignore[comparison-overlap]
                 raise UsageError(f"A program that listens does not answer {asked}.")
-            if isinstance(request, PlanJobCell):  # before it runs: it may end the process
+            if isinstance(request, PlanJobCell):  # logged before the cell runs, because it may end the process
                 self.listener.note(asked=asked, **entry)
             values = deliver(request, self)
         except Exception as error:
@@ -261,7 +263,7 @@ class Conversation:
 
     @handles(GetActivity)
     def _on_activity(self, asked: GetActivity) -> dict[str, Any]:
-        """Return what this rank is doing now, as a rank of a cluster does."""
+        """Return what this rank is doing now, in the form in which a rank of a cluster reports it."""
         step = self.steps.count if self.steps.count else None
         found = activity(self.listener.here.rank, {}, stacks=asked.stacks, cell=0, step=step)
         return {"activity": base64.b64encode(pickle.dumps(found)).decode()}
@@ -284,13 +286,13 @@ class Conversation:
         cell.run = True
         cell.decided.set()
         if not cell.ended.wait(decided.seconds):
-            self.steps.withdraw(cell)  # it has not begun, or it goes on
+            self.steps.withdraw(cell)  # has no effect if the cell has begun
             cell.ended.wait(0.1)
         return cell.result or {"outcome": f"did not end within {decided.seconds:g} s", "output": ""}
 
 
 class PlannedCell:
-    """A cell that is planned for the end of a step. result: what it gave, None before its end."""
+    """A cell that is planned for the end of a step. result: its outcome and output, None before it has ended."""
 
     def __init__(self, planned: PlanJobCell) -> None:
         self.source, self.step, self.run = planned.source, planned.step, False
@@ -303,7 +305,7 @@ class PlannedCell:
 
 
 class Steps:
-    """The steps that the program's optimizer makes: counted, recorded, and stopped at for live cells."""
+    """Counts and records the steps of the program's optimizer, and runs live cells between them."""
 
     def __init__(self, folder: Path, rank: int, size: int, *, first_of_host: bool) -> None:
         self._folder, self._rank, self._size, self._first_of_host = folder, rank, size, first_of_host
@@ -312,13 +314,13 @@ class Steps:
         self._device = torch.device("cpu")
         self._optimizer: weakref.ref[Any] | None = None
         self._failed = False
-        self._inside: int | None = None  # id of the outermost optimizer whose step is being made
+        self._inside: int | None = None  # id of the outermost optimizer that is in its step now
         self._outer = ""
         self._numbers: dict[str, Any] = {}
         self._times: deque[float] = deque(maxlen=20)
         self._lock = threading.Lock()
         self._cell: PlannedCell | None = None
-        self._names: dict[str, Any] = {}  # that live cells have defined
+        self._names: dict[str, Any] = {}  # names that live cells have defined
 
     def install(self) -> None:
         """Watch the program's optimizers, backward passes, data loaders and loggers from now on."""
@@ -330,7 +332,7 @@ class Steps:
         atexit.register(self.end)
 
     def state(self) -> dict[str, Any]:
-        """Return step, seconds of a step, loss (if the program logs it), learning rate, bytes of memory."""
+        """Return step, median seconds of a step, loss (if the program logs it), learning rate and bytes of memory."""
         held, peak, _ = bytes_held(self._device)
         times = list(self._times)
         seconds = median(b - a for a, b in pairwise(times)) if len(times) > 1 else None
@@ -338,7 +340,7 @@ class Steps:
         return {"step": self.count, "seconds": seconds, **numbers, "memory": held, "peak": peak}
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Take numbers that the program logs. Only the loss is kept. A value on a device is left out: it would wait."""
+        """Keep the loss of the numbers that the program logs. A loss on a device is ignored, since reading it waits."""
         for name, value in values.items():
             if name.rpartition("/")[2] in ("loss", "train_loss", "training_loss"):
                 if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
@@ -367,7 +369,7 @@ class Steps:
                 cell.end("withdrawn")
 
     def end(self) -> None:
-        """Write what there is, at the end of the program."""
+        """Write the remaining records, at the end of the program."""
         session, self._session = self._session, None
         if session is not None:
             self._write_numbers(session)
@@ -376,7 +378,7 @@ class Steps:
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._safely(self._enter, optimizer)
-        # As in Lightning, a closure may have the whole step in it: forward and backward are no work of the optimizer.
+        # A closure may contain the whole step, as in Lightning. Its forward and backward are not the optimizer's work.
         if self._inside != id(optimizer) or (closure := kwargs.get("closure", args[1:] and args[1])) is None:
             return None
         if not callable(closure):
@@ -388,7 +390,7 @@ class Steps:
         self._safely(self._leave, optimizer)
 
     def _safely(self, act: Callable[[Any], None], optimizer: Any) -> None:
-        """Do nothing more after an error here, which must not end the training."""
+        """Call `act`. An error in it does not end the training, but stops all recording."""
         if self._failed:
             return
         try:
@@ -400,7 +402,7 @@ class Steps:
 
     def _enter(self, optimizer: Any) -> None:
         if self._inside not in (None, id(optimizer)) or torch.compiler.is_compiling():
-            return  # an optimizer inside of another one, or a step that is being compiled
+            return  # this optimizer runs inside another one, or its step is being compiled
         self._inside = id(optimizer)
         if self._session is not None and (self.count == 1 or self.count % _MEMORY_EVERY == 0):
             self._measure(optimizer)
@@ -431,12 +433,12 @@ class Steps:
             self._serve(self._cell, optimizer)
 
     def _write_numbers(self, session: Session | None) -> None:
-        """Write the numbers of the last step. Programs log them after it, so this waits for the end of the next one."""
+        """Write the numbers of the last step. Call it at the end of the next step, because programs log in between."""
         if session is not None and self.count > 1:  # the first step is not recorded
             session.write({"kind": "step", "step": self.count, **self._numbers})
 
     def _begin(self, optimizer: Any) -> None:
-        """Record from the first step on: before it, the device is not known."""
+        """Start to record. It is called at the end of the first step, when the device is known from the parameters."""
         device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
         self._device = device or self._device
         try:
@@ -447,7 +449,7 @@ class Steps:
             print(f"nbkit: rank {self._rank} records nothing: {error}", file=sys.stderr, flush=True)
             return
         self._session.write(RunStarted(1).as_dict())
-        clock.switch("forward")  # all that is not marked otherwise is the program's own computing
+        clock.switch("forward")  # time without any other state is the program's own computation
 
     @torch.no_grad()
     def _measure(self, optimizer: Any) -> None:
@@ -468,7 +470,7 @@ class Steps:
         )
 
     def _serve(self, cell: PlannedCell, optimizer: Any) -> None:
-        """Run a planned cell, if its step has come. On the training thread."""
+        """Run a planned cell if its step has come. The training thread calls it."""
         if self.count < cell.step:
             return
         with phase(OUTSIDE):
@@ -493,7 +495,7 @@ class Steps:
 
 
 def _ran(source: str, names: dict[str, Any]) -> tuple[str, str, str]:
-    """Run a cell in `names`. Return (outcome, what it printed, the text of its last value)."""
+    """Run a cell with the namespace `names`. Returns (outcome, printed output, text of its last value)."""
     linecache.cache[_CELL] = (len(source), None, source.splitlines(keepends=True), _CELL)
     printed, value, outcome = io.StringIO(), None, "ran"
     body = ast.parse(source, _CELL)
@@ -514,7 +516,7 @@ def _ran(source: str, names: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, torch.Tensor):  # a learning rate of a captured step may be a tensor
+    if isinstance(value, torch.Tensor):  # in a captured step, the learning rate may be a tensor
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
 
@@ -543,7 +545,7 @@ def _in_phase(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _timed_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's backward, with a phase of its own, in which waits that only C++ sees are marked too."""
+    """Return torch's backward with the phase "backward". It also records the waits that happen in C++."""
 
     @functools.wraps(plain)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -554,20 +556,20 @@ def _timed_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(*args, **kwargs)
         finally:
             _mark_wait_in_cpp(ring.backward)
-            ring.backward = before  # not None in a backward pass inside of another
+            ring.backward = before  # None, except in a backward pass inside another one
             clock.back(outer)
 
     return backward
 
 
 def _mark_wait_in_cpp(begun: int) -> None:
-    """Mark the wait of torch's DDP at the end of a backward pass.
+    """Record the wait of torch's DDP at the end of a backward pass.
 
-    DDP waits for its buckets in C++, where no handle of ours is called. It issues the last bucket when the last
-    gradient is there. So from that moment to the end of the pass it waits, or copies the sums into the gradients.
+    DDP waits for its buckets in C++, without calling our handles. It issues the last bucket when the last gradient is
+    ready. From that moment to the end of the pass it waits, or copies the sums into the gradients.
 
-    With find_unused_parameters, it also sums which parameters were used. It waits for that after the buckets, by a
-    handle of ours. So that wait is moved to begin where the wait for the buckets does.
+    With find_unused_parameters, DDP also sums which parameters were used. It waits for this sum after the buckets, and
+    by our handle. The beginning of this recorded wait is moved to the beginning of the wait for the buckets.
     """
     end = collectives.ring.end
     calls, _ = collectives.ring.between(max(begun, end - 2), end)
@@ -595,7 +597,7 @@ def _mark_wait_in_cpp(begun: int) -> None:
             clock.insert(last.group.blocked, last.issued, stop)
 
 
-# Where libraries log: module -> (class, method, index of the first argument of interest).
+# The methods by which libraries log: module -> (class, method, index of the first argument of interest).
 _LOGGERS = {
     "transformers.trainer": ("Trainer", "log"),
     "accelerate.accelerator": ("Accelerator", "log"),
@@ -607,7 +609,7 @@ _LOGGERS = {
 
 
 def _watch(owner: str, method: str, tell: Callable[[Mapping[str, Any]], None], module: ModuleType) -> None:
-    """Have `tell` called with what a library's method logs: a dict of numbers, or a tag and a number."""
+    """Make a library's method call `tell` with what it logs: a dict of numbers, or a tag and a number."""
     kind = getattr(module, owner, None)
     plain = getattr(kind, method, None)
     if kind is None or plain is None:

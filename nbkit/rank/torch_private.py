@@ -26,7 +26,7 @@ SYMBOLS: list[Symbol] = []
 
 
 def _symbol(path: str, purpose: str, without: str, *, parameters: tuple[str, ...] = (), fallback: Any = None) -> Any:
-    """List a symbol and return it. If it is missing, return `fallback`, or an object that raises at its first use."""
+    """Add a symbol to the list and return it. If it is missing, return `fallback`, or an object that raises if used."""
     symbol = Symbol(path, purpose, without, parameters)
     SYMBOLS.append(symbol)
     try:
@@ -36,13 +36,13 @@ def _symbol(path: str, purpose: str, without: str, *, parameters: tuple[str, ...
 
 
 def _later(path: str, purpose: str, without: str, *, parameters: tuple[str, ...] = ()) -> Symbol:
-    """List a symbol of a module that takes long to import. `__getattr__` below resolves it at its first use."""
+    """Add a symbol of a module that takes long to import. `__getattr__` below imports it at its first use."""
     SYMBOLS.append(symbol := Symbol(path, purpose, without, parameters))
     return symbol
 
 
 def _attributes(owner: str, names: str, purpose: str, without: str, *, at_use: bool = False) -> list[Symbol]:
-    """List the named attributes of a module ("torch.utils.checkpoint:") or of a class ("torch:Tensor.")."""
+    """Add attributes of a module ("torch.utils.checkpoint:") or of a class ("torch:Tensor.") to the list."""
     SYMBOLS.extend(symbols := listed(owner, names, purpose, without, at_use=at_use))
     return symbols
 
@@ -56,7 +56,7 @@ def problems() -> list[str]:
 
 
 def problems_so_far() -> list[str]:
-    """Return the same for the modules that this process has imported."""
+    """Return the sentences of `problems` for the modules that this process has imported."""
     return problems_of(SYMBOLS, imported=True)
 
 
@@ -89,7 +89,7 @@ def _assert_now(condition: Tensor, message: str) -> None:
 
 
 def _softmax_of_masked(scores: Tensor, dim: int) -> Tensor:
-    """Return softmax of `scores`, with zeros for rows that are masked completely. Plain softmax gives nan there."""
+    """Return the softmax of `scores`, with zeros in rows that are completely masked. Plain softmax gives nan there."""
     masked = (scores == -torch.inf).all(dim, keepdim=True)
     return torch.where(masked, 0.0, torch.softmax(scores, dim))
 
@@ -157,7 +157,7 @@ _without_one_mode: Any = _symbol(
 
 @contextmanager
 def no_function_modes() -> Iterator[None]:
-    """Leave all entered function modes for the time of a `with`."""
+    """Disable all active function modes inside this context."""
     with ExitStack() as stack:
         for _ in range(_number_of_modes()):
             stack.enter_context(_without_one_mode())
@@ -284,7 +284,7 @@ canonical_mask: Any = _symbol(
 
 
 def dtype_of(mask: Tensor | None) -> torch.dtype | None:
-    """Return the dtype of a mask, or None without a mask, as `canonical_mask` takes it."""
+    """Return the dtype of a mask; None without a mask. `canonical_mask` takes it in this form."""
     return None if mask is None else mask.dtype
 
 
@@ -322,7 +322,7 @@ CAN_DELEGATE_GROUPS: bool = all(
         )),
     ]
 )  # fmt: skip
-"""If this is False, groups are torch's own."""
+"""If this is False, nbkit uses torch's own groups."""
 
 group_tables: Any = (
     SimpleNamespace(
@@ -337,7 +337,7 @@ group_tables: Any = (
 CAN_BATCH_P2P: bool = all(
     [_c10d("_check_p2p_op_list", "p2p_op_list"), _c10d("_coalescing_manager", "group", "device", "async_ops")]
 )
-"""If this is False, `batch_isend_irecv` is torch's own."""
+"""If this is False, nbkit uses torch's own `batch_isend_irecv`."""
 
 default_store: Any = _symbol(
     "torch.distributed.distributed_c10d:_get_default_store", "meet in the store of torchrun's world",
@@ -348,7 +348,7 @@ _attributes(
     at_use=True,
 )  # fmt: skip
 nccl_recorder: Any = getattr(bindings, "_dump_nccl_trace_json", None)
-"""Gives the flight recorder of NCCL as JSON. torch has it only where it is built with NCCL."""
+"""Returns the flight recorder of NCCL as JSON. torch has it only if it is built with NCCL."""
 
 _attributes("torch.distributed:Work.", "_get_duration", "time collectives on CUDA", "they are not timed", at_use=True)
 _attributes(
@@ -391,7 +391,7 @@ _attributes(
 
 
 class _NoIterator:
-    """Stands where this torch has no class of the iterators of data loaders."""
+    """A placeholder in a torch that lacks the base class of data loaders' iterators."""
 
     def __next__(self) -> Any:
         raise StopIteration
@@ -411,7 +411,7 @@ _attributes(
 )  # fmt: skip
 
 
-# --- Taken late: their modules take long to import --------------------------------------------------------------------
+# --- Resolved late, because their modules take long to import ---------------------------------------------------------
 
 _NOT_READ = ("read checkpoints of torch", "they are not read")
 

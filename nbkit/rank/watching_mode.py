@@ -6,10 +6,10 @@ from nbkit.rank.torch_private import TorchDispatchMode
 
 
 class WatchingMode(TorchDispatchMode):  # type: ignore[misc]
-    """A mode that sees every operation and lets it through.
+    """A mode that sees every operation and does not change it.
 
-    Torch's own base class imports its compiler at the first operation, to keep it out of the method. That takes
-    seconds, so this class skips it.
+    Torch's own base class imports torch's compiler at the first operation, to exclude the method from compilation. That
+    takes seconds, so this class skips it.
     """
 
     @classmethod

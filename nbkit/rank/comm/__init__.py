@@ -1,1 +1,1 @@
-"""Process groups that nbkit can replace and listen to, and the collectives that a backend lacks."""
+"""Process groups that nbkit can replace and observe, and collectives that a backend lacks."""

@@ -1,6 +1,6 @@
-"""Lets all ranks agree: on the largest value of a number, on a flag, or on a failure that every rank then raises.
+"""Lets all ranks agree on the largest value of a number, on a flag, or on an error that every rank then raises.
 
-`all_gather_objects` gathers small objects: every rank gives one object and gets the objects of all ranks.
+`all_gather_objects` gathers small objects. Every rank gives one object and gets the objects of all ranks.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def any_rank(flag: bool, *, device: torch.device | str) -> bool:
 
 
 def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> None:
-    """Run `act` on every rank.
+    """Run `act` on every rank, and compare the results. Collective.
 
-    If it failed on any rank, or the ranks returned different texts, every rank raises TrainingError. The error says
-    `what`, and the reason of the first rank that failed. A rank whose `act` raised an NbkitError raises that error.
+    Every rank raises TrainingError if `act` failed on any rank, or if the ranks returned different texts. The error
+    contains `what`, and the reason of the first rank that failed. A rank whose `act` raised an NbkitError raises that
+    error instead.
     """
     failure, mark, own = "", None, None
     try:
@@ -61,7 +62,7 @@ def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> Non
 
 
 def failed_on(what: str, failures: Sequence[tuple[int, str]], hint: str = _HINT) -> TrainingError:
-    """Return the error that every rank raises: `what`, and the reason of the first rank that failed."""
+    """Return the error that every rank raises. It contains `what`, and the reason of the first rank that failed."""
     more = f"   (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
     return TrainingError(what, numbers=f"rank {failures[0][0]}: {failures[0][1]}{more}", hint=hint)
 
@@ -74,7 +75,8 @@ T = TypeVar("T")
 def all_gather_objects(own: T, *, world_size: int, device: torch.device, group: Any = None) -> list[T]:
     """Return the objects of all ranks, by rank. Collective: one all-gather, and a second one if an object is large.
 
-    group: a backend's own group of all ranks. Its operations are not counted or timed, unlike the default group's.
+    group: a group of all ranks, made by the backend itself, whose operations nbkit does not count or time. None uses
+    the default group.
     """
     if world_size == 1:
         return [own]
@@ -83,12 +85,12 @@ def all_gather_objects(own: T, *, world_size: int, device: torch.device, group: 
     longest = max(int.from_bytes(each[:_COUNT], "little") for each in found)
     if longest > USUAL_BYTES:
         found = _gathered(packed, longest, world_size, device, group)
-    # Bytes after the end of the compressed stream are padding.
+    # The bytes after the end of the compressed stream are padding.
     return [pickle.loads(zlib.decompressobj().decompress(each[_COUNT:])) for each in found]
 
 
 def _gathered(packed: bytes, room: int, world_size: int, device: torch.device, group: Any) -> list[bytes]:
-    """Return, for every rank, the length of its bytes followed by its first `room` bytes."""
+    """Return bytes for every rank: the length of what it packed, and the first `room` bytes of that."""
     framed = len(packed).to_bytes(_COUNT, "little") + packed[:room].ljust(room, b"\0")
     sent = torch.frombuffer(bytearray(framed), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in range(world_size)]

@@ -1,4 +1,4 @@
-"""Forms process groups, in a background thread if needed. Another thread can break the forming off."""
+"""Forms process groups, in a background thread if needed. Another thread can stop this before it ends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from nbkit.rank.world import sockets
 
 
 class Forming:
-    """State of the group that this process is forming, so that another thread can break the forming off."""
+    """The state of the group that this process is forming. With it, another thread can break off the forming."""
 
     def __init__(self) -> None:
         self.broken = ""  # why no group can be formed until the next generation
-        self.deadline: float | None = None  # monotonic seconds; None waits for ever, as user code expects
+        self.deadline: float | None = None  # seconds of time.monotonic; None waits forever, as user code expects
         self.before: frozenset[int] | None = None  # sockets held when the current forming began
         self.lock = threading.Lock()
         self._maker: threading.Thread | None = None
         self._own = threading.local()  # the deadline of the maker
 
     def beside(self, make: Callable[[], None], *, seconds: float) -> threading.Thread:
-        """Run `make`, which forms groups, in a thread for at most `seconds`. All ranks call this at the same place.
+        """Run `make`, which forms groups, in a thread for at most `seconds`.
 
-        All ranks must form groups in the same order. Other code that forms a group waits until this thread has ended.
+        All ranks must form groups in the same order, so all must call this at the same place. Other code that forms a
+        group waits until the thread has ended.
         """
 
         def run() -> None:
@@ -41,7 +42,7 @@ class Forming:
         return self._maker
 
     def join(self) -> None:
-        """Wait for the background thread. Does nothing when called in that thread."""
+        """Wait for the background thread. In that thread itself, do nothing."""
         if self._maker is not None and self._maker is not threading.current_thread():
             self._maker.join()
 
@@ -55,7 +56,7 @@ class Forming:
         self.broken = before
 
     def young(self) -> frozenset[int]:
-        """Return the sockets of the group that is being formed."""
+        """Return the inodes of the sockets of the group that is being formed."""
         with self.lock:
             return sockets.inodes() - self.before if self.before is not None else frozenset()
 
@@ -72,9 +73,10 @@ BROKEN_OFF = "The forming of a process group was broken off."
 
 
 class GroupRendezvous:
-    """A place where the members of a group wait for each other. They wait in Python, so another thread can end it.
+    """A place where the members of a group wait for each other, in Python, so that another thread can end the wait.
 
-    Each of `size` members comes once to every `place`, such as the group's forming or the first use of a communicator.
+    Each of the `size` members comes once to every `place`. A place is, for example, the forming of the group or the
+    first use of a communicator.
     """
 
     def __init__(self, store: Store) -> None:
@@ -82,7 +84,7 @@ class GroupRendezvous:
         self.been: set[str] = set()
 
     def at(self, place: str, size: int) -> None:
-        """Return when all have come to `place`. Raises ClusterError if the wait was broken off or takes too long."""
+        """Wait until all members have come to `place`. Raises ClusterError if the wait is broken off or too long."""
         if place in self.been or size == 1:
             return
         if self._store.add(f"{place}/come", 1) == size:
@@ -92,10 +94,10 @@ class GroupRendezvous:
 
 
 class BreakableStore(Store):
-    """A store whose waits can be broken off by another thread, by Ctrl-C, or by our deadline.
+    """A store whose waits can be ended by another thread, by Ctrl-C, or by our deadline.
 
-    gloo meets through the store when it forms a group. If it waited in C++, a rank whose peer never comes could not
-    be released. gloo also has only one time-out for the forming and for every later operation.
+    gloo's ranks find each other through the store when they form a group. If gloo waited in C++, a rank whose peer
+    never comes could not be released. gloo also has a single time-out for the forming and for all later operations.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -110,7 +112,7 @@ class BreakableStore(Store):
         return self.inner.get(key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of `keys`, which are all there, in one request."""
+        """Return the values of `keys` in one request. All keys must exist."""
         return self.inner.multi_get(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

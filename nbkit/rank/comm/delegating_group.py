@@ -1,8 +1,8 @@
-"""A process group that passes every call on to an inner group. Every group of a rank is one of these.
+"""A process group that passes every call on to an inner group. Every group of a rank is of this class.
 
-The user's DDP, FSDP2 and DeviceMesh objects keep the outer object for life. A new generation of the world replaces
-only the inner group, so these objects continue to train. Each call is counted, which shows the rank that is behind,
-and reported to the listeners. group_creation.py makes the groups.
+The user's DDP, FSDP2 and DeviceMesh objects keep the outer object forever. A new generation of the world replaces only
+the inner group, so these objects continue to train. Each call is counted, which shows which rank is behind, and is
+reported to the listeners. group_creation.py makes the groups.
 
 `COLLECTIVES` lists the operations of a process group by torch's names.
 """
@@ -35,7 +35,7 @@ from nbkit.rank.telemetry import collectives
 from nbkit.rank.torch_private import group_tables
 from nbkit.wire.activity import ANYONE, Operation
 
-# torch's method name -> (common name, position of the argument that this rank contributes; for scatter: receives).
+# torch's method name -> (common name, position of the argument that this rank contributes; for scatter, of the output).
 COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "barrier": ("barrier", None),
     "broadcast": ("broadcast", 0),
@@ -65,8 +65,8 @@ COLLECTIVES: dict[str, tuple[str, int | None]] = {
 # Operations whose options, the last argument, name a root rank of the group.
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
-# The outer group answers these itself. A method in neither table is passed on and not counted: it issues nothing,
-# belongs to an operation that was counted, or is newer than this list.
+# The outer group implements these itself. A method in neither table is passed on without being counted: it issues no
+# operation, belongs to an operation that was counted, or is newer than these tables.
 OWN = frozenset({
     "BackendType", "_device_types", "_id", "_pybind11_conduit_v1_", "_register_backend", "_set_default_backend",
     "_set_group_desc", "_set_group_name", "bound_device_id", "boxed", "rank", "size", "unbox",
@@ -74,7 +74,7 @@ OWN = frozenset({
 
 
 def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
-    """Return the bytes of a tensor, or of all tensors in nested lists; 0 for anything else."""
+    """Return the bytes of a tensor, or of all tensors in nested lists. Anything else has 0 bytes."""
     if type(payload) is list and len(payload) == 1:  # the most common case
         payload = payload[0]
     if isinstance(payload, torch.Tensor):
@@ -83,7 +83,7 @@ def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
 
 
 def first_of(payload: Any) -> Any:
-    """Return the first item of nested lists; return anything else unchanged."""
+    """Return the first item of nested lists. Anything else is returned unchanged."""
     while isinstance(payload, (list, tuple)) and payload:
         payload = payload[0]
     return payload
@@ -95,16 +95,16 @@ FOREVER = timedelta(days=365)
 _MONITORED_BARRIER_TIMEOUT = timedelta(minutes=30)
 
 listeners: list[Callable[[str, str, int], None]] = []
-"""Called with (operation, group, bytes this rank contributes) when an operation is issued. Costs nothing if empty."""
+"""Called with (operation, label of the group, bytes that this rank contributes) when an operation is issued."""
 
 P = TypeVar("P", bound=ProcessGroup)
 
 _stand_in: ContextVar[ProcessGroup | None] = ContextVar("stand_in", default=None)
 _standing: list[ProcessGroup] = []
-"""The groups that stand in now, innermost last. Empty during training, where only this list is checked."""
+"""The groups of all active `stand_in` contexts, innermost last. Empty during training, so that one check is enough."""
 
 _OWN_REFERENCES = 2
-"""The list that holds the object, and the call that counts the references."""
+"""The references that `drop` has itself: the list that holds the group, and the argument of getrefcount."""
 
 _last: tuple[str, int | str | None, collectives.GroupInfo, int, int] | None = None
 _born: weakref.WeakSet[DelegatingGroup] = weakref.WeakSet()
@@ -113,11 +113,11 @@ _born_lock = threading.Lock()
 
 @contextmanager
 def stand_in(group: P) -> Iterator[P]:
-    """Use `group` as the world inside this context: collectives over all ranks run in `group` instead.
+    """Use `group` as the world inside this context. Collectives over all ranks then run in `group`.
 
-    This is for checks that run user code on one rank. The code may gather or sum over ranks, and the other ranks do
+    This is for checks that run user code on one rank. The code may gather or sum over ranks, while the other ranks do
     not take part. A backward pass on an accelerator runs in one of torch's threads, which uses the innermost group.
-    Collectives of groups of only some ranks raise NotImplementedError.
+    Collectives of a group of only some ranks raise NotImplementedError.
     """
     token = _stand_in.set(group)
     _standing.append(group)
@@ -136,7 +136,7 @@ def _standing_in() -> ProcessGroup | None:
 
 
 class Broken:
-    """A placeholder for an inner group that is gone. Every use raises ClusterError with `reason`."""
+    """A placeholder for an inner group that no longer exists. Every use raises ClusterError with `reason`."""
 
     def __init__(self, reason: str, *, numbers: str = "", hint: str = "") -> None:
         self._error = (reason, numbers, hint)
@@ -147,10 +147,10 @@ class Broken:
 
 
 class DelegatingGroup(ProcessGroup):
-    """A process group over a replaceable inner one.
+    """A process group that uses a replaceable inner group.
 
-    members: global ranks, in group order. sockets: inodes of the TCP connections the inner group opened.
-    recipe: what group_creation.py needs to build another inner group like this one.
+    members: the global ranks of the members, in the group's order. sockets: the inodes of the TCP connections that the
+    inner group has opened. recipe: the arguments with which group_creation.py makes another inner group of this kind.
     """
 
     def __init__(self, inner: ProcessGroup, *, members: tuple[int, ...]) -> None:
@@ -159,11 +159,11 @@ class DelegatingGroup(ProcessGroup):
         self.members = members
         self.sockets: frozenset[int] = frozenset()
         self.recipe: dict[str, Any] = {}
-        self.formed, self.destroyed = 1, False  # number of inner groups so far; True once this one was shut down
+        self.formed, self.destroyed = 1, False  # number of inner groups so far; True after this group was shut down
         self.meeting: GroupRendezvous | None = (
             None  # members meet here before the first use, if the first use could block forever
         )
-        self.keep: list[object] = []  # Python parts of C++ objects that the inner group holds (a store)
+        self.keep: list[object] = []  # Python parts of C++ objects that the inner group uses, such as a store
         self.count = 0
         self.sent: dict[int | str, int] = {}
         self.received: dict[int | str, int] = {}
@@ -207,10 +207,10 @@ class DelegatingGroup(ProcessGroup):
         return getattr(group, name)  # type: ignore[no-any-return]
 
     def getBackendName(self) -> str:
-        # Only C++ calls this: DDP's logger, which for "gloo" casts the backend registered on the C++ side.
+        # Only C++ calls this, in DDP's logger. For "gloo" it would cast the backend that is registered in C++.
         return "delegating"
 
-    # torch keeps name and description in C++ with the registered backends. This object has no such backends.
+    # torch keeps name and description in the registered C++ backends, which this object does not have.
     def getGroupName(self) -> str:
         return self._name
 
@@ -239,12 +239,12 @@ class DelegatingGroup(ProcessGroup):
             self.drop(Broken(f"Process group {self.label} was destroyed."))
 
     def drop(self, instead: Broken) -> threading.Event:
-        """Release the inner group in a thread. The returned event is set when it is gone, or if others still hold it.
+        """Release the inner group in a thread. The returned event is set when it is gone, or if it is still in use.
 
         The destructor of a gloo group waits for gloo's threads, and one of them may wait forever for the rest of a
-        message. The destructor of an NCCL group can probably take a minute after a rank has died. So it must not run
-        on a thread that has other work. The thread made here keeps the group until nothing else holds it. Another
-        holder can be a stack frame of the error that broke the group.
+        message. The destructor of an NCCL group can probably take a minute after a rank has died. So a thread with
+        other work must not run the destructor. The thread made here keeps the group until it has the last reference.
+        Another reference may be in a stack frame of the error that broke the group.
         """
         inner, over = [self.inner], threading.Event()
         self.inner, self.sockets, self.meeting = instead, frozenset(), None
@@ -261,14 +261,14 @@ class DelegatingGroup(ProcessGroup):
 
         if started(release, "nbkit-release") is None:
             if has_left():
-                # The destructor would never return, neither here nor at interpreter exit: keep the group alive.
+                # Keep the group alive, because its destructor would never return, here or at interpreter exit.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner[0]))
             inner.clear()
             over.set()
         return over
 
     def monitored_barrier(self, timeout: timedelta = _MONITORED_BARRIER_TIMEOUT, wait_all_ranks: bool = False) -> None:
-        """Run torch's monitored barrier. If the user sets no time-out, it reports after torch's default 30 minutes."""
+        """Run torch's monitored barrier. If the user sets no time-out, it fails after torch's default of 30 minutes."""
         if timeout == FOREVER:
             timeout = _MONITORED_BARRIER_TIMEOUT
         _monitored_barrier(self, timeout, wait_all_ranks)
@@ -289,7 +289,7 @@ class DelegatingGroup(ProcessGroup):
         self.inner._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        # Only nccl makes batches. The batch is timed as a whole, not its parts.
+        # Only nccl makes batches. The batch is timed as a whole, without its parts.
         self._batching = False
         if collectives.mode() != "time":
             return self.inner._end_coalescing(device)
@@ -324,7 +324,7 @@ class DelegatingGroup(ProcessGroup):
         _last = (operation, peer, self.seen, number, now())
         alone = not self._batching and isinstance(peer, int)
         if self.meeting is not None and alone and accelerator().holds(tensors[0]):
-            # nccl has its own communicator for each pair of ranks that send outside a batch.
+            # nccl uses a separate communicator for each pair of ranks that send outside a batch.
             low, high = sorted((self.rank(), peer))
             self.meeting.at(f"{low}:{high}", 2)
         for tell in listeners:
@@ -350,7 +350,7 @@ class DelegatingGroup(ProcessGroup):
         return collectives.follow(call, work) if timed else work
 
     def _handle(self, work: Any, tensor: torch.Tensor | None, issued: int, *, message: bool) -> Any:
-        """Return the handle for an operation that is not timed. For an operation on the host, its wait can be ended."""
+        """Return the handle for an operation that is not timed. On the host, the handle's wait can be ended."""
         on_device = self._between_devices and (self._batching or tensor is None or accelerator().holds(tensor))
         return work if work is None or on_device else Interruptible(work, issued, message)
 
@@ -358,7 +358,7 @@ class DelegatingGroup(ProcessGroup):
 def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., Any]:
     exchanged, rooted = name in EXCHANGED, spoken in ROOTED
 
-    # Every collective of a training passes here. So constants are computed above, and the clock is read once.
+    # This runs for every collective of a training. So constants are computed above, and the clock is read once.
     def issue(self: DelegatingGroup, *args: Any, **kwargs: Any) -> Any:
         global _last
         if _standing and (instead := self._instead(name)) is not None:
@@ -402,7 +402,7 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
             return self._handle(work, tensor, call.issued, message=False)
         if not timed:
             return work
-        # torch's options, the last argument, say whether the caller waits at once. Such a caller sees the end itself.
+        # The last argument is torch's options, which say whether the caller waits at once.
         return collectives.follow(call, work, at_once=bool(args) and not getattr(args[-1], "asyncOp", True))
 
     issue.__name__ = name
@@ -424,7 +424,7 @@ def _silent(name: str) -> Callable[..., Any]:
 
 _monitored_barrier = _collective("monitored_barrier", "monitored_barrier", None)
 
-# Set in a loop because the methods differ between torch versions. Only methods of the installed torch are overridden.
+# A loop overrides the methods, because they differ between torch versions. Only methods of this torch are overridden.
 for _name, (_spoken, _payload) in COLLECTIVES.items():
     if hasattr(ProcessGroup, _name):
         setattr(DelegatingGroup, _name, _collective(_name, _spoken, _payload))
@@ -436,20 +436,20 @@ for _name in (
 
 
 def live() -> list[DelegatingGroup]:
-    """Return every delegating group that this process still holds, destroyed ones included. Any thread may call it."""
+    """Return all delegating groups that exist in this process, including destroyed ones. Any thread may call it."""
     with _born_lock:
         return list(_born)
 
 
 def registered() -> list[DelegatingGroup]:
-    """Return the delegating groups torch knows (created, not destroyed), in the same order on all ranks."""
+    """Return the delegating groups that are registered in torch (not destroyed), in the same order on all ranks."""
     names = group_tables.pg_names
     groups = [group for group in list(names) if isinstance(group, DelegatingGroup)]
     return sorted(groups, key=lambda group: (group is not dist.group.WORLD, names.get(group, ""), group.members))
 
 
 def reset_counts() -> None:
-    """Reset the counts of every group, when a new generation begins on all ranks."""
+    """Set the counts of every group to zero, when a new generation begins on all ranks."""
     global _last
     _last = None
     collectives.ring.generation = collectives.ring.end
@@ -460,16 +460,16 @@ def reset_counts() -> None:
 
 
 def fingerprint() -> dict[str, int]:
-    """Return how many operations this rank has issued, per group; for send and recv, per pair of ranks of the group.
+    """Return the number of operations that this rank has issued, by group; for send and recv, by pair of ranks.
 
-    The same group has the same key on all ranks. `divergence.differences` compares them.
+    A group has the same key on all ranks. `divergence.differences` compares the numbers of ranks.
     """
-    # torch names the next group by this number. If it differs, the ranks would wait for each other forever.
+    # torch names the next group by this number. If the ranks' numbers differ, they would wait for each other forever.
     counts = {"groups made": group_tables.group_count}
     for group in registered():
         me = group.rank()
         counts[group.label] = group.count
-        for peer, number in list(group.sent.items()):  # another thread may ask, while operations are issued
+        for peer, number in list(group.sent.items()):  # another thread may issue operations meanwhile
             counts[f"{group.label}: {me}->{peer} sent"] = number
         for peer, number in list(group.received.items()):
             counts[f"{group.label}: {peer}->{me} received"] = number
@@ -477,15 +477,15 @@ def fingerprint() -> dict[str, int]:
 
 
 def num_issued() -> int:
-    """Return how many operations this rank has issued in its current groups. Any thread may call it."""
+    """Return the number of operations that this rank has issued in its current groups. Any thread may call it."""
     groups = registered()
     return sum(group.count + sum([*group.sent.values(), *group.received.values()]) for group in groups)
 
 
 def where() -> str:
-    """Return the operation this process issued last as text; "" before the first. Any thread may call it.
+    """Return the operation that this process issued last, as text; "" before the first. Any thread may call it.
 
-    If the process waits in an operation, it is this one.
+    If the process waits in an operation, it waits in this one.
     """
     if _last is None:
         return ""
@@ -495,9 +495,9 @@ def where() -> str:
 
 
 def last_issued() -> Operation | None:
-    """Return the operation issued last as an Operation; None before the first. Any thread may call it.
+    """Return the operation issued last; None before the first. Any thread may call it.
 
-    It has only the fields that are known when calls are not recorded.
+    The Operation has only the fields that are known without a recorded call.
     """
     if _last is None:
         return None

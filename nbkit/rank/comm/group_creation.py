@@ -1,4 +1,4 @@
-"""Creates process groups: torch makes one, and a delegating group replaces it in all of torch's tables.
+"""Creates process groups. torch makes a group, and a delegating group replaces it in all of torch's tables.
 
 Call `install()` once per process, before user code. After that, init_process_group, new_group (also with an explicit
 backend), DeviceMesh and split_group return delegating groups for gloo and nccl. Other backends are not changed.
@@ -61,16 +61,16 @@ _ABORT_SECONDS = _RELEASE_SECONDS = 2.0
 _original: Callable[..., Any] | None = None
 
 breaking_off: list[Callable[[], None]] = []
-"""Called, from any thread, before running operations are broken off. This tells code that waits for a device.
+"""Called, from any thread, before running operations are broken off, so that code that waits for a device can stop.
 
-An abort may end only the last part of what NCCL sends and not the others, since each part uses another channel."""
+An abort may end only the last part of what NCCL sends, because each part uses another channel."""
 
 
 def install(*, unlimited: bool = True) -> None:
-    """Make every group of this process over a backend that nbkit knows a delegating one. A second call changes nothing.
+    """Make all later groups of this process delegating groups, if nbkit knows the backend. A second call does nothing.
 
-    If this torch version does not support it, groups stay torch's own. unlimited: a group for which the user sets no
-    time-out has none, instead of torch's default.
+    If this torch version does not support that, groups stay torch's own. unlimited: a group has no time-out unless the
+    user sets one. False keeps torch's default time-out.
     """
     global _original
     if _original is not None or not CAN_DELEGATE_GROUPS:
@@ -81,7 +81,7 @@ def install(*, unlimited: bool = True) -> None:
 
     @functools.wraps(name_of)
     def name_in_order(*args: Any, **kwargs: Any) -> Any:
-        forming.join()  # torch names the next group by a count
+        forming.join()  # torch names groups by a counter, which the background thread changes
         return name_of(*args, **kwargs)
 
     c10d._process_group_name = name_in_order
@@ -97,7 +97,7 @@ def install(*, unlimited: bool = True) -> None:
     @functools.wraps(get_backend)
     def backend_of(group: dist.ProcessGroup | None = None) -> Any:
         name = get_backend(group)
-        # A group of gloo and nccl is an nccl group that takes CPU tensors too, and user code asks for nccl.
+        # A group with gloo and nccl is reported as nccl, because user code compares the name with "nccl".
         kinds = _kinds(name) - {GLOO} if ":" in name and GLOO in _kinds(name) else set()
         device = next(iter(kinds), "")
         return c10d.Backend(device) if len(kinds) == 1 and is_device_backend(device) else name
@@ -122,10 +122,10 @@ def release(groups: Iterable[DelegatingGroup], instead: Callable[[DelegatingGrou
 
 
 def abort(groups: Iterable[DelegatingGroup], *, seconds: float = _ABORT_SECONDS) -> None:
-    """Abort the communicators of `groups` between devices, all at the same time, and wait at most `seconds`.
+    """Abort the device communicators of `groups`, all at the same time, and wait at most `seconds`.
 
-    Each abort waits for the device, which the other communicators keep busy. One after the other, the aborts would
-    wait for each other.
+    Each abort waits for the device, which the other communicators keep busy. So aborts one after the other would wait
+    for each other.
     """
     backends = [backend for group in groups if (backend := device_backend(group)) is not None]
     until = time.monotonic() + seconds
@@ -135,18 +135,19 @@ def abort(groups: Iterable[DelegatingGroup], *, seconds: float = _ABORT_SECONDS)
 
 
 def reform_group(group: DelegatingGroup, store: Store, *, meets_as: str = "") -> None:
-    """Give `group` a new inner group that meets in `store`. Every member must call this, in the same order.
+    """Give `group` a new inner group, whose members find each other in `store`. Every member must call this.
 
-    meets_as: a name that all members pass, for a group whose own name may differ between members.
+    If there are several groups, members call this in the same order. meets_as: a name that is equal on all members, for
+    a group whose own name may differ between them.
     """
     name = group_tables.pg_names[group]
     members = [] if group is group_tables.default_pg else list(group.members)
     recipe = {**group.recipe, "pg_tag": None}  # a tag would make torch find the old group again
     if recipe.get("backend_options") is not None:
         recipe["backend_options"].split_from = None
-    # Splitting from the default group is collective over all ranks, but here only members take part.
+    # A split from the default group would be collective over all ranks, but here only members take part.
     split_source, c10d._get_split_source = c10d._get_split_source, lambda *_, **__: None
-    # torch refuses a name that is in use. So the old holder gets another name while the group is formed.
+    # torch refuses a name that is in use. So the outer group gets another name while the inner group is formed.
     group_tables.pg_names[group] = f"{name} (before)"  # type: ignore[assignment]
     c10d._unregister_process_group(name)  # type: ignore[attr-defined]
     try:
@@ -164,11 +165,11 @@ def reform_group(group: DelegatingGroup, store: Store, *, meets_as: str = "") ->
 
 @contextmanager
 def split_from_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Have the first use of `group` inside split its communicator from that of all ranks, if the backend can.
+    """Make the first use of `group` split its communicator from that of all ranks, inside this context.
 
-    Collective over the world: every rank enters with a group of its own, and these groups share no rank. Nothing may be
-    under way between all ranks. The default group is not bound to a device, which would make torch split by itself:
-    then single messages of the user's code would wait for each other in one communicator.
+    Does nothing if the backend cannot split. Collective over the world: every rank enters with a group, and different
+    groups share no rank. No operation of all ranks may be under way. torch would split by itself if the default group
+    were bound to a device. But then single messages of the user's code would wait for each other in one communicator.
     """
     world: Any = dist.group.WORLD
     own = device_backend(group) if isinstance(group, DelegatingGroup) else None
@@ -176,18 +177,18 @@ def split_from_world(group: dist.ProcessGroup) -> Iterator[None]:
     if own is None or not getattr(source, "supports_splitting", False) or not hasattr(own, "options"):
         yield
         return
-    if world.meeting is not None:  # a split blocks until all ranks are there, and cannot be broken off
-        before = sum(place.startswith("split") for place in world.meeting.been)  # other places are of some ranks only
+    if world.meeting is not None:  # a split blocks until all ranks have come, and cannot be broken off
+        before = sum(place.startswith("split") for place in world.meeting.been)  # ranks differ in other places
         world.meeting.at(f"split {before}", world.size())
     own.options.split_from, own.options.split_color = source, min(group.members)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        own.options.split_from = None  # it keeps the other one alive
+        own.options.split_from = None  # this reference would keep the world's communicator alive
 
 
 class _Held:
-    """Store, meeting and sockets that belong to an inner group."""
+    """The store, meeting and sockets of an inner group."""
 
     def __init__(self, store: Store, meeting: GroupRendezvous | None) -> None:
         self.store, self.meeting = store, meeting
@@ -230,7 +231,7 @@ def _make(
     size: int, rank: int | None, members: Sequence[int], store: Store, name: Any, recipe: dict[str, Any]
 ) -> tuple[Any, Any, _Held]:
     assert _original is not None
-    # nccl's threads read their store at any time, even at exit. So only gloo may get a store that is written in Python.
+    # nccl's threads read their store at any time, even at exit. So only gloo may get a store written in Python.
     only_gloo = _kinds(recipe["backend"]) == {"gloo"}
     meeting = None if only_gloo else GroupRendezvous(PrefixStore(f"{name}/meeting", store))
     held = _Held(BreakableStore(store) if only_gloo else store, meeting)
@@ -252,7 +253,7 @@ def _make(
 
 
 def _replace(raw: dist.ProcessGroup, group: DelegatingGroup, store: Store) -> None:
-    """Put `group` in the place of `raw` in every table of torch."""
+    """Replace `raw` by `group` in all of torch's tables."""
     world = group_tables
     name = world.pg_names[raw]
     world.pg_map[group] = (world.pg_map[raw][0], store)
@@ -265,7 +266,7 @@ def _replace(raw: dist.ProcessGroup, group: DelegatingGroup, store: Store) -> No
 
 
 def _forget(raw: dist.ProcessGroup) -> list[str]:
-    """Remove `raw` from torch's tables, and return the tags it had there."""
+    """Remove `raw` from torch's tables, and return its tags."""
     tagged = group_tables.tags_to_pg
     tags = [tag for tag, groups in tagged.items() if raw in groups]
     c10d._cleanup_process_group_global_state(raw)
@@ -289,9 +290,9 @@ def _delegated(backend: Any) -> bool:
 
 
 def device_backend(group: DelegatingGroup) -> Any:
-    """Return the backend of a group that sends from device to device, or None if it has none."""
+    """Return the group's backend that sends from device to device; None if there is none."""
     if isinstance(group.inner, Broken) or group.destroyed:
-        return None  # aborting a destroyed group would touch freed memory
+        return None  # aborting a destroyed group would use freed memory
     backends = [group.inner._get_backend(torch.device(kind)) for kind in group.inner._device_types]
     return next((backend for backend in backends if is_device_backend(backend.name())), None)
 

@@ -1,7 +1,7 @@
 """Measures the links between the ranks once per world, when its first job is made.
 
-It does not measure when the cluster starts: a cluster must be ready at once and may never train. All ranks make a job
-together, also under torchrun, and making a job already waits for slower things. The measurement takes some tens of
+It does not measure when the cluster starts, because a cluster must be ready at once and may never train. All ranks make
+a job together, also under torchrun, and other parts of that take longer. The measurement takes some tens of
 milliseconds. It runs operations of few bytes and of some megabytes over the group of all ranks, so all ranks send at
 the same time, as in a step. Links within a node and between nodes are measured by messages that use only these links.
 """
@@ -23,10 +23,12 @@ from nbkit.rank.device import accelerator
 from nbkit.wire.processes import node_name
 
 _SMALL, _LARGE, _LARGE_ON_DEVICES = 4 << 10, 2 << 20, 32 << 20
-"""Bytes that a rank passes to an operation, the parts for all other ranks together."""
+"""The bytes that a rank passes to an operation, for all ranks together."""
 _TIMES, _TIMES_SMALL, _UNDER_WAY = 3, 9, 4
-"""The number of times that operations are timed. Steps often send many small messages and wait for each. If ranks share
-cores, the median of three was up to twice the usual latency, and a step predicted with it was a third too long."""
+"""How often an operation is timed, how often a small one is timed, and how many operations are started at once.
+
+Steps often send many small messages and wait for each, so their latency is timed more often. With a median of three on
+ranks that share cores, the latency was up to twice the usual one, and the predicted step a third too long."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -34,11 +36,11 @@ _known: WorldLinks | None = None
 
 
 def link_of(device: torch.device) -> WorldLinks | None:
-    """Return the links of this world, measured now if some rank does not know them. Collective. None for one rank."""
+    """Return the links of this world; None for a single rank. Measures if some rank does not know them. Collective."""
     global _known
     if not dist.is_initialized() or (ranks := dist.get_world_size()) == 1:
         return None
-    # A process that joined later (a repaired rank) knows nothing. Either all ranks measure again, or none.
+    # A process that joined later (a replaced rank) knows no links. Either all ranks measure again, or none does.
     own = (_known is not None and _known.ranks == ranks, node_name(), _computes_on(device))
     told: list[tuple[bool, str, tuple[object, ...] | None]] = [own] * ranks
     dist.all_gather_object(told, own)
@@ -51,7 +53,7 @@ def link_of(device: torch.device) -> WorldLinks | None:
 
 
 def know(link: WorldLinks | None) -> WorldLinks | None:
-    """Use the links that the other ranks have measured, on a process that joined later. Returns `link`."""
+    """Use `link`, which other ranks have measured, in a process that joined later. Returns `link`."""
     global _known
     _known = link
     return link
@@ -67,7 +69,7 @@ def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> 
         "all_gather": _way(lambda size: _gathered(size // ranks, ranks, device), large, (ranks - 1) / ranks, device),
         "reduce_scatter": _way(lambda size: _scattered(size, ranks, device), large, (ranks - 1) / ranks, device),
     }
-    # Send to the next rank and receive from the one before, as pipeline stages do.
+    # Send to the next rank and receive from the previous one, as pipeline stages do.
     after = [float(other == (rank + 1) % ranks) for other in range(ranks)]
     before = [float(other == (rank - 1) % ranks) for other in range(ranks)]
     ways["send"] = _way(lambda size: _all_to_all(size // ranks, after, device, before), large, 1 / ranks, device)
@@ -82,10 +84,10 @@ def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> 
 
 
 def _neighbours(node_of: Sequence[int], rank: int) -> tuple[list[bool], list[bool]]:
-    """Return, for each rank, whether `rank` sends to it, and whether `rank` receives from it.
+    """Return two lists: for each rank, whether `rank` sends to it, and whether `rank` receives from it.
 
-    Each rank sends to the rank at its place on the next node, as in groups with one rank on each node. An all-to-all
-    between nodes would have messages that cross, which take longer.
+    Each rank sends to the rank with the same position on the next node, as in groups with one rank on each node. An
+    all-to-all between nodes would have messages that cross, which take longer.
     """
     places = [[other for other, at in enumerate(node_of) if at == node] for node in sorted(set(node_of))]
     after: dict[int, int] = {}
@@ -97,13 +99,13 @@ def _neighbours(node_of: Sequence[int], rank: int) -> tuple[list[bool], list[boo
 
 
 _Act = Callable[..., Any]
-"""Runs an operation and waits for it, or returns its handle with async_op=True."""
+"""A function that runs an operation and waits for it. With async_op=True it returns the handle instead."""
 
 
 def _way(make: Callable[[int], _Act], large: int, sent: float, device: torch.device) -> OperationSpeed:
-    """Measure an operation. Collective; all ranks return the times of the slowest rank.
+    """Measure an operation. All ranks return the times of the slowest rank. Collective.
 
-    sent: the fraction of the bytes passed in that leaves a rank.
+    sent: the fraction of the operation's bytes that a rank sends.
     """
     # Each part is a multiple of four bytes, for any number of ranks.
     unit = 4 * dist.get_world_size()
@@ -113,7 +115,7 @@ def _way(make: Callable[[int], _Act], large: int, sent: float, device: torch.dev
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     short, long, several = slowest.tolist()
     gap = min(max((several - short) / (_UNDER_WAY - 1), 0.0), short)
-    # If even the large operation ends at once, the bandwidth is only bounded from below.
+    # If even the large operation ends at once, this is only a lower bound of the bandwidth.
     return OperationSpeed(short, max(large * sent, 1.0) / max(long - short, 0.05 * long, 1e-9), gap)
 
 
@@ -124,7 +126,7 @@ def _at_once(act: _Act) -> None:
 
 
 def _timed(act: Callable[[], object], device: torch.device, times: int = _TIMES) -> float:
-    """Return the median seconds of a few runs of `act`. A first run, not counted, opens the connections."""
+    """Return the median seconds of `times` runs of `act`. An extra first run opens the connections."""
     seconds = []
     for _ in range(1 + times):
         _wait(device)
@@ -172,7 +174,7 @@ def _flat(size: int, device: torch.device) -> Tensor:
 
 
 def _copying(size: int, device: torch.device) -> float:
-    """Return the bytes per second of copies into new memory, with all ranks copying at once. Collective.
+    """Return the bytes per second of copies into new memory while all ranks copy. Collective.
 
     All ranks return the speed of the slowest rank.
     """
@@ -184,14 +186,14 @@ def _copying(size: int, device: torch.device) -> float:
 
 
 def _most(share: float, device: torch.device) -> float:
-    """Return the largest share of any rank, since nodes may differ in size. Collective."""
+    """Return the largest `share` of any rank, because nodes may differ in size. Collective."""
     most = torch.tensor([share], dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return float(most)
 
 
 def _computes_on(device: torch.device) -> tuple[object, ...] | None:
-    """Return the GPU of this rank, or its CPU cores; None if the system does not tell."""
+    """Return the GPU of this rank, or its CPU cores; None if the system does not report them."""
     if accelerator().holds(device):
         return (accelerator().uuid(device) or str(device),)
     try:
@@ -201,10 +203,10 @@ def _computes_on(device: torch.device) -> tuple[object, ...] | None:
 
 
 def _crowded(hosts: list[str], units: list[tuple[object, ...] | None], *, each: int) -> bool:
-    """Return True if the ranks of some node have fewer than `each` GPUs, or cores, per rank; also if this is unknown.
+    """Return True if some node has fewer than `each` GPUs (or cores) per rank, or if this is unknown.
 
-    A CPU rank wants two cores, because the thread that sends uses as much of a core as it gets. How much that is has
-    not been measured.
+    A CPU rank needs two cores, because its sending thread uses as much of a core as it gets. How much that is has not
+    been measured.
     """
     for host in set(hosts):
         here = [own for name, own in zip(hosts, units, strict=True) if name == host]

@@ -1,7 +1,7 @@
 """A process group whose ranks are threads of one process. Its collectives copy and add in memory.
 
-This runs a complete strategy in one process, without sending anything. One thread runs at a time: a rank runs until it
-waits for another one. So only one thread at a time uses the state that a model keeps in its modules or in torch, and a
+It runs a complete strategy in one process, without any communication. Only one thread runs at a time: a rank runs until
+it waits for another rank. So threads never use the state in a model's modules or in torch at the same time, and a
 deadlock of all ranks is noticed at once. It works on the CPU only, where a backward pass runs in the calling thread.
 """
 
@@ -32,7 +32,7 @@ class ThreadRanks(Generic[T]):
         leave: Callable[[], Any] = lambda: None,
         enter: Callable[[Any], None] = lambda left: None,
     ) -> None:
-        """leave: called when a rank stops running. enter: called when it goes on, with what `leave` returned."""
+        """leave: called when a rank pauses. enter: called with the result of `leave` when the rank continues."""
         self.size, self._leave, self._enter = size, leave, enter
         self._turn = threading.Condition()  # held by the rank that runs
         self._awaited: list[Callable[[], bool]] = []
@@ -61,7 +61,7 @@ class ThreadRanks(Generic[T]):
         try:
             for thread in threads:
                 thread.join()
-        except BaseException as error:  # Stop: waiting ranks end now, the running rank ends when it would wait
+        except BaseException as error:  # an interrupt: waiting ranks end now, the running rank ends at its next wait
             self._error = error
             raise
         if self._error is not None:
@@ -69,9 +69,9 @@ class ThreadRanks(Generic[T]):
         return [results[rank] for rank in range(self.size)]
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Let the other ranks run until ready() is true. A rank calls this; another rank makes ready() true.
+        """Let the other ranks run until ready() is true. A rank calls this, and another rank makes ready() true.
 
-        Raises RuntimeError if another rank has failed, or if all ranks that still run wait.
+        Raises RuntimeError if another rank has failed, or if all remaining ranks wait.
         """
         left = self._leave()
         self._awaited.append(ready)
@@ -88,15 +88,15 @@ class ThreadRanks(Generic[T]):
             self._enter(left)
 
     def tell(self) -> None:
-        """Tell the other ranks that something was done that they may wait for. A rank calls this."""
+        """Wake the other ranks, so that they check what they wait for. A rank calls this."""
         self._turn.notify_all()
 
 
 @dataclass
 class _Call:
-    """A collective under way. sent, received: the tensors by rank, of the ranks that have called it so far.
+    """A collective under way. sent, received: rank -> tensor, for the ranks that have called it so far.
 
-    sent may be a tuple: the parts for each rank.
+    An entry of `sent` may be a tuple of the parts for each rank.
     """
 
     operation: str
@@ -107,7 +107,7 @@ class _Call:
 
 @dataclass
 class _Message:
-    """A message between two ranks. It holds the sent tensor and the tensor to receive into, as each becomes known."""
+    """A message between two ranks. sent, received: the sent tensor and the tensor to receive into, None until known."""
 
     sent: Tensor | None = None
     received: Tensor | None = None
@@ -115,7 +115,7 @@ class _Message:
 
 
 class ThreadMeeting:
-    """Shared state of the ranks of one group. members: the numbers in `ranks` of its members, in the group's order."""
+    """The state that the ranks of a group share. members: the members' numbers in `ranks`, in the group's order."""
 
     def __init__(self, ranks: ThreadRanks[Any], members: Sequence[int]) -> None:
         self.ranks, self.members = ranks, tuple(members)
@@ -165,7 +165,7 @@ class ThreadGroup(dist.ProcessGroup):
             raise NotImplementedError(f"all_reduce with {opts.reduceOp}")
 
         def reduced(all_sent: list[Tensor]) -> list[Tensor]:
-            # Reduce into the first rank's tensor, which holds the result anyway: gradients of a model are large.
+            # Reduce into the first rank's tensor, which needs no further memory. It receives the result anyway.
             for other in all_sent[1:]:
                 combine(all_sent[0], other, out=all_sent[0])
             if mean:
@@ -190,7 +190,7 @@ class ThreadGroup(dist.ProcessGroup):
             "reduce_scatter", input, output, lambda all_sent: list(reduce(torch.add, all_sent).view(self.size(), -1))
         )
 
-    # Operations that a user's forward or loss may call. Each waits at once.
+    # A user's forward or loss may call these operations. Each waits at once.
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         found = inputs[0].new_empty(self.size(), *inputs[0].shape)
@@ -238,7 +238,7 @@ class ThreadGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        """Concatenate part `i` of every rank's input in the output of rank `i`. The sizes are of parts, along dim 0."""
+        """Concatenate part `i` of every rank's input in the output of rank `i`. Sizes are lengths along dim 0."""
         parts = input.split(list(input_sizes) or [input.shape[0] // self.size()] * self.size())
         return self._waited(
             "all_to_all",
@@ -254,7 +254,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
-    # Their names in torch before 2.13.
+    # The names of these operations in torch before 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
@@ -274,7 +274,7 @@ class ThreadGroup(dist.ProcessGroup):
         if message is None:
             queue.append(message := _Message())
         else:
-            queue.remove(message)  # its other end was known
+            queue.remove(message)  # the other rank has already called send or recv
         return message
 
     def _delivered(self, message: _Message) -> dist.Work:
@@ -284,7 +284,7 @@ class ThreadGroup(dist.ProcessGroup):
             message.done = True
             self._meeting.ranks.tell()
         elif message.sent is not None:
-            # Sends do not wait: the copy is made.
+            # A send does not wait, because the data was copied.
             return _Work(self._meeting.ranks, _Message(done=True))
         return _Work(self._meeting.ranks, message)
 
@@ -292,10 +292,10 @@ class ThreadGroup(dist.ProcessGroup):
     def _collective(
         self, operation: str, sent: Any, received: Tensor, give: Callable[[list[Any]], Sequence[Tensor]]
     ) -> dist.Work:
-        """Take part in a collective; the last rank computes it. give: inputs by rank -> outputs by rank."""
+        """Take part in a collective, which the last rank computes. give: inputs by rank -> outputs by rank."""
         number, self._made = self._made, self._made + 1
         call = self._meeting.calls.setdefault(number, _Call(operation))
-        shape = None if isinstance(sent, tuple) else list(sent.shape)  # parts may differ: see alltoall_base
+        shape = None if isinstance(sent, tuple) else list(sent.shape)  # parts may differ in size: see alltoall_base
         if call.operation != operation or any(shape and list(each.shape) != shape for each in call.sent.values()):
             raise RuntimeError(f"the ranks make other collectives: {call.operation} and {operation} {shape}")
         call.sent[self._me], call.received[self._me] = sent, received
@@ -310,7 +310,7 @@ class ThreadGroup(dist.ProcessGroup):
 
 
 class _Nobody(ThreadRanks[Any]):
-    """Ranks for a world of one: nobody else exists, so a wait that is not ready raises RuntimeError."""
+    """The ranks of a world of one. A wait raises RuntimeError if it is not ready, because there is no other rank."""
 
     def wait(self, ready: Callable[[], bool]) -> None:
         if not ready():
@@ -321,7 +321,7 @@ class _Nobody(ThreadRanks[Any]):
 
 
 class Alone(ThreadGroup):
-    """A world of one process that examines a model. heard: the operations that user code ran in it."""
+    """A world of one process, used to examine a model. heard: the operations that user code ran in it."""
 
     def __init__(self) -> None:
         super().__init__(ThreadMeeting(_Nobody(1), (0,)), 0)

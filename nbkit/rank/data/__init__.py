@@ -1,1 +1,1 @@
-"""Training data: batches, their sizes, and the position in the data."""
+"""Training data: batches, batch sizes, and the position in the data."""

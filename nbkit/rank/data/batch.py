@@ -1,8 +1,8 @@
 """Batches: the rows of a global batch that belong to this rank, how to cut them, and how to call a model on them.
 
-Rows are dim 0 of every tensor in a batch. A global batch of B rows over R ranks gives each rank contiguous rows. If R
-does not divide B, the first B mod R ranks hold one row more, so the last ranks may hold none. With balanced data the
-ranks hold rows of the same total cost instead, wherever these lie in the batch.
+Rows are dim 0 of every tensor in a batch. If B rows of a global batch are divided over R ranks, each rank gets
+contiguous rows. If R does not divide B, the first B mod R ranks get one row more, and the last ranks may get none. With
+balanced data, ranks get rows of the same total cost instead, from anywhere in the batch.
 
 `BatchSplit` cuts a global batch: `global 64 = micro 8 x accum 2 x dp 4`. The global batch never changes by itself.
 """
@@ -51,13 +51,15 @@ Parts = Sequence[Sequence[int]] | None
 class Shard:
     """This rank's rows of one global batch.
 
-    data: the collated rows, None if the rank has none. rows: their number. total: rows of the global batch.
+    data: the collated rows, None if the rank has none. rows: the number of this rank's rows. total: the number of rows
+    of the global batch.
     indices: dataset index (or position in the stream) of each row of the global batch.
-    fingerprint: equal on all ranks exactly when they saw the same stream; 0 if they cannot differ.
-    everything: returns the arguments of a Sample of the whole global batch, if every rank has read it.
-    parts: the rows of the global batch that each rank has, if they are not contiguous.
-    ends: True if this rank has seen that shards of the data end in one of the next batches. The others do not know yet.
-    hears: called with the indices of this rank's samples and their losses.
+    fingerprint: equal on all ranks if and only if they read the same stream; 0 if streams cannot differ.
+    everything: returns the arguments of a Sample of the whole global batch; None if this rank has not read all of it.
+    parts: for each rank, the numbers of its rows in the global batch; None if rows are contiguous.
+    ends: True if this rank has found that shards of the data end in one of the next batches. Other ranks do not know it
+    yet.
+    hears: called with the indices of this rank's samples and their losses; None if nobody needs them.
     """
 
     data: Any
@@ -71,17 +73,17 @@ class Shard:
     hears: Callable[[Sequence[int], Tensor], None] | None = None
 
     def most(self, ranks: int) -> int:
-        """Return the number of rows of the rank that has most."""
+        """Return the largest number of rows of any rank."""
         return bounds(self.total, ranks, 0)[1] if self.parts is None else max(map(len, self.parts))
 
 
 def parts_by_speed(total: int, speeds: tuple[Fraction, ...]) -> Parts:
-    """Return contiguous rows for ranks of these speeds; None without speeds: then all ranks have equal numbers."""
+    """Return contiguous rows for ranks of these speeds; None without speeds, when all ranks have equal numbers."""
     return tuple(range(*rows) for rows in rows_by_speed(total, speeds)) if speeds else None
 
 
 def numbers_of(parts: Parts, total: int, ranks: int, rank: int) -> Sequence[int]:
-    """Return which rows of a global batch of `total` rows `rank` has. parts: see Shard."""
+    """Return the numbers of the rows of `rank` in a global batch of `total` rows. parts: see Shard."""
     return range(*bounds(total, ranks, rank)) if parts is None else parts[rank]
 
 
@@ -143,7 +145,7 @@ def _in_no_rows(kind: str, hint: str) -> TrainingError:
 
 
 def _ragged(part: Any) -> tuple[str, str] | None:
-    """Return the name of a part that has no rows of equal size, and a hint what to use instead; None without one."""
+    """Return (name of a part without rows of equal size, what to use instead); None if there is no such part."""
     if isinstance(part, PackedSequence):
         return "a PackedSequence", (
             "loading=nbkit.Loading(collate=...) with pad_sequence(rows, batch_first=True) and the lengths; "
@@ -154,7 +156,7 @@ def _ragged(part: Any) -> tuple[str, str] | None:
         if part.is_nested:
             return _NESTED
         return _SPARSE if part.layout != torch.strided else None
-    # A list of two may be the inputs of a model, where one has another number of rows.
+    # A list of two tensors may be two inputs of a model, and one of these may have another number of rows.
     if isinstance(part, list) and len(part) > 2 and all(isinstance(one, Tensor) for one in part):
         alike = len({(one.ndim, one.dtype) for one in part}) == 1
         return _list("tensors of unequal shapes") if alike and len({one.shape for one in part}) > 1 else None
@@ -175,7 +177,7 @@ def _list(of: str) -> tuple[str, str]:
 
 
 def take(batch: Any, start: int, stop: int, *, rows: int) -> Any:
-    """Return rows start..stop of a batch of `rows` rows: of every tensor, and of lists with an entry per row.
+    """Return rows start to stop - 1 of a batch of `rows` rows, from every tensor, and from lists with an entry per row.
 
     Tensors are views, not copies. A single number is shared by all rows. Raises TrainingError if a part of the batch
     has another number of rows.
@@ -186,7 +188,7 @@ def take(batch: Any, start: int, stop: int, *, rows: int) -> Any:
 
 
 def pick(batch: Any, chosen: Sequence[int], *, rows: int) -> Any:
-    """Return the rows `chosen` of a batch of `rows` rows, in that order and copied. Raises as `take` does."""
+    """Return copies of the rows `chosen` of a batch of `rows` rows, in that order. Raises the errors of `take`."""
 
     def of(part: Any) -> Any:
         if isinstance(part, tuple | list):
@@ -216,7 +218,7 @@ class _Uneven(Exception):
 
 def _cut_parts(batch: Any, of: Callable[[Any], Any], rows: int) -> Any:
     if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor | Mapping | tuple | list):
-        # These are the parts of a batch (input, target), never one entry per row, even if their number is that of rows.
+        # These are the parts of a batch (input, target), even if their number equals the number of rows.
         return [_rows(part, of, rows) for part in batch]
     return _rows(batch, of, rows)
 
@@ -236,14 +238,14 @@ def _rows(part: Any, of: Callable[[Any], Any], rows: int) -> Any:
     if shape is not None and tuple(shape[:1]) == (rows,):
         return of(part)
     if shape is not None or (isinstance(part, tuple | list) and part):
-        # Only a part with one dim may be the target of samples that lie along dim 1.
+        # Only a part with one dim may be the target of samples along dim 1.
         count = len(part) if shape is None else int(shape[0]) if len(shape) == 1 else None
         raise _Uneven(f"shape {tuple(shape)}" if shape is not None else f"{count} values", count)
     return part
 
 
 def _each_has(parts: Sequence[Any], rows: int) -> bool:
-    """Return True if these are tensors of `rows` rows (or tuples of such): inputs of a model, not an entry per row."""
+    """Return True if these are tensors of `rows` rows (or tuples of them), so they are not entries of single rows."""
     return all(
         part.shape[:1] == (rows,)
         if isinstance(part, Tensor)
@@ -253,7 +255,7 @@ def _each_has(parts: Sequence[Any], rows: int) -> bool:
 
 
 def shard_of(batch: Any, *, ranks: int, rank: int, speeds: tuple[Fraction, ...] = ()) -> Shard:
-    """Return `rank`'s rows of a global batch that every rank holds. speeds: of the ranks, if they are unequal."""
+    """Return the rows of `rank` in a global batch that every rank holds. speeds: speeds of the ranks, if unequal."""
     total = rows_of(batch)
     parts = parts_by_speed(total, speeds)
     start, stop = bounds(total, ranks, rank) if parts is None else rows_by_speed(total, speeds)[rank]
@@ -262,7 +264,7 @@ def shard_of(batch: Any, *, ranks: int, rank: int, speeds: tuple[Fraction, ...] 
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch on `device`. A copy to a GPU is asynchronous."""
+    """Return the batch on `device`. Copies to a GPU are asynchronous."""
     if isinstance(batch, Tensor):
         return accelerator().send(batch, device)
     if isinstance(batch, Mapping):
@@ -273,7 +275,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def pair(batch: Any, inputs: Sequence[str] | None) -> tuple[Any, Any]:
-    """Return (the input of the model, the second argument of the loss). inputs may be a function of the batch too."""
+    """Return (input of the model, second argument of the loss). inputs: names, or a function of the batch."""
     if callable(inputs):
         return inputs(batch), batch
     if inputs is not None:
@@ -299,7 +301,7 @@ def pair(batch: Any, inputs: Sequence[str] | None) -> tuple[Any, Any]:
 
 
 def check_inputs(inputs: Sequence[str] | None) -> None:
-    """Raise TrainingError for num_items_in_batch, an input of `transformers` that belongs to no single row."""
+    """Raise TrainingError for the input num_items_in_batch of `transformers`, because it has no rows."""
     if inputs is not None and not callable(inputs) and "num_items_in_batch" in inputs:
         raise TrainingError(
             "num_items_in_batch= belongs to a whole batch, and a rank's model gets a part of it.",
@@ -318,14 +320,14 @@ def call(model: nn.Module, value: Any) -> Any:
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """Return the shape and dtype of all tensors in a batch. Micro-batches that need different buffers differ here."""
+    """Return shape and dtype of all tensors in a batch. Micro-batches with equal results can share buffers."""
     return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in _tensors(batch))
 
 
 def tokens_of(value: Any, rows: int) -> int:
     """Return the number of tokens in a model input.
 
-    It is the number of elements of the first tensor if that holds integers in 2 dims, else `rows`.
+    This is the number of elements of the first tensor if it has 2 dims and an integer dtype, else `rows`.
     """
     while isinstance(value, (tuple, list, Mapping)) and value:
         value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
@@ -334,7 +336,7 @@ def tokens_of(value: Any, rows: int) -> int:
 
 
 def fingerprint(batch: Any, rows: int) -> int:
-    """Return a checksum of the first and the last row. Ranks compare it to check that they read the same stream."""
+    """Return a checksum of the first and the last row, by which ranks check that they read the same stream."""
     checksum = zlib.crc32(str(rows).encode())
     for tensor in _tensors(batch):
         if tensor.device.type == "cpu":
@@ -359,9 +361,9 @@ def steps_of_epoch(samples: int, batch_size: int, *, drop_last: bool) -> int:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """total rows = micro rows per rank and forward x accum forwards x dp ranks.
+    """A split of a global batch: total rows = micro rows per rank and forward x accum forwards x dp ranks.
 
-    rows: rows of each of the dp ranks, if their speeds are unequal. A forward then has at most `micro` rows.
+    rows: the number of rows of each dp rank, if speeds are unequal. A forward then has at most `micro` rows.
     """
 
     total: int
@@ -371,9 +373,9 @@ class BatchSplit:
 
     @classmethod
     def of(cls, batch_size: int, strategy: Strategy, *, microbatch_size: int | None) -> BatchSplit:
-        """Return the split of `batch_size`. If it does not divide, raises TrainingError with the nearest sizes that do.
+        """Return the split of `batch_size`. If it cannot be split, raises TrainingError with the nearest valid sizes.
 
-        A pipeline cuts a rank's rows into `strategy.microbatches`, and ignores `microbatch_size`.
+        A pipeline cuts a rank's rows into `strategy.microbatches` micro-batches, and ignores `microbatch_size`.
         """
         dp = strategy.dp
         if batch_size < 1 or (microbatch_size is not None and microbatch_size < 1):

@@ -1,4 +1,4 @@
-"""Seeds the random numbers that torch, numpy and Python draw when data is read; checks that ranks hold equal data."""
+"""Seeds the generators of torch, numpy and Python for reading data, and checks that ranks hold equal data."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _SEED = "seed what makes or splits the data, without the rank: torch.manual_seed
 
 
 def seed(of_job: int, step: int, rank: int) -> None:
-    """Seed all generators that reading one step's data may draw from, for one rank. of_job: the job's own seed."""
+    """Seed all generators for reading one step's data on one rank. of_job: the seed of the job."""
     seed_step(of_job, step, rank)
     seed_others(mixed(of_job, step, rank))
 
 
 def seed_host(of_job: int, step: int, rank: int) -> None:
-    """Seed a process without a GPU that reads for the rank, so that it draws what the rank would have drawn."""
+    """Seed a process that reads for the rank, without a GPU. It then draws the same numbers as the rank would."""
     torch.default_generator.manual_seed(mixed(of_job, step, rank))
     seed_others(mixed(of_job, step, rank))
 
 
 @contextmanager
 def own_draws() -> Iterator[None]:
-    """Keep the state of numpy's and Python's generators, around a training whose steps seed them."""
+    """Restore the states of numpy's and Python's generators on exit. Use it around a training, which seeds them."""
     generator, python = numpy_random(), random.getstate()
     numpy = generator.get_state() if generator is not None else None
     try:
@@ -47,7 +47,7 @@ def own_draws() -> Iterator[None]:
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Make torch on the CPU, numpy and Python draw the same on every rank. Afterwards they go on as before."""
+    """Make torch on the CPU, numpy and Python draw the same on every rank, and restore them on exit."""
     with own_draws(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         seed_others(0)
@@ -55,11 +55,11 @@ def alike() -> Iterator[None]:
 
 
 def content(read: Callable[[], Any]) -> int:
-    """Return a checksum of the two samples that `read` gives. Ranks compare it to check that they hold the same data.
+    """Return a checksum of the two samples that `read` returns, by which ranks check that they hold the same data.
 
-    Data made of unseeded random numbers differs between ranks. Data that draws when it is read does not differ here,
-    because it is read under the same seeds. It is read twice: if the samples differ, or cannot be read, the result is
-    0, and the data cannot be compared.
+    Data made of unseeded random numbers differs between ranks. Data that draws while it is read does not differ,
+    because all ranks read it under the same seeds. The samples are read twice. If the readings differ, or if one fails,
+    the result is 0, which means that the data cannot be compared.
     """
     found = []
     for _ in range(2):
@@ -70,7 +70,7 @@ def content(read: Callable[[], Any]) -> int:
 
 
 class Compared:
-    """A comparison of the data of all ranks, by the `content` of each. Collective; warns if the data differs."""
+    """Compares the data of all ranks by their checksums (see `content`), and warns if it differs. Collective."""
 
     def __init__(self, own: int) -> None:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1

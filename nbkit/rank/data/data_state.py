@@ -1,10 +1,10 @@
-"""The position in the data by its own state_dict(), so that reading can go on there without reading anything again.
+"""Positions in the data by the data's own state_dict(), from which reading continues without reading anything again.
 
 As in torchdata's loaders, the data may have state_dict() and load_state_dict(), or its iterator may, or both. A state
-may be incomplete: the state of a shuffle buffer may leave out the samples in the buffer. So a StreamPosition holds
-checksums of samples that followed it, and the reader that goes on from it compares them.
+may be incomplete. For example, the state of a shuffle buffer may lack the samples in the buffer. So a StreamPosition
+holds checksums of the samples that followed it, and a reader that continues from it compares them.
 
-`DataHooks` is what a job knows about the source of its batches. Without a Trainer that is nothing.
+With `DataHooks` a job controls the source of its batches. Without a Trainer they do nothing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from nbkit.strategy import Strategy
 READ_AGAIN = "the data is read again up to sample {offset:,} of epoch {epoch}, and passed over: {why}"
 """The warning if no state leads to the position."""
 NO_STATE = "it has no state_dict() and load_state_dict() of its own"
-COMPARED = 2  # samples
+COMPARED = 2  # the number of samples whose checksums are compared
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The position after `index` samples. shard: the shard being read. data, iterator: their states.
+    """The position after `index` samples. shard: the current shard. data, iterator: the states of both, or None.
 
-    drawn: states of the generators of torch, Python and numpy there; None if nothing had been drawn from them.
-    first, checks: the number of a later sample, and the checksums of the samples from that one on.
+    drawn: the states of the generators of torch, Python and numpy at the position; None if nothing was drawn before.
+    first, checks: the number of a later sample, and the checksums of the samples from there on.
     """
 
     index: int
@@ -57,7 +57,7 @@ class Opened:
 
     @classmethod
     def at(cls, data: Any, mark: StreamPosition | None) -> Opened:
-        """Open `data` from its beginning, or from the mark on."""
+        """Open `data` at its beginning, or at `mark`."""
         if mark is not None and mark.data is not None:
             data.load_state_dict(mark.data)
         samples = iter(data)
@@ -70,7 +70,7 @@ class Opened:
         return has_state(self.data) or has_state(self.samples)
 
     def states(self) -> tuple[Any, Any]:
-        """Return (state of the data, state of the iterator); None for one that has no state."""
+        """Return (state of the data, state of the iterator), with None for one that has no state."""
         own = self.data.state_dict() if self.samples is not self.data and has_state(self.data) else None
         return own, self.samples.state_dict() if has_state(self.samples) else None  # type: ignore[attr-defined]
 
@@ -82,7 +82,7 @@ def draws_now() -> tuple[Any, Any, Any]:
 
 
 def same_draws(some: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> bool:
-    """Return True if nothing was drawn between the two states."""
+    """Return True if the two states are equal, so that nothing was drawn in between."""
     numpy = [[part.tolist() if hasattr(part, "tolist") else part for part in one[2] or ()] for one in (some, other)]
     return torch.equal(some[0], other[0]) and some[1] == other[1] and (numpy[0] == numpy[1] or some[2] is None)
 
@@ -97,7 +97,7 @@ def draw_from(drawn: tuple[Any, Any, Any]) -> None:
 
 
 def checksum(collate: Callable[[list[Any]], Any], sample: Any) -> int:
-    """Return the checksum of one sample; 0 if it cannot be collated. Training on it will report that error."""
+    """Return the checksum of one sample; 0 if it cannot be collated, which training on it will report."""
     with suppress(Exception):
         return fingerprint(collate([sample]), 1)
     return 0
@@ -109,7 +109,7 @@ def written(mark: StreamPosition) -> dict[str, Any]:
 
 
 def read(values: Any) -> StreamPosition | None:
-    """Return the position that `written` has converted; None if `values` is nothing of that kind."""
+    """Return the position from the result of `written`; None if `values` is no such result."""
     try:
         mark = StreamPosition(**{**values, "checks": tuple(values["checks"])})
     except (TypeError, KeyError):
@@ -121,11 +121,11 @@ def read(values: Any) -> StreamPosition | None:
 class DataHooks:
     """Functions that a job calls to control the source of its batches.
 
-    position, go_to: return and set the position in the data, which is carried over when ranks become one again.
-    fits: raises for a strategy that cannot cut the batch, and returns the arithmetic of one that can.
+    position, go_to: return and set the position in the data.
+    fits: raises for a strategy that cannot cut the batch; else returns how it is cut (see BatchSplit).
     recut: called after the strategy has changed.
-    remakes: True if the code that makes the steps asks `proof.settled` in each step, and can make a step again.
-    after: number of finished steps -> position of a training that made all its steps on this data; None if unknown.
+    remakes: True if the code that makes steps calls `proof.settled` in each step, and can make a step again.
+    after: number of finished steps -> position, for a training that made all its steps on this data; None if unknown.
     where: see Stream.where; collective.
     """
 

@@ -1,8 +1,7 @@
-"""Checks the first batches of a user's own loop, and of data that can only be iterated, as they arrive.
+"""Checks the first batches of a user's own loop, and of data that can only be iterated, when they arrive.
 
-Data that is known beforehand is checked when the job is made (see fact_finder.py). Here the model is already split. If
-each rank has the whole model, rank 0 checks and tells the others. Otherwise all ranks compute the same, in evaluation
-mode.
+Other data is checked when the job is made (see fact_finder.py). Here the model is already split. If each rank has the
+whole model, rank 0 checks it and tells the other ranks. Otherwise all ranks run the check together, in evaluation mode.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _BATCHES = 4
 class FirstBatches:
     """The check of the first batches of one job, under any of its strategies.
 
-    parted: a rank cuts its rows into several forward passes. begun: the first step that was checked.
+    parted: True if a rank cuts its rows into several forward passes. begun: the first step that was checked.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class FirstBatches:
         self._varied: frozenset[int] = frozenset()
 
     def part(self) -> None:
-        """Note that a rank cuts its rows from now on, so the next batches are checked."""
+        """Note that ranks cut their rows from now on. So the next batches are checked."""
         self._parted, self.begun = True, None
 
     def look(self, sharded_model: ShardedModel, shard: Shard, step: int) -> Examined | None:
@@ -62,15 +61,15 @@ class FirstBatches:
 
         Collective in the first steps.
         """
-        # Counted in finished steps, which are equal on all ranks even if one of them was interrupted.
+        # Count finished steps, which are equal on all ranks even if one of them was interrupted.
         self.begun = step if self.begun is None else self.begun
         if not 0 <= step - self.begun < _BATCHES or shard.everything is None or not self._parted:
             return None
-        # With a pipeline or split positions, the example batch was checked before.
+        # With a pipeline or split positions, an example batch was checked before.
         strategy = sharded_model.strategy
         if strategy.pp > 1 or strategy.cp > 1:
             return None
-        # Rank 0's data decides for all. If other ranks read different data, that is reported after the step.
+        # Rank 0's data decides for all ranks. If other ranks read different data, an error after the step says so.
         sample, told = self._sample(shard), [False]
         if self._rank == 0 and sample is not None:
             told[0] = not (varied := varying(sample.batch, sample.rows)) <= self._varied or self.begun == step
@@ -79,7 +78,7 @@ class FirstBatches:
         return found
 
     def _of_first(self, told: list[Any]) -> Any:
-        """Return `told` of rank 0, on every rank."""
+        """Return the `told` of rank 0 on every rank. Collective."""
         if self._world_size > 1:
             dist.broadcast_object_list(told, src=0, device=self._device)
         return told[0]
@@ -111,7 +110,7 @@ class FirstBatches:
         return replace(found, draws=draws)
 
     def _draws(self, sharded_model: ShardedModel, run: Callable[[Any], Any], sample: Sample) -> DrawPlan | None:
-        """Return the plan of what the model draws itself in training, such as which draws have rows along dim 0."""
+        """Return the plan of the model's own random draws in training, such as which draws have rows along dim 0."""
 
         def of_rows(rows: int) -> None:
             part = sample.part([i % sample.rows for i in range(rows)], self._device)

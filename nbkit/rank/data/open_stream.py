@@ -1,4 +1,4 @@
-"""Chooses the stream that reads the user's data; also makes one pass over data for an evaluation."""
+"""Chooses the stream that reads the user's data, and makes one pass over data for an evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.rank.data.stream import Collate, IterableStream, MapStream, Stream, f
 def open_stream(data: Any, *, gather: Callable[[Any], list[Any]] = lambda own: [own], **how: Any) -> Stream:
     """Return the stream for this kind of `data`. Raises TrainingError if it is neither map-style nor iterable.
 
-    how: see Stream. gather: returns the values of all ranks, by rank; collective over all ranks.
+    how: arguments of Stream. gather: returns the values of all ranks, by rank; collective over all ranks.
     """
     refuse_loader(data)
     if isinstance(data, Balanced):
@@ -42,7 +42,7 @@ def open_stream(data: Any, *, gather: Callable[[Any], list[Any]] = lambda own: [
 
 
 def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collate) -> Iterator[Shard]:
-    """Yield this rank's shards of one pass over `data` in its own order: every sample once, none added."""
+    """Yield this rank's shards of one pass over `data` in the data's own order. Each sample comes exactly once."""
     refuse_loader(data)
     if is_map_style(data):
         for first in range(0, len(data), batch_size):
@@ -58,16 +58,16 @@ def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collat
 
 
 def _reads(data: Any) -> Callable[[int], list[Any]]:
-    """Return a function that reads the next `count` samples of iterable data, in its own order."""
+    """Return a function that reads the next `count` samples of iterable data, in the data's own order."""
     split = data_shards(data)
-    if split is not None and split.first_samples(1).takes_part:  # a splitter of nodes would ask for a rank's part
+    if split is not None and split.first_samples(1).takes_part:  # read directly, the data would take a rank's part
         return ShardReader(Course(split, readers=1, epoch=0, seed=0), 0).read
     samples = iter(data)
     return lambda count: list(islice(samples, count))
 
 
 def refuse_loader(data: Any) -> None:
-    """Raise TrainingError for a DataLoader, which gives batches."""
+    """Raise TrainingError if `data` is a DataLoader, because it yields batches and not samples."""
     if isinstance(data, torch.utils.data.DataLoader):
         raise TrainingError(
             "The data is a DataLoader: its items are batches, not samples.",

@@ -1,4 +1,4 @@
-"""Some rows of the data, used to check a job before its first step."""
+"""Reads some rows of the data, with which a job is checked before its first step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nbkit.rank.loss.output_tensors import leaves
 
 Collate = Callable[[list[Any]], Any]
 
-_ROWS, _SECONDS = 64, 0.25  # at most; four are read however long they take
+_ROWS, _SECONDS = 64, 0.25  # the maximum to read; but at least four rows are read
 _OF_SHARD = 8
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of the data. batch: all rows together. samples, collate: what it was made of, if that is known."""
+    """Rows of the data. batch: all rows, collated. samples, collate: what `batch` was made from, if that is known."""
 
     batch: Any
     samples: Sequence[Any] = ()
@@ -42,9 +42,9 @@ class Sample:
 
     @cached_property
     def is_padded(self) -> bool:
-        """Return True if fewer rows are collated to other shapes, and collate draws no random numbers.
+        """Return True if fewer rows are collated to other shapes, as with padding to the longest row.
 
-        This is so if rows are padded to the longest one.
+        If collate draws random numbers, return False.
         """
         if self.collate is None:
             return False
@@ -54,7 +54,7 @@ class Sample:
         return len(set(alone)) > 1 and all(torch.equal(a, b) for a, b in pairs)
 
     def part(self, numbers: Sequence[int], device: torch.device) -> Any:
-        """Return the rows `numbers` as a rank would have them that gets only these."""
+        """Return the batch of a rank that gets only the rows `numbers`."""
         if self.is_padded and self.collate is not None:
             return on_device(self.collate([self.samples[i] for i in numbers]), device)
         return on_device(pick(self.batch, numbers, rows=self.rows), device)
@@ -75,11 +75,11 @@ def sample_of(data: Any, collate: Collate) -> Sample | None:
 
 
 def warn_of_collate(data: Any, collate: Collate) -> None:
-    """Warn if several ranks do not collate as one rank does. Reads two samples of map-style data."""
+    """Warn if collating on several ranks gives other rows than on one rank. Reads two samples of map-style data."""
     if collate is default_collate or not is_map_style(data) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     remark = ""
-    # Errors are ignored here: reading the data for training reports them in full.
+    # Ignore errors here, because reading the data for training reports them in full.
     with suppress(Exception), undrawn():
         remark = _collate_remark([data[0], data[1]], collate) if len(data) > 1 else ""
     if remark:
@@ -87,7 +87,7 @@ def warn_of_collate(data: Any, collate: Collate) -> None:
 
 
 def _collate_remark(samples: Sequence[Any], collate: Collate) -> str:
-    """Return why batches depend on the number of ranks, each of which collates its own rows; "" if they do not."""
+    """Return why batches depend on the number of ranks, since each rank collates its own rows; "" if they do not."""
     before = _drawn()
     together = collate(list(samples))
     if _drawn() != before:
@@ -108,7 +108,7 @@ def _drawn() -> tuple[bytes, Any, str]:
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Restore the generators afterwards, around code that reads samples to check them. Training draws as without it."""
+    """Restore all generators on exit, so that a check that reads samples does not change the draws of the training."""
     numpy: Any = sys.modules.get("numpy")
     drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:

@@ -1,12 +1,12 @@
 """Streams of data. A stream gives this rank's shards of the batches, and its position is a small value.
 
-The position is (epoch, samples taken in it). Samples that workers have read ahead do not count, so a resumed stream
-misses and repeats no sample.
+The position is (epoch, number of samples taken in the epoch). Samples that workers have read ahead do not count, so a
+resumed stream neither misses nor repeats a sample.
 
-`MapStream` reads map-style data: a rank fetches only its own rows. The order of epoch e is
+`MapStream` reads map-style data, where a rank fetches only its own rows. The order of epoch e is
 `torch.randperm(len, generator seeded by seed + e)` (or 0..n-1), cut into global batches.
 
-`IterableStream` reads data that can only be iterated as a whole: every rank iterates all of it and keeps its own rows.
+`IterableStream` reads data that can only be iterated as a whole. Every rank iterates all of it and keeps its own rows.
 The stream has its own generator state, so that reading again draws the same numbers.
 """
 
@@ -37,7 +37,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def is_map_style(data: Any) -> bool:
-    """Return True if `data` has a length and items by index, as torch's map-style datasets have."""
+    """Return True if `data` has a length and items by index, as torch's map-style datasets do."""
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
@@ -45,8 +45,9 @@ def is_map_style(data: Any) -> bool:
 class Stream(ABC):
     """An endless series of shards, and the position in it: `offset` samples into `epoch`.
 
-    rank, ranks, speeds: the part of each global batch to read. own: random draws while reading differ by rank.
-    goes_back: samples that were read can be read again. workers: processes that read ahead, if the data allows it.
+    rank, ranks, speeds: these determine the part of each global batch to read. own: True if random draws while reading
+    differ by rank. goes_back: True if samples can be read again. workers: the number of processes that read ahead, if
+    the data allows it.
     """
 
     data: Any
@@ -77,7 +78,7 @@ class Stream(ABC):
         """Begin a run of steps. All ranks start at the same position."""
 
     def shards_end(self) -> None:  # noqa: B027
-        """Note that some rank has said in a step that shards of the data end soon: see Shard.ends."""
+        """Note that some rank has reported in a step that shards of the data end soon: see Shard.ends."""
 
     def close(self) -> None:  # noqa: B027
         """End the workers, if there are any. `next` starts new ones."""
@@ -95,27 +96,24 @@ class Stream(ABC):
         """Go on with sample number `offset` of `epoch`. Raises TrainingError if the data cannot go there."""
 
     def where(self) -> Any:
-        """Return what a checkpoint holds beside the position: the data's own state there; None if it has none.
-
-        Collective.
-        """
+        """Return the data's own state at the position, for a checkpoint; None if it has no state. Collective."""
         return None
 
     def resume(self, epoch: int, offset: int, where: Any) -> None:
-        """Seek by means of what `where` has returned there; warn if data is read again.
+        """Seek with the result of `where` at that position. Warns if data is read again.
 
         Collective with the next batch.
         """
         self.seek(epoch, offset)
 
     def after(self, step: int) -> dict[str, int]:
-        """Return the position after `step` batches from the first sample. If the length is unknown: in epoch 0."""
+        """Return the position after `step` batches from the first sample; in epoch 0 if the length is unknown."""
         return {"epoch": 0, "offset": step * self.batch_size}
 
 
 @contextmanager
 def reading(current: Callable[[], Stream]) -> Iterator[None]:
-    """Begin the stream before steps are made, and end its workers afterwards.
+    """Begin the stream on entry, and end its workers on exit. Steps are made inside this context.
 
     current: returns the stream, which may be replaced by a new one meanwhile.
     """
@@ -135,7 +133,7 @@ def fetched(data: Any, indices: list[int], mine: Sequence[int], collate: Collate
 
 
 def checked(batch: Any, samples: int) -> Any:
-    """Return `batch` if it has one row for each of `samples` samples; else raise TrainingError."""
+    """Return `batch`. Raises TrainingError if it does not have one row for each of `samples` samples."""
     check_rows(batch, samples)
     return batch
 
@@ -172,7 +170,7 @@ class MapStream(Stream):
         self.seek(0, 0)
 
     def seek(self, epoch: int, offset: int) -> None:
-        """Go on with sample number `offset` of `epoch`. Raises TrainingError when the data is shorter."""
+        """Go on with sample number `offset` of `epoch`. Raises TrainingError if the data is shorter."""
         if offset > self.length:
             raise shorter(epoch, offset, self.length)
         self.epoch, self.offset = epoch, offset
@@ -206,7 +204,7 @@ class MapStream(Stream):
         return replace(shard, data=checked(data, len(own)))
 
     def _advance(self) -> Shard:
-        """Return the next batch without its data, and move the position behind it."""
+        """Return the next batch without its data, and move the position to its end."""
         left = self.length - self.offset
         if left < (self.batch_size if self.drop_last else 1):
             self.seek(self.epoch + 1, 0)
@@ -214,7 +212,7 @@ class MapStream(Stream):
         total = self._rows(left)
         chosen = self._order[self.offset : self.offset + total]
         indices = chosen.tolist() if isinstance(chosen, torch.Tensor) else list(chosen)
-        # The fingerprint shows lengths, seeds or batch sizes that differ between ranks.
+        # With this fingerprint, ranks notice lengths, seeds or batch sizes that differ between them.
         mark = repr((self.length, self.seed, self.epoch, self.offset, total, indices[0], indices[-1]))
         self.offset += total
         parts = self._parts(indices)
@@ -226,7 +224,7 @@ class MapStream(Stream):
         return tuple(shard.indices[row] for row in numbers_of(shard.parts, shard.total, self.ranks, self.rank))
 
     def _following(self, draws: Draws | None) -> Iterator[ToRead]:
-        """Return this rank's rows of the following batches, one batch for each step, as expected now."""
+        """Return this rank's rows of the following batches as expected now, one item for each step."""
         later = copy(self)
 
         def each() -> Iterator[ToRead]:
@@ -241,7 +239,7 @@ class MapStream(Stream):
         return each()
 
     def _pauses(self) -> bool:
-        """Return True if the following batches depend on steps that are not made yet."""
+        """Return True if the following batches depend on steps that have not been made."""
         return False
 
     def _ordered(self, epoch: int) -> Order:
@@ -250,7 +248,7 @@ class MapStream(Stream):
         return range(self.length)
 
     def _rows(self, left: int) -> int:
-        """Return the number of rows of the next batch, with `left` samples left in the epoch."""
+        """Return the number of rows of the next batch, if the epoch has `left` more samples."""
         return min(self.batch_size, left)
 
     def _parts(self, indices: Sequence[int]) -> Parts:
@@ -272,11 +270,12 @@ class IterableStream(Stream):
         self._samples: Iterator[Any] | None = None
         self._started = False
         self._drawn = torch.empty(0)
-        # For data that cannot begin again: begin, end and samples of the newest batch; samples to be given again.
+        # For data that cannot begin again. _newest: begin and end of the newest batch, and its samples. _again: samples
+        # to return once more.
         self._newest: tuple[list[tuple[int, int]], list[Any]] | None = None
         self._again: list[Any] | None = None
         self.goes_back = not isinstance(self.data, Iterator)
-        # The data object may remember how far it was read, so it must be told to begin anew.
+        # The data object may remember how far it was read. This state makes it begin again.
         self._begins = self.data.state_dict() if has_state(self.data) and self.goes_back else None
         self._opened: Opened | None = None
         self._before: tuple[int, StreamPosition] | None = None  # (epoch, position before the newest batch)
@@ -285,8 +284,8 @@ class IterableStream(Stream):
     def seek(self, epoch: int, offset: int) -> None:
         """Go on with sample number `offset` of `epoch`. The samples before it are read and skipped.
 
-        Raises TrainingError if the data is an iterator that has been read and cannot begin again. Such data can go back
-        only by its newest batch.
+        Raises TrainingError if the data is an iterator that has been read, because it cannot begin again. Such data can
+        go back only by its newest batch.
         """
         if (epoch, offset) != (self.epoch, self.offset):
             if (newest := self._newest) is not None and (epoch, offset) in newest[0]:
@@ -297,16 +296,16 @@ class IterableStream(Stream):
         self.epoch, self.offset = epoch, offset
 
     def where(self) -> Any:
-        """Return the position before the newest batch, with checksums of it; None if there is none.
+        """Return the position before the newest batch, with checksums of the batch; None if there is none.
 
-        All ranks read the same, so any one of them may write it.
+        All ranks read the same data, so any rank may write it.
         """
         if self._before is None or self._before[0] != self.epoch or self._before[1].first != self.offset:
             return None
         return written(self._before[1])
 
     def resume(self, epoch: int, offset: int, where: Any) -> None:
-        """Seek by the data's own state, if that leads to the batch before `offset`; else warn and read again."""
+        """Seek by the data's own state if that leads to the batch before `offset`; else warn and read again."""
         self.seek(epoch, offset)
         mark = read(where)
         self._resumes = mark if mark is not None and mark.first == offset else None
@@ -321,8 +320,8 @@ class IterableStream(Stream):
         self._check_can_start()
         data = self.data
         if has_state(data) and self.goes_back:
-            with suppress(Exception):  # data that cannot be copied is read itself
-                data = copy(data)  # a state loaded into the data itself would still apply at its next beginning
+            with suppress(Exception):  # if the data cannot be copied, the data itself is read
+                data = copy(data)  # a state that is loaded into the data would also apply at the next beginning
             if mark is None and self._begins is not None:
                 data.load_state_dict(self._begins)
         torch.default_generator.manual_seed(mixed(self.seed, self.epoch, ITERATED))
@@ -339,7 +338,7 @@ class IterableStream(Stream):
         return self._opened.samples
 
     def _go_on(self) -> Iterator[Any]:
-        """Open the data at the state of a checkpoint, if there is one and it is faithful; else from the beginning."""
+        """Open the data at a checkpoint's state, if there is one and its checksums match; else at the beginning."""
         mark, self._resumes = self._resumes, None
         if mark is not None and mark.first == self.offset:
             try:
@@ -408,7 +407,7 @@ class IterableStream(Stream):
                 self._before = self.epoch, replace(before, first=behind, checks=self._checksum(samples))
             return samples
         except BaseException:
-            # Broken off inside a batch. The position is still before it, so the stream is read up to there again.
+            # Reading stopped inside a batch. The position is before this batch, so the data is read again up to there.
             self._samples = None
             raise
 

@@ -1,7 +1,7 @@
 """Reads batches of map-style data ahead in worker processes. Samples and random draws are the same as without workers.
 
-torch's DataLoader starts the workers and receives what they read. It reads the batches that are expected next. If
-something changes them (a switch, a repeated step, another position), it starts again.
+torch's DataLoader starts the workers and receives what they read. It reads the batches that are expected next. If these
+change (by a switch, a repeated step, or another position), reading starts again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Draws = tuple[int, int, int]
 
 _BATCHES_PER_WORKER = 2
 _SHARED = "/dev/shm"
-_ENDS_IN_S = 0.2  # for a thread that is not blocked
+_ENDS_IN_S = 0.2  # a thread that is not blocked ends within this time
 
 
 @dataclass(frozen=True)
 class ToRead:
-    """A request for one rank's rows of one batch. indices: of the data. epoch: None if the data is not told of it."""
+    """A request for one rank's rows of one batch. indices: of the data. epoch: for the data's set_epoch."""
 
     indices: tuple[int, ...]
     epoch: int | None
@@ -46,10 +46,10 @@ class ToRead:
 
 @dataclass(frozen=True)
 class _Failed:
-    """An error while reading, as text. index: of the sample; None if all were read together, or collating failed.
+    """An error while reading, as text.
 
-    shared: the size of the shared memory, if the error is that it was full; else "". Workers pass their batches
-    through it.
+    index: the sample's index; None if all samples were read together, or if collating failed. shared: the size of the
+    shared memory through which workers pass their batches, if the error is that it was full; else "".
     """
 
     index: int | None
@@ -60,7 +60,7 @@ class _Failed:
 
 
 class BatchReader(Dataset[Any]):
-    """Reads batches, here or in a worker."""
+    """Reads batches, in this process or in a worker."""
 
     def __init__(self, data: Any, collate: Collate) -> None:
         self.data, self.collate = data, collate
@@ -82,10 +82,10 @@ class BatchReader(Dataset[Any]):
         self._at = None
 
     def __getitem__(self, wanted: ToRead) -> bytes | _Failed:
-        """Return the batch in a worker, pickled as torch's queue would do it.
+        """Return the batch in a worker, pickled in the way of torch's queue.
 
-        The queue pickles in its own thread. An object that cannot be pickled would be lost there, and the reader would
-        wait for it forever.
+        The queue would pickle it in a separate thread. There, an object that cannot be pickled would be lost, and the
+        receiver would wait for it forever.
         """
         info = get_worker_info()
         try:
@@ -98,7 +98,7 @@ class BatchReader(Dataset[Any]):
 
 
 def _shared_memory_full(error: Exception) -> str:
-    """Return the size of the shared memory if `error` says that it is full, "" for any other error."""
+    """Return the size of the shared memory if `error` says that it is full; "" for any other error."""
     if not ("shared memory" in str(error) or "/torch_" in str(error)) or not os.path.isdir(_SHARED):
         return ""
     total, _, free = shutil.disk_usage(_SHARED)
@@ -111,7 +111,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class Loader(DataLoader[Any]):
-    """torch's DataLoader without its warning, which takes the cores a rank is pinned to as the limit for workers."""
+    """torch's DataLoader without its warning about many workers, which counts only the cores of a pinned rank."""
 
     def check_worker_number_rationality(self) -> None:
         return
@@ -120,7 +120,8 @@ class Loader(DataLoader[Any]):
 class _BatchThread:
     """A thread that receives the next batch from torch's iterator while a step is computed.
 
-    A worker passes a file for each tensor, with a handshake for each. That takes a millisecond, and more on busy cores.
+    A worker passes a file for each tensor, with a handshake. That takes a millisecond per tensor, and more on busy
+    cores.
     """
 
     def __init__(self, batches: Any) -> None:
@@ -142,16 +143,16 @@ class _BatchThread:
         return batch
 
     def settle(self) -> None:
-        """Wait for the batch being received, and drop it. Only the caller uses torch's iterator until `take`."""
+        """Wait for the batch being received, and drop it. Until `take`, only the caller then uses torch's iterator."""
         if self._asked:
             self._come.get()
             self._asked = False
 
     def end(self) -> None:
-        """End the workers and the thread. The workers have five seconds to finish what they read."""
+        """End the workers and the thread. The workers have five seconds to finish reading."""
         self._wanted.put(False)
-        # torch ends workers when its iterator is dropped. But the thread holds the iterator, and may wait in it for a
-        # batch that takes minutes. So torch's own method ends the workers, and then the queue gets an item.
+        # torch ends workers when its iterator is deleted. But the thread refers to the iterator, and may wait in it for
+        # a batch that takes minutes. So torch's own method ends the workers first, and then the queue gets an item.
         getattr(self.batches, "_shutdown_workers", lambda: None)()
         self._thread.join(_ENDS_IN_S)
         if self._thread.is_alive():
@@ -186,9 +187,9 @@ class ReadAhead:
             num_workers=workers,
             prefetch_factor=_BATCHES_PER_WORKER,
             persistent_workers=True,
-            # A forked process has what a cell has defined, and need not import it.
+            # A forked process has the names that a cell has defined, and need not import them.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
-            generator=torch.Generator(),  # the loader draws seeds for its workers, not from the job's generator
+            generator=torch.Generator(),  # so the loader does not draw its workers' seeds from the job's generator
         )
         self._thread: _BatchThread | None = None
 
@@ -198,7 +199,7 @@ class ReadAhead:
             yield wanted
 
     def next(self, wanted: ToRead, after: Callable[[], Iterator[ToRead]]) -> Any:
-        """Return the batch `wanted`. If reading has to start again, `after` gives the batches that follow it.
+        """Return the batch `wanted`. If reading has to start again, `after` returns the batches that follow it.
 
         Raises TrainingError for a sample that could not be read, with its index.
         """

@@ -1,1 +1,1 @@
-"""Losses over rows: the weight of each row, and checks that the loss is a mean, as splitting rows requires."""
+"""Losses over rows: the weight of each row, and checks that the loss is a mean, so that rows can be split."""

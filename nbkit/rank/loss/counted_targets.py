@@ -1,15 +1,15 @@
 """Records the divisor of each mean cross entropy, which is the number of targets that count (are not ignored).
 
 A mean over the targets that count is not a mean over rows, because rows have unequal numbers of such targets. If their
-number is known beside the mean, parts of a batch can be averaged correctly: add the sums of all parts, and divide by
-the number of targets in all parts.
+number is known too, the parts of a batch can be averaged correctly: add the sums of all parts, and divide by the number
+of targets in all parts.
 
 nn.CrossEntropyLoss, nn.NLLLoss and the losses of transformers all call `F.cross_entropy` or `F.nll_loss`.
-loss_check.py runs the whole loss to find out whether this number is its correct weight.
+loss_check.py runs the whole loss to find out whether the number of targets is its correct weight.
 
-A loss of several cross entropies with unequal numbers of targets has no single weight. If each one takes its targets
-from a tensor of the batch, the targets are counted there before the model runs. Each cross entropy is then divided by
-the number for the whole batch.
+A loss of several cross entropies with unequal numbers of targets has no single weight. If each of them takes its
+targets from a tensor of the batch, the targets are counted in that tensor before the model runs. Each cross entropy is
+then divided by the number for the whole batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nbkit.rank.loss.output_tensors import leaves
 
 @dataclass(frozen=True)
 class Labels:
-    """A tensor of the batch that holds the targets. first: their first position. ignored: the class to ignore."""
+    """A tensor of the batch that holds targets. first: the first position with a target. ignored: the ignored class."""
 
     name: str
     first: int
@@ -50,9 +50,9 @@ class Labels:
 
 @dataclass(frozen=True)
 class Share:
-    """Numbers of targets in a part of a batch. own: targets that count in the part, for each cross entropy.
+    """Numbers of targets that count, for each cross entropy. own: in a part of a batch. whole: in the whole batch.
 
-    whole: targets that count in the whole batch. rows: the fraction of the batch's rows that the part has.
+    rows: the fraction of the batch's rows that the part has.
     """
 
     own: tuple[float, ...]
@@ -63,7 +63,8 @@ class Share:
 def labels_of(targets: Iterable[tuple[Tensor, int] | None], batch: Any) -> tuple[Labels, ...] | None:
     """Return the tensor of `batch` from which each cross entropy takes its targets; None if one of them is unknown.
 
-    targets: (targets, ignored class) of each; None if classes have weights or targets are probabilities.
+    targets: (targets, ignored class) of each cross entropy. An entry is None if classes have weights, or if targets are
+    probabilities.
     """
     found = []
     for each in targets:
@@ -75,7 +76,7 @@ def labels_of(targets: Iterable[tuple[Tensor, int] | None], batch: Any) -> tuple
 
 
 def share_of(sources: Sequence[Labels], part: Any, whole: Sequence[float], rows: float) -> Share:
-    """Return the Share of `part`, with the arguments of Share."""
+    """Return the Share of `part`. whole, rows: see Share."""
     return Share(tuple(source.count(part) for source in sources), tuple(whole), rows)
 
 
@@ -105,9 +106,9 @@ class Counted:
     """A loss that is proven to be a mean over the targets that count.
 
     where: "loss" if the loss function computes the cross entropy, "model" if the model does. per_row: the weight of a
-    row in which all targets count. Gradients are scaled by it when they are made. If all rows weigh this, they need no
-    further scaling. labels: of each cross entropy, to count targets beforehand. This is used if several cross entropies
-    count unequal targets, or if the loss adds something else.
+    row in which all targets count. Gradients are scaled by it when they are made. If all rows have this weight, no
+    further scaling is needed. labels: the labels of each cross entropy, to count targets beforehand. They are used if
+    several cross entropies have unequal numbers of targets, or if the loss adds something else.
     """
 
     where: Literal["loss", "model"]
@@ -118,8 +119,9 @@ class Counted:
 class CountedTargets(TorchFunctionMode):
     """A mode that records the divisor of each mean cross entropy in a loss function. For a model, use `inside`.
 
-    A mean over no targets is 0 with gradients of 0, where torch gives NaN. share: of a part of a batch. With it, each
-    cross entropy is divided by its number of targets in the whole batch, so that the loss is a mean over rows.
+    A mean over no targets is 0 with gradients of 0; in torch it is NaN. share: the numbers of targets of a part of a
+    batch. With it, each cross entropy is divided by its number of targets in the whole batch, so that the loss is a
+    mean over rows.
     """
 
     def __init__(self, share: Share | None = None) -> None:
@@ -135,9 +137,9 @@ class CountedTargets(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Record inside a model. A mode would slow down every operation, so only the two functions are replaced.
+        """Record inside a model. A mode would slow down every operation, so the two functions are replaced instead.
 
-        This sees calls of the form `F.cross_entropy(...)`, as in torch's modules and transformers.
+        This records calls of the form `F.cross_entropy(...)`, as in torch's modules and transformers.
         """
         token = _noting.set(self)
         _Replaced.begin()
@@ -165,7 +167,7 @@ class CountedTargets(TorchFunctionMode):
         return first
 
     def check(self) -> None:
-        """Raise TrainingError if no cross entropy was computed, though the loss was proven to be weighed by it."""
+        """Raise TrainingError if no cross entropy was computed, although the loss was proven to be weighted by one."""
         if self._share is not None and len(self.weights) != len(self._share.own):
             raise _other_labels(f"{len(self.weights)} cross entropies, and {len(self._share.own)} before")
         if not self.weights:
@@ -192,7 +194,7 @@ class CountedTargets(TorchFunctionMode):
         total: Tensor | float
         divisor: Tensor | float
         if target.is_floating_point():
-            # Targets are class probabilities, and none is ignored. torch divides by their number, whatever the weights.
+            # Targets are class probabilities, and none is ignored. torch divides by their number and ignores weights.
             total = divisor = target.numel() / target.shape[0 if target.ndim == 1 else 1]
         else:
             counts = target != ignore_index
@@ -203,7 +205,7 @@ class CountedTargets(TorchFunctionMode):
         self.targets.append((target.detach(), ignore_index) if known else None)
         if self._share is not None:
             divisor = self._whole(total if known else None)
-        # The weight of the loss is in float64. It is not part of the model's arithmetic, and must not be rounded.
+        # The weight is in float64, because it must not be rounded and is no part of the model's arithmetic.
         self.weights.append(total.double() if isinstance(total, Tensor) else total)
         # A sum over the targets of a batch would overflow in float16.
         narrow = input.dtype == torch.float16
@@ -237,7 +239,7 @@ _noting: ContextVar[CountedTargets | None] = ContextVar("noting", default=None)
 
 def _noted(func: FunctionType) -> Callable[..., Any]:
     """Return a replacement for `func`. On a thread that records, it calls the recorder; else it calls `func`."""
-    # The code of `func` passes itself to modes and tensor subclasses by its name in torch's module.
+    # The code of `func` finds itself by its name in torch's module, when it calls modes and tensor subclasses.
     plain = FunctionType(func.__code__, func.__globals__ | {func.__name__: func}, func.__name__, func.__defaults__)
     plain.__kwdefaults__ = func.__kwdefaults__
 
@@ -249,7 +251,7 @@ def _noted(func: FunctionType) -> Callable[..., Any]:
 
 
 class _Replaced:
-    """Replaces the two functions in torch.nn.functional while some thread records inside a model."""
+    """Replaces the two functions in torch.nn.functional while any thread records inside a model."""
 
     _lock, _users = Lock(), 0
     _functions: ClassVar[dict[str, Any]] = {func.__name__: func for func in _FUNCTIONS}

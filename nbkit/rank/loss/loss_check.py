@@ -1,17 +1,17 @@
 """Finds what couples the rows of a batch, before the first step. It computes the loss of rows together and alone.
 
-Some strategies give the rows of a batch to several ranks, or to several forward passes. They are correct if the loss is
-a mean over rows or a (sum, weight), and if the model gives the same output for a row as for that row alone. There are
-exceptions: a contrastive loss compares rows; a mean over the tokens that a mask leaves weighs rows by their length;
-experts that choose their tokens let rows compete. All these would train, but with a different result.
+Some strategies divide the rows of a batch over several ranks or several forward passes. They are correct if the loss is
+a mean over rows or a (sum, weight), and if the model's output for a row does not depend on other rows. There are
+exceptions. A contrastive loss compares rows. A mean over unmasked tokens weights rows by their length. In expert-choice
+routing, rows compete for experts. All these would train, but with a different result.
 
 A mean cross entropy over the targets that count is first tried as a sum, which each part of a batch divides by the
 number of targets in all parts (see counted_targets.py). This is used only if the sums of the parts add up.
 
-There are two checks, both on some rows together and on each alone:
+There are two checks, both on some rows together and on each row alone:
 - The loss function by itself, on outputs of the model (see mean_over_rows.py). This is precise and names the cause.
-- Model and loss as they train, value and gradient. This also sees a loss that uses values from inside the model. The
-  tolerance follows from how much the model's outputs differ, which depends on the size of the batch.
+- Model and loss as in training, value and gradient. This also covers a loss that uses values from inside the model. The
+  tolerance depends on how much the model's outputs differ, which depends on the size of the batch.
 
 If a loss is not a mean over rows, `advice` says what to write instead.
 """
@@ -77,16 +77,17 @@ _HINTS = {
 
 
 def advice(kind: str, seen: Measured, batch: Any, inputs: Sequence[str] | None) -> str:
-    """Return what to write instead of a loss with a defect of this kind. seen: the measured result for `batch`.
+    """Return what to write instead of a loss with a defect of this kind.
 
-    kind: see mean_over_rows.Defect; also "inside", for a loss that comes from inside the model.
+    kind: see mean_over_rows.Defect, or "inside" for a loss that comes from inside the model. seen: the measured result
+    for `batch`.
     """
     line = _labels_line(seen, batch, inputs or ()) if kind == "inside" else ""
     return line or _HINTS[kind]
 
 
 def _labels_line(seen: Measured, batch: Any, inputs: Sequence[str]) -> str:
-    """Return code for a HF model's mean over its labels, written as (sum, weight); "" for other losses."""
+    """Return code that writes a Hugging Face model's mean over labels as (sum, weight); "" for other losses."""
     logits = seen.tensors.get("logits")
     if logits is None or logits.ndim != 3 or not isinstance(batch, Mapping) or callable(inputs):
         return ""
@@ -95,7 +96,7 @@ def _labels_line(seen: Measured, batch: Any, inputs: Sequence[str]) -> str:
     for key in inputs:
         labels = batch[key]
         if isinstance(labels, Tensor) and labels.shape == logits.shape[:2] and not labels.is_floating_point():
-            # Causal models shift their labels, masked ones do not.
+            # Causal models shift their labels, masked language models do not.
             for shift, (scored, target) in enumerate(((logits, labels), (logits[:, :-1], labels[:, 1:]))):
                 made = F.cross_entropy(scored.flatten(0, 1).float(), target.flatten().long())
                 found.append((abs(float(made) - mean), key, bool(shift)))
@@ -113,11 +114,11 @@ def _labels_line(seen: Measured, batch: Any, inputs: Sequence[str]) -> str:
 
 
 class RowPair:
-    """A comparison of rows together with two halves of them, each half alone.
+    """A comparison of a run on some rows together with runs on each half of them.
 
-    numbers: of the rows. whole: result for all rows. parts: results for both halves. eps: of the coarsest dtype.
-    drew: random numbers that are not keyed were drawn. lengths: name -> entries of one row along dim 0, for output
-    tensors that hold rows.
+    numbers: the numbers of the rows. whole: the result for all rows. parts: the results for both halves. eps: eps of
+    the coarsest dtype. drew: True if the model drew random numbers that are not keyed. lengths: name -> number of
+    entries of one row along dim 0, for the output tensors that hold rows.
     """
 
     def __init__(self, numbers: list[int], whole: Measured, parts: Sequence[Measured], drew: bool) -> None:
@@ -132,13 +133,13 @@ class RowPair:
             if one is None or other is None or not one.ndim or one.shape != other.shape:
                 continue
             joined = torch.cat([one, other])
-            # If a row has several entries, their order is unknown. The tensor holds rows if the values agree.
+            # If a row has several entries, their order is unknown. Then the tensor holds rows only if the values agree.
             if joined.shape == tensor.shape and not len(tensor) % whole.rows:
                 if len(tensor) == whole.rows or not far(tensor, joined, eps):
                     self.lengths[name], self._joined[name] = len(tensor) // whole.rows, joined
 
     def mixed(self, used: Collection[str]) -> str:
-        """Return numbers that show that outputs of a row, in the tensors `used`, depend on other rows; "" if not."""
+        """Return figures that show that the tensors `used` of a row depend on other rows; "" if they do not."""
         for name in self.lengths.keys() & used:
             tensor, joined = self.whole.tensors[name], self._joined[name]
             if tensor.is_floating_point() and far(tensor, joined, self.eps):
@@ -149,9 +150,9 @@ class RowPair:
         return ""
 
     def differs(self, noise: Callable[[RowPair], float]) -> str:
-        """Return numbers that show that the loss without its auxiliary terms does not add up; "" if it does.
+        """Return figures that show that the loss without its auxiliary terms does not add up over rows; "" if it does.
 
-        noise: returns how much gradients of this model differ for a loss that does add up.
+        noise: returns how much gradients of this model differ for a loss that is known to add up.
         """
         (value, grads), *parts = [measured.without_auxiliary() for measured in (self.whole, *self.parts)]
         numbers = f"{len(self.numbers)} rows " + shown(
@@ -169,7 +170,7 @@ class RowPair:
         return ""
 
     def unbalanced(self) -> str:
-        """Return the auxiliary terms of the loss that are not means over rows, with numbers; "" if all are means."""
+        """Return the auxiliary terms of the loss that are not means over rows, with figures; "" if all are means."""
         found = []
         for name, (term, slope, _) in self.whole.auxiliary.items():
             alone = [part.auxiliary[name][0] for part in self.parts if name in part.auxiliary]
@@ -187,7 +188,7 @@ class RowPair:
                 away = float((tensor.double() - joined.double()).abs().max())
                 own = max(4 * self.eps * float(tensor.abs().max()), away)
                 noise, felt = max(noise, own), felt + own * self.whole.slopes.get(name, 0.0)
-        # If the loss does not come from the outputs, it is treated as a smooth function with its minimum at 0.
+        # A loss that is not computed from the outputs is treated as a smooth function with its minimum at 0.
         rows, mean = self.whole.weight or 1.0, largest / (self.whole.weight or 1.0)
         bound = rows * (2 * noise + 8 * sqrt(mean) * noise + 8 * noise**2 + 16 * self.eps * mean)
         return max(2 * felt, min(bound, max(2e-3, 2 * self.eps) * largest + 1e-6 * rows))
@@ -211,7 +212,7 @@ def apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> float:
         return 0.0
     summed = [torch.stack([_doubled(grad) for grad in grads]).sum(0) for grads in zip(*parts, strict=True)]
     norms = [max(float(_doubled(grad).norm()), float(other.norm())) for grad, other in zip(whole, summed, strict=True)]
-    # Gradients that are zero except for noise, such as that of a key's bias, are compared to the other gradients.
+    # A gradient that is zero except for noise, such as that of a key's bias, is compared to the other gradients.
     floor = 1e-3 * sqrt(sum(norm**2 for norm in norms))
     away = [float((_doubled(grad) - other).norm()) for grad, other in zip(whole, summed, strict=True)]
     found = max(
@@ -225,12 +226,12 @@ def _doubled(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
-_APART = 8  # rows that are run together and each alone
-_ROWS, _PAIRS = 16, 3  # rows for the loss by itself; pairs of rows for the model
+_APART = 8  # number of rows that are run together, and each alone
+_ROWS, _PAIRS = 16, 3  # number of rows for the loss by itself; number of pairs of rows for the model
 
-# _WAYS: in training, and in evaluation, where a model draws less; with zero parameters moved from zero, and without.
 _COUNTINGS: tuple[Counting, ...] = ("one", "each", "no")
 
+# (in training mode, with zero parameters moved away from zero). In evaluation mode a model draws less.
 _WAYS = ((True, True), (True, False), (False, True), (False, False))
 
 
@@ -238,8 +239,8 @@ _WAYS = ((True, True), (True, False), (False, True), (False, False))
 class Examined:
     """The result of a check. coupled: what couples the rows of a batch; None if nothing does, or if it is unknown.
 
-    counted: set if the loss is proven to be weighed by the targets that count; None if it is weighed by rows.
-    draws: what the model draws itself, if that was examined too.
+    counted: set if the loss is proven to be weighted by the targets that count; None if it is weighted by rows. draws:
+    the model's own random draws, if they were examined too.
     """
 
     coupled: Coupled | None = None
@@ -249,7 +250,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The result of one look. known: another look would not tell more. proven: the loss adds up over rows."""
+    """The result of one trial. known: another trial would not add anything. proven: the loss adds up over rows."""
 
     coupled: Coupled | None = None
     known: bool = True
@@ -267,16 +268,16 @@ def examine(
     draws: DrawPlan | None = None,
     look: FirstRuns | None = None,
 ) -> Examined:
-    """Return what couples the rows of a batch, and what weighs the loss.
+    """Return what couples the rows of a batch, and how the loss is weighted.
 
-    run: model input -> output of `module`. loss: None examines only the model. whole: this rank has the whole model,
-    and runs it alone as in training, forward and backward; else the model is run forward, in evaluation mode. draws: of
-    `module`. look: the results of the first runs of `module`, if there were any. The module and the random generators
-    are left unchanged.
+    run: model input -> output of `module`. loss: None examines only the model. whole: True if this rank has the whole
+    model, and runs it alone as in training, forward and backward. Otherwise the model is only run forward, in
+    evaluation mode. draws: the random draws of `module`. look: the results of the first runs of `module`, if there were
+    any. The module and the random generators are unchanged afterwards.
     """
     draws, few = (draws, None) if look is None else (look.draws, look.short)
     short = None if few is None else Sample(few)
-    # Errors of model, data or loss are ignored here: training reports them in full.
+    # Ignore errors of model, data or loss here, because training reports them in full.
     with suppress(Exception), undrawn(), unchanged(module), _uncompiled():
         for training, moved in _WAYS if whole else _WAYS[-1:]:
             with suppress(Exception), ExitStack() as around:
@@ -339,7 +340,7 @@ def _verdict(trial: RowTrial, sample: Sample, short: Sample | None, model_alone:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which compiled code runs eagerly. It would be compiled again for each number of rows."""
+    """Return a context in which compiled code runs eagerly, because it would be recompiled for each number of rows."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -355,7 +356,7 @@ def _linear(output: Any, _: Any, names: Collection[str] | None = None, size: flo
 
 @dataclass(frozen=True)
 class _Looked:
-    """The result for pairs of rows. defect: a defect and its pair; None if all add up. weighs: some weight is not 0."""
+    """The result for pairs of rows. defect: a defect and its pair, or None. weighs: True if some weight is not 0."""
 
     defect: tuple[Defect, RowPair] | None
     weighs: bool
@@ -370,9 +371,9 @@ class _Look:
     _doubled: bool = False
 
     def verdict(self, last: bool) -> _Verdict:
-        """Return the verdict. It is not known if the model draws random numbers or gives no finite loss.
+        """Return the verdict. It is not `known` if the model draws random numbers, or if its loss is not finite.
 
-        Another look may then tell more. last: there is no other look, so the loss is examined alone.
+        Another trial may then succeed. last: True if no trial follows, so the loss is examined by itself.
         """
         pairs, before = differing_pairs(self.sample.batch, self.sample.rows)[:_PAIRS], self._statistics()
         if self.short is not None and self._clears(self.short, pairs[0]):
@@ -381,16 +382,16 @@ class _Look:
         if first is None:
             return _Verdict(known=False)
         found = self._judged(first, pairs, self._statistics() != before)
-        # A result that adds up without random draws would be the same again.
+        # Without random draws, another run would give the same result.
         if (found.coupled is None and not first.drew) or self._repeats(first):
             return found
         return self._judged(first, pairs, True) if last else _Verdict(known=False)
 
     def _clears(self, short: Sample, pair: tuple[int, int]) -> bool:
-        """Return True if a short check shows that nothing couples rows. False is inconclusive, not a defect.
+        """Return True if a short check shows that nothing couples rows. False does not mean that there is a defect.
 
-        It checks the model, then model and loss on a few positions of two rows, then the loss on the model's outputs
-        for all positions of a pair of rows that differ.
+        It checks the model, then model and loss on a few positions of two rows. Then it checks the loss on the model's
+        outputs for all positions of a pair of rows that differ.
         """
         before = self._statistics()
         with suppress(Exception):
@@ -411,13 +412,13 @@ class _Look:
         return False
 
     def _judged(self, first: RowPair, pairs: Sequence[tuple[int, int]], changes: bool) -> _Verdict:
-        """Return the verdict. changes: the model's output differs in every run, so only the loss itself is judged."""
+        """Return the verdict. changes: True if the model's output changes with each run, so only the loss is judged."""
         alone = None if self.model_alone else self._loss_alone(first.numbers, first.whole, first.lengths)
         used = first.lengths.keys() if alone is None else alone.used
         outside = _outside(alone, first.lengths, first.whole)
         if outside and alone is not None and alone.defect is not None:
             return _Verdict(self._by_loss(alone.defect, first))
-        # Running statistics would couple rows here. The first step compares them over the ranks instead.
+        # Running statistics couple rows. They are not refused here, because the first step compares them over ranks.
         if changes:
             return _Verdict(proven=outside)
         if mixed := first.mixed(used):
@@ -439,9 +440,9 @@ class _Look:
         return isclose(again.value, seen.whole.value, rel_tol=8 * again.eps)
 
     def _looked_inside(self, pairs: Sequence[tuple[int, int]]) -> _Looked:
-        """Examine a loss that comes from inside the model, in float64 if the model is small enough and runs in it."""
+        """Examine a loss from inside the model, in float64 if the model is small enough and works in float64."""
         if self.trial.backward:
-            # A model that does not run in float64 is examined in its own dtype below.
+            # A model that does not work in float64 is examined in its own dtype below.
             with suppress(Exception), in_double(self.trial.module):
                 self._doubled = True
                 try:
@@ -466,7 +467,7 @@ class _Look:
         return [(id(buffer), buffer._version) for buffer in found]
 
     def _pair(self, pair: tuple[int, int]) -> RowPair | None:
-        """Run two rows together and each alone; or two and two rows if the model or the loss takes no single rows."""
+        """Run two rows together and each alone. If single rows are not possible, run four rows, and two and two."""
         spare = [row for row in range(self.sample.rows) if row not in pair][:2]
         cuts: list[list[list[int]]] = [[[pair[0]], [pair[1]]]]
         if len(spare) == 2:
@@ -506,7 +507,7 @@ class _Look:
 
     def _loss_alone(self, numbers: list[int], whole: Measured, lengths: Mapping[str, int]) -> LossAlone | None:
         chosen = [*numbers, *spread_rows(self.sample.batch, self.sample.rows, _ROWS)]
-        # Other rows may be padded to another length, and then do not fit the model's output for these rows.
+        # Other rows may be padded to another length, which does not fit the model's output for these rows.
         chosen = numbers if self.sample.is_padded else list(dict.fromkeys(chosen))[:_ROWS]
         batch = self.sample.part(chosen, self._device)
         trial = self.trial
@@ -514,10 +515,10 @@ class _Look:
         return loss_alone(trial.loss, whole.output, lengths, batch, len(chosen), trial.inputs, notes)
 
     def _noise(self, seen: RowPair) -> float:
-        """Return the relative difference of the gradients of a loss that adds up over rows by construction."""
+        """Return the relative difference of gradients for a loss that adds up over rows by construction."""
         half = len(seen.numbers) // 2
         cuts = (range(2 * half), range(half), range(half, 2 * half))
-        # The loss is large, so that a term which a model adds in its backward pass for any loss is negligible.
+        # The loss is large. So a term that the model adds in its backward pass for any loss is negligible.
         linear = partial(_linear, names=seen.lengths.keys(), size=2.0**20 if seen.eps < 1e-5 else 1.0)
         if not seen.lengths:
             return 0.0
@@ -556,7 +557,7 @@ class _Look:
         )
 
     def _time_first(self, name: str) -> str | None:
-        """Return the path of the module with batch_first=False that is or contains `name` (quoted), or None."""
+        """Return the quoted path of the module with batch_first=False that is or contains `name`; None without one."""
         path = name.strip("'")
         while path:
             if getattr(self.trial.module.get_submodule(path), "batch_first", None) is False:
@@ -565,7 +566,7 @@ class _Look:
         return None
 
     def _first_to_mix(self, seen: RowPair) -> str:
-        """Return the first, innermost module whose output of a row depends on other rows while its input does not."""
+        """Return the first, innermost module whose output for a row depends on other rows, while its input does not."""
         found: list[dict[str, list[Tensor]]] = [{}, {}]
         half = len(seen.numbers) // 2
         for passed, count in zip(found, (2 * half, half), strict=True):
@@ -581,7 +582,7 @@ class _Look:
 
 
 def _outside(alone: LossAlone | None, lengths: Mapping[str, int], whole: Measured) -> bool:
-    """Return True if the loss depends only on outputs that hold rows. Other losses need a run of the model."""
+    """Return True if the loss depends only on outputs that hold rows. For other losses the model must be run."""
     return alone is not None and alone.used <= lengths.keys() | whole.auxiliary.keys()
 
 

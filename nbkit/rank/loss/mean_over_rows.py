@@ -1,9 +1,9 @@
-"""Proves that a loss function is a mean over rows, or gives sums over rows, using outputs of a model but not the model.
+"""Proves that a loss function is a mean or a sum over rows. It uses outputs of a model, but does not run the model.
 
-It compares value and gradient, in float64 if the loss allows it. So the numbers contain no rounding by the model's
-kernels, and even a term of small weight shows. The outputs of two rows are used for all rows: only the targets differ.
+It compares value and gradient, in float64 if the loss allows it. So the model's kernels add no rounding, and even a
+term of small weight is noticed. The outputs of two rows are used for all rows, so that only the targets differ.
 
-`row_losses` computes the loss of each row of a batch by itself, which shows how difficult each sample is.
+`row_losses` computes the loss of each row of a batch by itself, as a measure of how difficult each sample is.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from nbkit.rank.parallel.proof.observe import gradients
 from nbkit.rank.rng.seeding import seeded
 
 _GRADIENT, _VALUE = 2e-5, 1e-5  # tolerance for float32 arithmetic, relative to the largest value
-_ELEMENTS = 1 << 23  # maximum for all outputs together
+_ELEMENTS = 1 << 23  # maximum number of elements of all outputs together
 
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect of a loss. numbers: the values that show it.
+    """A defect of a loss. numbers: the figures that show it.
 
     kind: "sum" if the loss grows with the number of rows; "weights" if a row's weight depends on other rows; "rows" if
-    rows are compared; "pairs" if (sum, weight) do not add up.
+    the loss compares rows; "pairs" if (sum, weight) do not add up.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Defect:
 
 @dataclass(frozen=True)
 class LossAlone:
-    """The result for a loss by itself. defect: None if none was found. used: names of output tensors it depends on."""
+    """The result for a loss by itself. defect: None if there is none. used: names of the outputs that it depends on."""
 
     defect: Defect | None
     used: frozenset[str]
@@ -51,7 +51,7 @@ class LossAlone:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run of the loss. value: the loss times its rows, or the sum of (sum, weight). grads: name -> its gradient."""
+    """A run of the loss. value: the loss times its rows, or the sum of (sum, weight). grads: output -> its gradient."""
 
     value: float
     weight: float
@@ -81,11 +81,11 @@ def loss_alone(
     inputs: Sequence[str] | None,
     counting: Callable[[Any, int, tuple[Any, int] | None], CountedTargets | None],
 ) -> LossAlone | None:
-    """Return how `loss` depends on which rows are together; None if that cannot be determined.
+    """Return how `loss` of a row depends on other rows; None if that cannot be determined.
 
-    output: of the model, for a few rows. lengths: name -> entries of one row along dim 0, for the tensors of `output`
-    that hold rows. batch: of `rows` rows. counting: (part of a batch, its rows, the batch and its rows) -> the recorder
-    of targets that count; None if rows weigh.
+    output: the model's output for a few rows. lengths: name -> number of entries of one row along dim 0, for the
+    tensors of `output` that hold rows. batch: a batch of `rows` rows. counting: (part of a batch, its rows, the batch
+    and its rows) -> a recorder of targets that count; None if the loss is weighted by rows.
     """
     elements = sum(t.numel() // t.shape[0] * lengths[name] for name, t in leaves(output).items() if name in lengths)
     places = range(min(rows, max(2, _ELEMENTS // max(elements, 1))))
@@ -117,7 +117,7 @@ class _Trial:
     dtype: torch.dtype
 
     def run(self, places: Sequence[int], among: Sequence[int] | None = None) -> _Run:
-        """Run the loss on the rows at `places`. among: the places of all rows, if these are only a part."""
+        """Run the loss on the rows at `places`. among: the places of all rows, if `places` are a part of them."""
         floats: dict[str, Tensor] = {}
 
         def of(name: str, tensor: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class _Trial:
         return _Run(float(value.detach()), float(weighed.weight), weighed.summed, grads)
 
     def alone(self, rows: int) -> list[_Run]:
-        """Run the loss on each row, or on each half if it takes no single rows; return [] if it takes neither."""
+        """Run the loss on each row, or on each half if single rows raise an error; return [] if halves do too."""
         single = [range(place, place + 1) for place in range(rows)]
         for cut in (single, [range(rows // 2), range(rows // 2, rows)]):
             try:
@@ -187,7 +187,7 @@ def _defect(whole: _Run, parts: Sequence[_Run], lengths: Mapping[str, int], chos
 
 
 def shown(together: float, weight: float, parts: Sequence[tuple[float, float]]) -> str:
-    """Return a text with the loss of all rows, of each part, and of the parts together.
+    """Return a text with the loss of all rows together, of each part, and of the parts combined.
 
     parts: (loss sum, weight) of each part.
     """
@@ -198,10 +198,10 @@ def shown(together: float, weight: float, parts: Sequence[tuple[float, float]]) 
 
 @torch.no_grad()
 def row_losses(loss: Loss, output: Any, target: Any, rows: int, device: torch.device) -> Tensor:
-    """Return the loss of each row of `output` and `target`, of shape (rows,), on the device without waiting for it.
+    """Return the loss of each row of `output` and `target`, of shape (rows,), without waiting for the device.
 
-    A row of weight 0 gives NaN. If the model computed one loss for all rows, each row has that loss. The random
-    generators are restored afterwards. Collective if the loss is.
+    A row of weight 0 has the loss NaN. If the model computed one loss for all rows, each row gets that loss. The random
+    generators are restored afterwards. Collective if the loss is collective.
     """
 
     def of(row: int) -> Tensor:

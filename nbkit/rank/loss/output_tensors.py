@@ -1,4 +1,4 @@
-"""Finds the tensors of a model's output by name, copies an output with others in their places, and sums them up."""
+"""Finds the tensors in a model's output by path, replaces them in a copy, and makes a loss of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 def leaves(value: Any) -> dict[str, Tensor]:
-    """Return path -> tensor of a tree of mappings, tuples, lists and plain objects.
+    """Return path -> tensor for a tree of mappings, tuples, lists and plain objects.
 
-    Paths look like "logits", "0", "hidden_states.3". A tensor by itself has the path "".
+    Paths look like "logits", "0", "hidden_states.3". A single tensor has the path "".
     """
     return dict(_walk(value, ""))
 
@@ -23,7 +23,7 @@ def with_leaves(value: Any, of: Callable[[str, Tensor], Tensor], path: str = "")
     if isinstance(value, Tensor):
         return of(path, value)
     if isinstance(value, Mapping):
-        # A plain dict would lose features of HF's outputs, such as output.loss and output[0].
+        # A plain dict would lose features of transformers' outputs, such as output.loss and output[0].
         new: Any = copy.copy(value)
         for key, part in value.items():
             if part is not None:
@@ -68,6 +68,6 @@ def _joined(path: str, name: Any) -> str:
 
 
 def loss_of_outputs(output: Any, target: Any) -> Tensor:
-    """Return a loss that depends on all outputs. It stands for the user's in the trials of a job without `loss=`."""
+    """Return a loss that depends on all outputs. It is used in the trials of a job without `loss=`."""
     found = [tensor for tensor in leaves(output).values() if tensor.is_floating_point()]
     return sum((tensor.square().mean() for tensor in found), torch.zeros(()))

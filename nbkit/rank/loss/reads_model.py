@@ -1,7 +1,7 @@
 """Refuses a loss that reads the model's parameters, such as a penalty, if a rank has only a part of them.
 
-Under tp a norm would be the norm of a part of the weight. Under pp `model.parameters()` lists only one stage's
-parameters. Ranks of ddp and ZeRO have every parameter when they compute the loss.
+Under tp, a norm would be the norm of a part of the weight. Under pp, `model.parameters()` yields the parameters of only
+one stage. Under ddp and ZeRO, a rank has every parameter when it computes the loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def reading_no_parameter(loss: Loss, strategy: Strategy, model: nn.Module) -> Lo
 
 
 class ReadsParameters(StrategyError):
-    """The loss reads a model parameter of which a rank has only a part or nothing."""
+    """The loss reads a model parameter of which this rank has only a part, or nothing."""
 
 
 class _Watched:

@@ -1,6 +1,6 @@
 """Runs a model and its loss on some rows, and measures value, gradients of a few parameters, and outputs.
 
-It also finds rows of a batch that a loss may weigh differently: by ignored labels, masks, padding, classes or lengths.
+It also finds rows of a batch that may have different weights, by ignored labels, masks, padding, classes or lengths.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from nbkit.rank.rng.seeding import set_seed
 from nbkit.rank.torch_private import BatchNorm
 
 _AUXILIARY = re.compile(r"aux|balanc", re.IGNORECASE)
-_WIDE = 1 << 24  # elements of a model that is run in float64
-_ELEMENTS = 1 << 20  # of the parameters whose gradients are compared
+_WIDE = 1 << 24  # maximum number of elements of a model that is run in float64
+_ELEMENTS = 1 << 20  # maximum number of elements of the parameters whose gradients are compared
 
 Counting = Literal["no", "one", "each"]
 Auxiliary = dict[str, tuple[float, float, tuple[Tensor, ...]]]
@@ -39,9 +39,10 @@ Auxiliary = dict[str, tuple[float, float, tuple[Tensor, ...]]]
 class Measured:
     """The result of a run. value: the loss times its rows, or the sum of (sum, weight).
 
-    grads: gradients of the trial's parameters, () if not asked for. output: of the model. tensors: the tensors in it,
-    detached. slopes: name -> sum of the absolute gradient with respect to that tensor. auxiliary: name -> (value, slope
-    of the loss in it, gradients) of scalars that are named as auxiliary terms. eps: of the coarsest dtype in use.
+    grads: gradients of the trial's parameters, () if not requested. output: the model's output. tensors: the detached
+    tensors in the output. slopes: name -> sum of the absolute gradient with respect to this tensor. auxiliary: name ->
+    (value, slope of the loss in it, gradients), for scalars whose names say that they are auxiliary terms. eps: eps of
+    the coarsest dtype in use.
     """
 
     rows: int
@@ -55,7 +56,7 @@ class Measured:
     eps: float = 0.0
 
     def without_auxiliary(self) -> tuple[float, tuple[Tensor, ...]]:
-        """Return (value, grads) of the loss without its linear part in the auxiliary terms."""
+        """Return (value, grads) of the loss after subtracting its linear dependence on the auxiliary terms."""
         value, grads = self.value, self.grads
         for term, slope, of_term in self.auxiliary.values():
             value -= slope * term
@@ -67,10 +68,11 @@ class Measured:
 class RowTrial:
     """A model and a loss to run on rows. Random draws are keyed by row. Use it inside `kept`.
 
-    run: model input -> output of `module`. training: as in training, else in evaluation mode. backward: compare
-    gradients too, of the smallest parameters. counting: "one": a mean cross entropy is weighed by the targets that
-    count; "each": each cross entropy is divided by its targets in the whole batch, known from its labels. counted: the
-    result of counting, once measured; None if the loss has no cross entropy. draws: of the model, if known.
+    run: model input -> output of `module`. training: run in training mode, else in evaluation mode. backward: compare
+    gradients of the smallest parameters too. counting: with "one", a mean cross entropy is weighted by the targets that
+    count; with "each", each cross entropy is divided by its number of targets in the whole batch, known from its
+    labels. counted: the result of counting, after a run; None if the loss has no cross entropy. draws: the model's
+    random draws, if known.
     """
 
     module: nn.Module
@@ -88,7 +90,7 @@ class RowTrial:
         for param in sorted((p for p in self.module.parameters() if p.requires_grad), key=lambda p: p.numel()):
             if self.backward and (not self.params or sum(p.numel() for p in self.params) < _ELEMENTS):
                 self.params.append(param)
-        # One object for all runs: it hooks every module, and knows after the first run whether anything is drawn.
+        # All runs share this object. It hooks every module, and knows after the first run whether the model draws.
         self._dropout = KeyedDropout(self.module, 0, self.draws)
 
     @contextmanager
@@ -111,7 +113,7 @@ class RowTrial:
     ) -> Measured:
         """Run model and loss on `part`. rows: the numbers of its rows, which key the random draws.
 
-        of: the whole batch and its number of rows; None if `part` is the whole. loss: used instead of the trial's loss.
+        of: the whole batch and its number of rows; None if `part` is the whole batch. loss: replaces the trial's loss.
         """
         value, target = pair(part, self.inputs)
         set_seed(seed)
@@ -165,7 +167,7 @@ def _grads(of: Tensor, params: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
 def counting(
     how: Counting, counted: Counted | None, part: Any, rows: int, of: tuple[Any, int] | None
 ) -> CountedTargets | None:
-    """Return the recorder of the targets of `part`; see RowTrial. of: the whole batch and its number of rows."""
+    """Return a recorder for the targets of `part`; see RowTrial. of: the whole batch and its number of rows."""
     if how == "no" or how == "one" or counted is None:
         return None if how == "no" else CountedTargets()
     batch, total = of or (part, rows)
@@ -174,9 +176,9 @@ def counting(
 
 
 def each_of(targets: CountedTargets, where: Literal["loss", "model"], batch: Any) -> Counted:
-    """Return the labels of `batch` from which the recorded cross entropies take their targets.
+    """Return a Counted with the labels of `batch` from which the recorded cross entropies take their targets.
 
-    Raises ValueError if they are unknown.
+    Raises ValueError if the labels are unknown.
     """
     labels = labels_of(targets.targets, batch)
     if labels is None:
@@ -185,7 +187,7 @@ def each_of(targets: CountedTargets, where: Literal["loss", "model"], batch: Any
 
 
 def _detached(output: Any) -> Any:
-    """Return the output without its graph, which is large; None for an output that cannot be copied."""
+    """Return the output without its graph, which takes much memory; None for an output that cannot be copied."""
     with suppress(Exception):
         return with_leaves(output, lambda _, tensor: tensor.detach())
     return None
@@ -206,7 +208,8 @@ def _is_auxiliary(name: str, tensor: Tensor) -> bool:
 def kept(module: nn.Module, *, training: bool) -> Iterator[None]:
     """Put the modules in training mode or evaluation mode inside this context, and restore their attributes afterwards.
 
-    BatchNorm, which is checked elsewhere, is always in evaluation mode. Restored attributes include numbers of calls.
+    BatchNorm is always in evaluation mode, because another check covers it. The restored attributes include counters of
+    calls.
     """
     before = [(part, dict(vars(part))) for part in module.modules()]
     try:
@@ -224,7 +227,7 @@ def kept(module: nn.Module, *, training: bool) -> Iterator[None]:
 def disturbed(module: nn.Module) -> Iterator[None]:
     """Replace all-zero parameters by other values inside this context, without using memory.
 
-    Zero parameters would hide the modules whose results are multiplied by them.
+    A zero parameter would hide errors in the modules whose results it multiplies.
     """
     zeros = [(p, p.data) for p in module.parameters() if p.is_floating_point() and _is_zero(p.data)]
     try:
@@ -238,7 +241,7 @@ def disturbed(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_double(module: nn.Module) -> Iterator[None]:
-    """Convert parameters and buffers to float64 inside this context. Raises ValueError if that takes much memory."""
+    """Convert parameters and buffers to float64 inside this context. Raises ValueError if the model is too large."""
     held = [x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()]
     if sum(x.numel() for x in held) > _WIDE:
         raise ValueError("a model of this size is not run in float64")
@@ -253,15 +256,15 @@ def in_double(module: nn.Module) -> Iterator[None]:
 
 
 def _is_zero(data: Tensor) -> bool:
-    # A few elements decide for most tensors.
+    # For most tensors, a few elements are enough to decide.
     return data.numel() > 0 and not data[(0,) * max(data.ndim - 1, 0)].any() and not data.any()
 
 
-_IGNORED = -100  # of torch's cross_entropy, and of the labels of transformers
+_IGNORED = -100  # the class that torch's cross_entropy and transformers ignore
 
 
 def differing_pairs(batch: Any, rows: int) -> list[tuple[int, int]]:
-    """Return pairs of rows that differ in what may weigh a row, likely weights first; [(0, 1)] if none differ."""
+    """Return pairs of rows whose weights may differ, likely differences first; [(0, 1)] if there are none."""
     found: dict[frozenset[int], tuple[int, int]] = {}
     for _, column in sorted(_columns(batch, rows), key=lambda each: each[0]):
         if column.max() > column.min():
@@ -271,12 +274,12 @@ def differing_pairs(batch: Any, rows: int) -> list[tuple[int, int]]:
 
 
 def varying(batch: Any, rows: int) -> frozenset[int]:
-    """Return the indices of the numbers that may weigh a row and are not equal for all rows."""
+    """Return the indices of the numbers that may be weights of rows and are not equal for all rows."""
     return frozenset(i for i, (_, column) in enumerate(_columns(batch, rows)) if column.max() > column.min())
 
 
 def spread_rows(batch: Any, rows: int, most: int) -> list[int]:
-    """Return at most `most` rows: those of `differing_pairs`, one of each class, then rows spread over all."""
+    """Return at most `most` rows: the rows of `differing_pairs`, one row of each class, then rows spread over all."""
     chosen = [row for pair in differing_pairs(batch, rows) for row in pair]
     for rank, column in _columns(batch, rows):
         if rank == 0:
@@ -289,7 +292,7 @@ def spread_rows(batch: Any, rows: int, most: int) -> list[int]:
 
 
 def _columns(part: Any, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, a number for each row). Rank 0 are ignored labels, classes and lengths; higher ranks matter less."""
+    """Yield (priority, a number for each row). Ignored labels, classes and lengths have priority 0, the highest."""
     if isinstance(part, Tensor) and part.ndim and part.shape[0] == rows and part.numel():
         yield from _of_tensor(part.detach().reshape(rows, -1).cpu())
     elif isinstance(part, Mapping):
@@ -318,7 +321,7 @@ def _of_tensor(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield 0, count(flat == _IGNORED)
             yield 1, count(flat < 0)
         yield 1, count(flat == 0)
-        # Padding with any number: count the value that stands at the end, and the one at the beginning.
+        # The padding value is unknown, so count the value at the end, and the value at the beginning.
         yield 2, count(flat == flat[:, -1:])
         yield 2, count(flat == flat[:, :1])
 

@@ -1,4 +1,4 @@
-"""The result of a loss function: its value and its weight."""
+"""The result of a loss function, as a value and a weight."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Weighed:
         return self.value if self.summed else self.value * self.weight
 
     def detached(self) -> Weighed:
-        """Return the same without its graph."""
+        """Return the same value and weight without the graph."""
         return Weighed(self.value.detach(), self.weight, self.summed)
 
 
 def weigh(result: Any, rows: int, targets: CountedTargets | None = None) -> Weighed:
     """Return the result of a loss function for `rows` rows as a Weighed. A mean has the weight `rows`.
 
-    targets: the recorder that ran with the loss. If it recorded some, a mean has the number of targets that count as
-    its weight. Raises TrainingError if value or weight is not a scalar.
+    targets: the recorder that ran with the loss. If it has recorded targets, the weight of a mean is the number of
+    targets that count. Raises TrainingError if value or weight is not a scalar.
     """
     summed = isinstance(result, tuple)
     if summed and len(result) != 2:

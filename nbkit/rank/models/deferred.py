@@ -1,20 +1,20 @@
 """Builds a model without memory for its large weights. Each rank later makes the weights that it holds, one at a time.
 
-The user's callable runs once, under a mode. A large tensor that it makes is on the meta device: it has a shape, and no
-memory. The mode records every operation on such a tensor. Where the operation draws random numbers, the mode draws them
-into memory that it frees at once, so that the generator goes on as usual, and it records the state of the generator
-before the draw.
+The user's callable runs once, under a mode. Its large tensors are made on the meta device, where they have a shape but
+no memory. The mode records every operation on such a tensor. If an operation draws random numbers, the mode first
+records the state of the generator. Then it draws them into memory that it frees at once, so that the generator advances
+as usual.
 
-Later `Recording.read` makes one tensor. It runs again the operations that made the content of this tensor, and each
-draw starts from its recorded state. These are the operations of the plain build, on the same values. So the weights are
-those of the plain build, bit for bit, under every strategy, whatever the initialisation does.
+Later `Recording.read` makes one tensor. It runs again the operations that produced this tensor, and each draw starts
+from its recorded state. A plain build runs the same operations on the same values. So the weights equal those of a
+plain build, bit for bit, under every strategy and for any initialisation.
 
-Some callables cannot be recorded: they raise an error on meta tensors, hand a weight to code outside of torch, or keep
+Some callables cannot be recorded. They raise an error on meta tensors, pass a weight to code outside of torch, or keep
 a tensor that the search over modules does not find. Then the model is built whole on every rank, and a warning says
 why.
 
-Recording operations and running them later comes from `deferred_init` of torchdistX (Meta, 2022). That project
-makes all draws in order, in one go. The recorded states allow each weight to be made by itself.
+The idea to record operations and run them later comes from `deferred_init` of torchdistX (Meta, 2022). That project
+makes all draws together, in order. Here the recorded states allow each weight to be made separately.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from nbkit.rank.watching_mode import WatchingMode
 from nbkit.tensor_layout import Layout
 
 _LARGE = 1 << 18
-"""Tensors of at least so many bytes are recorded. Smaller ones are made as usual: code often reads their numbers."""
+"""Tensors of at least this many bytes are recorded. Smaller ones are made as usual, because code often reads them."""
 
 _WORTH_SAYING = 1 << 28
-"""If a model of at least so many bytes is built whole, a warning says so."""
+"""If a model of at least this many bytes is built whole, a warning says so."""
 
 _FILLS = {"uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
 _OVERWRITES = _FILLS | {"fill_", "zero_", "copy_"}
@@ -73,9 +73,9 @@ _hides: ContextVar[bool] = ContextVar("hides", default=False)
 
 @contextmanager
 def _said_to_be_on_cpu() -> Iterator[None]:
-    """Make tensors on the meta device say that they are on the CPU, in this thread.
+    """Make meta tensors report the CPU as their device, in this thread.
 
-    Code that initialises weights may ask, and then does nothing to a meta tensor. torch.nn.init.trunc_normal_ is such.
+    Code that initialises weights may skip meta tensors, as torch.nn.init.trunc_normal_ does.
     """
     kind: Any = torch.Tensor
     kind.is_meta = property(lambda tensor: _IS_META.__get__(tensor) and not _hides.get())
@@ -93,12 +93,12 @@ def _told(device: torch.device) -> torch.device:
 
 
 class NotRecorded(Exception):
-    """A callable cannot be recorded. The text says why, for the user."""
+    """A callable cannot be recorded. The text tells the user why."""
 
 
 @dataclass(frozen=True)
 class _View:
-    """A recorded tensor: a view of the memory `key`."""
+    """A recorded tensor, as a view of the memory named `key`."""
 
     key: int
     dtype: torch.dtype
@@ -112,7 +112,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Given:
-    """A large tensor with memory that an operation read. It is not copied. Its version shows if it changed."""
+    """A large real tensor that an operation read. It is not copied. Its version shows whether it changed later."""
 
     tensor: Tensor
     version: int
@@ -120,8 +120,10 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Operation:
-    """A recorded call. made: memory that the call made -> (number of the output, its view). overwrites: memory of which
-    the call reads nothing. state: of torch's generator before the call, if it draws.
+    """A recorded call.
+
+    made: memory that the call made -> (number of the output, its view). overwrites: memory that the call fills without
+    reading it. state: the state of torch's generator before the call, if the call draws; else None.
     """
 
     func: Any
@@ -157,7 +159,7 @@ class Recording(WatchingMode):
         super().__init__()
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = defaultdict(list)
-        self._memories: dict[int, StorageWeakRef] = {}  # they also keep an address from being used again
+        self._memories: dict[int, StorageWeakRef] = {}  # the references also prevent that an address is used again
         self._bytes: dict[int, int] = {}
 
     # --- While the callable runs --------------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ class Recording(WatchingMode):
         return self._record(func, leaves, None, spec, (), made)
 
     def _compute(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """Record a call that takes recorded tensors. Return what it makes, without memory."""
+        """Record a call that takes recorded tensors. Returns its outputs on the meta device."""
         name = _name(func)
         if name in _REPLACE_MEMORY:
             raise NotRecorded(f"it calls {name} on a weight")
@@ -226,11 +228,11 @@ class Recording(WatchingMode):
         except (NotImplementedError, RuntimeError):
             if changed:
                 raise
-            return self._called(func, leaves, spec)  # the shape of what it makes depends on values
+            return self._called(func, leaves, spec)  # the shape of the output depends on values
         return self._record(func, *before, spec, changed, made)
 
     def _before(self, leaves: list[Any]) -> tuple[list[Any], Tensor]:
-        """Return the arguments of a call that draws, and the state of torch's generator."""
+        """Return the arguments of a call that draws, as they are recorded, and the state of torch's generator."""
         noted = [leaf.clone_state() if isinstance(leaf, torch.Generator) else self._noted(leaf) for leaf in leaves]
         return noted, torch.default_generator.get_state()
 
@@ -254,7 +256,7 @@ class Recording(WatchingMode):
         return made
 
     def _called(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """Return what the call makes of real tensors, in place of the recorded ones."""
+        """Make the contents of the recorded tensors, and return the result of the call on them."""
         memo: dict[Any, torch.UntypedStorage] = {}
         real = [
             view.on(self._content(view.key, len(self._operations), memo))
@@ -275,7 +277,7 @@ class Recording(WatchingMode):
         return leaf.detach().clone() if leaf.nbytes < _LARGE else _Given(leaf, leaf._version)
 
     def view(self, tensor: Tensor) -> _View:
-        """Return what `tensor` is in this recording."""
+        """Return the recorded `tensor` as a view. Raises NotRecorded if it is not in this recording."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotRecorded("it makes a tensor that is not an array of its own")
         if (key := _key(tensor)) not in self._memories:
@@ -291,7 +293,7 @@ class Recording(WatchingMode):
         return bool(self._operations)
 
     def keep(self, views: Iterable[_View]) -> None:
-        """Forget the operations that none of `views` comes from. Only these can be read from now on."""
+        """Forget the operations that `views` do not depend on. From now on only `views` can be read."""
         needed, ahead = set[int](), [(view.key, len(self._operations)) for view in views]
         while ahead:
             key, before = ahead.pop()
@@ -306,7 +308,7 @@ class Recording(WatchingMode):
         ]
 
     def held_elsewhere(self) -> bool:
-        """Return True if anybody still holds a recorded tensor."""
+        """Return True if a recorded tensor still exists."""
         if all(memory.expired() for memory in self._memories.values()):
             return False
         gc.collect()
@@ -329,7 +331,7 @@ class Recording(WatchingMode):
         copy_part(target, layout, self.read(source))
 
     def _since(self, key: int, before: int) -> list[int]:
-        """Return the numbers of the operations that the content of `key` comes from, the first one last."""
+        """Return the numbers of the operations before `before` that made the content of `key`, the newest first."""
         found = []
         for number in reversed(self._writers[key]):
             if number < before:
@@ -339,7 +341,7 @@ class Recording(WatchingMode):
         return found
 
     def _content(self, key: int, before: int, memo: dict[Any, torch.UntypedStorage]) -> torch.UntypedStorage:
-        """Return memory with what `key` held before operation `before`. memo: memory that is only read."""
+        """Return memory with the content of `key` before operation `before`. memo: contents that are only read."""
         memory = None
         for number in reversed(self._since(key, before)):
             memory = self._run(number, key, memory, memo)
@@ -350,7 +352,7 @@ class Recording(WatchingMode):
     def _run(
         self, number: int, key: int, memory: torch.UntypedStorage | None, memo: dict[Any, torch.UntypedStorage]
     ) -> torch.UntypedStorage:
-        """Run an operation again, and return what the memory `key` holds after it. memory: what it held before."""
+        """Run an operation again, and return the content of `key` after it. memory: the content before it."""
         operation = self._operations[number]
         leaves: list[Any] = []
         for leaf in operation.leaves:
@@ -371,7 +373,7 @@ class Recording(WatchingMode):
                 leaves.append(leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf)
         args, kwargs = _on("cpu", *tree_unflatten(leaves, operation.spec))
         if key in operation.made and "dtype" in _arguments(operation.func):
-            kwargs["dtype"] = operation.made[key][1].dtype  # the default may be another one now
+            kwargs["dtype"] = operation.made[key][1].dtype  # the default dtype may have changed
         before = torch.default_generator.get_state() if operation.state is not None else None
         try:
             if operation.state is not None:
@@ -394,10 +396,10 @@ class Recording(WatchingMode):
 def build_parts(
     model: Callable[[], nn.Module], *, seed: int, device: torch.device, world_size: int
 ) -> tuple[nn.Module, WeightlessModel | None]:
-    """Return the module that `model` builds under `seed`, and where its large weights come from. Collective.
+    """Return the module that `model` builds under `seed`, and the source of its large weights. Collective.
 
-    The second is None if the module has all its weights: it has no large ones, or `model` cannot be recorded on some
-    rank. The latter is a warning. Raises as `nbkit.rank.rng.seeding.build` does.
+    The source is None if the module has all its weights. This is so if the module has no large weights, or if some rank
+    cannot record `model`, which gives a warning for a large model. Raises the errors of `nbkit.rank.rng.seeding.build`.
     """
     made, why = _record(model, seed=seed, device=device)
     module = made if isinstance(made, nn.Module) else None
@@ -420,9 +422,9 @@ def build_parts(
 
 
 def without_memory(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return a callable that builds the same model with its large tensors on the meta device, for a look at its shapes.
+    """Return a callable that builds the same model with large tensors on the meta device, to inspect its shapes.
 
-    A model that cannot be built there is built with memory.
+    A model that cannot be built on the meta device is built with memory.
     """
 
     def build() -> nn.Module:
@@ -438,7 +440,10 @@ def without_memory(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 def _record(
     model: Callable[[], nn.Module], *, seed: int, device: torch.device
 ) -> tuple[WeightlessModel | nn.Module | None, str]:
-    """Call `model`. Return it without its large weights, or as it is if it has none; or None, and why."""
+    """Call `model` and return (module, "").
+
+    The module lacks its large weights, if it has any. If `model` cannot be recorded, return (None, reason).
+    """
     drawn, recording = Drawn.so_far(), Recording()
     try:
         with seeded(device):
@@ -458,7 +463,7 @@ def _record(
 
 @torch.no_grad()
 def _without_weights(module: nn.Module, recording: Recording, device: torch.device) -> WeightlessModel:
-    """Put real buffers, and windows of random numbers, in place of what is on the meta device."""
+    """Replace the meta tensors of `module`: buffers by real ones, parameters by windows of random numbers."""
     note_aliases(module)
     views: dict[str, _View] = {}
     draw = torch.Generator().manual_seed(0)
@@ -468,11 +473,11 @@ def _without_weights(module: nn.Module, recording: Recording, device: torch.devi
         if old is not None and old.is_meta:
             views[name] = recording.view(old)
             replace_submodule(places, new := parameter_like(window(old.shape, old.dtype, device, draw), old))
-            if new.requires_grad:  # nbkit runs backward passes to look at the model; gradients are as large as weights
+            if new.requires_grad:  # nbkit inspects the model by backward passes, and gradients are as large as weights
                 new.register_post_accumulate_grad_hook(drop_gradient)
             for part, attribute in places:
                 if isinstance(part, nn.RNNBase):
-                    setattr(part, attribute, new)  # it has a list of its weights, which it updates here
+                    setattr(part, attribute, new)  # RNNBase updates its list of weights when an attribute is set
         old = None
     for part in module.modules():
         for name, buffer in part._buffers.items():
@@ -494,7 +499,7 @@ def _without_weights(module: nn.Module, recording: Recording, device: torch.devi
 
 
 def _memory(num_bytes: int) -> torch.UntypedStorage:
-    """Return memory that goes back to the system when it is freed. The C library would keep it for later."""
+    """Return memory that returns to the system when it is freed. The C library would keep freed memory."""
     return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8).untyped_storage()
 
 
@@ -520,14 +525,14 @@ def _draws(func: Any) -> bool:
 
 
 def _on_meta(leaf: Any) -> Any:
-    """Return a tensor of the shape of `leaf`, without memory."""
+    """Return a meta tensor with the shape of `leaf`; return anything but a real tensor unchanged."""
     if not isinstance(leaf, Tensor) or leaf.is_meta:
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _on(device: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return arguments that make tensors on `device`, whatever device the call named."""
+    """Return the arguments with `device` in place of the device that the call named, if it named one."""
     return args, {**kwargs, "device": device} if kwargs.get("device") is not None else kwargs
 
 

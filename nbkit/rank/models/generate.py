@@ -1,12 +1,13 @@
-"""Generates text from a model that is spread over ranks. Every rank takes part in each token and returns the same text.
+"""Generates text from a model that is split over ranks. Every rank takes part in each token and returns the same text.
 
-A Hugging Face model gets only the newest token, and the keys and values that it kept for earlier positions
-(`KeyValueCache`). This needs the same logits as the whole text gives. So both ways are run and compared on the first
-prompt under each strategy. Any other model gets the whole text so far for each token. That is correct under every
-strategy, and the model needs no support for it.
+A Hugging Face model gets only the newest token, and a cache of the keys and values of earlier positions
+(`KeyValueCache`). This is correct only if the logits are the same as for the whole text. So both ways are run and
+compared on the first prompt under each strategy. Any other model gets the whole text for each token. This is correct
+under every strategy, and needs no support by the model.
 
 In a pipeline, several texts are in different stages at once, in the order of schedules.token_rounds. For each text and
-token, ranks send the same as in a forward pass, and the last stage sends the token to the other ranks of the pp axis.
+token, ranks send what they send in a forward pass. Then the last stage sends the token to the other ranks of the pp
+axis.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
-# The argument for a cache, in transformers 5.24 and later, and in earlier versions.
+# The name of the argument for a cache, in transformers 5.24 and later, and in earlier versions.
 _NAMES = ("cache", "past_key_values")
 
 
 class KeyValueCache:
     """A cache for a model of `transformers`, on a rank that holds some of its layers and heads.
 
-    Layers add their keys and values as usual. The number of positions is set from outside, since a rank may not hold
-    the layer that a model asks for it. Every layer keeps all positions; a model with a sliding window masks the others.
+    Layers add their keys and values as usual. The caller sets the number of positions, `seen`. A model would ask its
+    first layer for this number, and this rank may not hold that layer. Every layer keeps all positions. A model with a
+    sliding window masks those outside the window.
 
-    length: positions for which there is room. idle: returns True if the layer that is called now belongs to another
-    rank, and the pipeline only asks for the shape of its output.
+    length: the maximum number of positions. idle: returns True if the current layer belongs to another rank, and the
+    pipeline only needs the shape of its output.
     """
 
     is_compileable = False
@@ -55,7 +57,7 @@ class KeyValueCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add keys and values behind the positions `seen`, and return those of all positions so far, (B, H, T, D)."""
+        """Append keys and values after the first `seen` positions, and return those of all positions, (B, H, T, D)."""
         stop = self.seen + keys.shape[-2]
         if self.idle():
             return _room(keys, stop), _room(values, stop)
@@ -75,7 +77,7 @@ class KeyValueCache:
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
-        """Return (number of keys, position of the first key). query_length: a number; in older versions, positions."""
+        """Return (number of keys, position of the first key). query_length: a number; a tensor in older versions."""
         new = query_length if isinstance(query_length, int) else len(query_length)
         return self.seen + new, 0
 
@@ -125,15 +127,18 @@ def cache_argument(module: nn.Module) -> str:
 
 _LENGTHS = ("block", "block_size", "max_position_embeddings", "n_positions")
 _ROUNDS = 32
-"""Tokens of each text in one run of a pipeline. Longer runs hold more memory, since a stage keeps what it has sent to
-the end of a run. Shorter runs fill the pipeline more often."""
+"""The number of tokens of each text in one run of a pipeline. Longer runs take more memory, because a stage keeps what
+it has sent until the end of the run. Shorter runs fill the pipeline more often."""
 
 Prompt = str | bytes | Tensor
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the choice of a token. temperature: 0 takes the likeliest. top_k: among this many. seed: of draws."""
+    """Settings for choosing a token. temperature: 0 takes the likeliest. top_k: choose among the likeliest top_k.
+
+    seed: seed of the random draws.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -171,8 +176,8 @@ def generate(
 ) -> Any:
     """Return `prompt` continued by `tokens` tokens. Collective: every rank calls it with the same arguments.
 
-    prompt: ids (T,) or (B, T), or text. The UTF-8 bytes of a text are its ids, and bytes are returned. Several prompts
-    of any lengths give a list. The i-th text draws with seed + i, whatever is generated beside it.
+    prompt: ids (T,) or (B, T), or text. The UTF-8 bytes of a text are its ids, and bytes are returned. A sequence of
+    prompts, of any lengths, gives a list. The i-th text draws with seed + i, independent of the other texts.
     Raises TrainingError if the model gives no logits (B, T, V), and for prompts without ids.
     """
     several = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
@@ -190,16 +195,16 @@ def generate(
 
 
 _COSTLY = 100
-"""Tokens of a text from which on a warning says that each token computes the whole text."""
+"""From this number of tokens on, a warning says that each token computes the whole text again."""
 
 
 def _why_no_cache(
     model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, device: torch.device, tokens: int
 ) -> str:
-    """Return why the model keeps nothing while it generates `tokens`; "" if it keeps them. Collective.
+    """Return why the model generates without a cache; "" if it uses one. Collective.
 
-    A model declares that it can be given a cache. A run before the first text of a sharded model shows whether its
-    results are correct. row: the prompt of that text. A warning tells of it where the text is long.
+    A model declares that it takes a cache. Before the first text of a sharded model, a trial shows whether its results
+    are correct. row: the prompt for the trial. If there is no cache and `tokens` is large, a warning says so.
     """
     if model.no_cache is None:
         model.no_cache = why_no_cache(model.module) or _tried(model, row, inputs, device)
@@ -214,14 +219,14 @@ def _why_no_cache(
 
 
 def _tried(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, device: torch.device) -> str:
-    """Return why the model cannot use kept keys and values for the tokens behind `row`; "" if it can.
+    """Return why the model cannot use a cache for the tokens after `row`; "" if it can.
 
-    They are of no use if the logits with them differ from those of the whole text, or if the model fails with them.
+    It cannot if it raises an error with a cache, or if its logits then differ from those for the whole text.
     """
     row = row[: _longest(model.module) - _TRIED]
     if not len(row):
         return "it knows too few positions to try it"
-    # Both ways get the same tokens, whatever the model would choose.
+    # Both runs get the same tokens, whatever the model would choose.
     given = [int(row[i % len(row)]) for i in range(_TRIED)]
     whole, kept = _Given(given=given), _Given(given=given)
     _Generation(model, [row], _TRIED, inputs, whole, device, cached=False).run()
@@ -243,11 +248,11 @@ def _tried(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, devic
 
 
 _TRIED = 3
-"""Tokens for the comparison of both ways. The first one follows from the whole prompt, the others from the cache."""
+"""The number of tokens in the trial of a cache. The first comes from the whole prompt, the others use the cache."""
 
 _ROUNDING = {1: 5e-2, 2: 5e-2, 4: 1e-4, 8: 1e-6}
-"""The difference of logits that counts as rounding, by bytes per element of the weights. Logits are float32 when a
-token is chosen."""
+"""The relative difference of logits that counts as rounding, by bytes per element of the weights. Logits are float32
+when a token is chosen."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +268,7 @@ class _Given(Sampling):
 
 
 def _rows(prompt: Prompt) -> list[Tensor]:
-    """Return the ids of `prompt`, one (T,) for each text."""
+    """Return the ids of `prompt`, a tensor (T,) for each text."""
     raw = prompt.encode() if isinstance(prompt, str) else prompt
     ids = torch.tensor(list(raw or b"\n")) if isinstance(raw, bytes) else raw
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or not ids.numel():
@@ -289,7 +294,7 @@ class _Texts:
 
 
 class _Generation:
-    """The state of a generation on one rank. rows: the texts, (T,) each."""
+    """The state of a generation on one rank. rows: the ids of each prompt, (T,)."""
 
     def __init__(
         self,
@@ -317,7 +322,10 @@ class _Generation:
             self.source = pipeline[model.pipeline.schedule.rank_of(model.last_stage)]
 
     def _together(self) -> list[list[int]]:
-        """Return the indices of texts that are computed together: of one length, and few enough to fill all stages."""
+        """Return lists of indices of texts that are computed together.
+
+        The texts of a list have one length. Lists are small enough to fill all stages of a pipeline.
+        """
         stages = 1 if self.model.pipeline is None else self.model.pipeline.schedule.num_stages
         most = -(-len(self.lengths) // stages)
         found = []
@@ -337,7 +345,7 @@ class _Generation:
     def run(self) -> list[Tensor]:
         """Return the new tokens of each text."""
         if (group := self.model.axes.group("pp")) is not None:
-            meet_all(group, self.device)  # of the broadcasts below
+            meet_all(group, self.device)  # connects the ranks for the broadcasts below
         with together() if self.cached else nullcontext():
             for start in range(0, self.tokens, _ROUNDS):
                 count = min(_ROUNDS, self.tokens - start)
@@ -348,10 +356,10 @@ class _Generation:
         return [found[i] for i in range(len(found))]
 
     def _value(self, texts: _Texts) -> tuple[Tensor, KeyValueCache | None]:
-        """Return (ids that the model gets now, the cache of the earlier positions)."""
+        """Return (ids for the next forward pass, the cache of the earlier positions or None)."""
         ids, cache = texts.ids, texts.cache
         if cache is None or ids.shape[1] > self.longest:
-            # A longer text does not fit the model's positions. It sees the end of the text, at shifted positions.
+            # The text is longer than the model's positions, or there is no cache. The model gets the end of the text.
             texts.cache = None
             return ids[:, -self.longest :], None
         return (ids, cache) if ids.shape[1] == self.lengths[texts.numbers[0]] else (ids[:, -1:], cache)
@@ -365,7 +373,7 @@ class _Generation:
             cache.seen = texts.ids.shape[1] - ids.shape[1]
             value |= {self.cache_argument: cache, "use_cache": True}
         if not self.model.gives_output and self.known + len(self.coming) == number:
-            # Wait for the token as soon as it is sent: the ranks between may have to hand it on.
+            # Start to receive the token early, because a rank in a broadcast may have to pass it on to others.
             self._broadcast(torch.empty(len(texts.ids), 1, dtype=torch.long, device=self.device))
         output = self.model.stage(stage, value, received)
         if stage != self.model.last_stage:
@@ -375,14 +383,14 @@ class _Generation:
         return (chosen,)
 
     def _broadcast(self, chosen: Tensor) -> None:
-        """Send or receive the token of the next number. Collective along pp, in the order of numbers."""
+        """Start to send or receive the tokens of the next forward pass. Collective along pp, in the order of passes."""
         axes = self.model.axes
         group = axes.group("pp")
         work = None if group is None else dist.broadcast(chosen, src=self.source, group=group, async_op=True)
         self.coming.append((chosen, work))
 
     def _learn(self, until: int) -> None:
-        """Take the tokens of the forwards before `until`."""
+        """Append the tokens of the forward passes before number `until` to the texts."""
         while self.known < until:
             chosen, work = self.coming.popleft()
             if work is not None:
@@ -392,9 +400,9 @@ class _Generation:
             self.known += 1
 
     def _shape(self, number: int) -> tuple[Any, ...]:
-        """Return a key of everything that the shapes between stages depend on."""
+        """Return a key that is equal for forward passes with equal shapes between stages."""
         texts = self.texts[number % len(self.texts)]
-        total = texts.ids.shape[1] + number // len(self.texts)  # asked before the first forward of a run
+        total = texts.ids.shape[1] + number // len(self.texts)  # called before the first forward pass of a run
         if texts.cache is not None and self.lengths[texts.numbers[0]] < total <= self.longest:
             return ("generate", len(texts.ids), 1)
         return ("generate", len(texts.ids), min(total, self.longest))
@@ -412,7 +420,7 @@ def _last_logits(output: Any) -> Tensor:
 
 
 def _longest(module: nn.Module) -> int:
-    """Return the number of positions that the model's config allows. Without a config there is no limit."""
+    """Return the maximum number of positions by the model's config; a huge number if the config has no limit."""
     config = getattr(module, "config", None)
     known = [value for name in _LENGTHS if isinstance(value := getattr(config, name, None), int)]
     return min(known, default=1 << 30)

@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a four times wider MLP. Each follows a norm and adds to the residual."""
+    """Attention, then a four times wider MLP: (B, T, D) -> (B, T, D). Each follows a norm and has a residual."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -61,15 +61,16 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.apply(_init_weights)
-        # Each block adds twice to the residual stream. The scale keeps its variance from growing with depth.
+        # Each block adds twice to the residual stream. With this scale, its variance does not grow with depth.
         for name, weight in self.named_parameters():
             if name.endswith(("attention.out.weight", "down.weight")):
                 nn.init.normal_(weight, std=0.02 / (2 * config.layers) ** 0.5)
 
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return logits. positions: (B, T), the position of each token in its document if documents are packed.
+        """Return logits (B, T, V) for ids (B, T).
 
-        Position 0 begins a document.
+        positions: (B, T), the position of each token in its document, if documents are packed. Position 0 begins a
+        document.
         """
         mask = {} if positions is None else {"mask": _within_documents(positions)}
         places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
@@ -83,7 +84,7 @@ class GPT(nn.Module):
     def generate(self, prompt: bytes | str | Tensor, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
         """Return `prompt` continued by `tokens` sampled tokens, as bytes (vocabulary of 256).
 
-        temperature 0 takes the likeliest token. The draw depends only on `seed`, so every rank returns the same text.
+        temperature: 0 takes the likeliest token. The draw depends only on `seed`, so every rank returns the same text.
         """
         device = self.head.weight.device
         raw = prompt.encode() if isinstance(prompt, str) else prompt
@@ -106,7 +107,7 @@ class GPT(nn.Module):
 
 
 def _within_documents(positions: Tensor) -> Tensor:
-    """Return a mask (B, 1, T, T): a position may look at its own document, up to itself."""
+    """Return a mask (B, 1, T, T). A position attends to its own document, up to itself."""
     document = (positions == 0).cumsum(1)
     return (document[:, None, :, None] == document[:, None, None, :]).tril()
 

@@ -1,7 +1,7 @@
-"""Loads a Hugging Face directory as a model to train. Each rank reads its own boxes; no rank ever holds the whole.
+"""Loads a Hugging Face directory as a model to train. Each rank reads only its parts, and no rank ever holds all.
 
-The module is built without weights. Windows onto a few random numbers take their place. So the parts of the model that
-nbkit has to run to inspect them (blocks, costs) can run. Its buffers are real, including rotary tables.
+The module is built without weights. Each parameter is a view of a few random numbers, so nbkit can run parts of the
+model to inspect them (blocks, costs). Buffers are real, including rotary tables.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _VIEWS = {f"aten.{name}" for name in ("detach", "alias", "view", "t", "transpose", "select", "slice", "unsqueeze")}
 
 _READ_BYTES = 16 << 20
-"""A larger box is read in pieces of this size."""
+"""A larger part of a tensor is read in pieces of this size, in bytes."""
 
 
 def from_pretrained(
@@ -59,7 +59,7 @@ class Pretrained:
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, *, seed: int, device: torch.device) -> WeightlessModel:
-        """Return the module on `device`; its weights stay on disk. Raises TrainingError if some are missing there."""
+        """Return the module on `device`, with its weights on disk. Raises TrainingError if some weights are missing."""
         with seeded(device):
             torch.manual_seed(seed)
             module = _built(self.directory, self.overrides)
@@ -76,13 +76,13 @@ class Pretrained:
             tensors = {id(p): kept[name] for name, p in module.named_parameters()}
             module = (self.adapt(module) if self.adapt else module).train()
             names = {name: tensors[id(p)] for name, p in module.named_parameters() if id(p) in tensors}
-            # What `adapt` added exists only here.
+            # The weights that `adapt` has added are in no file.
             added = {name: p.detach() for name, p in module.named_parameters() if name not in names}
         return WeightlessModel(module, files, names, added)
 
 
 class WeightSource(Protocol):
-    """A place that a rank takes weights from."""
+    """A source from which a rank reads weights."""
 
     def fill(self, source: Any, target: Tensor, layout: Layout) -> None:
         """Copy the part of the tensor `source` that `layout` names to `target`."""
@@ -90,7 +90,10 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class WeightlessModel:
-    """A module without weights. names: parameter -> its tensor in `source`. added: parameters that it has."""
+    """A module without its weights.
+
+    names: name of a parameter -> its tensor in `source`. added: name -> value, for parameters that are not in `source`.
+    """
 
     module: nn.Module
     source: WeightSource
@@ -98,14 +101,14 @@ class WeightlessModel:
     added: Mapping[str, Tensor]
 
     def made_unread(self, factory: Callable[[nn.Module], T], module: nn.Module) -> T:
-        """Return what `factory` makes of `module`. Raises TrainingError if it reads or changes a weight."""
+        """Return factory(module). Raises TrainingError if `factory` reads or changes a weight that is not there yet."""
         unread = {memory_of(p): name for name, p in module.named_parameters() if name not in self.added}
         with MemoryUses(unread, _refuse):
             return factory(module)
 
     @torch.no_grad()
     def fill(self, sharded_model: ShardedModel) -> None:
-        """Give `sharded_model` the weights that this rank holds."""
+        """Copy the weights that this rank holds into `sharded_model`."""
         for name, (target, layout) in sharded_model.data.weights.items():
             if name in self.added:
                 copy_part(target, layout, self.added[name].to(target.device))
@@ -114,7 +117,7 @@ class WeightlessModel:
 
     @torch.no_grad()
     def make_whole(self) -> None:
-        """Give `module` all its weights. It stays the same object; its parameters become others."""
+        """Give `module` all its weights. The module stays the same object, but gets new parameters."""
         for name, places in homes(self.module).items():
             if name not in self.added:
                 old: nn.Parameter = getattr(*places[0])
@@ -124,7 +127,7 @@ class WeightlessModel:
 
 
 class ReadsWeights(TrainingError):
-    """An optimizer's factory computes with weights that are not there yet."""
+    """An optimizer's factory reads or changes weights that are not there yet."""
 
 
 def _refuse(name: str, tensor: Tensor, how: str, changed: bool) -> None:
@@ -138,7 +141,7 @@ def _refuse(name: str, tensor: Tensor, how: str, changed: bool) -> None:
 
 
 class _Files:
-    """The safetensors files of a directory. Each is opened at the first read from it."""
+    """The safetensors files of a directory. A file is opened when it is first read."""
 
     def __init__(self, directory: Path) -> None:
         index = directory / "model.safetensors.index.json"
@@ -173,13 +176,13 @@ class _Files:
         return tuple(self._opened(self._home[name]).get_slice(name).get_shape())
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Return a part of a tensor. Nothing else is read."""
+        """Read and return only this part of a tensor."""
         file = self._opened(self._home[name])
         found: Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
         return found
 
     def fill(self, source: str, target: Tensor, layout: Layout) -> None:
-        """See WeightSource. A large part is read in pieces."""
+        """Copy a part as WeightSource does. A large part is read in pieces."""
         for here, there in layout.pieces:
             for box in halves(there, _READ_BYTES // target.element_size()):
                 place = box.moved(there.start, here.start)
@@ -188,8 +191,8 @@ class _Files:
     def find(self, module: nn.Module) -> dict[str, str]:
         """Return the name of the tensor in the files for each parameter.
 
-        A tied parameter may be stored under any of its names. Names may have the base model's prefix or not. Raises
-        TrainingError if one is missing, or has another shape.
+        A tied parameter may be stored under any of its names. Names may have the base model's prefix. Raises
+        TrainingError if a tensor is missing, or has another shape.
         """
         prefix = f"{getattr(module, 'base_model_prefix', '')}."
         first = {id(p): name for name, p in module.named_parameters()}
@@ -265,7 +268,7 @@ def _built(directory: Path, overrides: Mapping[str, Any]) -> nn.Module:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Make every parameter that a module gets inside lose its memory at once. Buffers are real."""
+    """Free the memory of every parameter as soon as a module gets it inside this context. Buffers are real."""
     register = nn.Module.register_parameter
 
     def without(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -1,7 +1,7 @@
 """Real text without a download: the source of Python's standard library, byte by byte, with a baseline to beat.
 
-Every machine with Python has these roughly 11 MB of real code. A token is a byte. So one division turns a loss in nats
-per token into bits per byte, which can be compared between models with any tokenisation.
+Every machine with Python has this text, roughly 11 MB of real code. A token is a byte. So a division by ln 2 turns a
+loss in nats per token into bits per byte, which can be compared between models with any tokenisation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def stdlib_source(limit: int = 16_000_000) -> bytes:
 def _sources(folder: Path) -> Iterator[Path]:
     """Yield the source files in `folder`, sorted.
 
-    Folders that are left out are not walked: with installed packages, that took half a second in each rank.
+    Excluded folders are not walked: with installed packages, that took half a second in each rank.
     """
     for path in sorted(folder.iterdir()):
         if path.name in _LEFT_OUT:
@@ -58,7 +58,7 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
 
     path: a text file; None takes the source code of Python's standard library. block: the length of an item. split:
     "train" or "heldout". Every tenth section of 64 blocks is held out, so both splits have every kind of text and share
-    no byte. limit: the most bytes to use. Raises TrainingError if the text is too short for one block.
+    no byte. limit: the maximum number of bytes to use. Raises TrainingError if the text is too short for one block.
     """
 
     def __init__(self, path: str | None = None, *, block: int = 128, split: str = "train", limit: int = 16_000_000):
@@ -87,7 +87,7 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _split(text: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return (train, heldout). In a text of less than ten stretches, the last tenth is held out."""
+    """Return (train, heldout). In a text of fewer than ten sections, the last tenth is held out."""
     stretch = min(64 * block, max(len(text) // 10, 1))
     held = (torch.arange(len(text)) // stretch) % 10 == 9
     return text[~held].to(torch.uint8), text[held].to(torch.uint8)
@@ -104,7 +104,7 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def bigram_bits_per_byte(train: TextDataset, heldout: TextDataset) -> float:
-    """Return the bits per byte of a bigram model on `heldout`, with add-one counts of `train`. A model must beat it."""
+    """Return the bits per byte on `heldout` of a bigram model with add-one counts of `train`, as a baseline."""
     counts = torch.ones(256 * 256, dtype=torch.float64)
     counts += torch.bincount(_pairs(train.bytes), minlength=256 * 256)
     log2 = torch.log2(counts.view(256, 256) / counts.view(256, 256).sum(1, keepdim=True)).flatten()

@@ -1,1 +1,1 @@
-"""Random numbers that are the same under every strategy: seeds of a step, and dropout masks."""
+"""Random numbers that are the same under every strategy: seeds for each step, dropout masks, and other draws."""

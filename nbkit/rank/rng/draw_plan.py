@@ -1,20 +1,20 @@
 """Finds which random draws of a model have the rows of the batch along dim 0, and tracks parts of tensors.
 
-The model is run on two rows and on three. A draw that grows with the rows gives each row its own numbers. Any other
-draw is one for the whole batch, which every rank and every micro-batch repeats. So are numbers of Python's and numpy's
-generators, if a module draws as many for two rows as for three. Draws that cannot be keyed are recorded with the module
-they are in.
+The model is run on two rows and on three rows. If a draw grows with the rows, each row has its own numbers. Any other
+draw is shared by the whole batch, and every rank and every micro-batch repeats it. The same holds for numbers from
+Python's and numpy's generators, if a module draws as many for two rows as for three. Draws that cannot be keyed are
+recorded with their module.
 
 An `extent` is the part of a logical tensor that a forward pass works on. A strategy that gives a rank a part of the
-positions, heads or features puts an extent around the code that works on the part. Dropout then draws the slice of the
-mask that the whole tensor would have. Kinds of extents, and their dims:
+positions, heads or features puts an extent around the code that works on the part. Dropout then draws only the part of
+the whole tensor's mask. Kinds of extents, and their dims:
 
     sequence   positions:  dim 1 of (B, T, D), dim 2 of (B, H, T, S)
     head       heads:      dim 1 of (B, H, T, S)
     feature    features:   dim 2 of (B, T, D)
 
-Extents are kept in a context variable, so they belong to a thread. Autograd recomputes in its own threads, where
-`present` is empty. `present()` taken in the forward pass, and `restored` in the other thread, bring them back.
+Extents are kept in a context variable, so they belong to a thread. Autograd may recompute in its own threads, which
+have no extents. There `restored` sets the extents that `present` has returned in the forward pass.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """The draws of a model. shared: draws that are one for the whole batch.
+    """The random draws of a model. shared: draws that the whole batch shares.
 
-    unkeyed: draws that each rank makes by itself, with their modules. hosts: the names of modules whose draws from
-    Python's or numpy's generators are one for the whole batch.
+    unkeyed: draws that are not keyed, with their modules. hosts: the names of modules whose draws from Python's or
+    numpy's generators are shared by the whole batch.
     """
 
     shared: frozenset[Place] = frozenset()
@@ -51,9 +51,10 @@ class DrawPlan:
 
 @dataclass
 class DrawTrace:
-    """The draws of one forward pass: dim 0 of each keyed draw, 0 for a scalar; and the draws that are not keyed.
+    """The random draws of one forward pass. lengths: place of a keyed draw -> its dim 0, or 0 for a scalar.
 
-    hosts: generator of Python or numpy and module -> its states after each part of the module that drew from it.
+    unkeyed: the draws that are not keyed. hosts: (generator of Python or numpy, module) -> states of the generator, one
+    after each part of the module that drew from it.
     """
 
     lengths: dict[Place, int] = field(default_factory=dict)
@@ -62,12 +63,12 @@ class DrawTrace:
     replacing: bool = False
 
     def note(self, what: str, module: str) -> None:
-        """Record a draw that is not keyed. what: its generator or function."""
+        """Record a draw that is not keyed. what: the generator or function that draws."""
         self.unkeyed[f"{what} in {module or 'the model'}"] = None
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Mark draws inside this context as replaced by keyed numbers."""
+        """Do not record draws inside this context, because keyed numbers replace them."""
         self.replacing = True
         try:
             yield
@@ -76,7 +77,7 @@ class DrawTrace:
 
 
 def plan_of(two: DrawTrace, three: DrawTrace) -> DrawPlan:
-    """Return the plan that follows from the traces of passes with two rows and with three."""
+    """Return the plan that follows from the traces of passes with two rows and with three rows."""
     shared = {place for place, length in two.lengths.items() if three.lengths.get(place) == length}
     uneven = [
         f"{what} in {module or 'the model'}"
@@ -88,9 +89,9 @@ def plan_of(two: DrawTrace, three: DrawTrace) -> DrawPlan:
 
 
 class Elsewhere(WatchingMode):
-    """A mode that records in a trace torch's draws that nothing replaces, except dropout.
+    """A mode that records in `trace` all of torch's draws that keyed numbers do not replace, except dropout.
 
-    where: returns the module that is being called.
+    where: returns the name of the module that is being called.
     """
 
     def __init__(self, trace: DrawTrace, where: Callable[[], str]) -> None:
@@ -109,17 +110,17 @@ class Elsewhere(WatchingMode):
 KINDS = ("sequence", "head", "feature")
 
 Present = Mapping[str, tuple[tuple[Runs, int], ...]]
-"""kind -> (runs, total) of every nested part, the innermost last. Each part is relative to the next outer one."""
+"""kind -> (runs, total) of all nested parts, innermost last. Each part is relative to the next outer part."""
 
 _present: ContextVar[Present] = ContextVar("extents", default=MappingProxyType({}))
 
 
 @contextmanager
 def extent(kind: str, start: int | Runs, total: int) -> Iterator[None]:
-    """Declare that tensors inside this context are a part of the `total` elements that they had along `kind` outside.
+    """Declare that tensors inside this context hold only a part of `total` elements along `kind`.
 
-    start: the element where the part begins, or the runs of elements that the part holds, one after the other. Nested
-    parts of one kind compose: a part of a part begins at the sum of both starts.
+    start: the element at which the part begins, or the runs of elements that the part holds, in order. Nested parts of
+    one kind compose: a part of a part begins at the sum of both starts.
     Raises TrainingError for an unknown kind, or for a part that begins outside the whole.
     """
     runs = ((start, total),) if isinstance(start, int) else start
@@ -139,7 +140,7 @@ def extent(kind: str, start: int | Runs, total: int) -> Iterator[None]:
 
 @contextmanager
 def gathered(kind: str) -> Iterator[None]:
-    """Leave the innermost `extent` of `kind` inside this context, because its parts were gathered there."""
+    """Disable the innermost `extent` of `kind` inside this context, where its parts have been gathered."""
     now = _present.get()
     token = _present.set({**now, kind: now.get(kind, ())[:-1]})
     try:
@@ -149,15 +150,15 @@ def gathered(kind: str) -> Iterator[None]:
 
 
 def extent_of(kind: str) -> tuple[int, int] | None:
-    """Return (start, total) of the innermost part along `kind`, as given to `extent`; None outside of all parts."""
+    """Return (start, total) of the innermost `extent` of `kind`; None without one."""
     parts = _present.get().get(kind)
     return (parts[-1][0][0][0], parts[-1][1]) if parts else None
 
 
 def place_of(kind: str) -> tuple[int, int] | None:
-    """Return (start, total) of the part that tensors hold here along `kind`, in the whole of all ranks.
+    """Return (start, total) of the part that tensors hold here along `kind`, within the whole of all ranks.
 
-    None if they hold the whole. If they hold several runs, `start` is that of the first run: see `runs_of`.
+    Returns None if they hold the whole. If they hold several runs, `start` is that of the first run: see `runs_of`.
     """
     if not (parts := _present.get().get(kind)):
         return None
@@ -166,9 +167,9 @@ def place_of(kind: str) -> tuple[int, int] | None:
 
 
 def runs_of(kind: str, num: int) -> Runs:
-    """Return the runs of elements, in the whole of all ranks, that a tensor of length `num` along `kind` holds here.
+    """Return the runs of elements that a tensor of length `num` along `kind` holds, within the whole of all ranks.
 
-    The runs have fewer than `num` elements if the tensor reaches beyond the part.
+    The runs have fewer than `num` elements if the tensor is longer than the part.
     """
     found: Runs = ((0, num),)
     for runs, _ in reversed(_present.get().get(kind, ())):
@@ -177,7 +178,7 @@ def runs_of(kind: str, num: int) -> Runs:
 
 
 def _within(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield elements `start` to `stop` of the part that `runs` hold, as runs in the whole."""
+    """Yield elements start to stop - 1 of a part, as runs in the whole. runs: the runs of the part in the whole."""
     for first, last in runs:
         low, high = max(start, 0), min(stop, last - first)
         if low < high:
@@ -186,7 +187,7 @@ def _within(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def present() -> Present:
-    """Return all extents of this thread, for `restored` in another thread."""
+    """Return all extents of this thread, to pass to `restored` in another thread."""
     return _present.get()
 
 

@@ -1,8 +1,8 @@
 """Dropout masks and random bits that are a function of a key, the sample, and the place within the sample.
 
-Every bit is a hash of coordinates, computed in 32-bit integers that wrap around. So it is the same on every device, for
-every split of the tensor, and for every division into micro-batches. The mix is `lowbias32` of Chris Wellons'
-hash prospector (https://nullprogram.com/blog/2018/07/31/); keys are mixed by splitmix64 (Steele, Lea, Flood 2014).
+Every bit is a hash of coordinates, computed in 32-bit integers with wraparound. So it is the same on every device, for
+every split of the tensor, and for every division into micro-batches. The hash is `lowbias32` of Chris Wellons' hash
+prospector (https://nullprogram.com/blog/2018/07/31/). Keys are mixed by splitmix64 (Steele, Lea, Flood 2014).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORD = (1 << 64) - 1
 _FIRST, _SECOND, _GOLDEN = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B9 - (1 << 32)
 _CHUNK = 1 << 20
 
-# The kind of each dim, by the number of dims. Samples come first.
+# number of dims -> the kind of each dim. The first dim is samples.
 _LAYOUTS: dict[int, tuple[str, ...]] = {
     2: ("", "feature"),
     3: ("", "sequence", "feature"),
@@ -43,12 +43,13 @@ def key_of(*parts: int) -> int:
 
 
 def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = False) -> list[Tensor]:
-    """Return the coordinates, in the whole tensor, of each element of a tensor of `shape`: a vector of int32 per dim.
+    """Return the coordinates of a tensor of `shape` within the whole tensor: a vector of int32 for each dim.
 
-    rows: int64 sample ids, which lie along dim 0 (along dim 1 of three with `sequence_first`). If dim 0 is a multiple
-    of the number of samples, it counts as two dims: (samples, heads) in a tensor of three dims, (samples, positions) in
-    a tensor of two. Along positions, heads and features the coordinates begin at the start of the `extent`.
-    Raises TrainingError if dim 0 is not a multiple of the samples, or if a part reaches beyond its whole.
+    rows: int64 ids of the samples along dim 0 (with `sequence_first`, along dim 1 of three dims). If dim 0 is a
+    multiple of the number of samples, it counts as two dims: (samples, heads) in a tensor of three dims, (samples,
+    positions) in a tensor of two dims. Along positions, heads and features, coordinates begin at the start of the
+    `extent`.
+    Raises TrainingError if dim 0 is not a multiple of the number of samples, or if a part is longer than its whole.
     """
     shape, num = list(shape), rows.shape[0]
     if sequence_first and len(shape) == 3 and shape[1] == num:
@@ -59,7 +60,7 @@ def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = Fa
             numbers=f"shape {tuple(shape)}, in a micro-batch of {num} samples",
             hint="expand it to (samples, ...) before the dropout; batch_first=True",
         )
-    # A part may have only one head, which the shape does not show.
+    # If a part has only one head, the shape does not show that dim 0 is (samples, heads).
     if len(shape) <= 3 and (shape[0] != num or (len(shape) == 3 and place_of("head"))):
         shape = [num, shape[0] // num, *shape[1:]]
     layout = _LAYOUTS.get(len(shape), ("",) * len(shape))
@@ -74,7 +75,7 @@ def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = Fa
 
 
 def _folded(rows: Tensor, fold: int) -> Tensor:
-    """Return ids for (samples x fold) as one dim."""
+    """Return ids for a dim of (samples x fold) elements."""
     return (rows[:, None] * fold + torch.arange(fold, device=rows.device)).flatten()
 
 
@@ -93,9 +94,9 @@ def _along(kind: str, num: int, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def dropped(key: int, places: Sequence[Tensor], p: float) -> Tensor:
-    """Return a bool mask of elements to drop, each with probability p. The vectors `places` span its shape.
+    """Return a bool mask that is True with probability p. It has a dim for each coordinate vector in `places`.
 
-    The bits of an element depend only on `key` (64 bits) and on its coordinates. Beside the mask it uses a few MB.
+    An element depends only on `key` (64 bits) and on its coordinates. Besides the mask, this takes a few MB of memory.
     """
     threshold = min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
     if accelerator().runs_triton(places[0]) and (kernel := _kernel()) is not None:
@@ -110,7 +111,7 @@ def dropped(key: int, places: Sequence[Tensor], p: float) -> Tensor:
 
 @cache
 def _kernel() -> Callable[..., Tensor | None] | None:
-    """Return mask_kernel.dropped; None if there is no Triton, or no compiler for it."""
+    """Return mask_kernel.dropped; None without Triton, or without a compiler for it."""
     try:
         from nbkit.rank.rng import mask_kernel
     except ImportError:
@@ -127,7 +128,7 @@ def _kernel() -> Callable[..., Tensor | None] | None:
 
 @torch.no_grad()
 def random_bits(key: int, places: Sequence[Tensor]) -> Tensor:
-    """Return 32 random bits for each element, the same that `dropped` uses, as int64 >= 0. `places` span the shape."""
+    """Return 32 random bits for each element, as int64 >= 0. They are the bits of `dropped`; places: see there."""
     found, chunks = _hashed(key, places, torch.int64)
     for bits, part in chunks:
         part.copy_(_mix(bits)).bitwise_and_(0xFFFFFFFF)
@@ -135,7 +136,7 @@ def random_bits(key: int, places: Sequence[Tensor]) -> Tensor:
 
 
 def _hashed(key: int, places: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor]]]:
-    """Return an empty matrix, and pairs (bits that need one more mix, the rows of the matrix for them)."""
+    """Return an empty matrix, and pairs (bits that need one more mix, the rows of the matrix to write them to)."""
     low, high = _signed(key), _signed(key >> 32)
     salted = [_mix(place * _GOLDEN + (high ^ (dim * 0x2545F491 & 0x7FFFFFFF))) for dim, place in enumerate(places)]
     lines = _mix(salted[0] ^ low) if len(salted) > 1 else salted[0].new_full((1,), low)
@@ -149,7 +150,7 @@ def _hashed(key: int, places: Sequence[Tensor], dtype: torch.dtype) -> tuple[Ten
 
 
 def _mix(x: Tensor, *, whole: bool = True) -> Tensor:
-    """Apply lowbias32 in place. whole=False omits the last shift, which does not change the upper 16 bits."""
+    """Apply lowbias32 in place. whole=False skips the last shift, which does not change the upper 16 bits."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)) if whole else x

@@ -1,4 +1,4 @@
-"""The generators of Python and numpy, from which models and data may draw."""
+"""Seeds, saves and observes the generators of Python and numpy, from which models and data may draw."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def seed_others(value: int) -> None:
-    """Seed the generators of Python and numpy, from which models draw too."""
+    """Seed the generators of Python, and of numpy if it is imported."""
     random.seed(value)
     if (numpy := numpy_random()) is not None:
         numpy.seed(value & 0xFFFFFFFF)
@@ -17,7 +17,7 @@ def seed_others(value: int) -> None:
 
 @dataclass(frozen=True)
 class Drawn:
-    """States of the generators of Python and numpy. Steps do not seed them, and models and data may use them."""
+    """Saved states of the generators of Python and numpy. Steps do not seed these, but models and data may use them."""
 
     python: Any
     numpy: Any
@@ -29,20 +29,20 @@ class Drawn:
         return cls(random.getstate(), numpy.get_state() if numpy is not None else None)
 
     def restore(self) -> None:
-        """Restore the generators, so that the draws since then are repeated."""
+        """Restore the states, so that later draws repeat those since `so_far`."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
 
 
 class OtherGenerators:
-    """A watcher that tells whether Python's or numpy's generator was used since the last call of `changed`."""
+    """Tells whether Python's or numpy's generator was used since the last call of `changed`."""
 
     def __init__(self) -> None:
         self._seen = self._now()
 
     def changed(self) -> dict[str, Any]:
-        """Return the generators that were used since the last call: name -> its state now."""
+        """Return name -> current state, for the generators that were used since the last call."""
         before, self._seen = self._seen, self._now()
         return {name: state for name, state in self._seen.items() if before.get(name) != state}
 
@@ -55,5 +55,5 @@ class OtherGenerators:
 
 
 def numpy_random() -> Any:
-    """Return numpy.random, or None if it is not imported: then nobody has drawn from it."""
+    """Return numpy.random; None if it is not imported, so that nobody can have drawn from it."""
     return sys.modules.get("numpy.random")

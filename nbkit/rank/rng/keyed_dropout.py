@@ -5,14 +5,14 @@ is identified by the sample's place in the global batch and the element's place 
 generator state is used, so ranks, micro-batches, pipeline stages and recomputation agree without communication.
 
 Every draw is intercepted: nn.Dropout and similar modules, F.dropout, the dropout inside scaled_dot_product_attention
-and nn.MultiheadAttention, and draws that a model makes by the functions of random_ops.py. Such a draw either has the
-rows along dim 0, or is one for the whole batch. Python's and numpy's generators are seeded for each call of a module
-that draws from them, and restored afterwards. draw_plan.py runs the model to find out which. If it was not run, dim 0
+and nn.MultiheadAttention, and the random functions in random_ops.py. A draw either has the rows along dim 0, or is
+shared by the whole batch. Python's and numpy's generators are seeded for each call of a module that draws from them,
+and restored afterwards. draw_plan.py runs the model to find out which draws are of which kind. Without this run, dim 0
 holds rows if it is a multiple of their number.
 
-No fused attention kernel accepts a mask. With `fused`, for models where the unfused attention costs too much, the
-kernel draws its own mask. Its seed depends on the draw, the first row and the first head. So the mask is the same when
-a step or a part of it is computed again, but not under another strategy.
+No fused attention kernel accepts a dropout mask, and unfused attention is too slow for some models. With `fused`, the
+kernel draws its own mask. Its seed depends on the draw, the first row and the first head. So the mask is the same if a
+step or a part of it is computed again, but it differs between strategies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from nbkit.rank.torch_private import DropoutNd, graph_task_id
 class KeyedNumbers:
     """Random numbers that are a function of a draw's key and of each element's place: see dropout_masks.py.
 
-    begin: shape -> (key, True if it is one draw for the whole batch). rows: ids of the samples along dim 0.
+    begin: shape -> (key, True if the whole batch shares the draw). rows: ids of the samples along dim 0.
     """
 
     def __init__(self, begin: Callable[[Sequence[int]], tuple[int, bool]], rows: Tensor) -> None:
@@ -76,7 +76,7 @@ class KeyedNumbers:
         if shared:
             shape, rows = (1, *shape), rows.new_tensor([-1])
         places = coordinates(shape, rows)
-        # Numbers that are broadcast over positions, heads or features are the same for each part of them.
+        # Along a dim of length 1, numbers are broadcast over positions, heads or features, so all parts share them.
         return key, [place if i == 0 or len(place) > 1 else place * 0 for i, place in enumerate(places)]
 
 
@@ -95,8 +95,8 @@ _BITS = (1 << 62) - 1
 class _Call:
     """A module that is being called. number: distinguishes this call from the module's other calls in the pass.
 
-    draws: the number of draws in this call. hook: the hook that saw the call; None outside of all modules. outside: the
-    generators of Python and numpy before the call, if the call draws from them.
+    draws: the number of draws in this call. hook: the hook that has seen the call; None outside of all modules.
+    outside: the generators of Python and numpy before the call, if the call draws from them.
     """
 
     path: int
@@ -111,8 +111,8 @@ class _Call:
 class _Pass:
     """A forward pass of one micro-batch.
 
-    first: the id of its first row, on the host. calls: (enclosing call, path) -> calls so far. stack: the modules that
-    are being called.
+    first: the id of its first row, on the host. calls: (enclosing call, path) -> number of the last call. stack: the
+    calls that have begun and not ended, outermost first.
     """
 
     key: int
@@ -128,7 +128,7 @@ class _Pass:
         return replace(self, calls=dict(self.calls), stack=[replace(call) for call in self.stack])
 
     def mask(self, shape: Sequence[int], p: float) -> Tensor:
-        """Return the bool mask, of `shape`, of elements to drop in the next draw."""
+        """Return a bool mask of `shape`, True for the elements to drop in the next draw."""
         places = coordinates(shape, self.rows, sequence_first=self.stack[-1].sequence_first)
         return dropped(key_of(self.key, *self._next()), places, p).view(tuple(shape))
 
@@ -138,7 +138,7 @@ class _Pass:
         return key_of(self.key, *self._next(), self.first, *starts)
 
     def numbers(self, shape: Sequence[int]) -> tuple[int, bool]:
-        """Return (key, True if it is one draw for the whole batch) of the next draw of random numbers of `shape`."""
+        """Return (key, True if the whole batch shares the draw) for the next draw of random numbers of `shape`."""
         place, length = self._next(), shape[0] if shape else 0
         if self.trace is not None:
             self.trace.lengths[place] = length
@@ -157,17 +157,17 @@ _passing: ContextVar[_Pass | None] = ContextVar("dropout", default=None)
 
 
 class KeyedDropout:
-    """Keys all dropout of `module`, which may be whole or a rank's part of it. Only the module paths matter.
+    """Keys all random draws of `module`, which may be a whole model or a rank's part of it. Only module paths matter.
 
-    A model that cannot drop has no cost. That is a model with no p above zero in its dropout modules, and in attributes
-    of modules and of their `config` with "drop" in the name. These are checked in every step, so that a p may change
-    during training. A p that is written in the code is found when the first pass uses it.
+    A model that draws nothing is not slowed down. Such a model has no p above zero in its dropout modules, or in
+    attributes of modules and of their `config` with "drop" in the name. These are checked in every step, so p may
+    change during training. A p that is a constant in the code is found when the first pass uses it.
     """
 
     def __init__(
         self, module: nn.Module, seed: int, plan: DrawPlan | None = None, *, dropping: bool = True, fused: bool = False
     ) -> None:
-        """plan: of the model's own draws, if known. dropping: False leaves dropout unchanged. fused: see the module."""
+        """plan: the model's own draws, if known. dropping: False leaves dropout unkeyed. fused: see top of the file."""
         self.seed, self.plan, self.dropping, self.fused = seed, plan, dropping, fused
         self._module = module
         self._settings = _settings(module)
@@ -176,22 +176,19 @@ class KeyedDropout:
     def step(self, step: int, rows: Tensor | Sequence[int], call: int = 0) -> AbstractContextManager[None]:
         """Key the draws of a forward pass inside this context.
 
-        step: number of finished steps. rows: the place in the global batch of each sample in the pass. They must be all
-        samples of the pass, because dim 0 of a dropped tensor is compared with their number. call: the number of the
-        pass among those of these rows in the step.
+        step: number of finished steps. rows: for each sample of the pass, its place in the global batch. All samples
+        must be included, because dim 0 of a dropped tensor is compared with their number. call: counts the passes of
+        these rows in the step.
         """
         return nullcontext() if self.idle() else self._keyed(step, rows, call=call)
 
     @property
     def has_drawn(self) -> bool:
-        """Return True if something was drawn so far, or is known to be drawn."""
+        """Return True if the model has drawn something, or is known to draw something."""
         return self._found
 
     def idle(self) -> bool:
-        """Return True if the model, with its current settings, draws nothing.
-
-        It is called once a step, even with many micro-batches.
-        """
+        """Return True if the model draws nothing with its current settings."""
         if not self._tried or self._found or any(_positive(of, name) for of, name in self._settings):
             return False
         if _followed(self._module):
@@ -200,7 +197,7 @@ class KeyedDropout:
 
     @contextmanager
     def traced(self, rows: int) -> Iterator[DrawTrace]:
-        """Record what the model draws in a forward pass of `rows` rows inside this context."""
+        """Record the draws of a forward pass of `rows` rows inside this context."""
         trace, others = DrawTrace(), OtherGenerators()
         names = {crc32(name.encode()): name for name, _ in self._module.named_modules()}
 
@@ -230,7 +227,7 @@ class KeyedDropout:
         replay_checkpoints()
         places = accelerator().send(torch.as_tensor(rows, dtype=torch.int64), self._device())
         mode = _Interception(self)
-        # Draws outside of all modules count as draws of the root.
+        # Draws outside of all modules count as draws of the root module.
         first = int(rows[0]) if len(rows) else 0
         key = key_of(self.seed, step, call) if call else key_of(self.seed, step)
         new = _Pass(key, places, first, mode, self.plan, trace, stack=[_Call(0, 0, False)])
@@ -266,10 +263,10 @@ class KeyedDropout:
 
 
 def find_draws(module: nn.Module, run: Callable[[int], Any]) -> DrawPlan | None:
-    """Return what `module` draws itself in training; None if nothing.
+    """Return the draws that `module` makes itself in training; None if there are none.
 
-    run: runs it on a number of rows; it is called with 2, and with 3 if the model draws. The module and the random
-    generators are changed afterwards.
+    run: runs the module on a number of rows. It is called with 2, and then with 3 if the model draws. It changes the
+    module's state and the random generators.
     """
     keyed, traces = KeyedDropout(module, 0), list[DrawTrace]()
     try:
@@ -289,7 +286,7 @@ def find_draws(module: nn.Module, run: Callable[[int], Any]) -> DrawPlan | None:
 def repeating(module: nn.Module, plan: DrawPlan | None, batch: Any) -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """Yield a function that runs a forward pass on `batch` in a proof, with equal draws in every run.
 
-    Dropout is not changed. plan: None if the model draws nothing; then the pass is simply run.
+    Dropout is not changed. plan: None if the model draws nothing. Then the pass runs without keys.
     """
     if plan is None:
         yield lambda run: run()
@@ -307,9 +304,9 @@ def repeating(module: nn.Module, plan: DrawPlan | None, batch: Any) -> Iterator[
 
 
 def redrawing(part: nn.Module, batch: Sequence[Any]) -> AbstractContextManager[None]:
-    """Make a part of a model that is run by itself inside `repeating` draw the same each time.
+    """Make a part of a model draw the same numbers each time when it runs by itself inside `repeating`.
 
-    batch: the inputs of the part. The first tensor has the number of rows.
+    batch: the inputs of the part. Dim 0 of the first tensor gives the number of rows.
     """
     first = next((x for x in batch if isinstance(x, Tensor) and x.ndim), None)
     if first is None or not _followed(part):
@@ -323,9 +320,9 @@ def keyed() -> bool:
 
 
 def again() -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that makes the context for computing a part of a forward pass again, on any thread.
+    """Return a function that makes a context in which a part of the forward pass can be recomputed, on any thread.
 
-    Call it before that part of the forward pass.
+    Call this before that part of the forward pass.
     """
     now = _passing.get()
     if now is None:
@@ -336,21 +333,21 @@ def again() -> Callable[[], AbstractContextManager[None]]:
 
 @cache
 def replay_checkpoints() -> None:
-    """Make recomputation by a model's own torch.utils.checkpoint draw the same as the keyed pass.
+    """Make recomputation by a model's own torch.utils.checkpoint draw the same numbers as the keyed pass.
 
-    This lasts for the life of the process. Models import `checkpoint` under their own names, so the functions that it
-    calls are replaced.
+    This changes torch for the life of the process. Models import `checkpoint` under names of their own, so this
+    replaces the functions that `checkpoint` calls.
     """
-    # torch 2.14 calls the first of these, and keeps the second for its users.
+    # torch 2.14 calls the first of these, and keeps the second for compatibility.
     names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
     name = next((name for name in names if hasattr(torch.utils.checkpoint, name)), None)
     forward = CheckpointFunction.forward
     if name is None:
-        return  # this torch works in another way; _Enter then refuses recomputation
+        return  # this torch works differently, and _Enter refuses recomputation
     generator = getattr(torch.utils.checkpoint, name)
 
     def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # This wrapper is used only for the recomputation.
+        # `_replaying` changes only the recomputation.
         return generator(_replaying(function), *args, **kwargs)
 
     def with_reentrant(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -429,17 +426,16 @@ class _Interception(TorchFunctionMode):
 
 
 class _Enter:
-    """A hook before a module's forward: draws count as this module's from here on."""
+    """A hook before a module's forward. From then on, draws count as draws of this module."""
 
     def __init__(self, path: str, sequence_first: bool) -> None:
         self.name, self.path, self.sequence_first = path, crc32(path.encode()), sequence_first
-        self.drew = False  # in the keyed pass that called it last
+        self.drew = False  # True if the module drew in its last call in a keyed pass
 
     def __call__(self, _: nn.Module, __: Any) -> None:
         if (now := _passing.get()) is not None:
             caller = now.stack[-1]
-            # Calls are counted within the enclosing call: a pipeline stage does not see calls made in the blocks of
-            # other stages.
+            # Count calls within the enclosing call, because a pipeline stage does not see the calls in other stages.
             within = ((caller.number * 1000003) ^ caller.path) & _BITS
             now.calls[within, self.path] = count = now.calls.get((within, self.path), -1) + 1
             call = _Call(self.path, (within * 31 + count) & _BITS, self.sequence_first, hook=self)
@@ -464,8 +460,8 @@ def _leave(_: nn.Module, __: Any, ___: Any) -> None:
 
 
 def _follow(module: nn.Module) -> None:
-    """Add the hooks by which a pass knows the module that draws. They hold no objects and are idle outside a pass."""
-    # A copy of a hooked module has the hooks too, and two hooks on one module would count every call twice.
+    """Add the hooks that tell a pass which module draws. They refer to no objects, and do nothing outside of a pass."""
+    # A copy of a hooked module has the hooks too, and two sets of hooks would count every call twice.
     unfollow(module)
     sequence_first = tuple(
         f"{path.rpartition('.')[0]}."
@@ -474,7 +470,7 @@ def _follow(module: nn.Module) -> None:
     )
     for path, part in module.named_modules():
         part.register_forward_pre_hook(_Enter(path, f"{path}.".startswith(sequence_first)), prepend=True)
-        # An exception also leaves a module: it ends a pipeline stage, and a recomputation that stops early.
+        # Call `_leave` after an exception too, which ends a pipeline stage, or a recomputation that stops early.
         part.register_forward_hook(_leave, always_call=True)
 
 
@@ -493,7 +489,7 @@ def unfollow(module: nn.Module) -> None:
 
 
 def _settings(module: nn.Module) -> list[tuple[Any, str]]:
-    """Return (object, attribute) of everything that looks like a dropout probability."""
+    """Return (object, attribute) for every attribute that looks like a dropout probability."""
     found: list[tuple[Any, str]] = []
     configs: dict[int, Any] = {}
     for part in module.modules():

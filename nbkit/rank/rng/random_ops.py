@@ -1,11 +1,11 @@
-"""Versions of torch's random functions and dropping functions that use given numbers or masks instead of drawing.
+"""Versions of torch's random functions and dropout functions that use given numbers or masks instead of drawing.
 
-`RANDOM[f]` does the same as the random function f. Its arguments are f itself, `Numbers`, then f's own arguments. It
-runs f first, to get the shape, dtype and device of the result, and then replaces the values.
+`RANDOM[f]` replaces the random function f. Its arguments are f itself, `Numbers`, then f's own arguments. It runs f
+first, to get the shape, dtype and device of the result, and then replaces the values.
 
-`DRAWS[f]` does the same as the dropping function f. Its arguments are f itself, a mask, then f's own arguments.
-Attention with dropout is computed by the plain formula, with the probabilities in memory, because no fused kernel
-accepts a dropout mask. If the kernel may draw its own mask, it is used.
+`DRAWS[f]` replaces the dropout function f. Its arguments are f itself, a mask, then f's own arguments. Attention with
+dropout is computed by the plain formula, with the probabilities in memory, because no fused kernel accepts a dropout
+mask. The fused kernel is used only if it may draw its own mask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nbkit.rank.torch_private import safe_softmax
 
 
 class Numbers(Protocol):
-    """Random numbers of one draw, of the shape and on the device of a tensor."""
+    """The random numbers of one draw, with the shape and device of the tensor `like`."""
 
     def uniform(self, like: Tensor) -> Tensor:
         """Return uniform numbers in [0, 1)."""
@@ -72,7 +72,7 @@ def _uniform_(func: Given, numbers: Numbers, input: Tensor, *args: Any, **kwargs
 
 
 def _exponential_(func: Given, numbers: Numbers, input: Tensor, lambd: float = 1.0, **kwargs: Any) -> Any:
-    # As in torch, the result is never 0, because gumbel noise takes its logarithm.
+    # As in torch, the result is never 0, because Gumbel noise takes its logarithm.
     least = torch.finfo(input.dtype).tiny
     return _filled(
         func, (input, lambd), kwargs, lambda made: (-torch.log1p(-numbers.uniform(made))).clamp(min=least) / lambd
@@ -95,7 +95,7 @@ def _below(numbers: Numbers, made: Tensor, chance: Any) -> Tensor:
 
 
 def _integers(func: Given, numbers: Numbers, *args: Any, **kwargs: Any) -> Any:
-    """Draw integers for randint(high, size), randint(low, high, size) and randint_like(input, ...), also by name."""
+    """Replace randint(high, size), randint(low, high, size) and randint_like(input, ...), also with keywords."""
     bounds = [arg for arg in args if isinstance(arg, int)] + [
         kwargs[name] for name in ("low", "high") if name in kwargs
     ]
@@ -140,16 +140,16 @@ RANDOM: dict[Any, Given] = {
 
 
 class Mask(Protocol):
-    """`mask(shape, p)`: bool, True where dropped."""
+    """A function (shape, p) -> bool mask, True for dropped elements."""
 
     def __call__(self, shape: Sequence[int], p: float, /) -> Tensor: ...
 
 
 class AttentionMask(Mask, Protocol):
-    """A mask that attention may leave to its kernel."""
+    """A mask that the attention kernel may draw itself."""
 
     def in_kernel(self, device: torch.device) -> AbstractContextManager[None] | None:
-        """Return what to run attention in, whose kernel may draw the mask itself on `device`; None where it may not."""
+        """Return a context in which the attention kernel may draw the mask on `device`; None if it must not."""
         ...
 
 
@@ -157,7 +157,7 @@ Draw = Callable[..., Any]
 
 
 def _scaled(x: Tensor, mask: Tensor, p: float, inplace: bool) -> Tensor:
-    """Return `x` with the elements of `mask` set to 0 and the others scaled, so that the expectation stays."""
+    """Return `x` with the elements in `mask` set to 0, and the others scaled to keep the expectation."""
     if p >= 1:
         return x.mul_(0) if inplace else x * 0
     return (x.mul_(1 / (1 - p)) if inplace else x * (1 / (1 - p))).masked_fill_(mask, 0)
@@ -178,7 +178,7 @@ def _dropout_(func: Draw, mask: Mask, input: Tensor, p: float, train: bool) -> T
 def _channels(
     _: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Drop whole channels: (B, C, ...)."""
+    """Drop whole channels of (B, C, ...)."""
     return _dropout(_, _of_channels(mask), input, p, training, inplace)
 
 
@@ -200,7 +200,7 @@ def _alpha_channels(
 
 
 def _self_normalising(x: Tensor, mask: Tensor | None, p: float, inplace: bool) -> Tensor:
-    """Apply alpha dropout (Klambauer et al. 2017): dropped elements get SELU's lower bound; mean and variance stay."""
+    """Apply alpha dropout (Klambauer et al. 2017): set dropped elements to SELU's minimum; keep mean and variance."""
     if mask is None:
         return x
     if p >= 1:
@@ -224,7 +224,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Compute attention: (..., H, T, E), (..., H, S, E), (..., H, S, V) -> (..., H, T, V)."""
-    # Without heads, as in the trial of a split, the kernel of torch 2.11 divides by zero, which ends the process.
+    # With zero heads, as in the trial of a split, the kernel of torch 2.11 divides by zero, which ends the process.
     has_heads = all(tensor.shape[-3:-2].numel() for tensor in (query, key))
     if dropout_p == 0 and has_heads:
         return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
@@ -242,9 +242,9 @@ def _attention(
         allowed = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if allowed else scores + attn_mask
     if torch.is_autocast_enabled(scores.device.type) and scores.dtype.itemsize < 4:
-        # Autocast computes softmax in float32, this one too; but its backward would mix dtypes, which CUDA refuses.
+        # Autocast computes this softmax in float32 too, but its backward would mix dtypes, which CUDA refuses.
         scores = scores.float()
-    # As in torch, a row in which everything is masked gives zeros, not NaN.
+    # As in torch, a row that is completely masked gives zeros and not NaN.
     weights = safe_softmax(scores, -1)
     return _scaled(weights, mask(weights.shape, dropout_p), dropout_p, inplace=False).to(value.dtype) @ value
 
@@ -259,8 +259,8 @@ def _multi_head(func: FunctionType, mask: AttentionMask, *args: Any, **kwargs: A
         return _attention(F.scaled_dot_product_attention, mask, *inner, **named)
 
     names = func.__globals__ | {"dropout": dropout, "scaled_dot_product_attention": attention}
-    # It has been dispatched already. Dispatched again, it would pass the original function to an outer mode
-    # (torch.set_default_device is one).
+    # The call was already dispatched. A second dispatch would pass the original function to an outer mode, such as that
+    # of torch.set_default_device.
     names["has_torch_function"] = lambda _: False
     rebound = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     rebound.__kwdefaults__ = func.__kwdefaults__

@@ -18,24 +18,24 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.forward_wrapper import marked_parts, overrides_train, unwrap
 from nbkit.rank.rng.keyed_dropout import unfollow
 
-# Used in place of a rank: for draws that are equal on every rank in a step, and in an epoch of iterable data.
+# These replace the rank for draws that are equal on every rank: in a step, and in an epoch of iterable data.
 SHARED, ITERATED = -1, -2
 
 _left_alone: ContextVar[bool] = ContextVar("left_alone", default=False)
 
-# Odd constants of splitmix64: steps and ranks next to each other get seeds far apart.
+# Odd constants of splitmix64, by which neighbouring steps and ranks get very different seeds.
 _STEP, _RANK, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed torch, on the CPU and on the rank's GPU, for one step on one rank."""
+    """Seed torch's generators of the CPU and the rank's GPU for one step on one rank."""
     set_seed(mixed(seed, step, rank))
 
 
 def set_seed(value: int) -> None:
-    """Seed torch, on the CPU and on the GPU that is in use. Does nothing inside `generators_left_alone`.
+    """Seed torch's generators of the CPU and the GPU in use. Inside `generators_left_alone`, do nothing.
 
-    torch.manual_seed would take a traceback for each kind of device that is not in use. That costs milliseconds, in
+    torch.manual_seed would make a traceback for each kind of device that is not in use. That takes milliseconds in
     every trial of a model.
     """
     if _left_alone.get():
@@ -50,7 +50,7 @@ def mixed(seed: int, step: int, rank: int) -> int:
 
 
 def seeded(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which torch may be seeded freely. Afterwards its generators are restored."""
+    """Return a context in which torch may be seeded. It restores torch's generators on exit."""
     return accelerator().generators_kept([device])
 
 
@@ -58,7 +58,7 @@ def seeded(device: torch.device) -> AbstractContextManager[None]:
 def generators_left_alone() -> Iterator[None]:
     """Keep trials of a model from seeding or restoring torch's generators, which another thread may use.
 
-    This is for models whose trials draw nothing.
+    Use this only if the trials draw nothing.
     """
     token = _left_alone.set(True)
     try:
@@ -68,15 +68,15 @@ def generators_left_alone() -> Iterator[None]:
 
 
 def generators_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Return a context that restores torch's generators afterwards. It does nothing in `generators_left_alone`."""
+    """Return a context that restores torch's generators on exit. Inside `generators_left_alone` it does nothing."""
     return nullcontext() if _left_alone.get() else accelerator().generators_kept(devices)
 
 
 def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torch.device) -> nn.Module:
-    """Return the module that trains, on `device`. A callable is called under `seed`, the same on every rank.
+    """Return the module to train, on `device`. If `model` is a callable, it is called with torch seeded by `seed`.
 
-    Wrappers that an earlier job put around its blocks are removed. Raises TrainingError if it is not a module, has no
-    parameters to train, holds meta tensors, or is split into parts.
+    Wrappers that an earlier job has put around blocks are removed. Raises TrainingError if the result is not a module,
+    has no parameters to train, holds meta tensors, or is split already.
     """
     if isinstance(model, nn.Module):
         module = model
@@ -108,10 +108,10 @@ def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torc
     unwrap(module)
     unfollow(module)
     if not module.training:
-        # The model was loaded for inference. Frozen modules inside a training model are not changed.
+        # The model was loaded for inference. If the model itself is in training mode, its frozen modules stay frozen.
         module.train()
     elif overrides_train(module):
-        # A plain torch loop calls train() before it trains, too. Frozen modules stay frozen.
+        # A plain torch loop also calls train() before it trains. Frozen modules stay frozen.
         modes = [(part, part.training) for part in module.modules()]
         module.train()
         for part, mode in modes:
@@ -125,7 +125,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _refuse_kinds(module: nn.Module) -> None:
-    """Raise TrainingError for tensors and modules that cannot be sent, cut or copied like others."""
+    """Raise TrainingError for kinds of tensors and modules that nbkit cannot send, cut or copy."""
     for path, part in module.named_modules():
         if slots := [name for kind in type(part).__mro__ for name in _slots(kind) if hasattr(part, name)]:
             raise TrainingError(
@@ -171,7 +171,7 @@ def _refuse_kinds(module: nn.Module) -> None:
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
-    """Raise TrainingError for a wrapped or split model. Wrappers are found by name: imports would take seconds."""
+    """Raise TrainingError for a wrapped or split model. It finds wrappers by name, because imports take seconds."""
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
     for part in module.modules():
         if found := wrappers & {kind.__name__ for kind in type(part).__mro__}:

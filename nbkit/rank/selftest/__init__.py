@@ -1,1 +1,1 @@
-"""Functions that the cells of `nbkit selftest` call: a small job beside one process, and the pace of a larger one."""
+"""Functions for the cells of `nbkit selftest`: compare a small job with one process, and time a larger job."""

@@ -1,4 +1,4 @@
-"""A training of a small GPT that any number of ranks can split, and the same training in a loop of one process."""
+"""Trains a small GPT, which any number of ranks can split, and compares it with the same training in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EPOCH = 4  # batches
 
 
 def trainer(strategy: str, **more: Any) -> Trainer:
-    """Return a Trainer of the small GPT, made as a user makes one; in float64 on the CPU. Collective.
+    """Return a Trainer of the small GPT, made in the way of a user. On the CPU it is in float64. Collective.
 
     more: further arguments of the Trainer.
     """
@@ -52,10 +52,10 @@ _lasting: dict[int, Trainer] = {}
 
 
 def under(strategy: str) -> Trainer:
-    """Return a lasting Trainer under `strategy`, at its beginning. Collective.
+    """Return a Trainer under `strategy`, before its first step. Collective.
 
-    What a job finds out about its model is kept for the next strategy. A switch takes half the time of a new Trainer.
-    All ranks must have started together: a rank that has replaced another has no such job.
+    Models of one size share a Trainer, which keeps what it has learned about the model. Its switch takes half the time
+    of a new Trainer. All ranks must have started together, because a rank that has replaced another rank lacks it.
     """
     layers = _layers(strategy)
     if layers not in _lasting:
@@ -73,7 +73,7 @@ def _layers(strategy: str) -> int:
 
 
 def apart(made: Trainer) -> dict[str, float]:
-    """Return how far the training of `made` is from that of one process so far. Collective.
+    """Return how far the training of `made` differs so far from the same training in one process. Collective.
 
     losses: the largest relative difference in a step. weights: the largest difference of an element.
     """
@@ -89,7 +89,7 @@ def apart(made: Trainer) -> dict[str, float]:
 
 
 def in_bf16(strategy: str, steps: int) -> float:
-    """Return the largest relative difference of a step's loss from one process, both in bf16. Collective."""
+    """Return the largest relative difference of a step's loss from one process. Both train in bf16. Collective."""
     layers = _layers(strategy)
     config = _config(World.join_from_env().place.world_size, layers)
     made = trainer(strategy, model=lambda: GPT(config).float(), precision="bf16")
@@ -100,9 +100,9 @@ def in_bf16(strategy: str, steps: int) -> float:
 
 @cache
 def alone(steps: int, layers: int, *, bf16: bool = False) -> tuple[list[float], dict[str, Tensor]]:
-    """Return (losses, weights) after `steps` of the same training, in plain torch on this rank only.
+    """Return (losses, weights) after `steps` steps of the same training, in plain torch on this rank only.
 
-    bf16: with float32 weights under autocast.
+    bf16: compute in bf16 by autocast, with float32 weights.
     """
     place = World.join_from_env().place
     config, device = _config(place.world_size, layers), accelerator().device(place.device)
@@ -127,7 +127,7 @@ def alone(steps: int, layers: int, *, bf16: bool = False) -> tuple[list[float], 
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy, as the mean over tokens."""
+    """Return the mean cross entropy over tokens."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -160,10 +160,10 @@ class Fails:
 
 
 class Dies:
-    """A callback by which the present process of one rank kills itself after a step."""
+    """A callback that kills the current process of one rank after a step."""
 
     def __init__(self, rank: int, *, after: int) -> None:
-        # The process that replaces it has another id, so it does not die again.
+        # The process that replaces it has another id, so the callback does not kill it.
         self.pid = os.getpid() if World.join_from_env().place.rank == rank else 0
         self.after = after
 

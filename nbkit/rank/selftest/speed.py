@@ -1,6 +1,6 @@
-"""Measures the seconds of a step under nbkit and under torch's own parts, in turns, with a model that fits.
+"""Compares the seconds of a step under nbkit and under torch's own implementations, with a model that fits.
 
-Also what a communicator takes, and whether a model fits that is large for one device.
+It also measures what a communicator costs, and trains a model that is large for one device.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from nbkit.rank.world.world import World
 
 PAIRS, WARM = 12, 2
 _CPU_MODEL = GPTConfig(vocab=256, block=64, layers=4, heads=4, width=128)
-# 1.04 B, 350 M and 125 M parameters. The last one is taken if none fits.
+# 1.04 B, 350 M and 125 M parameters. If none fits, the last one is used.
 _MODELS = tuple(
     GPTConfig(vocab=32_000, block=1024, layers=layers, heads=width // 64, width=width)
     for layers, width in ((18, 2048), (24, 1024), (12, 768))
 )
-# Per parameter: weights, gradients and both moments of AdamW in fp32, for two models at once, and half more for
-# activations.
+# Bytes per parameter. _STATE: weights, gradients and both moments of AdamW in fp32. _BYTES: two models at once, and
+# half as much again for activations.
 _STATE = 16
 _BYTES = _STATE * 2 * 1.5
 
 
 def compare(strategy: str, folder: str | None = None) -> dict[str, Any]:
-    """Return the seconds of a step under `strategy` (ddp, zero3, tp or pp) and in torch's counterpart, for all pairs.
+    """Time steps under `strategy` (ddp, zero3, tp or pp) and in torch's counterpart, in turns. Collective.
 
-    Collective. mfu: nbkit's model FLOPs utilisation by the device's data sheet; None if that is unknown.
+    Returns the seconds of a step of both, for each turn. mfu: nbkit's model FLOPs utilisation, relative to the device's
+    data sheet; None if that is unknown.
     """
     place = World.join_from_env().place
     device = accelerator().device(place.device)
@@ -67,16 +68,16 @@ def compare(strategy: str, folder: str | None = None) -> dict[str, Any]:
             found[name].append(train(steps))
     tokens, num = per_rank * place.world_size * config.block, _elements(config)
     peak = _peak(accelerator().name(device)) if bf16 else None
-    # Per token: every weight once in forward and twice in backward, and the same for the products of attention.
+    # FLOPs per token. Forward uses every weight once, and backward twice. The same holds for the products of attention.
     flops = (6 * num + 12 * config.layers * config.width * config.block) * tokens
     used = flops / median(found["nbkit"]) / place.world_size
     return found | {"tokens": tokens, "parameters": num, "bf16": bf16, "mfu": used / peak if peak else None}
 
 
 def bandwidth() -> dict[str, tuple[float, float]]:
-    """Measure the links, and return by operation: (bytes per second that a rank sends, seconds of a tiny one).
+    """Measure the links. Collective.
 
-    Collective.
+    Returns operation -> (bytes per second that a rank sends, seconds of a tiny operation).
     """
     place = World.join_from_env().place
     link = link_of(accelerator().device(place.device))
@@ -84,7 +85,10 @@ def bandwidth() -> dict[str, tuple[float, float]]:
 
 
 def communicators() -> dict[str, tuple[float, int]]:
-    """Return how a communicator of all ranks was made -> (seconds, bytes of the device that it took). Collective."""
+    """Make communicators of all ranks in several ways. Collective.
+
+    Returns way -> (seconds, bytes of device memory that the communicator took).
+    """
     device = accelerator().device(World.join_from_env().place.device)
     on_device, found = accelerator().holds(device), {}
     for how in ("new", "split") if on_device else ("new",):
@@ -107,8 +111,9 @@ def communicators() -> dict[str, tuple[float, int]]:
 def large(device_bytes: int | None = None) -> dict[str, float] | None:
     """Train a model whose weights take over a third of a device, for two steps under zero3. Collective.
 
-    device_bytes: the memory of a device; None asks it. Returns bytes of the weights, of a device, and at the peak on
-    this rank, and the last loss; None if weights, gradients and moments would not fit all devices together.
+    device_bytes: the memory of a device; None asks the device. Returns the bytes of the weights, the bytes of a device,
+    the peak bytes on this rank, and the last loss. Returns None if weights, gradients and moments would not fit into
+    all devices together.
     """
     place = World.join_from_env().place
     device = accelerator().device(place.device)
@@ -139,7 +144,7 @@ def large(device_bytes: int | None = None) -> dict[str, float] | None:
 
 
 class _Ours:
-    """A Trainer with default settings. A call trains some steps and returns the seconds of one."""
+    """A Trainer with default settings. A call trains some steps and returns the seconds of one step."""
 
     def __init__(
         self,
@@ -171,7 +176,7 @@ class _Ours:
         )
 
     def __call__(self, steps: int) -> float:
-        # The first step of a run is not counted, since it includes the start of the run.
+        # The first step of a run is not counted, because it includes the start of the run.
         self.ends.clear()
         self.trainer.fit(steps + 1)
         return (self.ends[-1] - self.ends[0]) / steps
@@ -180,7 +185,7 @@ class _Ours:
 def _plain(
     config: GPTConfig, rows: list[Any], per_rank: int, strategy: str, bf16: bool, device: torch.device
 ) -> Callable[[int], float]:
-    """Return the same training written by hand, as in the tutorials of DDP and FSDP2."""
+    """Return a function that does the same training by hand, as in the tutorials of DDP and FSDP2."""
     with device:
         model: nn.Module = GPT(config)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -237,7 +242,7 @@ def _split(model: Any, device: torch.device) -> None:
 
 
 class _Stage(nn.Module):
-    """The part of a GPT between two borders."""
+    """The part of a GPT that one pipeline stage computes."""
 
     def __init__(self, model: GPT, rank: int, ranks: int) -> None:
         super().__init__()
@@ -258,7 +263,7 @@ class _Stage(nn.Module):
 def _pipelined(
     config: GPTConfig, rows: list[Any], batch: int, bf16: bool, device: torch.device
 ) -> Callable[[int], float]:
-    """Return the same training as a pipeline of torch.distributed.pipelining."""
+    """Return a function that does the same training as a pipeline of torch.distributed.pipelining."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # takes a second; only needed here
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -291,7 +296,7 @@ def _shard(model: Any, bf16: bool) -> None:
 
 
 def _fitting(device: torch.device) -> GPTConfig:
-    """Return the largest model of which two fit, the same on all ranks. Collective."""
+    """Return the largest model of which two copies fit, the same on all ranks. Collective."""
     if not accelerator().holds(device):
         return _CPU_MODEL
     free = torch.tensor([accelerator().free_memory(device)], dtype=torch.float64, device=device)
@@ -305,7 +310,7 @@ def _elements(config: GPTConfig) -> int:
 
 
 def _peak(name: str) -> float | None:
-    """Return the bf16 FLOP/s in the data sheet of the device of that name, or None if there is none."""
+    """Return the bf16 FLOP/s in the data sheet of the device called `name`; None for an unknown device."""
     said = name.replace(" ", "").lower()
     return next((one.flops for key, one in DEVICES.items() if key.split("-")[0].lower() in said), None)
 

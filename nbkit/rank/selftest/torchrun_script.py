@@ -1,4 +1,4 @@
-"""A program as one writes it for torchrun. Nothing in it knows nbkit, and the selftest runs it in a cell as it is."""
+"""A program for torchrun, which does not use nbkit. The selftest runs it unchanged in a cell."""
 
 import os
 

@@ -1,7 +1,7 @@
-"""Measure a job while it trains, and write the records.
+"""Measures a job while it trains, and writes the records.
 
-In a cell: `from nbkit.rank import telemetry; telemetry.recent()` lists the newest collectives of this rank, and
-`with telemetry.phase("data"):` says what your own loop is doing.
+In a cell, after `from nbkit.rank import telemetry`, `telemetry.recent()` lists the newest collectives of this rank, and
+`with telemetry.phase("data"):` declares what your own loop is doing.
 """
 
 from nbkit.rank.telemetry.collectives import mode, recent, set_mode

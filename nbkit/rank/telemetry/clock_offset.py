@@ -1,7 +1,8 @@
-"""Measure, once, the offset of this rank's clock from rank 0's.
+"""Measures once how far this rank's clock is from rank 0's.
 
-Ranks that share a kernel share its monotonic clock, so their difference is exactly zero. One rank of every other host
-plays ping-pong with rank 0; the quickest round bounds the error by half its time (Cristian 1989).
+Ranks on one kernel share its monotonic clock, so their offset is exactly zero. One rank of every other host exchanges
+messages with rank 0. The offset comes from the quickest round, and its error is at most half of the time of that round
+(Cristian 1989).
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ _ROUNDS = 16
 
 
 def kernel_of() -> str:
-    """Return a name that is equal on processes with the same perf_counter.
-
-    They are in one boot of one kernel, and in one time namespace.
-    """
+    """Return a name that is equal on processes with the same perf_counter: one boot of a kernel, one time namespace."""
     try:
         return f"{boot_id()} {os.readlink('/proc/self/ns/time')}"
     except OSError:
@@ -32,9 +30,9 @@ def kernel_of() -> str:
 
 
 def clock_offset(*, kernel: str | None = None, now: Callable[[], int] = perf_counter_ns) -> int:
-    """Return the nanoseconds to add to this rank's perf_counter to get rank 0's. Collective over the world; waits.
+    """Return the nanoseconds to add to this rank's perf_counter to get rank 0's. Collective over the world.
 
-    kernel, now: this rank's, for tests.
+    kernel, now: tests replace this rank's kernel name and clock.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
@@ -50,7 +48,7 @@ def clock_offset(*, kernel: str | None = None, now: Callable[[], int] = perf_cou
         if rank == 0:
             for _ in range(_ROUNDS):
                 dist.recv(ping, other)
-                # Reading it makes the host wait until it is there, so the time sent back lies between both messages.
+                # Reading the message makes the host wait for it, so the time sent back lies between both messages.
                 int(ping)
                 dist.send(torch.tensor([now()], device=device), other)
         elif rank == other:

@@ -1,16 +1,16 @@
-"""Note every collective and message of this rank as it is issued: what, along which axis, how many bytes, how long.
+"""Records every collective and message that this rank issues: the operation, its axis, its bytes and its time.
 
-The groups of delegating_group.py call `begin` before and `follow` after they hand an operation on. Each operation is a
-`CollectiveCall` in a ring of fixed size. Nothing here waits for a device, another rank or a disk. A call that could not
-be timed has no `done`.
+The groups of delegating_group.py call `begin` before they pass an operation on, and `follow` afterwards. Each operation
+is a `CollectiveCall` in a ring of fixed size. Nothing here waits for a device, another rank or a disk. The `done` of a
+call that could not be timed is None.
 
-NBKIT_TELEMETRY, or `set_mode`: "off"; "count" notes calls and bytes; "time" (the default) also when they ended and how
-long this rank stood still in their wait().
+NBKIT_TELEMETRY or `set_mode` chooses what is recorded. "off" records nothing. "count" records calls and bytes. "time"
+(the default) also records when calls ended, and how long this rank was blocked in their wait().
 
-`Timed` is the handle of a collective that notes these times. On the host it reads a clock twice. On a device it records
-events on the current stream, and reads them when they have passed; nothing is ever synchronised. That half follows
-PyTorch's documentation (ProcessGroupNCCL, CUDA events). Nothing here holds the handle of a backend beyond its wait(),
-because it keeps what the collective has written to, such as the gathered weights of a block.
+`Timed` is a handle that records these times. For an operation on the host it reads a clock twice. For an operation on a
+device it records events on the current stream, and reads them after they have passed. It never synchronises. The device
+part follows PyTorch's documentation (ProcessGroupNCCL, CUDA events). A backend's handle keeps the memory that its
+collective has written, such as the gathered weights of a block. So no such handle is kept after its wait().
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ from nbkit.rank.telemetry.phases import clock
 from nbkit.wire.user_code import is_users
 
 _AT_ONCE_NS = 50_000
-"""A shorter wait, for a message or on a device, found the operation over already: when it ended is unknown."""
+"""If a wait for a message or on a device is shorter, the operation was already over. Then its end is unknown."""
 
 
 class DeviceCall:
-    """Times of an operation on a device stream. seconds and stalled: None until it is over, or for good."""
+    """The times of an operation on a device stream.
+
+    seconds: from issue to end. stalled: how long the current stream waited for it. Both are None until they are known,
+    and stay None if they cannot be measured.
+    """
 
     __slots__ = ("_first", "_stalls", "seconds", "stalled")
 
@@ -48,28 +52,28 @@ class DeviceCall:
         self._stalls: list[tuple[Event, Event]] = []
 
     def ended_in_stream(self) -> tuple[Event, Event]:
-        """Note that the current stream stands still for it from begin to end, such as for what was enqueued on it.
+        """Note that the operation runs on the current stream, and blocks it from begin to end.
 
-        Return the events at the two ends.
+        Returns the events at its begin and its end.
         """
         self._stalls.append(ends := (self._first, accelerator().stamp()))
         return ends
 
     def stall(self, first: Event, work: Any) -> None:
-        """Note that the current stream was made to wait for `work`, from `first` on."""
+        """Note that the current stream waits for `work`, beginning at the event `first`."""
         self._stalls.append((first, accelerator().stamp()))
-        # A work that failed, or whose group does not time, raises: it then has no duration of its own.
+        # _get_duration raises if the work failed, or if its group does not time works.
         with suppress(RuntimeError):
             if self.seconds is None and work.is_completed():
                 self.seconds = work._get_duration() / 1e3
 
     def is_open(self) -> bool:
-        """Return True if a stream is known to stand still for it now. From any thread."""
+        """Return True if a stream is known to wait for the operation now. Any thread may call it."""
         stalls = list(self._stalls)
         return bool(stalls) and not stalls[-1][1].query()
 
     def resolve(self) -> bool:
-        """Read the events that have passed. Return True if those are all. For the writing thread."""
+        """Read the events that have passed, and return True if all have. Only the writing thread calls it."""
         if self._stalls and not self._stalls[-1][1].query():
             return False
         if self._stalls and self.stalled is None:
@@ -83,9 +87,9 @@ class DeviceCall:
 
 
 class Timed(Interruptible):
-    """Stands before the handle of an inner group, and passes its answers on.
+    """A wrapper around the handle of an inner group, which records times in `call`, a CollectiveCall.
 
-    call: a CollectiveCall. state: what the training thread does while it stands in wait().
+    state: the state of the training thread while it is in wait().
     """
 
     def __init__(self, inner: Any, call: Any, state: str) -> None:
@@ -93,9 +97,9 @@ class Timed(Interruptible):
         self.call, self.state = call, state
 
     def listen(self) -> None:
-        """Have the end noted as it comes, if the backend tells (a work of ours does not)."""
+        """Record the end when it happens, if the backend reports it. Works that are written in Python do not."""
         if type(self.inner) is not dist.Work:
-            return  # a future of a work in Python may do its computing in it
+            return  # the future of a work in Python may contain a part of its computation
         call = self.call
 
         def over(_: Any) -> None:
@@ -104,7 +108,7 @@ class Timed(Interruptible):
 
         try:
             self.inner.get_future().add_done_callback(over)
-        except RuntimeError:  # suppress() takes half a microsecond
+        except RuntimeError:  # suppress() would take half a microsecond
             pass
 
     def get_future(self) -> Any:
@@ -124,7 +128,10 @@ class Timed(Interruptible):
 
 
 def wait_on_host(work: Any, call: Any, state: str, *timeout: Any) -> Any:
-    """Return what `work.wait()` returns. Note in `call` how long this thread, in `state` meanwhile, stood still."""
+    """Wait for `work`, and return what its wait() returns. Records in `call` how long this thread was blocked.
+
+    state: the state of the training thread while it waits.
+    """
     outer, began = clock.switch(state), now()
     try:
         return (wait if call.peer is None else wait_for_message)(work, call.issued, *timeout)
@@ -141,14 +148,14 @@ def wait_on_host(work: Any, call: Any, state: str, *timeout: Any) -> Any:
 
 
 BATCH = "batch"
-"""The operation that waits for several messages issued as one. Its parts carry the bytes."""
+"""The name of an operation that waits for several messages issued as one. Its bytes count in these messages."""
 
 MODES = ("off", "count", "time")
 _AXES = (*AXES, "shard", "replicate", "ep", "edp")
 
 
 class GroupInfo:
-    """Facts about a group: its label, the axis it lies along, the global ranks in it."""
+    """A group's label, its axis, and the global ranks of its members."""
 
     __slots__ = ("axis", "blocked", "label", "members", "transfer")
 
@@ -156,24 +163,28 @@ class GroupInfo:
         self.label, self.axis, self.members = label, axis, members
         # The state of the training thread while it waits: see phases.py.
         self.blocked = f"wait {axis}"
-        # In a pipeline, waiting for the neighbour is idle time of its schedule.
+        # In a pipeline, the time spent waiting for a neighbour is a bubble of the schedule.
         self.transfer = "bubble" if axis == "pp" else self.blocked
 
 
 class CollectiveCall:
     """An operation that this rank issued.
 
-    peer: global rank at the other end of a message, None for a collective. place: how many operations of its kind the
-    group (for messages: the pair) had issued with it. bytes: what this rank contributes. dtype: of its first tensor.
-    tag: of a message. root: the global rank from which a broadcast or scatter goes out, or on which a reduce or gather
-    comes together.
+    peer: the global rank at the other end of a message, None for a collective. place: the number of collectives that
+    the group has issued, this one included; for a message, the number sent to (or received from) this peer. bytes: the
+    bytes that this rank contributes. dtype: the dtype of the first tensor. tag: the tag of a message. root: the global
+    rank that sends in a broadcast or scatter, or receives in a reduce or gather.
 
-    Times are in ns of perf_counter. issued; waited: when the first wait() began; done: when it ended, None if nobody
-    could tell; blocked: how long this rank stood still for it. outside: between the steps of a training, or without
-    one. heard: `done` may be believed. It may not for an asynchronous collective in a step that does not listen: wait()
-    would see only the ends of those still under way, the longest. Nor for a message that wait() found there already.
+    Times are in ns of perf_counter. issued: when it was issued. waited: when the first wait() began. done: when it
+    ended, None if that is unknown. blocked: how long this rank waited for it. outside: True if it was issued between
+    the steps of a training, or without a training.
 
-    code, at: the user's code that issued it and the instruction in that, None if none is near.
+    heard: True if `done` is reliable. It is not for an asynchronous collective in a step that does not listen, where
+    wait() sees the end only of collectives that are still under way. It is not for a message that had arrived before
+    wait().
+
+    code, at: the user's code that issued it, and the instruction in that code. code is None if the nearest frames
+    contain no code of the user.
     """
 
     __slots__ = ("at", "blocked", "bytes", "code", "done", "dtype", "group", "heard", "issued", "number", "on_device",
@@ -201,22 +212,19 @@ class CollectiveCall:
 
     @property
     def is_open(self) -> bool:
-        """Return True if it is known to be under way: a collective on the host that tells when it ends, and has not."""
+        """Return True if this is a collective on the host that reports its end, and has not ended."""
         return self.peer is None and self.on_device is None and self.heard and self.done is None and _mode == "time"
 
     @property
     def seconds(self) -> float | None:
-        """Return the seconds from issue to end, peers that came late included; None if that is not known."""
+        """Return the seconds from issue to end, including the wait for late peers; None if that is unknown."""
         if self.on_device is not None:
             return self.on_device.seconds
         return None if self.done is None else (self.done - self.issued) / 1e9
 
     @property
     def blocked_seconds(self) -> float | None:
-        """Return how long this rank stood still for it: its host, or on CUDA its compute stream.
-
-        Return None if that is not known (yet).
-        """
+        """Return the seconds that the host waited for it, or on a device the compute stream; None while unknown."""
         return self.blocked / 1e9 if self.on_device is None else self.on_device.stalled
 
     def __repr__(self) -> str:
@@ -226,7 +234,7 @@ class CollectiveCall:
 
 
 class _IsUsers(dict[str, bool]):
-    """A cache: file -> True if it is the user's own."""
+    """A cache: file -> True if it is the user's."""
 
     def __missing__(self, file: str) -> bool:
         found = self[file] = is_users(file)
@@ -234,10 +242,11 @@ class _IsUsers(dict[str, bool]):
 
 
 class Ring:
-    """The newest `size` calls (a power of two). Older ones are overwritten. Any thread may put, any thread may read.
+    """A buffer of the newest `size` calls (a power of two), which overwrites older calls. Any thread may use it.
 
-    end: how many have been put. generation: how many of them before this generation of the world began. backward: how
-    many before the backward pass that runs now, in a program that listens; None outside of one.
+    end: the number of calls that were put. generation: the value of `end` when this generation of the world began.
+    backward: the value of `end` when the current backward pass began; None outside of backward passes, and in programs
+    that do not listen.
     """
 
     backward: int | None = None
@@ -249,14 +258,14 @@ class Ring:
         self.end = self.generation = 0
 
     def put(self, call: CollectiveCall) -> None:
-        """Note a call."""
-        # next() of a count is one instruction of the interpreter: two threads never get the same number.
+        """Add a call."""
+        # next() of a count is a single instruction of the interpreter, so two threads never get the same number.
         call.number = number = next(self._numbers)
         self._slots[number & self._mask] = call
         self.end = number + 1
 
     def between(self, start: int, stop: int) -> tuple[list[CollectiveCall], int]:
-        """Return (calls number start to stop - 1 that are still there, how many of them are not)."""
+        """Return (the calls number start to stop - 1 that are still held, the number of those that are lost)."""
         first = max(start, stop - len(self._slots))
         held = [self._slots[number & self._mask] for number in range(first, stop)]
         calls = [call for number, call in enumerate(held, first) if call is not None and call.number == number]
@@ -265,7 +274,7 @@ class Ring:
 
 ring = Ring()
 _is_users = _IsUsers()
-_FRAMES = (None,) * 6  # between an operation and the user's code; code that is farther away only called a library
+_FRAMES = (None,) * 6  # frames to search for the user's code; code that is farther away only called a library
 _mode = os.environ.get("NBKIT_TELEMETRY", "time")
 if _mode not in MODES:
     _mode = "time"
@@ -273,12 +282,12 @@ _own = 0
 
 
 def mode() -> str:
-    """Return what is noted now: "off", "count" or "time"."""
+    """Return the current mode: "off", "count" or "time"."""
     return _mode
 
 
 def set_mode(wanted: str) -> None:
-    """Note nothing ("off"), calls and bytes ("count"), or times too ("time"), from the next operation on.
+    """Record nothing ("off"), calls and bytes ("count"), or times too ("time"), from the next operation on.
 
     Raises UsageError for another word.
     """
@@ -289,21 +298,18 @@ def set_mode(wanted: str) -> None:
 
 
 def own_ns() -> int:
-    """Return the nanoseconds that noting itself has taken in this process so far, without the thread that writes."""
+    """Return the nanoseconds that recording calls has taken in this process, without the thread that writes."""
     return _own
 
 
 def recent(num: int = 100) -> list[CollectiveCall]:
-    """Return the newest `num` calls of this rank, the oldest first.
-
-    Calls of code that only calls dist.* in a cell are among them.
-    """
+    """Return the newest `num` calls of this rank, the oldest first. Direct calls of dist.* in a cell are included."""
     stop = ring.end
     return ring.between(max(0, stop - num), stop)[0]
 
 
 def axis_of(desc: str, name: str) -> str:
-    """Return the axis a group lies along, from what torch holds of it; a name of its own if it lies along none."""
+    """Return a group's axis, from its description and name in torch. Without an axis, return one of these two."""
     desc = desc.removeprefix("mesh_")
     # "pp up": the channels of a pipeline on NCCL have groups of their own.
     if desc.partition(" ")[0] in _AXES:
@@ -325,20 +331,20 @@ def begin(
 ) -> CollectiveCall:
     """Note that an operation is about to be issued.
 
-    on_device: it runs on a stream of a device, so that wait() stops that, not the host. entered: when noting it began,
-    if that was read (ns of perf_counter).
+    on_device: the operation runs on a stream of a device, so wait() blocks the stream and not the host. entered: the
+    time at which recording began (ns of perf_counter), if the caller has read it.
     """
     global _own
     if entered is None:
         entered = now()
     call = CollectiveCall(op, group, peer, place, num_bytes)
     call.dtype, call.tag = dtype, tag
-    # None if the issuing frame has no caller: on a GPU autograd's threads call DDP's reducer without Python code.
+    # This is None if no Python code issued the operation: on a GPU, autograd's threads call DDP's reducer from C++.
     frame: FrameType | None = sys._getframe(1).f_back
     for _ in _FRAMES:
         if frame is None:
             break
-        # Look up the file's name, because the hash of a code object is computed anew each time.
+        # The key is the file's name, because the hash of a code object is computed at every lookup.
         if _is_users[frame.f_code.co_filename]:
             call.code, call.at = frame.f_code, frame.f_lasti
             break
@@ -356,10 +362,10 @@ def begin(
 
 
 def follow(call: CollectiveCall, work: Any, *, at_once: bool = False) -> Any:
-    """Note that an operation has been issued. Return the handle to give on.
+    """Note that an operation has been issued, and return the handle for its caller.
 
-    work: its handle; None: it is done, or in the stream. at_once: it is waited for before anything else. On the host
-    that is done here, which saves it a handle of ours.
+    work: the backend's handle; None if the operation is done, or enqueued on the current stream. at_once: the caller
+    waits immediately. For an operation on the host this function then waits, which saves a wrapper around the handle.
     """
     global _own
     if _mode != "time":
@@ -379,8 +385,8 @@ def follow(call: CollectiveCall, work: Any, *, at_once: bool = False) -> Any:
         return None
     timed = Timed(work, call, state)
     if call.on_device is None:
-        # To listen, a thread of the backend has to take the interpreter from the one that waits. gloo has no future
-        # for a message, and to be told so costs more than all else here.
+        # Listening makes a thread of the backend take the interpreter from the waiting thread. gloo has no future for
+        # a message, and the attempt to get one costs more than everything else here.
         if call.peer is None:
             call.heard = clock.listens
             if call.heard:

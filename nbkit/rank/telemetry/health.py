@@ -1,10 +1,10 @@
-"""Watch a rank and its host while a job trains: CPU in use, memory, load, clocks; and GPUs, if it has some.
+"""Watches a rank and its host while a job trains: CPU use, memory, load, clocks, and GPUs if there are any.
 
-A thread looks every few seconds, beside the steps. On each host, one rank alone looks at what its ranks share: at all
-of its GPUs, with nvidia-ml-py, or with one nvidia-smi where that is missing. What the machine does not tell is left
-out.
+A thread measures every few seconds, in parallel to the steps. On each host, one rank also measures what the ranks of
+the host share, including all GPUs. For GPUs it uses nvidia-ml-py, or nvidia-smi if that is missing. Values that the
+machine does not report are left out.
 
-`memory_of` counts a rank's memory by use: bytes of parameters, gradients and optimizer state, from the tensors.
+`memory_of` counts a rank's memory by use: the bytes of parameters, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from nbkit.records.records import GpuHealth, HealthRecord, MemoryPart, MemoryRec
 from nbkit.wire import nvidia_smi
 
 _EVERY_S, _FIRST_S = 5.0, 1.0
-_SECONDS_TO_ANSWER = 20.0  # without persistence mode the driver wakes each GPU for the question
+_SECONDS_TO_ANSWER = 20.0  # without persistence mode, the driver wakes each GPU for the query
 _QUERY = "index,uuid,clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit,utilization.gpu,{reasons}.active"
-_REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # the name that older drivers know comes second
+_REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # older drivers know only the second name
 _BITS = re.compile("0x[0-9a-fA-F]+")
 
 
 def parse_gpus(answer: str) -> tuple[GpuHealth, ...]:
-    """Read nvidia-smi's csv answer to the query; a line without the nine columns is skipped."""
+    """Parse nvidia-smi's CSV answer to the query. Lines without the nine columns are skipped."""
     found = []
     for cells in nvidia_smi.rows(answer):
         if len(cells) == 9 and cells[0].isdigit():
@@ -48,7 +48,7 @@ def parse_gpus(answer: str) -> tuple[GpuHealth, ...]:
 
 
 def core_mhz(root: Path = Path("/sys/devices/system/cpu")) -> float | None:
-    """Return the mean clock of the host's cores; None if the kernel does not tell."""
+    """Return the mean clock of the host's cores in MHz; None if the kernel does not report it."""
     known = []
     for path in root.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"):
         try:
@@ -59,9 +59,9 @@ def core_mhz(root: Path = Path("/sys/devices/system/cpu")) -> float | None:
 
 
 class Health:
-    """Looks while it is told to, and hands what it has seen to `note`. `end` ends it.
+    """A thread that measures while it is running, and calls `note` with each record.
 
-    gpu: UUID of this rank's GPU, "" without. first: this rank looks at what its host's ranks share.
+    gpu: the UUID of this rank's GPU, "" without one. first: this rank also measures what the ranks of its host share.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Health:
         threading.Thread(target=self._run, name="nbkit-health", daemon=True).start()
 
     def run(self, running: bool) -> None:
-        """Start to look, or pause."""
+        """Start to measure, or pause."""
         with self._changed:
             self._running = running
             self._changed.notify()
 
     def end(self) -> None:
-        """Stop looking for good."""
+        """End the thread."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -105,7 +105,7 @@ class Health:
                 wait = self._every_s
 
     def look(self) -> HealthRecord:
-        """Return a record of the state now."""
+        """Return a record of the current state."""
         used, at = time.process_time(), time.monotonic()
         cpu = (used - self._used) / max(at - self._at, 1e-9)
         self._used, self._at = used, at
@@ -125,23 +125,23 @@ class Health:
                 (answer,) = nvidia_smi.ask(self._smi, [query, nvidia_smi.CSV], seconds=_SECONDS_TO_ANSWER)
                 return parse_gpus(answer)
             except (OSError, subprocess.TimeoutExpired):
-                self._smi = None  # it does not work, and asking costs
+                self._smi = None  # nvidia-smi does not work here, and each attempt takes time
             except subprocess.SubprocessError:
-                del self._reasons[0]  # not asked again
+                del self._reasons[0]  # this driver does not know the name
         return ()
 
 
 def storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
-    """Return the bytes of the storages behind these tensors.
+    """Return the bytes of the storages of these tensors.
 
-    A storage that is in `seen` (by address) counts nothing. Others join it.
+    Storages whose address is in `seen` are not counted. The addresses of the others are added to `seen`.
     """
     total = 0
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
         storage = tensor.untyped_storage()
-        # A placeholder and an emptied storage have no address. All views of one storage have the same.
+        # A placeholder and an emptied storage have no address. All views of one storage have the same address.
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
@@ -151,11 +151,11 @@ def storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
 def element_bytes(tensors: Iterable[Any], seen: set[tuple[int, int]]) -> int:
     """Return the bytes of the elements of these tensors.
 
-    A tensor at the same place as one in `seen`, and as large, counts nothing. Others join it.
+    Tensors whose (address, bytes) is in `seen` are not counted. The others are added to `seen`.
     """
     total = 0
     for tensor in tensors:
-        # A placeholder and an emptied storage hold nothing.
+        # Placeholders and emptied storages take no memory.
         if not isinstance(tensor, Tensor) or not tensor.untyped_storage().nbytes():
             continue
         place = tensor.data_ptr(), tensor.nbytes
@@ -175,14 +175,14 @@ def memory_of(
     peak: int = 0,
     named: tuple[MemoryPart, ...] = (),
 ) -> MemoryRecord:
-    """Return what `module`, its gradients and its optimizer's state take on this rank. Waits for no device.
+    """Return the bytes that `module`, its gradients and its optimizer's state take on this rank. Waits for no device.
 
     held: further parameters that the optimizer sees, such as shards. peak: bytes at the peak of a step, 0 if not
-    counted. named: its parts. Gradients exist after a backward pass. Every tensor is visited, a microsecond each, so do
-    not call it in every step.
+    counted. named: the parts of the peak. Call it after a backward pass, when gradients exist. It visits every tensor,
+    which takes a microsecond each, so do not call it in every step.
 
-    Elements are counted, as the formulas do: the flat buffers behind gradients also have padding, and the counters of
-    an optimizer are left out. Both are a part of the peak.
+    It counts elements, as the formulas do. The padding of the flat buffers behind gradients, and the optimizer's step
+    counters, are not counted. Both are part of the peak.
     """
     params = [*module.parameters(), *held]
     seen: set[tuple[int, int]] = set()
@@ -207,7 +207,11 @@ def memory_of(
 
 
 def bytes_held(device: torch.device | None = None) -> tuple[int, int, str]:
-    """Return (bytes now, bytes at the peak, the kind of `device`: of its allocator; or "rss": of this process)."""
+    """Return (bytes now, bytes at the peak, source).
+
+    The bytes are those of the allocator of `device`, and the source is the kind of device. Without an accelerator they
+    are this process's resident set size, and the source is "rss".
+    """
     if device is not None and accelerator().holds(device):
         return *accelerator().memory(device), accelerator().kind
     now = psutil.Process().memory_info().rss
@@ -215,7 +219,7 @@ def bytes_held(device: torch.device | None = None) -> tuple[int, int, str]:
 
 
 def reset_peak(device: torch.device | None = None) -> None:
-    """Count the peak from here on (on the CPU if the kernel allows it)."""
+    """Reset the peak, so that it counts from now on (on the CPU only if the kernel allows it)."""
     if device is not None and accelerator().holds(device):
         accelerator().reset_peak(device)
         return

@@ -1,7 +1,7 @@
-"""Read the state of a host's GPUs from NVIDIA's management library (NVML) in this process, with nvidia-ml-py.
+"""Reads the state of a host's GPUs from NVIDIA's management library (NVML) in this process, with nvidia-ml-py.
 
-nvidia-smi asks the same library, but each start of it takes the driver's lock on every GPU, for 0.1 to 1 s on a host
-with eight. NVML makes no CUDA context. nvidia-ml-py releases the interpreter while it waits for the library.
+nvidia-smi uses the same library, but each start of nvidia-smi locks the driver of every GPU, for 0.1 to 1 s on a host
+with eight GPUs. NVML makes no CUDA context. nvidia-ml-py releases the interpreter while it waits for the library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from nbkit.records.records import GpuHealth
 
-# nvmlClocksEventReasons of NVIDIA's NVML reference; being idle (1) and set clocks (2, 0x100) are no trouble.
+# nvmlClocksEventReasons of NVIDIA's NVML reference, without idleness (1) and clocks set by a user (2, 0x100).
 _SLOWED = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -23,16 +23,16 @@ _SLOWED = {
 
 
 def slowed_by(bits: int) -> str:
-    """Return why a GPU's clocks are lower than they could be, from NVML's bits; "" if nothing slows it."""
+    """Return why a GPU's clocks are lowered, from NVML's bits; "" if nothing slows the GPU."""
     return ", ".join(name for bit, name in _SLOWED.items() if bits & bit)
 
 
 class Nvml:
-    """The library, open. Use `open_nvml`."""
+    """An open NVML library. `open_nvml` makes it."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        # The second name is that of older drivers. A module from before 2023 lacks the first.
+        # Older drivers know only the second name. Versions of nvidia-ml-py from before 2023 lack the first.
         self._reasons = (
             library.nvmlDeviceGetCurrentClocksEventReasons,
             library.nvmlDeviceGetCurrentClocksThrottleReasons,
@@ -41,7 +41,7 @@ class Nvml:
         self._gpus = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
 
     def gpus(self) -> tuple[GpuHealth, ...]:
-        """Return the state of all GPUs of the host, in nvidia-smi's order. What a GPU does not tell is None."""
+        """Return the state of all GPUs of the host, in nvidia-smi's order. Values that are not reported are None."""
         return tuple(self._state(index, gpu) for index, gpu in enumerate(self._gpus))
 
     def _state(self, index: int, gpu: Any) -> GpuHealth:
@@ -70,7 +70,7 @@ class Nvml:
 
 
 def open_nvml() -> Nvml | None:
-    """Return the library; None without nvidia-ml-py, or if its NVML does not work."""
+    """Open NVML and return it; None without nvidia-ml-py, or if NVML does not work."""
     try:
         import pynvml  # nvidia-ml-py's module
     except ImportError:

@@ -1,11 +1,12 @@
-"""Track the training thread through every moment of a step. The states follow one another, so that they add up to it.
+"""Tracks the state of the training thread during a step. Exactly one state holds at a time, so they add up to the step.
 
     with phase("forward"):
         loss = model(x)
 
-A phase inside another suspends it; so does a wait for a collective (state "wait dp", or "bubble" in a pipeline). What
-lies in no phase is "other". What lies in "outside" (evaluation, checkpoints, live cells) belongs to no step. A lap
-costs about a microsecond. On CUDA it is an event in the current stream: the device's time, not the host's.
+A phase inside another phase suspends the outer one. So does a wait for a collective, which has the state "wait dp" (or
+"bubble" in a pipeline). Time in no phase is "other". Time in "outside" (evaluation, checkpoints, live cells) belongs to
+no step. A change of state costs about a microsecond. On CUDA it is an event in the current stream, so the times are the
+device's.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from nbkit.records.records import OUTSIDE as OUTSIDE
 
 OTHER = "other"
 PHASES = ("data", "forward", "backward", "optimizer", OTHER, OUTSIDE)
-_LAPS_AT_MOST = 1 << 16  # of one step: an hour of evaluation inside a step must not fill the memory
+_LAPS_AT_MOST = 1 << 16  # in one step; an hour of evaluation inside a step must not fill the memory
 
 Stamp = Any  # ns of perf_counter, or a CUDA event
 PipelineOp = tuple[str, int, int, Stamp, Stamp]
 
 
 class StepPhases:
-    """A step as it was marked: (state, when it began) one after the other, then when the step ended.
+    """The states of the training thread in one step.
 
-    routed, experts: see StepClock.
+    laps: (state, time at which it began), in order. stop: the time at which the step ended. routed, experts: see
+    StepClock.
     """
 
     __slots__ = ("base", "complete", "experts", "laps", "number", "ops", "routed", "stop")
@@ -42,11 +44,11 @@ class StepPhases:
         self.experts: Sequence[Sequence[tuple[Stamp, Stamp]]] = ()
 
     def over(self) -> bool:
-        """Return True if the device has come to its end."""
+        """Return True if the device has reached the end of the step."""
         return isinstance(self.stop, int) or bool(self.stop.query())
 
     def intervals(self) -> list[tuple[str, int, int]]:
-        """Return (state, start, stop) in ns of perf_counter, without gaps. On CUDA the first start is the host's."""
+        """Return (state, start, stop) in ns of perf_counter, without gaps. On CUDA the first start is of the host."""
         stamps = [self._ns(stamp) for _, stamp in self.laps] + [self._ns(self.stop)]
         return [
             (state, start, stop)
@@ -55,14 +57,14 @@ class StepPhases:
         ]
 
     def operations(self) -> list[tuple[str, int, int, int, int]]:
-        """Return (kind, stage, micro, start, stop) of a pipeline's operations.
+        """Return (kind, stage, micro, start, stop) of a pipeline's operations, with times as in `intervals`.
 
-        Times are by the same clock as in `intervals`; see records.PipelineOp.
+        See records.PipelineOp.
         """
         return [(op, stage, micro, self._ns(start), self._ns(stop)) for op, stage, micro, start, stop in self.ops]
 
     def expert_seconds(self) -> list[float]:
-        """Return the seconds in which this rank's experts made their forwards, of each layer."""
+        """Return the seconds that the forward passes of this rank's experts took, for each layer."""
         return [sum(self._ns(stop) - self._ns(start) for start, stop in layer) / 1e9 for layer in self.experts]
 
     def _ns(self, stamp: Stamp) -> int:
@@ -71,9 +73,9 @@ class StepPhases:
 
 
 class StepClock:
-    """The state of this process's training thread. Without a training nothing is kept.
+    """Tracks the state of this process's training thread. It keeps nothing without a training.
 
-    routed, experts: what `DataAxis.routed` and `DataAxis.expert_times` said in the step that is being made.
+    routed, experts: the results of `DataAxis.routed` and `DataAxis.expert_times` in the current step.
     """
 
     def __init__(self) -> None:
@@ -91,7 +93,7 @@ class StepClock:
         self.listening = True  # see `listens`
 
     def begin(self, *, on_device: bool = False) -> None:
-        """Track steps that this thread makes from here on. on_device: by the device's own time."""
+        """Track the steps that this thread makes from now on. on_device: measure the device's time."""
         self._thread, self._on_device, self._lent = get_ident(), on_device, False
         self._stamp = accelerator().stamp if on_device else now
         self.state = OTHER
@@ -108,14 +110,14 @@ class StepClock:
 
     @property
     def listens(self) -> bool:
-        """Return True if collectives are to tell when they end.
+        """Return True if collectives report their ends now.
 
-        They do not in every step, because a thread of the backend has to take the interpreter from the training for it.
+        They do not in every step, because a thread of the backend has to take the interpreter from the training.
         """
         return self.listening or self.outside
 
     def end(self) -> None:
-        """Stop for now. What was marked since the last step is dropped."""
+        """Stop tracking until `begin`, and drop the states since the last step."""
         self.laps, self.state, self.ops = None, OTHER, []
 
     def step(self, number: int) -> None:
@@ -130,22 +132,22 @@ class StepClock:
             tell(made)
 
     def switch(self, state: str) -> str:
-        """Be in `state` from now on. Return the one before, for `back`. Whatever runs outside stays outside."""
+        """Enter `state`, and return the state before, for `back`. Inside of "outside" the state does not change."""
         outer = self.state
         if outer != OUTSIDE:
             self.back(state)
         return outer
 
     def back(self, state: str) -> None:
-        """Be in `state` again."""
+        """Return to `state`."""
         if self.laps is None or state == self.state:
             return
         if get_ident() != self._thread:
             if not self._lent:
                 return
         else:
-            # On CUDA, autograd runs in a thread of its own while the training thread waits for it in "backward". When
-            # that thread enters the state of a wait, it must also come back from it.
+            # On CUDA, autograd runs in its own thread while the training thread waits for it in "backward". The thread
+            # of autograd may then change the state, and must also be able to change it back.
             self._lent = self._on_device and state == "backward"
         if len(self.laps) < _LAPS_AT_MOST:
             self.laps.append((state, self._stamp()))
@@ -154,9 +156,9 @@ class StepClock:
         self.state = state
 
     def insert(self, state: str, start: Stamp, stop: Stamp) -> None:
-        """Insert `state` from `start` until `stop`, which is now, if it is known only afterwards.
+        """Insert a state that is known only afterwards. It lasted from `start` to `stop`, which is now.
 
-        Stamps of the host are not inserted among those of a device.
+        Does nothing if `start` is a time of the host while the device's times are tracked.
         """
         if self.laps is None or isinstance(start, int) is self._on_device:
             return
@@ -168,7 +170,7 @@ class StepClock:
             self._complete = False
 
     def on_op(self, kind: str, stage: int, micro: int) -> Callable[[], None]:
-        """Begin an operation of a pipeline. Call what is returned when it is done."""
+        """Begin an operation of a pipeline. Returns a function to call when the operation is done."""
         start = self._stamp()
 
         def done() -> None:
@@ -185,11 +187,11 @@ class StepClock:
 
 
 clock = StepClock()
-"""The clock of this process. The training loop calls begin, step and end; everybody else uses `phase`."""
+"""The clock of this process. The training loop calls begin, step and end. All other code uses `phase`."""
 
 
 class phase:
-    """A context manager: inside, the training thread is in `name` (one of PHASES, or a word of the user's)."""
+    """A context manager that puts the training thread in the state `name`: one of PHASES, or a word of the user."""
 
     __slots__ = ("_name", "_outer")
 

@@ -1,14 +1,14 @@
-"""Telemetry of a job on this rank: takes what was measured as it comes, and has it written off the step.
+"""The telemetry of a job on this rank: takes measurements as they come, and writes them in a separate thread.
 
     session = Session(run_dir, rank=..., world_size=..., device=..., offset_ns=clock_offset())
     bus.add(session)                            # runs, steps' numbers, events
     clock.step(number)                          # at the end of each step: see phases.py
 
-Nothing here waits but the end of a run, when all is on disk. Until then the files are at most a quarter of a second
-behind.
+Steps do not wait for the writing. The end of a run waits until everything is on disk. Until then the files lag by at
+most a quarter of a second.
 
-`RecordThread` turns marks, numbers and calls into records: where a step's time went, and what went over which axis. It
-works one step behind, when the calls of a step have ended.
+`RecordThread` makes records of marks, numbers and calls: the parts of a step's time, and the bytes sent along each
+axis. It works one step behind, when the calls of a step have ended.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ PARTS = ("compute", "exposed", "bubble", "data", "optimizer", OTHER)
 _COMPUTE = ("forward", "backward")
 
 
-# Of the training thread alone, where the system knows: a loader may read a mapped file beside it.
+# Count only the training thread's page faults if the system can: another thread may read a mapped file for a loader.
 _WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
 def _faults() -> int:
-    """Return how many pages of memory this thread has waited for so far because they were read from disk."""
+    """Return the number of pages of memory that this thread has waited for because they were read from disk."""
     return resource.getrusage(_WHOSE).ru_majflt
 
 
 def part_of(state: str) -> str:
-    """Return the part of the step that a state of the training thread belongs to. A word of the user's is "other"."""
+    """Return the part of the step that a state of the training thread belongs to. A word of the user is "other"."""
     if state in _COMPUTE:
         return "compute"
     if state.startswith("wait "):
@@ -73,7 +73,7 @@ def part_of(state: str) -> str:
 
 
 def parts_of(intervals: Iterable[tuple[str, int, int]]) -> dict[str, float]:
-    """Return the seconds of each part, from (state, start, stop) in ns. What lies outside the step is left out."""
+    """Return the seconds of each part of a step, from (state, start, stop) in ns, without the state "outside"."""
     sums = dict.fromkeys(PARTS, 0)
     for state, start, stop in intervals:
         if state != OUTSIDE:
@@ -82,7 +82,7 @@ def parts_of(intervals: Iterable[tuple[str, int, int]]) -> dict[str, float]:
 
 
 def seconds_of(step: StepPhases) -> tuple[float, dict[str, float], list[tuple[str, int, int]]]:
-    """Return (seconds that a step took, its parts, its intervals). Parts are empty if some of it was not marked."""
+    """Return (seconds of a step, seconds of its parts, its intervals). Parts are {} if some laps were not kept."""
     intervals = step.intervals()
     parts = parts_of(intervals)
     return sum(parts.values()), parts if step.complete else {}, intervals
@@ -91,8 +91,8 @@ def seconds_of(step: StepPhases) -> tuple[float, dict[str, float], list[tuple[st
 def traffic_of(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
     """Return the traffic of these calls, by operation, group and peer.
 
-    If some calls of a row were not listened to, none counts as timed: the others, which were waited for at once, are
-    not like them.
+    If the end of some calls in a row is not reliable (see CollectiveCall.heard), none of the row counts as timed. The
+    other calls were waited for at once, so they do not represent the row.
     """
     sums: dict[tuple[str, str, int | None], list[float]] = {}
     axes: dict[str, str] = {}
@@ -120,7 +120,7 @@ def traffic_of(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
 
 
 def timed_calls(calls: Sequence[CollectiveCall]) -> tuple[TimedCall, ...]:
-    """Return the calls one by one, as they are written for a step whose every moment is kept."""
+    """Return the calls one by one, as they are written for a step that is recorded in detail."""
     return tuple(
         TimedCall(
             call.op,
@@ -139,15 +139,16 @@ def timed_calls(calls: Sequence[CollectiveCall]) -> tuple[TimedCall, ...]:
 
 _CALLS_IN_DETAIL = 4096
 _RECENT = 64
-_PASSING_S = 60.0  # how long to wait for a device's step before it is written without its parts
+_PASSING_S = 60.0  # how long to wait for a device to finish a step; after this, it is written without its parts
 
 
 @dataclass
 class StepMark:
-    """The end of a step (None: the beginning of steps) as the training thread saw it.
+    """A mark that the training thread makes at the end of a step, or at the beginning of steps (then step is None).
 
-    calls: how many had been issued. cpu, own, examined: ns of this process, of noting, and of examining strategies, so
-    far. in_detail: every moment of it is kept. faults: pages of memory that were read from disk, so far.
+    All numbers are sums up to this mark. calls: the number of issued calls. cpu, own, examined: the ns of CPU time of
+    this process, of recording calls, and of examining strategies. faults: the number of pages of memory that were read
+    from disk. in_detail: True if the step is recorded in detail.
     """
 
     step: StepPhases | None
@@ -167,7 +168,7 @@ class _Made:
 
 
 _newest: weakref.ref[RecordThread] | None = None
-"""The writer of the job that began last in this process. It alone notes what cells send."""
+"""The writer of the newest job in this process. Only this writer records the traffic of cells."""
 
 
 def _be_newest(writer: RecordThread) -> None:
@@ -176,16 +177,16 @@ def _be_newest(writer: RecordThread) -> None:
 
 
 class RecordThread:
-    """Takes marks, (step, numbers), records, and a threading.Event that asks for all that is known: see Background."""
+    """Writes records. It takes marks, (step, numbers), records, and a threading.Event to flush: see Background."""
 
     def __init__(self, *, since: int) -> None:
         self._file: RecordFile | None = None
         self._overview: Overview | None = None
         self._made: dict[int, _Made] = {}
-        self._early: list[tuple[int, dict[str, Any]]] = []  # numbers of a step that has not ended
+        self._early: list[tuple[int, dict[str, Any]]] = []  # numbers that came before the mark of their step
         self._last: StepMark | None = None
-        self._read = since  # calls that have been read from the ring
-        self._spent = 0  # ns of this thread that a step record has named
+        self._read = since  # the number of calls that have been read from the ring
+        self._spent = 0  # ns of this thread that step records already contain
         self.groups: list[Group] = []
         self.recent: deque[StepRecord] = deque(maxlen=_RECENT)
 
@@ -201,11 +202,11 @@ class RecordThread:
                 file.close()
 
     def take(self, item: Any) -> None:
-        """Write the item now, or when the rest of its step is known."""
+        """Write the item, or keep it until the rest of its step is known."""
         if isinstance(item, StepMark):
             if item.step is not None and self._last is not None:
                 self._made[item.step.number] = _Made(item, self._last)
-                # These are of a loop that reports no numbers.
+                # The loop reports no numbers for these steps.
                 self._write_steps([number for number in self._made if number <= item.step.number - 2])
             elif item.step is None:
                 self._write_outside(item.calls)
@@ -224,7 +225,7 @@ class RecordThread:
             if self._last is None or number in self._made:
                 self._take_numbers(number, numbers)
             else:
-                self._early.append(item)  # a save reads the numbers of the step at whose end it is made
+                self._early.append(item)  # a save at the end of a step asks for the step's numbers before its mark
         elif self._last is None:
             self._write_outside(ring.end)
 
@@ -303,7 +304,7 @@ class RecordThread:
         return calls, lost
 
     def _pass(self, step: StepPhases) -> bool:
-        """Wait until the device has come to the end of the step. Return False if that takes too long."""
+        """Wait until the device has reached the end of the step. Returns False if that takes too long."""
         until = time.monotonic() + _PASSING_S
         while not step.over():
             if time.monotonic() > until:
@@ -315,24 +316,25 @@ class RecordThread:
         return self._file.write(records) if records and self._file is not None else []
 
 
-FIRST_IN_DETAIL = 3  # steps of a run, and after a switch
-_IDLE_S = 2.0  # without steps, what cells sent is written this often
-_PACE_S = 0.25  # what comes meanwhile is written together: waking up for each step costs the training
+FIRST_IN_DETAIL = 3  # the number of steps recorded in detail at the start of a run and after a switch
+_IDLE_S = 2.0  # without steps, the traffic of cells is written this often
+_PACE_S = 0.25  # items of this period are written together, because waking up for each step slows the training
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
-    """Return where rank `rank` of a run writes its records."""
+    """Return the path of the file where `rank` of a run writes its records."""
     return run_dir / "telemetry" / f"rank{rank}.jsonl"
 
 
 class Session:
-    """Telemetry of a rank in a run.
+    """The telemetry of a rank in a run. It is a sink, and a listener of the clock while a training runs.
 
-    It is a sink, and hears of steps from the clock while a training runs. offset_ns: of this rank's
-    clock, see clock_offset.py. detail_every: every so many steps are kept moment by moment (the first three too, and
-    three after a switch); in those, and every LISTEN_EVERY steps, asynchronous collectives tell when they end.
-    base_bytes: what this process held before the job; default: what it holds now. first_of_host: see health.py. A
-    failure in writing is warned of once, at the next step. It never ends a training.
+    offset_ns: the offset of this rank's clock (see clock_offset.py). detail_every: record one of this many steps in
+    detail, that is, moment by moment. The first three steps and three steps after a switch are recorded in detail too.
+    In such steps, and in every LISTEN_EVERY-th step, asynchronous collectives report their ends. base_bytes: the memory
+    that this process held before the job; by default, the memory it holds now. first_of_host: see health.py.
+
+    An error while writing gives one warning, at the next step. It never ends a training.
     """
 
     def __init__(
@@ -355,7 +357,7 @@ class Session:
         begun, unix = now(), time.time()
         base = 0 if on_device else bytes_held(device)[0] if base_bytes is None else base_bytes
 
-        def head(part: int) -> Sequence[Record]:  # kept by the thread: it must not hold this object
+        def head(part: int) -> Sequence[Record]:  # the thread keeps this function, so it must not refer to `self`
             header = Header(
                 rank,
                 world_size,
@@ -376,7 +378,7 @@ class Session:
         self._writing = Background(
             writer.take, writer.close, name="nbkit-records", what=what, idle_s=_IDLE_S, pace_s=_PACE_S
         )
-        # The thread refers only to the writer, so that it ends with this object.
+        # The thread refers only to the writer, so this object can be deleted, which ends the thread.
         weakref.finalize(self, self._writing.end)
         self._health = Health(
             self._writing.put, gpu="" if device is None else accelerator().uuid(device), first=first_of_host
@@ -400,7 +402,7 @@ class Session:
             self.detail(FIRST_IN_DETAIL)
 
     def begin(self) -> None:
-        """Record the steps that this thread makes from here on. For a loop of your own, without events."""
+        """Record the steps that this thread makes from now on. Call it in a loop of your own, which emits no events."""
         if self._made not in clock.listeners:
             clock.listeners.append(self._made)
         self._writing.put(
@@ -411,7 +413,7 @@ class Session:
         self._health.run(True)
 
     def end(self) -> None:
-        """Stop for now. Returns when everything is on disk."""
+        """Stop recording until `begin`. Returns when everything is on disk."""
         clock.end()
         self._health.run(False)
         if self._made in clock.listeners:
@@ -424,27 +426,24 @@ class Session:
         return list(self._writer.recent)
 
     def flush(self) -> None:
-        """Wait until everything that is known is on disk, steps whose numbers have not come included.
-
-        After `close` nothing more gets there.
-        """
+        """Wait until everything is on disk, including steps without numbers. Does nothing after `close`."""
         self._writing.flush()
 
     def note(self, record: Record) -> None:
-        """Have a record written as it is."""
+        """Write a record as it is, in the writing thread."""
         self._writing.put(record)
 
     def detail(self, steps: int) -> None:
-        """Keep the next `steps` steps moment by moment, the one that is being made included. From any thread."""
+        """Record `steps` steps in detail, beginning with the current one. Any thread may call it."""
         self._until = max(self._until, self._made_steps + steps)
         self._look()
 
     def memory(self, measured: MemoryRecord) -> None:
-        """Take what health.memory_of counted, after a backward pass and before the gradients are dropped."""
+        """Write the result of health.memory_of, called after a backward pass and before gradients are dropped."""
         self._writing.put(measured)
 
     def close(self) -> None:
-        """Write what there is, and end."""
+        """Write everything, and end the threads."""
         self.end()
         self._health.end()
         self._writing.end()
@@ -461,5 +460,5 @@ class Session:
         return self._made_steps < self._until or self._next % self._detail_every == 0
 
     def _look(self) -> None:
-        """Look as closely as the step that begins deserves."""
+        """Choose whether collectives report their ends in the step that begins."""
         clock.listening = self._in_detail or self._next % LISTEN_EVERY == 0

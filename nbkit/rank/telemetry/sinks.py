@@ -1,4 +1,4 @@
-"""The bus of a job: it hands the events of a training to its sinks.
+"""The bus of a job, which passes the events of a training to sinks.
 
     class Tracker:
         def open(self, run):  # optional
@@ -14,11 +14,12 @@
     trainer = nbkit.Trainer(..., sinks=[Tracker()])
 
 nbkit's own sinks have the same methods: the records on disk (session.py), TensorBoard's scalars (tensorboard.py), the
-moving line (`ProgressLine`), and what measures memory now and then (train/run_recorder.py).
+progress line (`ProgressLine`), and the recorder of memory (train/run_recorder.py).
 
-There is one rule for errors: a sink that raises is named once, in a warning, and gets nothing more. It never ends a
-training. And there is one rule for threads: `write` is called on the training thread, between two steps, so it returns
-at once. A sink that may take longer is put on the bus as `InThread(sink)`; those of users always are.
+Errors: a sink that raises gives one warning that names it, and gets no further events. It never ends a training.
+
+Threads: the training thread calls `write` between two steps, so `write` must return at once. A sink that may take
+longer is put on the bus as `InThread(sink)`. Sinks of users always are.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from nbkit.records.event_words import mark_of
 from nbkit.records.events import Event, Rebalanced, RunStarted, RunStopped, StepDone, Switched
 
 _LAST_SECONDS = 10.0
-"""The end of a run, and the end of the process, wait so long for a sink."""
+"""The time that the end of a run, or of the process, waits for a sink."""
 
 CLOSE_SECONDS = 3.0
-"""Stop of the cluster waits so long for all sinks. The notebook waits 5 s for the end of a cluster."""
+"""The time that a stop of the cluster waits for all sinks. The notebook waits 5 s for the end of a cluster."""
 
 
 @runtime_checkable
@@ -53,7 +54,7 @@ class Sink(Protocol):
     """An object that gets the events of a training. `open(run)` and `close()` are optional."""
 
     def write(self, event: dict[str, Any]) -> None:
-        """Take an event: {"kind": ..., "step": finished steps, ...}. The event of a step has its entry of `history`."""
+        """Take an event: {"kind": ..., "step": finished steps, ...}. A step's event holds its entry of `history`."""
         ...
 
 
@@ -74,20 +75,20 @@ def check_sinks(sinks: Sequence[Sink]) -> None:
 
 
 class Bus:
-    """Hands each event of a job to the sinks of this rank, in the order in which they were added."""
+    """Passes each event of a job to the sinks of this rank, in the order in which they were added."""
 
     def __init__(self) -> None:
         self.sinks: list[Sink] = []
 
     def add(self, sink: Sink | None, *, run: dict[str, Any] | None = None) -> None:
-        """Add a sink; None adds nothing. run: open it for this run."""
+        """Add a sink. None adds nothing. run: if given, open the sink for this run."""
         if sink is not None:
             self.sinks.append(sink)
             if run is not None:
                 self._call(sink, "open", run)
 
     def emit(self, event: Event) -> None:
-        """Hand an event to all sinks."""
+        """Pass an event to all sinks."""
         told = event.as_dict() if self.sinks else {}
         for sink in list(self.sinks):
             self._call(sink, "write", dict(told))
@@ -105,19 +106,19 @@ def _lost(what: str, error: Exception) -> str:
 
 
 def _nothing(*_: Any) -> None:
-    """Stand in for a method that a sink need not have."""
+    """Do nothing, in place of an optional method that a sink does not have."""
 
 
 class InThread:
-    """A sink that hands what it gets to another one, in a thread. No step waits for that one.
+    """A sink that passes its events to another sink in a thread, so that no step waits for that sink.
 
-    The last event of a run waits for the thread, at most `wait_s`. The sink is opened with the first event. It is
-    closed when this object is deleted, when the process exits, or by `close`. what, pace_s: see Background.
+    The last event of a run waits for the thread, at most `wait_s` seconds. The inner sink is opened at the first event.
+    It is closed by `close`, when this object is deleted, or when the process exits. what, pace_s: see Background.
     """
 
     def __init__(self, sink: Sink, *, what: str = "", pace_s: float = 0.0, wait_s: float | None = None) -> None:
         self._wait_s = _LAST_SECONDS if wait_s is None else wait_s
-        # The thread does not refer to this object, so that it ends with it, or with the process.
+        # The thread does not refer to this object, so this object can be deleted, which ends the thread.
         self._inner = inner = _Opened(sink)
         self.name = type(sink).__name__
         what = what or f"given to the sink {self.name}"
@@ -126,22 +127,22 @@ class InThread:
         _in_threads.add(self)
 
     def open(self, run: dict[str, Any]) -> None:
-        """Open the sink for `run` when its first event comes."""
+        """Open the inner sink for `run` when its first event comes."""
         self._inner.run = run
 
     def write(self, event: dict[str, Any]) -> None:
-        """Take an event; the last one of a run waits a while for the sink."""
+        """Take an event. The last event of a run waits for the inner sink, at most `wait_s` seconds."""
         self._writing.put(event)
         if event["kind"] == RunStopped.kind:
             self._writing.flush(self._wait_s)
 
     def close(self, *, seconds: float = _LAST_SECONDS) -> None:
-        """Hand over what is there, and close the sink. Waits for it, at most `seconds`."""
+        """Pass on the remaining events, and close the inner sink. Waits for it, at most `seconds`."""
         self._writing.end(seconds=seconds)
 
 
 class _Opened:
-    """The part of an InThread that its thread refers to. run: what the sink is opened with."""
+    """The part of an InThread that its thread refers to. run: the argument for the sink's `open`."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink, self._opened = sink, False
@@ -162,7 +163,7 @@ class _Opened:
 
 @dataclass(frozen=True)
 class AbsentSink:
-    """Stands for a sink of the user's that this process does not have, because it joined the training later."""
+    """A placeholder for a user's sink that this process lacks, because it joined the training later."""
 
     name: str
 
@@ -173,13 +174,13 @@ class AbsentSink:
 _in_threads: weakref.WeakSet[InThread] = weakref.WeakSet()
 
 announce: Callable[[], None] = _nothing
-"""Called when a job has sinks of the user's. The bridge sets it, so that Stop of the cluster waits for `close_all`."""
+"""Called when a job has sinks of the user. The bridge sets it, so that a stop of the cluster waits for `close_all`."""
 
 
 def add_users(bus: Bus, sinks: Iterable[Sink], run: dict[str, Any]) -> tuple[Sink, ...]:
-    """Put sinks of the user's on the bus, each in a thread, and open them for `run`. Return what is on the bus.
+    """Put the user's sinks on the bus, open them for `run`, and return them, each as an InThread.
 
-    Those that are in threads already stay as they are.
+    A sink that is an InThread already is added unchanged. An AbsentSink is left out.
     """
     added = [
         each if isinstance(each, InThread) else InThread(each) for each in sinks if not isinstance(each, AbsentSink)
@@ -192,9 +193,9 @@ def add_users(bus: Bus, sinks: Iterable[Sink], run: dict[str, Any]) -> tuple[Sin
 
 
 def close_all(seconds: float = CLOSE_SECONDS) -> None:
-    """Close the sinks that have threads, because this process is about to end without cleaning up. From any thread.
+    """Close all InThread sinks at the same time, and wait for them, at most `seconds`. Any thread may call it.
 
-    They close at the same time. Waits for them, at most `seconds`.
+    It is called when this process is about to end without cleaning up.
     """
     sinks, until = list(_in_threads), time.monotonic() + seconds
     for sink in sinks:
@@ -204,15 +205,18 @@ def close_all(seconds: float = CLOSE_SECONDS) -> None:
 
 
 IDLE = ()
-"""The item that is taken when none has come for a while."""
+"""The item that is taken if none has come for `idle_s` seconds."""
 
 
 class Background:
-    """Calls `take` with each item that is put, in a thread of its own.
+    """Calls `take` with each item that is put, in a separate thread.
 
-    After a failure it takes none; `end` calls `close`. An item that is an Event asks for all that was put before it to
-    be on disk. idle_s: take IDLE if nothing has come for so long. pace_s: after an item, sleep for so long, because
-    waking up for each costs the training. what: what becomes of the items, for the warning: "recorded in runs/a".
+    After an error it takes no more items. At the end the thread calls `close`. An item that is a threading.Event is set
+    when all items before it have been taken.
+
+    idle_s: take IDLE after this many seconds without an item. pace_s: before an item, sleep for this many seconds if no
+    other item waits, because waking up for each item slows the training. what: a text for the warning that says what
+    happens to items, such as "recorded in runs/a".
     """
 
     def __init__(
@@ -234,26 +238,26 @@ class Background:
         self._thread.start()
 
     def put(self, item: Any) -> None:
-        """Put an item. From any thread."""
+        """Put an item. Any thread may call it."""
         self.tell()
         self._items.put(item)
 
     def tell(self) -> None:
-        """Warn, once, if the writing has failed. Only on the main thread, whose output is the cell's."""
+        """Warn once if `take` has failed. Only the main thread warns, because its output appears in the cell."""
         if self._failure is None or self._warned or threading.current_thread() is not threading.main_thread():
             return
         self._warned = True
         warnings.warn(_lost(self._what, self._failure), stacklevel=3)
 
     def end(self, *, seconds: float = 0.0) -> None:
-        """Take what is there, and no more. seconds: how long to wait for the thread to end."""
+        """End the thread after the items that were put. seconds: how long to wait for the end."""
         self._items.put(None)
         self._hurry.set()
         if seconds and threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
     def flush(self, seconds: float = math.inf) -> None:
-        """Wait, at most `seconds`, until all that was put is on disk. After `end` nothing more gets there."""
+        """Wait, at most `seconds`, until all items that were put have been taken. After `end`, none is taken."""
         written, until = threading.Event(), time.monotonic() + seconds
         self._items.put(written)
         self._hurry.set()
@@ -294,9 +298,10 @@ _PERIOD_S = 0.25
 
 
 class ProgressLine:
-    """A sink that shows the one moving line: `step 120/500 · loss 2.314 · 12,300 tokens/s · 31 s to go`.
+    """A sink that shows a progress line: `step 120/500 · loss 2.314 · 12,300 tokens/s · 31 s to go`.
 
-    It rewrites the line at most four times a second, and ends it when the run stops. Steps of earlier runs count.
+    It rewrites the line at most four times a second, and ends it when the run stops. The step number includes the steps
+    of earlier runs.
 
     progress: returns the numbers of the line, as `History` reports them.
     """
@@ -335,7 +340,7 @@ class ProgressLine:
 
 
 def progress_line(now: Mapping[str, Any]) -> str:
-    """Return the line of these numbers."""
+    """Return the progress line for these numbers."""
     parts = [f"step {now.get('step', 0)}" + (f"/{now['goal']}" if now.get("goal") else "")]
     if "loss" in now:
         parts.append(f"loss {figure(now['loss'])}")

@@ -1,13 +1,13 @@
-"""Write what TensorBoard shows, in threads that nothing waits for but the end of a run.
+"""Writes files for TensorBoard in separate threads. Only the end of a run waits for these threads.
 
-About the job, from rank 0: scalars of every step, and events as text. About each rank: where its step goes, what it
-sends, and its memory, read from its own record file.
+Rank 0 writes scalars of every step of the job, and events as text. Each rank writes the parts of its step time, its
+communication and its memory, which it reads from its own record file.
 
     bus.add(Session(run_dir, rank=rank, ...))
     bus.add(rank_sink(run_dir, rank))  # after the session
 
-A rank's scalars are written once a second, as the mean of the steps since the last time. So the cost does not grow with
-the pace of the steps.
+A rank's scalars are written once a second, as the mean over the steps since the last write. So the cost does not depend
+on the number of steps per second.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from nbkit.records.readings import members_of, table
 from nbkit.records.record_file import START, mean_of, read_since
 from nbkit.records.records import Group, MemoryRecord, Record, StepRecord
 
-_PACE_S = 1.0  # waking up for each step would cost the training more than the writing
-_LAST_SECONDS = 60.0  # the import of TensorBoard takes several of them on a busy machine
+_PACE_S = 1.0  # waking up for each step would cost the training more than the writing does
+_LAST_SECONDS = 60.0  # the import of TensorBoard takes several seconds on a busy machine
 
 _TAGS = {
     "loss": tags.LOSS,
@@ -44,10 +44,7 @@ _MEMORY = ("parameters", "gradients", "optimizer", "buffers", "now", "peak")
 
 
 def _add_values(writer: Any, values: Mapping[str, float], step: int) -> None:
-    """Write tag -> value of a step, in one event of a SummaryWriter.
-
-    An event costs this process as much as all its values.
-    """
+    """Write the values (tag -> value) of a step as one event, since an event costs as much as all its values."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     if not hasattr(writer, "_get_file_writer"):
@@ -59,7 +56,7 @@ def _add_values(writer: Any, values: Mapping[str, float], step: int) -> None:
 
 
 def job_sink(path: Path) -> InThread | None:
-    """Return a sink that writes scalars and events of the job to `path`; None, with a warning, without TensorBoard."""
+    """Return a sink that writes scalars and events of the job to `path`; warn and return None without TensorBoard."""
     if not _installed():
         warnings.warn(
             "tensorboard is not installed, so nothing is written for it: pip install tensorboard   "
@@ -71,12 +68,12 @@ def job_sink(path: Path) -> InThread | None:
 
 
 def rank_sink(run_dir: Path, rank: int) -> InThread | None:
-    """Return a sink that writes what the records of `rank` say to <run_dir>/rank<rank>; None without TensorBoard.
+    """Return a sink that writes the records of `rank` to <run_dir>/rank<rank>; None without TensorBoard.
 
-    On the bus it comes after the Session, whose file it reads.
+    Add it to the bus after the Session, because it reads the Session's file.
     """
     if not _installed():
-        return None  # job_sink on rank 0 says so
+        return None  # job_sink warns on rank 0
     path = run_dir / f"rank{rank}"
     return _in_thread(RankScalars(run_dir / "telemetry" / f"rank{rank}.jsonl", path, rank), path)
 
@@ -97,7 +94,7 @@ class JobScalars:
         self._writer: Any = None
 
     def write(self, event: dict[str, Any]) -> None:
-        """Write an event. All is on disk after the last one of a run."""
+        """Write an event. After the last event of a run, everything is on disk."""
         if self._writer is None:
             self._writer = _open(self._path)
             self._writer.add_custom_scalars(tags.layout())
@@ -117,10 +114,7 @@ class JobScalars:
 
 
 def _open(path: Path) -> Any:
-    """Return a SummaryWriter for `path`.
-
-    Call it in the writing thread: its import takes half a second, for which no step waits.
-    """
+    """Return a SummaryWriter for `path`. Call it in the writing thread, because the import takes half a second."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(path))
@@ -137,7 +131,7 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _scalars_of(rank: int, step: StepRecord, groups: Iterable[Group]) -> dict[str, float]:
-    """Return tag -> value of a step of this rank. What was not timed is left out."""
+    """Return tag -> value for a step of this rank, without values that were not measured."""
     found: dict[str, float] = {}
     if step.seconds > 0:
         found[tags.RANK_SECONDS] = step.seconds
@@ -155,7 +149,7 @@ def _scalars_of(rank: int, step: StepRecord, groups: Iterable[Group]) -> dict[st
 
 
 class RankScalars:
-    """A sink that writes what `records` has got since the last event, as the mean of its steps."""
+    """A sink that writes the new steps in the file `records` as their mean, and the new memory records."""
 
     def __init__(self, records: Path, folder: Path, rank: int) -> None:
         self._records, self._folder, self._rank = records, folder, rank
@@ -164,7 +158,7 @@ class RankScalars:
         self._writer: Any = None
 
     def write(self, event: dict[str, Any]) -> None:
-        """Write now and then, and at the end of a run."""
+        """Write if a second has passed since the last write, or if the run ends."""
         if event["kind"] == RunStopped.kind or time.monotonic() >= self._due:
             self._due = time.monotonic() + _PACE_S
             self._write(*self._read())
@@ -187,7 +181,7 @@ class RankScalars:
             return
         if self._writer is None:
             self._writer = _open(self._folder)
-        # Steps of two strategies are never mixed.
+        # A mean is never taken over steps of different strategies.
         for _, those in groupby(steps, key=lambda step: step.numbers.get("strategy")):
             step = mean_of(list(those))
             _add_values(self._writer, _scalars_of(self._rank, step, self._groups), step.step)

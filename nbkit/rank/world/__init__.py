@@ -1,1 +1,1 @@
-"""The world that a rank belongs to: joining and leaving it, its generations, and releasing a stuck rank."""
+"""The world that a rank belongs to: joining it, leaving it, forming new generations, releasing a stuck rank."""

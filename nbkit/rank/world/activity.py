@@ -1,7 +1,7 @@
-"""Reports what this rank does right now, from another thread than the working one: see nbkit.wire.activity.
+"""Reports from a separate thread what this rank is doing: see nbkit.wire.activity.
 
-It also finds out whether the user's own code calls a model of which every rank holds a part. Then all ranks must call
-it.
+It also finds out whether the user's own code calls a split model. All ranks must call such a model, because each holds
+only a part of it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _TORCH = PurePath(nn.__file__).parents[1]
 
 
 def split_model_call(frames: Sequence[FrameType]) -> tuple[FrameType, str] | None:
-    """Return (the user's frame that calls a split model, its strategy); None if a step calls it, or nothing does.
+    """Return (the user's frame that calls a split model, the model's strategy); None if a step or nobody calls one.
 
-    frames: of a thread, innermost first.
+    frames: the frames of a thread, innermost first.
     """
     caller, model = None, None
     for frame in frames:
-        if frame.f_code is call_of_module:  # the outermost module is the model, the inner ones are its blocks
+        if frame.f_code is call_of_module:  # the outermost module is the model; the inner modules are its blocks
             caller, model = None, frame.f_locals.get("self")
         elif model is not None and caller is None and not PurePath(frame.f_code.co_filename).is_relative_to(_TORCH):
             caller = frame
@@ -57,9 +57,9 @@ def split_model_call(frames: Sequence[FrameType]) -> tuple[FrameType, str] | Non
     return (caller, strategy) if strategy is not None else None
 
 
-OPERATIONS = 64  # operations of a group to report, and as many messages
-_CALLS = 4096  # newest calls to search for them
-_DEVICE_SECONDS = 1.0  # if a device has not finished an operation after this time, the rank waits for it
+OPERATIONS = 64  # maximum of collectives to report for a group; the same maximum holds for messages
+_CALLS = 4096  # number of the newest calls that are searched
+_DEVICE_SECONDS = 1.0  # if a device has not finished an operation after this time, it counts as waited for
 _CALL_CHARACTERS = 60
 _C10D = dist.distributed_c10d.__file__
 _AUTOGRAD = torch.autograd.graph.__file__
@@ -70,12 +70,12 @@ _NEW_GROUP = "_new_group_with_tag"
 
 
 def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **known: Any) -> Activity:
-    """Return what this rank does. cells: file -> cell number, for code in cells. known: more fields of Activity."""
+    """Return what this rank is doing. cells: file -> cell number, for code in cells. known: more fields of Activity."""
     frames = sys._current_frames()
     main = list(_outwards(frames.get(threading.main_thread().ident or 0)))
     line, logs = _innermost(main, cells), _logs(cells)
     waits, on_device = _awaited(main, line, cells), False
-    for ident, frame in frames.items():  # on a device the backward pass runs in its own thread
+    for ident, frame in frames.items():  # on a device, the backward pass runs in its own thread
         if waits is None and ident not in (threading.main_thread().ident, threading.get_ident()):
             call = next((each.f_locals["call"] for each in _outwards(frame) if each.f_code in _WAITS), None)
             waits = None if call is None else _operation(call, cells, line)
@@ -100,7 +100,7 @@ def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **kno
 
 
 def awaited() -> Operation | None:
-    """Return the operation that the main thread waits in without a time limit. Call it from another thread."""
+    """Return the operation in which the main thread waits without a time limit. Call this from another thread."""
     main = list(_outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
     if any(frame.f_code in _LIMITED and any(frame.f_locals["timeout"]) for frame in main):
         return None
@@ -149,11 +149,11 @@ def _reads_data(frames: list[FrameType]) -> bool:
     return clock.state == "data" or any(reader in file for file in files for reader in _READERS)
 
 
-# What it waits in ---------------------------------------------------------------------------------------------------
+# The operation it waits in ------------------------------------------------------------------------------------------
 
 
 def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str, int]) -> Operation | None:
-    """Return the operation that the innermost frames wait in. The search ends at the first frame of the user's code."""
+    """Return the operation in which the innermost frames wait; None if user code is reached first."""
     for frame in frames:
         code = frame.f_code
         if is_users(code.co_filename):
@@ -169,7 +169,7 @@ def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str,
         if code.co_filename == _C10D and code.co_name == _NEW_GROUP:
             return _being_made(frame, line)
         if code.co_filename == _C10D and collectives.mode() != "time":
-            last = delegating_group.last_issued()  # the handles have no information if nothing is timed
+            last = delegating_group.last_issued()  # handles hold no calls if nothing is timed
             return None if last is None else replace(last, line=line)
         if code.co_filename == _AUTOGRAD and (call := _oldest(_may_be_open)) is not None:
             return _operation(call, cells, line)  # torch's DDP waits in C++, within the backward pass
@@ -177,7 +177,7 @@ def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str,
 
 
 def _may_be_open(call: CollectiveCall) -> bool:
-    """Return True if a call is under way, or may be: nobody has heard its end, or waited for it in this backward."""
+    """Return True if a call is under way, or may be, because nothing in this backward pass has noticed its end."""
     if call.is_open:
         return True
     unknown = not call.heard and call.waited is None and call.peer is None and call.on_device is None
@@ -185,7 +185,7 @@ def _may_be_open(call: CollectiveCall) -> bool:
 
 
 def _being_issued(frame: FrameType, line: CodeLine | None) -> Operation | None:
-    """Return the operation that is being issued. Members of some groups must meet before the first use."""
+    """Return the operation that is being issued. This may block, because members of some groups first meet."""
     known, group = frame.f_locals, frame.f_locals.get("self")
     if not isinstance(group, DelegatingGroup) or "number" not in known:
         return None
@@ -206,7 +206,7 @@ def _being_issued(frame: FrameType, line: CodeLine | None) -> Operation | None:
 def _being_made(frame: FrameType, line: CodeLine | None) -> Operation:
     """Return the creation of a group as an operation. All ranks of the world create groups in the same order."""
     world = group_tables
-    # torch counts a group when it names it, before it waits for anything.
+    # torch increases the count when it names a group, before it waits for anything.
     ranks = tuple(frame.f_locals.get("ranks") or ())
     everyone = _everyone()
     alone = bool(ranks) and frame.f_locals.get("use_local_synchronization")
@@ -218,7 +218,7 @@ def _everyone() -> tuple[int, ...]:
 
 
 def _on_device(cells: Mapping[str, int]) -> Operation | None:
-    """Return the oldest operation that a device has not finished for a while."""
+    """Return the oldest operation that a device should have finished a while ago; None if there is none."""
     call = _oldest(lambda call: call.on_device is not None and call.on_device.is_open())
     if call is None or now() - call.issued < _DEVICE_SECONDS * 1e9:
         return None
@@ -226,7 +226,7 @@ def _on_device(cells: Mapping[str, int]) -> Operation | None:
 
 
 def _oldest(under_way: Callable[[CollectiveCall], bool]) -> CollectiveCall | None:
-    """Return the oldest call that is under way, among the newest calls."""
+    """Return the oldest of the newest calls for which `under_way` is true; None if there is none."""
     return next((call for call in _newest() if under_way(call)), None)
 
 
@@ -236,7 +236,7 @@ def _newest() -> list[CollectiveCall]:
     return ring.between(max(ring.generation, ring.end - _CALLS), ring.end)[0]
 
 
-# What it has issued -------------------------------------------------------------------------------------------------
+# The operations it has issued ---------------------------------------------------------------------------------------
 
 
 def _logs(cells: Mapping[str, int]) -> dict[str, GroupLog]:
@@ -267,7 +267,7 @@ def _by_rank(group: DelegatingGroup, counts: Mapping[int | str, int]) -> dict[in
 
 
 def _operation(call: CollectiveCall, cells: Mapping[str, int], line: CodeLine | None = None) -> Operation:
-    """Return a call as an Operation. line: where it was issued, if the call does not say so itself."""
+    """Return a call as an Operation. line: the line that issued it, used if the call has no line."""
     if call.code is not None:
         line = _line(call.code, call.at, cells)
     dtype = str(call.dtype).removeprefix("torch.") if call.dtype is not None else ""
@@ -279,7 +279,7 @@ def _operation(call: CollectiveCall, cells: Mapping[str, int], line: CodeLine | 
 
 
 def _stacks(frames: Mapping[int, FrameType]) -> str:
-    """Return the stack of every thread, the main one first."""
+    """Return the stack of every thread as text, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
     shown = [

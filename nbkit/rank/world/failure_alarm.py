@@ -1,11 +1,11 @@
-"""Tells all ranks about one rank's failure in a step, so that all of them end the step. Releases a stuck rank.
+"""Tells all ranks that one rank has failed in a step, so that all of them end the step. Releases a stuck rank.
 
 A rank that fails leaves the others waiting in a collective. Between `Alarm.begin` and `Alarm.end`, a thread of each
-rank watches the store of the world. When another rank has called `ring`, it wakes this rank from its wait. Then all
-ranks `meet`, which uses no process group, and `mend` the groups. Messages under way in the groups are lost.
+rank watches the store of the world. When another rank has called `ring`, the thread wakes this rank from its wait. Then
+all ranks `meet`, which uses no process group, and `mend` the groups. Messages under way in the groups are lost.
 
-`break_out` and `wake` release this rank from a collective; `where` says where a stuck rank is. They may be called from
-a thread while the main thread blocks in a collective.
+`break_out` and `wake` release this rank from a collective. `where` says where a stuck rank is. A thread may call them
+while the main thread blocks in a collective.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _dump_file: IO[str] | None = None
 
 
 def break_out(reason: str, error: Exception | None = None) -> None:
-    """Release this process from any operation of a process group it waits in, and from the forming of a group.
+    """Release this process from the operation of a process group that it waits in, and from the forming of a group.
 
     The waiting call raises `error`, or an error of its own. The world is marked dirty with `reason`, and can be used
-    again after `World.reform`. Returns within about 4 s, mostly within 0.2. It is harmless if repeated, or if nothing
-    waits.
+    again after `World.reform`. Returns within about 4 s, mostly within 0.2 s. A second call, or a call when nothing
+    waits, does no harm.
     """
     if (here := world.current()) is not None and not here.dirty:
         here.dirty = reason
@@ -52,16 +52,16 @@ def break_out(reason: str, error: Exception | None = None) -> None:
 def wake(reason: str, error: Exception | None = None) -> None:
     """Release this process like `break_out`, but do not mark the world dirty. The caller forms the groups again.
 
-    See `Alarm`. gloo: the connections of our groups are shut (on Linux only), since nothing else wakes gloo. Even that
-    does not wake a wait for the rest of a message, which ends a second later. nccl: the communicators are aborted. A
-    wait for peers in the first use of a communicator is in Python.
+    `Alarm` uses this. For gloo it shuts the connections of our groups (on Linux only), since nothing else wakes gloo.
+    A wait for the rest of a message does not notice that, and ends a second later. For nccl it aborts the
+    communicators. A wait for peers in the first use of a communicator is in Python, and ends too.
     """
     background_creation.forming.broken = background_creation.forming.broken or reason
     for tell in group_creation.breaking_off:
         tell()
     group_creation.shut_all()
     interruptible_wait.interrupt(reason, error)
-    # Aborting may itself wait for the device; the caller may not.
+    # Aborting may wait for the device, and the caller must not.
     group_creation.abort(delegating_group.live())
 
 
@@ -78,7 +78,7 @@ def main_thread_stack() -> list[str]:
 
 
 def where() -> str:
-    """Return one line: the user's innermost line, and the operation issued last. Empty when there is neither."""
+    """Return one line with the user's innermost line and the operation issued last; "" if there is neither."""
     stack, issued = main_thread_stack(), delegating_group.where()
     return "; ".join(part for part in (stack[-1] if stack else "", issued and f"last issued {issued}") if part)
 
@@ -86,8 +86,8 @@ def where() -> str:
 def dump_on_signal(path: str | os.PathLike[str]) -> None:
     """Append the stack of the main thread to the file `path` on SIGUSR1. This works while a C call holds the GIL.
 
-    It does not write the stacks of all threads: Python would read them while they run, and crash with SIGSEGV if one of
-    them ends meanwhile. The system sends the signal to the main thread.
+    Only this stack is written. Python would read the stacks of other threads while they run, and would crash with
+    SIGSEGV if one of them ended meanwhile. The system sends the signal to the main thread.
     """
     global _dump_file
     previous, _dump_file = _dump_file, Path(path).open("a")
@@ -110,7 +110,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 _LOOK_SECONDS = 0.05
-_MEET_SECONDS = 300.0  # a rank that is computing comes only when it next waits for another one
+_MEET_SECONDS = 300.0  # a rank that computes comes only when it next waits for another rank
 _MEND_SECONDS = 60.0
 _RUNG = "rung"
 
@@ -120,9 +120,10 @@ class AlarmHeard(RuntimeError):
 
 
 class Alarm:
-    """The alarm of one step of all ranks.
+    """The alarm for one step on all ranks.
 
-    name: equal on every rank, and different for every step of a world that is mended. heard: this rank was woken.
+    name: equal on every rank, and different for every step of a world that is mended. heard: True if this rank was
+    woken.
     """
 
     def __init__(self, name: str) -> None:
@@ -134,23 +135,23 @@ class Alarm:
 
     @staticmethod
     def possible() -> bool:
-        """Return True if the groups of this process can be formed again: its world is ours."""
+        """Return True if nbkit made the groups of this process, and so can form them again."""
         here = world.current()
         return here is not None and not here.dirty and isinstance(dist.group.WORLD, DelegatingGroup)
 
     def begin(self) -> None:
-        """Start to listen."""
+        """Start to watch the store."""
         if self.world.place.world_size > 1:
             threading.Thread(target=self._listen, name="nbkit-alarm", daemon=True).start()
 
     def end(self) -> None:
-        """Stop listening. This rank is not woken after this. May be called twice."""
-        # Do not wait for the thread: it tries for minutes to reach a store whose rank has died.
+        """Stop watching. After this call nothing wakes this rank. May be called twice."""
+        # Do not wait for the thread: it may try for minutes to reach a store whose rank has died.
         with self._waking:
             self._over.set()
 
     def check(self) -> None:
-        """Raise AlarmHeard if another rank has failed. On a GPU a collective that was broken off raises nothing."""
+        """Raise AlarmHeard if another rank has failed. On a GPU, a collective that was broken off raises no error."""
         if self.heard:
             raise AlarmHeard("another rank has failed")
 
@@ -163,10 +164,10 @@ class Alarm:
         return self.world.place.world_size > 1 and bool(self._store().check([_RUNG]))
 
     def meet(self, said: str) -> list[str]:
-        """Wait for all ranks, and return what each rank says, by rank. Collective, without a group.
+        """Wait for all ranks, and return the text `said` of each rank, by rank. Collective, without a group.
 
-        Raises ClusterError if the world is broken from outside meanwhile (a rank died, or the user pressed Stop), or if
-        a rank does not come.
+        Raises ClusterError if a rank does not come, or if the world is broken from outside meanwhile (a rank died, or
+        the user pressed Stop).
         """
         store, ranks = self._store(), range(self.world.place.world_size)
         store.set(f"said/{self.world.place.rank}", said)
@@ -200,7 +201,7 @@ class Alarm:
 
     def _listen(self) -> None:
         try:
-            # Use a separate connection, because nccl waits in the world's.
+            # Use a separate connection, because nccl may block the world's.
             own: Any = self.world._require_store()
             store = PrefixStore(self._name, own.clone())
             while not self._over.wait(_LOOK_SECONDS):
@@ -211,4 +212,4 @@ class Alarm:
                             wake("another rank has failed")
                     return
         except Exception:
-            return  # the store is gone, and rank 0 with it; this is reported in other ways
+            return  # the store is gone because rank 0 has died; that is reported in another way

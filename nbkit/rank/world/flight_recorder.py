@@ -1,7 +1,7 @@
 """Reads torch's flight recorder: the newest operations of each communicator, and whether the device has begun them.
 
-nbkit's own records say what a rank has issued. The recorder also knows, for NCCL, whether an operation waits in its
-stream or has begun, and it sees groups that are not nbkit's.
+nbkit's own records say which operations a rank has issued. For NCCL, the recorder also knows whether an operation waits
+in its stream or has begun. It also sees groups that nbkit did not make.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _MOST = 4
 
 
 def unfinished() -> tuple[str, ...]:
-    """Return a text for each operation that has not ended, at most a few, the oldest first. CPU ranks have none."""
+    """Return a text for each of the oldest operations that have not ended, at most a few; () on CPU ranks."""
     if torch_private.nccl_recorder is None:
         return ()
     try:
         recorded = json.loads(torch_private.nccl_recorder(includeCollectives=True, onlyActive=True))
-    except (RuntimeError, ValueError, TypeError):  # it is off, or this torch writes it in another way
+    except (RuntimeError, ValueError, TypeError):  # the recorder is off, or this torch writes another format
         return ()
     return tuple(islice(_of(recorded), _MOST))
 

@@ -1,12 +1,13 @@
 """Makes all ranks wait for each other before a fit, an evaluation, a save, a switch, or another call beside steps.
 
-Collectives pair up in the order in which each rank calls them, whatever each is for. A rank that evaluates alone would
-wait for ever, or would receive another rank's gradients. So each such call first calls `meet`, which returns when every
-rank has called it with the same purpose. If the purposes differ, each rank raises an error that names both.
+A group pairs collectives by the order in which each rank calls them, whatever their purpose. So a rank that evaluates
+alone would wait forever, or would receive another rank's gradients. Therefore each such call first calls `meet`, which
+returns when every rank has called it with the same purpose. If the purposes differ, each rank raises an error that
+names both.
 
-One rank may wait in `meet` while another one can no longer come: it makes a later step, waits in a collective, or has
-ended the cell. A thread on each rank looks for this in the world's store twice a second, and both ranks raise an error.
-A step costs nothing more.
+One rank may wait in `meet` while another can no longer come, because it makes a later step, waits in a collective, or
+has ended the cell. A thread on each rank looks for this in the world's store twice a second. Then both ranks raise an
+error. Steps become no slower.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from nbkit.wire.user_code import is_users
 
 PARTED = "the ranks have parted"
 _LOOK_SECONDS = 0.5
-_SURE_SECONDS = 1.5  # what is on its way to another rank, such as a message or a cell, arrives sooner
+_SURE_SECONDS = 1.5  # a message or a cell that is on its way to another rank arrives sooner
 _FIRST_PAUSE, _SLOW_PAUSE, _LONGEST_PAUSE = 0.0001, 0.01, 0.02
-_KEPT = 100  # meetings, in the store
+_KEPT = 100  # past meetings in the store
 
 
 @dataclass
 class _Here:
     """The state of this rank.
 
-    key: names the world, whose meetings are counted from 1. number: the last meeting that this rank has come to.
-    waits: the time at which it began to wait there, None when it does not wait. apart: the message of the error when
-    ranks cannot meet. cell: the id and the ranks of the cell that runs. run: the number of the `fit` or loop that makes
+    key: the name of the world. Its meetings are counted from 1. number: the last meeting that this rank has come to.
+    waits: the time at which this rank began to wait there; None if it does not wait. apart: the error message if the
+    ranks cannot meet. cell: the id and the ranks of the running cell. run: the number of the `fit` or loop that makes
     steps, and a function that returns the step. step: the step at the end of the last meeting, None outside of a run.
-    passed: keys of past meetings in the store.
+    passed: the keys of past meetings in the store.
     """
 
     key: str = ""
@@ -67,10 +68,10 @@ _threads = threading.Lock()
 
 
 def meet(purpose: str) -> None:
-    """Return when every rank has come for this purpose, such as "evaluate". Collective, by the store alone.
+    """Return when every rank has called this with the same purpose, such as "evaluate". Collective; uses no group.
 
-    Raises TrainingError where ranks came for different purposes, or where some cannot come any more; and RuntimeError
-    where the world is broken meanwhile.
+    Raises TrainingError if ranks have different purposes, or if a rank can no longer come. Raises RuntimeError if the
+    world is broken meanwhile.
     """
     if (here := _world()) is not None:
         _meet(here, purpose, purpose)
@@ -86,9 +87,12 @@ def begin_cell(cell: str, ranks: Iterable[int]) -> None:
 
 
 def end_cell(*, finished: bool = True) -> None:
-    """Note that the cell has ended on this rank. finished: it raised no error; the others hear of an error anyway."""
+    """Note that the cell has ended on this rank.
+
+    finished: True if the cell raised no error. Errors are reported to the other ranks in another way.
+    """
     if finished and (here := _world()) is not None:
-        with suppress(Exception):  # rank 0 has died, which is told in other ways
+        with suppress(Exception):  # rank 0 has died; that is reported in another way
             _say_whether_ended(here, ended=True)
     with _threads:
         if _here.over is not None:
@@ -100,7 +104,7 @@ def end_cell(*, finished: bool = True) -> None:
 def begin_run(number: int, making: Callable[[], int]) -> None:
     """Note that steps are made from now on.
 
-    number: counts the runs, equal on all ranks. making: returns the step that is being made, or the last one.
+    number: the number of the run, equal on all ranks. making: returns the current step, or the last one.
     """
     _here.run, _here.step, _here.apart = (number, making), None, ""
     if _world() is not None:
@@ -108,12 +112,12 @@ def begin_run(number: int, making: Callable[[], int]) -> None:
 
 
 def end_run() -> None:
-    """Note that no more steps are made. Call it before a broken run is cleaned up: those waits have limits."""
+    """Note that no more steps are made. After an error, call it before the cleanup, whose waits have time limits."""
     _here.run = None
 
 
 def leave() -> None:
-    """Say that this rank makes no further step of the run. Does not wait."""
+    """Tell the other ranks that this rank makes no further step of the run. Does not wait."""
     if (here := _world()) is not None and _here.run is not None:
         number, making = _here.run
         own = _own(here, f"left after step {making()}", "")
@@ -121,38 +125,38 @@ def leave() -> None:
 
 
 def arrive() -> None:
-    """Come to the end of the run, and wait there for all ranks. Raises as `meet` does."""
+    """Wait at the end of the run for all ranks. Raises the errors of `meet`."""
     if (here := _world()) is not None and _here.run is not None:
         _meet(here, "the end of the training", f"left after step {_here.run[1]()}")
 
 
 def parted() -> TrainingError | None:
-    """Return the error of a rank that was broken off because the ranks have parted; None if they have not."""
+    """Return the error to raise if this rank was broken off because the ranks cannot meet; else None."""
     here = world.current()
     if not _here.apart and here is not None and here.dirty and here.place.world_size > 1 and _here.key == here.key:
-        with suppress(Exception):  # the store is gone, and rank 0 with it: that is told in other ways
+        with suppress(Exception):  # the store is gone because rank 0 has died; that is reported in another way
             store, key = _store(here), f"apart/{_here.number + 1}"
-            if store.check([key]):  # another rank was told and broke off, which ended this rank's collective
+            if store.check([key]):  # another rank has broken off, which ended this rank's collective
                 _here.apart = json.loads(store.get(key))["said"]
     return _error(_here.apart) if _here.apart else None
 
 
 def unheard() -> TrainingError | None:
-    """Return `parted()` for a device, where a broken-off collective raises nothing and gives arbitrary numbers."""
+    """Return `parted()` on a device, where a broken-off collective raises no error and leaves arbitrary numbers."""
     here = world.current()
     return parted() if here is not None and here.dirty.endswith(PARTED) and here.place.device != "cpu" else None
 
 
 def _cause() -> TrainingError | None:
-    """Return the error that a rank raises instead of gloo's error; None if the ranks have not parted.
+    """Return the error to raise instead of gloo's error if the ranks cannot meet; else None.
 
-    A rank that has been told shuts its connections, and another one may see their end before it is told itself. The
-    reason is in the store by then.
+    The first rank that learns of this shuts its connections. Another rank may notice that before its own thread has
+    read the store, but by then the store holds the reason.
     """
     here = world.current()
     if here is None or here.place.world_size == 1 or _here.key != here.key:
         return None
-    with suppress(Exception):  # the store is gone, and rank 0 with it: that is told in other ways
+    with suppress(Exception):  # the store is gone because rank 0 has died; that is reported in another way
         store, key = _store(here), f"apart/{_here.number + 1}"
         if not _here.apart and store.check([key]) and not (heard := json.loads(store.get(key)))["clean"]:
             _here.apart = heard["said"]
@@ -178,7 +182,7 @@ def _error(said: str) -> TrainingError:
 
 
 def _world() -> world.World | None:
-    """Return the world if it has other ranks and works."""
+    """Return the world if it has several ranks and is not broken; else None."""
     here = world.current()
     if here is None or here.place.world_size == 1 or here.dirty:
         return None
@@ -192,7 +196,10 @@ def _store(here: world.World, store: Store | None = None) -> Store:
 
 
 def _own(here: world.World, does: str, purpose: str) -> dict[str, Any]:
-    """Return what other ranks are told about this one. Main thread only. purpose: it waits for this; else ""."""
+    """Return what other ranks are told about this rank. Call it only in the main thread.
+
+    purpose: the purpose of the meeting that this rank waits for; "" if it does not wait.
+    """
     run = _here.run
     return {
         "rank": here.place.rank,
@@ -204,11 +211,11 @@ def _own(here: world.World, does: str, purpose: str) -> dict[str, Any]:
 
 
 def _meet(here: world.World, purpose: str, does: str) -> None:
-    """Wait for all ranks. does: what the other ranks are told that this one does."""
+    """Wait for all ranks. does: a text for the other ranks' errors that says what this rank does."""
     _look_from_now_on()
     store, size = _store(here), here.place.world_size
     number = _here.number = _here.number + 1
-    come, since = f"come/{number}/{purpose}", time.monotonic()  # `%nbkit why` tells the number, the purpose and since
+    come, since = f"come/{number}/{purpose}", time.monotonic()  # `%nbkit why` reads number, purpose and since
     own: dict[str, Any] = {}
     _here.woken, added = False, False
     try:
@@ -226,7 +233,7 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
             if pause < _SLOW_PAUSE:
                 continue
             own = own or _own(here, does, purpose)
-            # Each time: the rank that has said so first may have been interrupted, and is not here any more.
+            # Repeated in every round, because the rank that wrote this first may have been interrupted and have left.
             first = json.loads(store.compare_set(f"at/{number}", "", json.dumps(own)))
             if first["for"] != purpose:
                 both = {"said": f"{first['does']}; {own['does']}", "clean": True}
@@ -242,7 +249,7 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
     except DistError as error:
         raise RuntimeError("Waiting for the other ranks was aborted: the store, which rank 0 keeps, is gone") from error
     except BaseException:
-        # A rank that was interrupted comes again to the meeting of the same number, where the others still wait.
+        # After an interrupt, this rank comes again to the meeting of the same number, where the others still wait.
         if added and not here.dirty and _here.key == here.key:
             with suppress(Exception):  # the store may be gone; the error is raised in any case
                 if (left := store.add(come, -1)) == size - 1:
@@ -288,7 +295,7 @@ def _look_from_now_on() -> None:
             threading.Thread(target=_watch, args=(_here.over,), name="nbkit-meeting", daemon=True).start()
             if not _here.cell[0]:
                 atexit.unregister(end_cell)
-                atexit.register(end_cell)  # of a script: before the world is left
+                atexit.register(end_cell)  # in a script: runs before the world is left
 
 
 def _watch(over: threading.Event) -> None:
@@ -300,21 +307,24 @@ def _watch(over: threading.Event) -> None:
         try:
             if store is None or key != here.key:
                 own: Any = here._require_store()
-                store, key = _store(here, own.clone()), here.key  # nccl waits in the world's own
+                store, key = _store(here, own.clone()), here.key  # nccl may block the world's own connection
             number, text = (_here.key == key and _apart(here, store, _here.number)) or (0, "")
-            # Twice: a rewind or a load, from which one rank comes a moment before another, changes the step.
+            # Act only if two looks in a row agree: after a rewind or a load, one rank changes its step before another.
             seen, before = before, number
             if number and seen == number and not over.is_set():
                 told = store.compare_set(f"apart/{number}", "", json.dumps({"said": text, "clean": False}))
-                if _here.waits is None:  # else it is read there
+                if _here.waits is None:  # else `_meet` reads it
                     _here.apart = json.loads(told)["said"]
                     failure_alarm.break_out(f"{_here.apart}: {PARTED}", _error(_here.apart))
-        except Exception:  # the store is gone, and rank 0 with it: that is told in other ways
+        except Exception:  # the store is gone because rank 0 has died; that is reported in another way
             store = None
 
 
 def _apart(here: world.World, store: Store, number: int) -> tuple[int, str] | None:
-    """Return which meeting, after `number` others, will not come about, and what each of two ranks does instead."""
+    """Return (a meeting that cannot take place, what two ranks do instead), or None.
+
+    number: the last meeting that this rank has come to.
+    """
     mine, (cell, inside) = here.place.rank, _here.cell
     if (since := _here.waits) is not None:
         if time.monotonic() - since > _SURE_SECONDS:
@@ -327,7 +337,8 @@ def _apart(here: world.World, store: Store, number: int) -> tuple[int, str] | No
     for key in (f"at/{number + 1}", f"left/{_here.run[0]}" if _here.run is not None else ""):
         if key and store.check([key]) and (does := _cannot_come(other := json.loads(store.get(key)))):
             return number + 1, f"{other['does']}; rank {mine} {does}"
-    # Only while steps are made. Elsewhere the user may try out a collective by hand, and `%nbkit why` explains it.
+    # Look for this only while steps are made. Outside of a run the user may call a collective by hand, and
+    # `%nbkit why` explains the wait.
     if _here.run is not None and store.check([f"ended-in/{cell}"]) and (waits := _awaited()) is not None:
         members = [rank for rank in waits.members if rank != mine and (not cell or rank in inside)]
         for rank, how in _ended(store, members, lambda ended: ended["counts"].get(waits.group, 0) < waits.number):
@@ -336,11 +347,11 @@ def _apart(here: world.World, store: Store, number: int) -> tuple[int, str] | No
 
 
 def _cannot_come(other: dict[str, Any]) -> str:
-    """Return what this rank does instead of coming to the place of `other`; "" if it may still come."""
+    """Return what this rank does instead of coming to where `other` waits; "" if it may still come."""
     run = _here.run
     if run is not None and other["run"] is not None and other["run"][0] == run[0]:
-        # Which step it is can also change by a load or a rewind, from which another rank may come long before this
-        # one. So this rank has to have gone on by itself since it last met the others.
+        # A load or a rewind changes the step too, and another rank may finish it long before this rank does. So this
+        # rank must also have made a step since it last met the others.
         step = run[1]()
         if step > other["run"][1] and step != _here.step:
             return f"makes step {step}{_line()}"
@@ -351,7 +362,7 @@ def _cannot_come(other: dict[str, Any]) -> str:
 
 
 def _awaited() -> Operation | None:
-    """Return the collective that the main thread has waited in for a while; None if that wait ends by itself."""
+    """Return the collective in which the main thread has waited for a while; None if that wait ends by itself."""
     from nbkit.rank.world.activity import awaited
 
     waits = awaited()
@@ -361,7 +372,11 @@ def _awaited() -> Operation | None:
 
 
 def _ended(store: Store, ranks: Iterable[int], lacks: Callable[[dict[str, Any]], bool]) -> Iterable[tuple[int, str]]:
-    """Yield those of `ranks` that have ended this rank's cell and lack something of it, or do not run it."""
+    """Yield (rank, text) for each of `ranks` that can no longer come.
+
+    Such a rank does not run this rank's cell; or it has ended this cell, and `lacks` returns True for what it noted at
+    the end of the cell.
+    """
     cell, inside = _here.cell
     for rank in ranks:
         key = f"ended/{rank}"

@@ -19,7 +19,7 @@ from nbkit.rank.device import accelerator, backends, find_kind, interface_variab
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place of a process in the world. device: "cpu", or the kind of its device. backend: torch.distributed's."""
+    """The place of a process in the world. device: the kind of its device, or "cpu". backend: torch's name."""
 
     rank: int
     world_size: int
@@ -52,7 +52,7 @@ class RankPlace:
     def from_env(cls) -> RankPlace:
         """Return the place given by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
 
-        If RANK is not set, it is a world of one.
+        Without RANK, return the place in a world of one process.
         """
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -63,7 +63,7 @@ class RankPlace:
         return cls(rank, size, local_rank, local_size, device, backend)
 
     def roles(self) -> dict[str, str]:
-        """Return the other variables that torchrun sets, for hosts of equal size and a first start."""
+        """Return the other variables that torchrun sets, for hosts with equal numbers of ranks and a first start."""
         size, local = self.world_size, self.local_world_size
         return {
             "GROUP_RANK": str((self.rank - self.local_rank) // local),
@@ -79,7 +79,7 @@ class RankPlace:
         """Return the index of this rank's GPU among `num_gpus` visible ones.
 
         bound: the device in the user's init_process_group(device_id=...). current: the device chosen by the user's
-        set_device; 0 may also mean that nothing was chosen.
+        set_device. 0 may also mean that nothing was chosen.
         """
         if bound is not None and bound.index is not None:
             return bound.index
@@ -98,12 +98,12 @@ class RankPlace:
 
     @property
     def message_device(self) -> torch.device:
-        """Return the device for tensors sent between ranks. gloo would read GPU memory as if it were host memory."""
+        """Return the device for messages between ranks. gloo would read GPU memory as if it were host memory."""
         return accelerator().device(CPU if self.backend == GLOO else self.device)
 
     @property
     def torch_backend(self) -> str:
-        """Return the backend string for torch. CPU tensors use gloo beside the backend of a device."""
+        """Return the backend string for torch. It adds gloo for CPU tensors to the backend of a device."""
         return GLOO if self.backend == GLOO else _with_host(self.device, self.backend)
 
 

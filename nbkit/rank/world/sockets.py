@@ -1,7 +1,7 @@
 """Finds and shuts the TCP connections of this process; restricts a listening socket to some hosts. Linux only.
 
-Sockets are identified by inode. So the connections that a group opened are known, and only these are shut. On other
-systems the inode does not identify a socket, and no socket is found.
+Sockets are identified by inode. So nbkit knows which connections a group opened, and shuts only these. On other systems
+than Linux the inode does not identify a socket, and no socket is found.
 
 `admit_only` lets only some hosts connect to a listening socket: a filter in the kernel drops packets of other hosts. It
 is a classic BPF program on the socket (SO_ATTACH_FILTER), which needs no privileges. Connections that the socket
@@ -37,8 +37,8 @@ def inodes() -> frozenset[int]:
 def shut(wanted: Collection[int]) -> int:
     """Shut, in both directions, every connected TCP socket whose inode is in `wanted`. Returns their number.
 
-    A thread that blocks in one of them, on this side or the other, wakes at once with an error, even if a forked child
-    holds a duplicate. Listening sockets are not shut: gloo aborts the process if it loses its listener.
+    A thread that blocks in one of them, at either end, wakes at once with an error. This works even if a forked child
+    holds a duplicate. Listening sockets are not shut, because gloo aborts the process if it loses its listener.
     """
     count = 0
     for inode, fd in _by_inode().items():
@@ -56,9 +56,9 @@ def shut(wanted: Collection[int]) -> int:
 def settle(wanted: Collection[int]) -> None:
     """Return when the connections of `wanted` have been idle for a moment, or after two seconds.
 
-    Call it before the connections are shut. If a connection ends inside a message, gloo waits forever for the rest, on
-    both sides. Our wait for it is ended (see gloo/interruptible_wait.py), but one of gloo's threads and the tensors
-    stay. Messages between living ranks go on by themselves and soon arrive.
+    Call it before the connections are shut. If a connection ends inside a message, gloo waits forever for the rest, at
+    both ends. Our wait for gloo can be ended (see gloo/interruptible_wait.py), but one of gloo's threads and the
+    tensors stay. Messages between living ranks arrive soon without help.
     """
     if not wanted:
         return
@@ -100,7 +100,7 @@ def _by_inode() -> dict[int, int]:
     if sys.platform != "linux":
         return found
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of this very listing is gone by now
+        with contextlib.suppress(OSError):  # the descriptor by which the folder was listed is closed by now
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 found[status.st_ino] = int(name)
@@ -109,7 +109,7 @@ def _by_inode() -> dict[int, int]:
 
 _SO_ATTACH_FILTER = 26
 _LOAD_WORD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF_LD|BPF_W|BPF_ABS, BPF_JMP|BPF_JEQ|BPF_K, BPF_RET|BPF_K
-_IP_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets count from the IP header, wherever the kernel is in the packet
+_IP_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets count from the IP header
 _SOURCE = {4: 12, 6: 8}  # IP version -> offset of the source address in the IP header
 _WHOLE, _NOTHING = 0xFFFFFFFF, 0
 _Instruction = tuple[int, int, int, int]  # code, steps forward if equal, if not, and the operand
@@ -136,11 +136,11 @@ def admit_only(listener: socket.socket, hosts: Collection[str]) -> bool:
 
 
 def _program(addresses: Collection[int], version: int) -> Iterator[_Instruction]:
-    """Yield the filter program. It compares word by word, four words for IPv6. The first equal address admits."""
+    """Yield the filter program. It compares addresses word by word (IPv6 has four words) and admits an equal one."""
     words = 1 if version == 4 else 4
     for address in addresses:
         for word in range(words):
-            if words > 1 or address == next(iter(addresses)):  # for IPv4 the single word stays loaded
+            if words > 1 or address == next(iter(addresses)):  # for IPv4, the single word stays loaded
                 yield _LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE[version] + 4 * word
             wanted = address >> 32 * (words - 1 - word) & 0xFFFFFFFF
             yield _IF_EQUAL, 0, 2 * (words - 1 - word) + 1, wanted

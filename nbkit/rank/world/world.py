@@ -1,15 +1,15 @@
-"""The world a rank belongs to: joining it, its generations, leaving it.
+"""The world that a rank belongs to: joining it, forming new generations, leaving it.
 
-A generation is one forming of the world. It has its own store (served by rank 0, on a socket bound for it), and a new
-inner group in every delegating group. The user's objects keep their groups from one generation to the next.
+Each time the world is formed, a new generation begins. It has its own store, which rank 0 serves on a new socket, and
+a new inner group in every delegating group. The user's objects keep their groups from one generation to the next.
 
-On a rank in a world, init_process_group and destroy_process_group are harmless. A second init does nothing; an init
-after a destroy joins the current generation again. So code written for torchrun, which calls both, runs unchanged in a
-cell.
+On a rank in a world, init_process_group and destroy_process_group do no harm. A second init does nothing, and an init
+after a destroy joins the current generation again. So code for torchrun, which calls both, runs unchanged in a cell.
 
-A step that was broken off leaves state in the user's DDP and FSDP2 objects: an exception in the middle of backward
-leaves a DDP reducer waiting for gradients that never come, and FSDP2 modules unsharded with gathers in flight. In plain
-torch they raise an error and stop. `clear_broken_steps` resets them, so that they train on in a new generation.
+A step that was broken off leaves state in the user's DDP and FSDP2 objects. After an exception in the middle of a
+backward pass, a DDP reducer waits for gradients that never come, and FSDP2 modules are unsharded with gathers in
+flight. In plain torch these objects then raise errors. `clear_broken_steps` resets them, so that they continue to train
+in a new generation.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _world: _World | None = None
 
 
 def guard(world: _World | None) -> None:
-    """Make user code's init and destroy act on `world` from now on. None restores torch's own functions."""
+    """Make init_process_group and destroy_process_group act on `world`. None restores torch's own functions."""
     global _world
     _world = world
     module: Any
@@ -125,7 +125,7 @@ def _destroy(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _names(backend: str) -> list[str]:
-    """Return the backends that `backend` names, which may be "device:backend,device:backend"."""
+    """Return the names of the backends in `backend`, which may have the form "device:backend,device:backend"."""
     return [part.split(":")[-1] for part in str(backend).lower().split(",")]
 
 
@@ -136,11 +136,11 @@ def _parts(backend: str, present: str) -> list[str]:
 def clear_broken_steps() -> None:
     """Reset every DDP and FSDP2 object of this process to the state between two steps. Gradients in flight are lost.
 
-    All ranks must do so between the same two collectives, because DDP agrees on its buckets again in the next step.
+    All ranks must call this between the same two collectives, because DDP agrees on its buckets again in the next step.
     """
-    # Objects are searched, not registered: user code makes them itself, also before this module is imported.
+    # Search all objects. User code may make some before this module is imported, so they cannot be registered.
     objects = gc.get_objects()
-    # FSDP is not imported here, which would take half a second. If nobody imported it, there are no such modules.
+    # Importing FSDP would take half a second. If nobody has imported it, there are no FSDP modules.
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", DistributedDataParallel)
     wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, (DistributedDataParallel, sharded))}
     for module in [one for one in objects if type(one) in wanted]:
@@ -154,7 +154,7 @@ def clear_broken_steps() -> None:
 
 def _reset_fully_sharded(module: Any) -> None:
     state = module._get_fsdp_state()
-    # It is None if no forward has run yet. Only the root of a tree of sharded modules resets it.
+    # `_is_root` is None if no forward has run yet. Only the root of a tree of sharded modules resets the tree.
     if not state._is_root:
         return
     if not hasattr(module, "reset_iter_state"):  # before torch 2.13
@@ -172,7 +172,7 @@ def _reset_fully_sharded(module: Any) -> None:
 
 
 def _refuse(module: Any, args: Any) -> None:
-    """Raise TrainingError: a further step would send what no other rank expects, and gloo would end the process."""
+    """Raise TrainingError. Another step would send messages that no rank expects, and gloo would end the process."""
     raise TrainingError(
         "A step of this FSDP model was broken off, and this torch cannot put it back.",
         numbers=f"torch {torch.__version__}; 2.13 and newer can",
@@ -188,13 +188,13 @@ _current: World | None = None
 
 
 class World:
-    """The world of this process, one per process. `dirty` says why it cannot be used until it is re-formed."""
+    """The world of this process. `dirty` says why it cannot be used until it is formed again; "" if it can."""
 
     def __init__(self, place: RankPlace, *, generation: int = 1) -> None:
         self.place = place
-        self.generation, self.key = generation, f"gen{generation}"  # key: of this forming, in the store
+        self.generation, self.key = generation, f"gen{generation}"  # key: names this forming in the store
         self.dirty = ""
-        self.environment: dict[str, str] = {}  # torchrun's variables that a world formed without it has set
+        self.environment: dict[str, str] = {}  # torchrun's variables, if this world has set them itself
         self._store: Store | None = None
         self._num_formed = 0  # default groups formed in this generation; the same on all ranks
 
@@ -209,10 +209,10 @@ class World:
         timeout_s: float = 60.0,
         generation: int = 1,
     ) -> World:
-        """Form the world with the other ranks and return when an all-reduce over all of them gave the right sum.
+        """Form the world with the other ranks, and return it after an all-reduce over all ranks gave the right sum.
 
-        listen: on rank 0 a bound, listening socket at address:port (`open_listener`), on other ranks None.
-        Raises ClusterError when the ranks do not come together within `timeout_s` seconds.
+        listen: on rank 0, a socket that listens at address:port (see `open_listener`); on other ranks None.
+        Raises ClusterError if the ranks do not come together within `timeout_s` seconds.
         """
         global _current
         if dist.is_initialized():
@@ -231,9 +231,9 @@ class World:
 
     @classmethod
     def join_from_env(cls) -> World:
-        """Return the world of a script: torchrun's, or one of a single process if RANK is not set.
+        """Return the world of a script: the world of torchrun, or a world of one process if RANK is not set.
 
-        An existing default group is kept.
+        If a default group exists, it is kept.
         """
         global _current
         if _current is not None:
@@ -276,10 +276,10 @@ class World:
     def reform(
         self, generation: int, *, listen: socket.socket | None, address: str, port: int, timeout_s: float = 60.0
     ) -> None:
-        """Form a new generation: every group that all of its members still hold gets a new inner group.
+        """Form a new generation. Every group that all of its members still hold gets a new inner group.
 
-        Groups that some member lost stay broken, with an error that says so. Counts start at zero.
-        Raises ClusterError when the ranks do not come together within `timeout_s` seconds.
+        A group that some member has lost stays broken, and raises an error that says so. Counts start at zero.
+        Raises ClusterError if the ranks do not come together within `timeout_s` seconds.
         """
         if generation <= self.generation:
             raise UsageError("Generations only go up.", numbers=f"now {self.generation}, asked for {generation}")
@@ -302,9 +302,9 @@ class World:
         port: int,
         timeout_s: float,
     ) -> World:
-        """Leave this world, and join the next generation, with another number of ranks, at `place`. Returns that world.
+        """Leave this world, join the next generation at `place` with another number of ranks, and return that world.
 
-        Every group is destroyed, because its members are rank numbers of this world. Raises as `join` does.
+        Every group is destroyed, because its members are rank numbers of this world. Raises the errors of `join`.
         """
         forming.stop("a world of another size is formed")
         abort(live())
@@ -315,20 +315,20 @@ class World:
         return World.join(place, timeout_s=timeout_s, generation=generation, **ends)  # type: ignore[arg-type]
 
     def rejoin(self, backend: str | None = None, **options: Any) -> None:
-        """Form the default group again in this generation, after user code destroyed it; all ranks must call this.
+        """Form the default group again in this generation, after user code has destroyed it. All ranks must call this.
 
-        options: as of `init_process_group` (timeout, pg_options, device_id).
+        options: options of `init_process_group` (timeout, pg_options, device_id).
         """
         self._init(backend or self.place.torch_backend, **options)
         if self.dirty == DESTROYED:
             self.dirty = ""
 
     def leave(self) -> None:
-        """Leave in good order: destroy all groups and drop the store. May be called twice."""
+        """Leave the world: destroy all groups and drop the store. May be called twice."""
         global _current
         forming.stop("this rank leaves the world")
         groups = live()  # keep references, so that no group is freed before it has been released
-        # Works and reducers in reference cycles hold groups; freed at interpreter exit they end in std::terminate.
+        # Works and reducers in reference cycles hold groups. Freeing a group at interpreter exit calls std::terminate.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -342,7 +342,7 @@ class World:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return all environment variables by which a program finds this world, as under torchrun."""
+        """Return the environment variables by which a program finds this world, as torchrun sets them."""
         return {**self.environment, **self.place.roles(), "TORCHELASTIC_RUN_ID": _RUN_ID}
 
     def _prepare(self, address: str, port: int) -> None:
@@ -356,7 +356,7 @@ class World:
             "LOCAL_WORLD_SIZE": str(place.local_world_size),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            # With this, a user's own env:// store joins ours as a client. It could not bind the port.
+            # With this, an env:// store of the user joins ours as a client. It could not bind the port itself.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         os.environ.update(self.environment)
@@ -385,7 +385,7 @@ class World:
 
     def _form_groups(self, groups: list[DelegatingGroup]) -> None:
         common = self._compare(groups)
-        # Release only now that all ranks are here. Before, a slower rank may still be in its last call on an old group.
+        # Release old groups only after all ranks have come. Until then a slower rank may still use an old group.
         release(live(), lambda group: Broken(f"Process group {group.label} was destroyed, or is being re-formed."))
         group_tables.pg_coalesce_state.clear()
         if groups:
@@ -395,10 +395,10 @@ class World:
             reform_group(default, self._next_store(), meets_as=common.name)
         else:
             if default is not None:
-                dist.destroy_process_group()  # torch's own group: this torch version does not allow a replacement
+                dist.destroy_process_group()  # this is torch's own group, because nbkit cannot replace it in this torch
             group_tables.group_count = int(common.name)
             self._init(self.place.torch_backend)
-        # torch names a new group by a running number, which must be equal on all ranks, also on a replaced rank.
+        # torch names a new group by a counter, which must be equal on all ranks, including a replaced rank.
         group_tables.group_count = max(common.count, group_tables.group_count)
         for group in groups:
             if group is default:
@@ -415,7 +415,7 @@ class World:
         self._check()
 
     def _compare(self, groups: list[DelegatingGroup]) -> _Common:
-        """Exchange with all ranks which groups each one holds."""
+        """Compare with all ranks which groups each of them holds, and return the result."""
         store = BreakableStore(PrefixStore(f"{self.key}/groups", self._require_store()))
         default = dist.group.WORLD
         mine = {
@@ -445,9 +445,9 @@ class World:
 
     def _check(self) -> None:
         device = self.place.message_device
-        one = torch.ones(1, dtype=torch.float32, device=device)  # a cell may have set another default on some ranks
+        one = torch.ones(1, dtype=torch.float32, device=device)  # a cell may have changed the default dtype on a rank
         work = dist.all_reduce(one, async_op=True)
-        # Poll, because a wait in C++ cannot be interrupted, and a time-out for it would apply to the group for life.
+        # Poll, because a wait in C++ cannot be interrupted, and its time-out would apply to all later waits.
         while not work.is_completed():
             if forming.deadline is not None and time.monotonic() > forming.deadline:
                 raise ClusterError("The world formed, but its first all-reduce does not end.")
@@ -458,7 +458,7 @@ class World:
                 "The world formed, but its first all-reduce is wrong.",
                 numbers=f"sum of ones {total}, ranks {self.place.world_size}",
             )
-        # The same time-out as for gloo and nccl: nccl meets in the store when a communicator is first used.
+        # The store gets the time-out of gloo and nccl, because nccl meets in the store at a communicator's first use.
         self._require_store().set_timeout(FOREVER)
         reset_counts()
 
@@ -494,9 +494,9 @@ def _key(group: DelegatingGroup) -> str:
 class _Common:
     """The result of a comparison of the groups that ranks hold.
 
-    lost: groups that some of their members do not hold -> these members. name: the number that is the default group's
-    name on the first rank that has one (user code may have destroyed it on some ranks, or made it again). count:
-    torch's highest number for a next group.
+    lost: group -> the members that do not hold it, for groups that some member has lost. name: the number that is the
+    default group's name on the first rank that has one (user code may have destroyed it on some ranks, or made it
+    again). count: the highest value, over ranks, of the counter from which torch names the next group.
     """
 
     lost: dict[str, list[int]]
@@ -505,9 +505,10 @@ class _Common:
 
 
 def _tell(store: Any, rank: int, world_size: int, mine: dict[str, Any]) -> None:
-    """Tell the others what this rank holds. The last rank to do so compares, so that each rank asks a few times only.
+    """Tell the other ranks what this rank holds. The last rank to do so makes the comparison.
 
-    Comparing on every rank would ask the store as often as the square of their number.
+    So each rank sends only a few requests to the store. If every rank compared, their number would grow with the square
+    of the number of ranks.
     """
     store.set(f"of {rank}", json.dumps(mine))
     if store.add("told", 1) < world_size:
@@ -524,5 +525,5 @@ def _tell(store: Any, rank: int, world_size: int, mine: dict[str, Any]) -> None:
 
 
 def _hear(store: Any) -> _Common:
-    """Wait for what the last rank has found."""
+    """Wait for the comparison by the last rank, and return its result."""
     return _Common(*json.loads(store.get("common")))

@@ -1,1 +1,1 @@
-"""Features that gloo lacks: a real reduce-scatter, and waits that another thread can end."""
+"""Features that gloo lacks: a reduce-scatter that sends only what is needed, and waits that another thread can end."""

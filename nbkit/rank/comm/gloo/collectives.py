@@ -1,13 +1,14 @@
 """Faster all-gather and reduce-scatter for groups that use gloo, made of gloo's all-to-all.
 
-All-gather of two ranks works without copies. gloo's own all-gather collects all parts in its own memory and copies them
-from there, which takes three times the CPU time. Between two ranks, one exchange of the same number of bytes is enough.
-With more ranks gloo's own is used: it passes parts around a ring, which crosses a link between two nodes less often
-than exchanges do.
+The all-gather here is for two ranks, and makes no copies. gloo's all-gather collects all parts in its own memory and
+copies them from there, which takes three times the CPU time. For two ranks, one exchange of the same bytes is enough.
+With more ranks gloo's all-gather is used. It passes parts around a ring, which crosses a link between two nodes less
+often than exchanges do.
 
-Reduce-scatter sends only the bytes that the operation needs. gloo's own is an all-reduce of which each rank keeps its
-part: 2 (n - 1) / n of the input leaves every rank. Here the ranks exchange the parts, (n - 1) / n of the input, and
-each rank sums its own n parts, always in the order of the ranks. nccl has a real reduce-scatter and does not use this.
+The reduce-scatter here sends only the bytes that the operation needs. gloo's reduce-scatter is an all-reduce of which
+each rank keeps its part, so every rank sends 2 (n - 1) / n of the input. Here the ranks exchange the parts, which is
+(n - 1) / n of the input, and each rank sums its n parts in the order of the ranks. nccl has a real reduce-scatter and
+does not use this.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ def options(timeout: timedelta) -> dist.AllToAllOptions:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as flat bytes, so that gloo can send any dtype, even those it cannot add."""
+    """Return a contiguous tensor as flat bytes, so that gloo can send any dtype, even one that it cannot add."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def swap(inner: Any, received: Tensor, sent: Tensor, timeout: timedelta) -> Any:
-    """Start to send `sent` to the other rank of a group of two, and to receive the same size. Returns gloo's handle."""
+    """Start to exchange tensors of one size with the other rank of a group of two. Returns gloo's handle."""
     splits = [0, 0]
     splits[1 - inner.rank()] = sent.nbytes
     return inner.alltoall_base(as_bytes(received), as_bytes(sent), splits, splits, options(timeout))
 
 
 class GlooExchange(dist.Work):
-    """Messages under way. `finish` processes what they brought. It runs once, in the first caller that sees the end."""
+    """A handle for messages under way. `finish` runs once, in the first call that finds that they have arrived."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], object], outputs: list[Tensor]) -> None:
         super().__init__()
@@ -99,10 +100,10 @@ class GlooExchange(dist.Work):
 
 
 def _all_gather_single(inner: Any, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work | None:
-    """Gather by one exchange; return None if the inner group's own all-gather is to be used.
+    """Gather by one exchange. Returns None if the inner group's own all-gather must be used.
 
-    The choice must not depend on the memory layout of the tensors. The layout may differ on the other rank, and the
-    two ranks would wait for different messages.
+    The choice must not depend on the memory layout of the tensors. The layout may differ on the other rank, and then
+    the two ranks would wait for different messages.
     """
     if opts is None or inner.size() != 2 or not source.numel():
         return None
@@ -129,10 +130,10 @@ ALL_GATHERS: dict[str, Callable[..., dist.Work | None]] = {
 
 
 def _reduce(op: Any, ranks: int) -> Callable[..., Any] | None:
-    """Return a function that reduces the parts of all ranks into `out=`; None for an operation that only gloo knows.
+    """Return a function that reduces the parts of all ranks into `out=`; None for an operation that only gloo has.
 
-    For two ranks it takes both parts as arguments, which needs half of the time. For more it takes one tensor with the
-    parts along dim 0.
+    For two ranks it takes both parts as arguments, which takes half of the time. For more ranks it takes one tensor
+    with the parts along dim 0.
     """
     if op == dist.ReduceOp.SUM:
         return torch.add if ranks == 2 else _sum
@@ -173,7 +174,7 @@ def _exchange(inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, red
     ranks, index = inner.size(), inner.rank()
     for output, flat in pairs:
         if ranks == 2:
-            # The part that a rank keeps is added without a copy.
+            # The rank's own part is added without a copy.
             parts = flat.split(output.numel()) if output.numel() else (flat, flat)
             other = torch.empty_like(parts[index])
             works.append(swap(inner, other, parts[1 - index], opts.timeout))
@@ -191,7 +192,7 @@ def _exchange(inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, red
     return GlooExchange(works, finish, [output for output, _ in pairs])
 
 
-# Each of these returns None if the inner group's own method is to be used.
+# Each of these returns None if the inner group's own method must be used.
 def _reduce_scatter_single(inner: Any, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work | None:
     return _coalesced(inner, [output], [source], opts)
 
@@ -234,7 +235,7 @@ REDUCE_SCATTERS: dict[str, Callable[..., dist.Work | None]] = {
 _INSTEAD = {**REDUCE_SCATTERS, **ALL_GATHERS}
 
 EXCHANGED = frozenset(_INSTEAD)
-"""Names for which `method` may return another method than the inner group's."""
+"""The names for which `method` returns another method than that of the inner group."""
 
 
 def method(inner: Any, name: str) -> Callable[..., Any]:

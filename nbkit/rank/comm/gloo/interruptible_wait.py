@@ -1,18 +1,18 @@
-"""Waits for gloo operations that another thread can end.
+"""Waits for gloo's operations in ways that another thread can end.
 
 When a connection ends, gloo does not wake a thread that waits for the rest of a half-received message. So our threads
-never use a wait that cannot be ended.
+use only waits that can be ended.
 
 Collectives: one of gloo's threads runs a collective, and we wait for it in short slices. A time-out of a slice ends
 only the wait. If the rest of a message never comes, gloo's thread and the tensors stay until the process ends.
 
 Messages (send, receive): the wait is in gloo itself, where a time-out would shut every connection of the group. Another
-thread ends this wait by `Work::abort`, which c10d has in C++ but does not offer to Python. It is called by its symbol
-name in torch's library. The C++ object behind a Python handle comes from pybind11's interface for other modules. It is
-used only if its first word is the virtual function table of the class that the function belongs to.
+thread ends this wait by `Work::abort`, which exists in c10d's C++ but not in its Python API. It is called by its symbol
+name in torch's library. pybind11's interface for other modules gives the C++ object of a Python handle. The object is
+used only if its first word is the virtual function table of the function's class.
 
-It is not known which operation is half done. After `interrupt`, operations that were issued before it have a moment to
-end by themselves, with gloo's own error. Those that have not ended then are abandoned.
+Nobody knows which operation is half done. After `interrupt`, the operations that were issued before it have a moment to
+end by themselves, with gloo's own error. Those that have not ended after that are abandoned.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nbkit.rank.background_threads import started
 _CLASSES = ("N4c10d16ProcessGroupGloo8SendWorkE", "N4c10d16ProcessGroupGloo8RecvWorkE")
 _BASE = "N4c10d4WorkE"
 _TYPE_INFO = b"St9type_info"
-_TABLE_BEGIN = 2 * ctypes.sizeof(ctypes.c_void_p)  # of the Itanium ABI: an offset and a type come before the functions
+_TABLE_BEGIN = 2 * ctypes.sizeof(ctypes.c_void_p)  # Itanium ABI: an offset and a type precede the functions in a table
 
 
 class Abort:
@@ -68,7 +68,7 @@ class Abort:
 
 @functools.cache
 def known() -> Abort | None:
-    """Return the Abort for torch's library. None if the library does not fit: then such waits cannot be ended."""
+    """Return the Abort for torch's library; None if the library does not fit, so that such waits cannot be ended."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         return Abort(ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW))
@@ -93,10 +93,10 @@ def _pointer(capsule: Any, name: bytes) -> int:
 
 
 def _abi_of_pybind11() -> bytes:
-    """Return the ABI name of torch's pybind11, which is a part of the name of pybind11's internal data."""
+    """Return the ABI name of torch's pybind11, which is part of the key of pybind11's internal data."""
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = ctypes.c_void_p
-    # The reference is borrowed. As a py_object, ctypes would treat it as owned and free the dict.
+    # The reference is borrowed. With py_object, ctypes would treat it as owned and free the dict.
     api.PyInterpreterState_GetDict.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]
     found = ctypes.cast(api.PyInterpreterState_GetDict(api.PyInterpreterState_Get()), ctypes.py_object).value
@@ -109,12 +109,12 @@ def _abi_of_pybind11() -> bytes:
 
 _SLICE = timedelta(seconds=0.5)
 _PATIENCE_SECONDS = 0.5
-_UNTIL_DONE = timedelta(0)  # as torch has it
+_UNTIL_DONE = timedelta(0)  # torch's value for no time-out
 _OF_BACKEND = dist.Work
 
 
 class _Interrupts:
-    """The newest interrupt. at: ns of perf_counter; it ends what was issued before. error: the waits raise this."""
+    """The newest interrupt. at: its time, in ns of perf_counter; it ends earlier operations. error: for the waits."""
 
     def __init__(self) -> None:
         self.at, self.reason, self.left = 0, "", False
@@ -126,13 +126,13 @@ class _Interrupts:
 _interrupts = _Interrupts()
 
 causes: list[Callable[[], Exception | None]] = []
-"""Functions that are called when a gloo operation has failed. Each returns the error to raise instead, or None."""
+"""Functions that are called when a gloo operation fails. Each returns the error to raise instead, or None."""
 
 
 def interrupt(reason: str, error: Exception | None = None) -> None:
     """End every wait in this process for operations issued before now. Call it after the connections have been shut.
 
-    Waits raise `error`, or RuntimeError, within about a second. Returns at once.
+    The waits raise `error`, or RuntimeError without one, within about a second. This function returns at once.
     """
     _interrupts.reason, _interrupts.error = reason, error
     _interrupts.at = now()
@@ -145,13 +145,13 @@ def has_left() -> bool:
 
 
 def wait(work: Any, issued: int, *timeout: timedelta) -> Any:
-    """Wait for a collective and return what `work`.wait() returns. issued: ns of perf_counter.
+    """Wait for a collective and return the result of `work`.wait(). issued: ns of perf_counter.
 
     Raises RuntimeError if the collective fails. If it was interrupted, raises the error given to `interrupt`, or
     RuntimeError if none was given.
     """
     if type(work) is not _OF_BACKEND:
-        return work.wait(*timeout)  # a work object in Python, made of several others
+        return work.wait(*timeout)  # this work is written in Python and consists of several others
     if timeout and timeout[0] > _UNTIL_DONE:
         return _wait_until(work, issued, time.monotonic() + timeout[0].total_seconds())
     try:
@@ -162,7 +162,7 @@ def wait(work: Any, issued: int, *timeout: timedelta) -> Any:
 
 def wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
     """Wait for a send or a receive, as `wait` does for a collective."""
-    # Checked before the wait begins. `interrupt` sets the time first, and then looks for threads in this wait.
+    # Check before the wait begins. `interrupt` first sets the time, and then looks for threads in this wait.
     if issued < _interrupts.at:
         _after_patience(_end_what_is_left)
     arrived = _outcome(work.wait, *timeout)
@@ -172,7 +172,7 @@ def wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
 
 
 def future(work: Any, issued: int) -> torch.futures.Future[Any]:
-    """Return the future of a collective. An interrupt also ends waits for it in C++, such as DDP's backward pass."""
+    """Return the future of a collective. An interrupt also ends waits for the future in C++, such as DDP's."""
     gate = _Gate(work, issued)
     with _interrupts.lock:
         _interrupts.futures.add(gate)
@@ -180,13 +180,13 @@ def future(work: Any, issued: int) -> torch.futures.Future[Any]:
 
 
 class Interruptible(dist.Work):
-    """A wrapper around the handle of a gloo operation whose waits can be ended. Other methods are passed on.
+    """A wrapper around the handle of a gloo operation. Its waits can be ended. Other methods are passed on.
 
     issued: ns of perf_counter. message: True for a send or a receive.
     """
 
     def __init__(self, inner: Any, issued: int, message: bool) -> None:
-        dist.Work.__init__(self)  # not super(), which would double the time, in every collective
+        dist.Work.__init__(self)  # super() would double the time of this, in every collective
         self.inner, self.issued, self.message = inner, issued, message
 
     def wait(self, *timeout: Any) -> Any:
@@ -217,7 +217,7 @@ def _wait_until(work: Any, issued: int, deadline: float | None) -> Any:
             if work.is_completed():
                 if issued < _interrupts.at and _interrupts.error is not None:
                     _aborted()
-                return _outcome(work.wait)  # raises the error if the work failed; it may have succeeded since
+                return _outcome(work.wait)  # raises the work's error, if it failed; it may have succeeded meanwhile
             if deadline is not None and time.monotonic() >= deadline:
                 raise
         if issued < _interrupts.at and now() - _interrupts.at > _PATIENCE_SECONDS * 1e9:
@@ -250,7 +250,7 @@ def _after_patience(act: Callable[[], None]) -> None:
 
 
 def _outcome(of: Callable[..., Any], *given: Any) -> Any:
-    """Call `of` and return its result. If it fails, raise the cause if that is known, else the error itself."""
+    """Call `of` and return its result. If it fails, raise the cause if one of `causes` knows it, else the error."""
     try:
         return of(*given)
     except RuntimeError:
@@ -267,7 +267,7 @@ def _aborted() -> NoReturn:
 
 
 class _Gate:
-    """A future that follows another one. It ends with an error if it is opened before the other has ended."""
+    """A future that follows the future of `work`. It ends with an error if `open` is called before `work` has ended."""
 
     def __init__(self, work: Any, issued: int) -> None:
         self.issued, self._lock = issued, threading.Lock()
@@ -284,7 +284,7 @@ class _Gate:
         inner.add_done_callback(lambda _: self.open())
 
     def open(self) -> None:
-        """End the future now. May be called twice."""
+        """End the future now: with the result of `work` if it has ended, else with an error. May be called twice."""
         with self._lock:
             if not self._opened.done():
                 self._opened.set_result(None)

@@ -1,1 +1,1 @@
-"""Data with unequal samples: equal cost on every rank at every step, and documents packed into blocks."""
+"""Data with unequal samples: gives every rank the same cost at every step, and packs documents into blocks."""

@@ -1,19 +1,19 @@
 """Data with a cost for each sample, so that a Trainer gives every rank the same cost at every step.
 
-If the user gives no costs, a sample costs its size at first, and then what the training learns about it (`Difficulty`).
+If the user gives no costs, the cost of a sample is first its size. Then the training learns costs (`Difficulty`).
 
-`ByLoss`: the cost is the loss of a sample when it was seen last, so that all batches and shares are equally difficult.
-The losses of an epoch count from the next epoch on. The order of an epoch follows from the seed, the epoch and the
-losses that all ranks had agreed on when it began. Losses are rounded, so that the different rounding of strategies
+`ByLoss`: the cost of a sample is its loss when it was last seen, so that all batches and shares are equally difficult.
+The losses of an epoch are used from the next epoch on. The order of an epoch depends on the seed, the epoch, and the
+losses on which all ranks had agreed when it began. Losses are rounded, so that the different rounding of strategies
 seldom changes an order.
 
-`BySeconds`: the cost is the seconds that samples take, by their size, from a least-squares fit over the shares that
-ranks have computed. The model: a rank's seconds of a step are the sum over its rows of size x rate, with a rate for
-each of a dozen classes of sizes. Ranks that compute different parts of the model (pipeline stages) are scaled by their
-mean, ranks of unequal speed by their `speeds=`. The noisier the measurement, the closer the rates stay to their old
-values (ridge regression, Hoerl and Kennard 1970: the deviation of a rate is the rate itself, that of a share is the
-residual of the fit). Old steps count less. Seconds never change which samples a batch has, only which rank computes
-them: a loss does not depend on a clock.
+`BySeconds`: the cost of a sample is the seconds that samples of its size take. They come from a least-squares fit over
+the shares that ranks have computed. In the model of the fit, a rank's seconds of a step are the sum over its rows of
+size x rate, with a rate for each of a dozen classes of sizes. Ranks that compute different parts of the model (pipeline
+stages) are scaled by their mean, and ranks of unequal speed by their `speeds=`. With noisier measurements, rates stay
+closer to their old values. This is ridge regression (Hoerl and Kennard 1970), where the deviation of a rate is the rate
+itself, and the deviation of a share is the residual of the fit. Old steps count less. Seconds change only which rank
+computes a sample, never which samples a batch has. So a loss does not depend on a clock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Gather = Callable[[Any], list[Any]]
 class Difficulty(ABC):
     """The learned costs of one training's samples, equal on every rank.
 
-    A rank's own measurements are kept apart until all ranks agree on them.
+    A rank's own measurements are kept separately until all ranks agree on them.
     """
 
     kind: str
@@ -61,11 +61,11 @@ class Difficulty(ABC):
 
     @abstractmethod
     def due(self, epoch: int, batches: int) -> bool:
-        """Return True if ranks agree after this many batches of `epoch`, in addition to its end."""
+        """Return True if ranks agree after this many batches of `epoch`. They always agree at its end."""
 
     @abstractmethod
     def learn(self, epoch: int, gather: Gather) -> None:
-        """Agree on what was measured so far, at the end of `epoch` or when it is `due`. Collective."""
+        """Agree on the measurements so far, at the end of `epoch` or when `due` returns True. Collective."""
 
     @abstractmethod
     def state(self, epoch: int, gather: Gather) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Difficulty(ABC):
 
     @abstractmethod
     def restore(self, epoch: int, state: Mapping[str, Any] | None) -> str:
-        """Restore `state`. Returns a text that says what is missing, "" if nothing is."""
+        """Restore `state`. Returns a text that says what is missing; "" if nothing is."""
 
     @abstractmethod
     def agree(self, gather: Gather) -> None:
@@ -81,7 +81,7 @@ class Difficulty(ABC):
 
     @property
     def newest(self) -> int:
-        """Return the epoch from which the newest costs count."""
+        """Return the first epoch that uses the newest costs."""
         return 0
 
     @property
@@ -96,7 +96,7 @@ class Difficulty(ABC):
         """Note that another strategy divides the batches from the next step on."""
 
     def end(self) -> None:  # noqa: B027
-        """No steps are made for now."""
+        """End a run of steps."""
 
     @abstractmethod
     def reads(
@@ -104,18 +104,18 @@ class Difficulty(ABC):
     ) -> Callable[[Sequence[int], Tensor], None] | None:
         """Note that the next step computes these samples on this rank. Returns a callback for their losses, or None.
 
-        replica: the replica of the model that this rank has a part of. speed: the speed of its ranks, in any unit.
+        replica: the replica of the model to which this rank belongs. speed: the speed of the replica, in any unit.
         """
 
 
 MOST = 1_400_000
 """Maximum number of samples: a checkpoint holds two numbers for each."""
-_KEPT = 4  # epochs to which a training may go back
+_KEPT = 4  # costs of this many epochs are kept; a training may go back to these
 _DIGITS = 3
 
 
 class ByLoss(Difficulty):
-    """Costs learned from losses. sizes: of each sample, the costs in the first epoch.
+    """Costs learned from losses. sizes: the size of each sample, used as its cost in the first epoch.
 
     Raises TrainingError for more than MOST samples.
     """
@@ -155,7 +155,7 @@ class ByLoss(Difficulty):
         return partial(self._note, epoch)
 
     def _note(self, epoch: int, indices: Sequence[int], losses: Tensor) -> None:
-        """Keep the losses without reading them: a device may still compute them."""
+        """Keep the losses without reading them, because a device may still compute them."""
         self._told.append((epoch, indices, losses))
 
     def learn(self, epoch: int, gather: Gather) -> None:
@@ -235,17 +235,17 @@ class ByLoss(Difficulty):
 
 _CLASSES = 12
 _COMPUTING = ("forward", "backward")
-_FIRST = 8  # batches of the first epoch before the first agreement; then twice as many each time
-_LEAST = 1e-3  # of the mean: the smallest rate, and the smallest ridge, which fixes a rate that no share measures
-_OLD = 0.5  # weight of earlier steps at the next agreement
+_FIRST = 8  # number of batches before the first agreement in the first epoch; it doubles each time
+_LEAST = 1e-3  # smallest rate and smallest ridge, relative to the mean; the ridge fixes rates that no share measures
+_OLD = 0.5  # factor for the weight of earlier steps at each agreement
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Sums over the steps that a rank has computed. `number` steps are new; older ones count less.
+    """Weighted sums over the steps that a rank has computed. Older steps have a smaller weight.
 
-    squares: sizes x sizes, by class. products: sizes x seconds. sizes, seconds: their sums. squared: seconds squared.
-    weight: weight of the steps.
+    squares: sizes x sizes, (classes, classes). products: sizes x seconds, (classes,). sizes: (classes,). squared:
+    the squares of seconds. weight: the steps' weights. number: the number of new steps.
     """
 
     squares: Tensor
@@ -258,7 +258,7 @@ class Shares:
 
     @classmethod
     def none(cls, classes: int) -> Shares:
-        """Return the sums over no step."""
+        """Return sums over no steps."""
         zeros = torch.zeros(classes, dtype=torch.float64)
         return cls(torch.zeros(classes, classes, dtype=torch.float64), zeros, zeros)
 
@@ -275,7 +275,7 @@ class Shares:
         )
 
     def older(self) -> Shares:
-        """Return the same sums with a smaller weight than later steps have."""
+        """Return the same sums with a smaller weight, because later steps count more."""
         return Shares(
             _OLD * self.squares,
             _OLD * self.products,
@@ -287,10 +287,10 @@ class Shares:
 
 
 def rates_of(everyone: Sequence[tuple[int, Shares]], before: Tensor) -> Tensor:
-    """Return the rate of each class, fitted to what all ranks have computed.
+    """Return the rate of each class, fitted to the shares of all ranks.
 
-    before: the old rates. A rate that was not measured stays near its old value. everyone: for each rank, its place
-    along dp and its shares. The k-th rank of every replica has the same part of the model.
+    before: the old rates. A rate that was not measured stays near its old value. everyone: for each rank, (its place
+    along dp, its shares). The k-th rank of every replica has the same part of the model.
     """
     alike: dict[int, list[Shares]] = {}
     met = Counter[int]()
@@ -328,7 +328,7 @@ def rates_of(everyone: Sequence[tuple[int, Shares]], before: Tensor) -> Tensor:
 
 
 class BySeconds(Difficulty):
-    """Costs learned from seconds. sizes: of each sample, its cost until shares have been measured."""
+    """Costs learned from seconds. sizes: the size of each sample, used as its cost until shares are measured."""
 
     kind = "seconds"
 
@@ -362,7 +362,7 @@ class BySeconds(Difficulty):
         clock.listeners.append(self._step)
 
     def recut(self) -> None:
-        self._passed = True  # the first step is not counted: it makes buffers and proofs
+        self._passed = True  # the first step is not counted, because it also makes buffers and proofs
 
     def end(self) -> None:
         if self._step in clock.listeners:
@@ -376,7 +376,7 @@ class BySeconds(Difficulty):
         self._current = sizes
 
     def _step(self, step: StepPhases) -> None:
-        """Note a step that was made: see StepClock.listeners. A device may still compute it."""
+        """Note a finished step, as a listener of StepClock. A device may still compute the step."""
         if self._current is not None and float(self._current.sum()) and not self._passed:
             self._made.append((self._current, self._speed, step))
         self._passed, self._current = False, None
@@ -391,7 +391,7 @@ class BySeconds(Difficulty):
     def learn(self, epoch: int, gather: Gather) -> None:
         self._take()
         everyone = gather((self._replica, self._shares))
-        # All ranks use rank 0's solution: other processors may round differently, and all ranks must divide alike.
+        # All ranks use rank 0's solution, because they must divide rows equally, and processors may round differently.
         self._set(gather(rates_of(everyone, self._rates))[0])
         self._number += sum(own.number for _, own in everyone)
         self._shares = self._shares.older()
@@ -414,7 +414,7 @@ class BySeconds(Difficulty):
         self._set(rates)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_made": [], "_current": None}  # which hold events of a device
+        return vars(self) | {"_made": [], "_current": None}  # these hold events of a device
 
     @property
     def why(self) -> str:
@@ -498,7 +498,7 @@ class Balanced(Dataset[Any]):
 
     @property
     def costs(self) -> Sequence[float]:
-        """Return the cost of each sample: as given, or as learned by the newest training that reads this data."""
+        """Return the cost of each sample, as given or as learned by the newest training that reads this data."""
         newest = self.difficulty
         return self.measured()[0] if newest is None else newest.of_shares(newest.newest)
 
@@ -515,25 +515,25 @@ class Balanced(Dataset[Any]):
         return f"cost: as given, {min(costs):g} to {max(costs):g}"
 
     def begin(self) -> Difficulty | None:
-        """Return the Difficulty that a training beginning now learns; None if the costs are given."""
+        """Return a Difficulty for a training that begins now; None if the costs are given."""
         self.difficulty = None if self._learned is None else LEARNED[self._learned](self.measured()[0])
         return self.difficulty
 
     @property
     def groups(self) -> Sequence[Hashable] | None:
-        """Return the group of each sample; None if no groups were asked for."""
+        """Return the group of each sample; None without groups."""
         return self.measured()[1]
 
     @property
     def waste(self) -> float:
-        """Return the share of all positions that hold no document; 0 if nothing is packed."""
+        """Return the fraction of positions that hold no document; 0 if nothing is packed."""
         return self.data.waste if isinstance(self.data, Packed) else 0.0
 
     def measured(self, *, together: bool = False) -> tuple[Sequence[float], Sequence[Hashable] | None]:
         """Return (costs, groups), the same on every rank.
 
-        together: each rank reads a part of the data; collective. Raises TrainingError for an invalid cost, or for lists
-        of another length than the data.
+        together: each rank reads a part of the data, which makes this collective. Raises TrainingError for an invalid
+        cost, or for lists of another length than the data.
         """
         if self._values is None:
             number = len(self.data)
@@ -559,7 +559,7 @@ class Balanced(Dataset[Any]):
         try:
             with alike():
                 own = [self._of(self.data[i]) for i in range(rank, len(self.data), ranks)]
-        except Exception as error:  # raised later, after the gather: the other ranks wait for this one there
+        except Exception as error:  # raised after the gather, because the other ranks wait there for this rank
             failed = error
         parts: list[Any] = [None if failed else own]
         if ranks > 1:
@@ -581,7 +581,7 @@ class Balanced(Dataset[Any]):
 
 
 def check_packed(data: Any, model: nn.Module) -> None:
-    """Raise TrainingError for a model of transformers that would attend across packed documents."""
+    """Raise TrainingError if packed data is given to a model of transformers that would attend across documents."""
     if isinstance(data, Balanced) and data.pack and getattr(getattr(model, "config", None), "use_cache", False):
         raise TrainingError(
             "With a cache the model does not see where packed documents begin, and attends across them.",

@@ -1,12 +1,12 @@
-"""An order of an epoch in which every run of samples costs the same, and has the same number of each group.
+"""An order of an epoch in which all runs of one length have about the same cost, and the same number of each group.
 
-Samples are divided into cells of about 64. They are sorted by group and cost, and cut into strata; a stratum has as
+Samples are divided into cells of about 64. They are sorted by group and cost, and cut into strata. A stratum has as
 many samples as there are cells. Each cell gets one random sample of each stratum (stratified sampling without
-replacement). Within a cell the strata follow in van der Corput order. So halves and quarters of a cell are even too,
-and so is a run from the end of one cell to the beginning of the next. Cells that eight ranks could not share evenly
-exchange samples with their neighbours.
+replacement). Within a cell, the strata follow in van der Corput order. So halves and quarters of a cell are balanced
+too, and so is a run from the end of one cell to the beginning of the next. Cells that eight ranks could not share
+evenly exchange samples with neighbouring cells.
 
-The order depends on the samples' costs and groups, the seed and the epoch alone: not on batches, and not on ranks.
+The order depends only on the samples' costs and groups, the seed and the epoch. It does not depend on batches or ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from nbkit.rank.data.balanced.equal_shares import equal_shares, unevenness
 
 _CELL, _NEIGHBOURS = 64, 8
 _SHARING, _EVEN = 8, 1.012
-_TRIES, _FAILING = 64, 16  # in all neighbouring cells; of one cell
+_TRIES, _FAILING = 64, 16  # attempts to exchange samples: in all neighbouring cells together; failed ones of one cell
 
 
 class BalancedOrder:
-    """Sample numbers of an epoch, by slices. costs, groups: of each sample."""
+    """The sample numbers of an epoch, read by slices. costs, groups: one entry for each sample."""
 
     def __init__(self, costs: Sequence[float], groups: Sequence[Hashable] | None, *, seed: int, epoch: int) -> None:
         self._costs, self._groups, self._seed = costs, groups, f"{seed} {epoch}"
         cells = max(-(-len(costs) // _CELL), 1)
         self._drawn = _drawn(costs, groups, cells, torch.Generator().manual_seed(seed + epoch))
         each, more = divmod(len(costs), cells)
-        # Cells with one more sample come first, as larger batches do.
+        # Cells with one more sample come first, like larger batches.
         self._starts = [cell * each + min(cell, more) for cell in range(cells + 1)]
         self._newest: tuple[int, list[int]] = (-1, [])
 
@@ -42,7 +42,7 @@ class BalancedOrder:
         found: list[int] = []
         while start < stop:
             stretch = (bisect_right(self._starts, start) - 1) // _NEIGHBOURS
-            newest = self._newest  # with workers, a thread reads this at the same time
+            newest = self._newest  # with workers, another thread may change this attribute at the same time
             if newest[0] != stretch:
                 self._newest = newest = stretch, self._even(stretch)
             first = self._starts[stretch * _NEIGHBOURS]
@@ -51,7 +51,7 @@ class BalancedOrder:
         return found
 
     def _even(self, stretch: int) -> list[int]:
-        """Return the samples of neighbouring cells, exchanged until each cell can be shared evenly, or nearly."""
+        """Return the samples of neighbouring cells, after exchanges so that ranks can share each cell almost evenly."""
         edges = self._starts[stretch * _NEIGHBOURS : (stretch + 1) * _NEIGHBOURS + 1]
         cells = [self._drawn[start:stop] for start, stop in pairwise(edges)]
         draw = Random(f"{self._seed} {stretch}")
@@ -79,7 +79,7 @@ class BalancedOrder:
     def _uneven(self, cell: Sequence[int]) -> float:
         costs = [self._costs[sample] for sample in cell]
         if _SHARING * max(costs) > sum(costs):
-            return 1.0  # one sample costs more than a share: exchanging does not help
+            return 1.0  # one sample costs more than a share, so exchanges do not help
         return unevenness(costs, equal_shares(costs, _SHARING))
 
 
@@ -90,7 +90,7 @@ def _drawn(
     order = torch.randperm(len(costs), generator=generator)
     kept = len(costs) // cells * cells
     first, rest = order[:kept], order[kept:]
-    # Samples that do not fill a stratum come last in the first cells.
+    # The samples that do not fill a stratum come last in the first cells.
     places = dict.fromkeys(rest.tolist(), kept)
     first = first[torch.tensor(costs, dtype=torch.float64)[first].argsort(stable=True)]
     if groups:
@@ -104,6 +104,6 @@ def _drawn(
 
 
 def _van_der_corput(number: int) -> list[int]:
-    """Return 0 to number - 1 in van der Corput order: 0, 1/2, 1/4, 3/4, ... of `number`."""
+    """Return the numbers 0 to number - 1 in van der Corput order: 0, 1/2, 1/4, 3/4, ... of `number`."""
     bits = max(number - 1, 1).bit_length()
     return sorted(range(number), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))

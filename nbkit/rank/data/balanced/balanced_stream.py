@@ -1,4 +1,4 @@
-"""Streams of balanced data: shards of the same cost, which may be learned while the training runs."""
+"""The stream of balanced data. Its shards have the same cost, and costs may be learned while the training runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nbkit.rank.data.workers import Draws
 
 @dataclass(eq=False)
 class BalancedStream(MapStream):
-    """Shards of Balanced data, each of the same cost.
+    """Shards of Balanced data with the same cost on every rank.
 
-    The batches of an epoch differ by one sample at most, because a short last batch could not be shared evenly. If
-    costs are learned, ranks agree on them at the end of an epoch, after its last step and before the next one.
+    The sizes of batches in an epoch differ by one sample at most, because a short last batch could not be shared
+    evenly. If costs are learned, ranks agree on them at the end of an epoch, between its last step and the next step.
     """
 
     data: Balanced
@@ -55,13 +55,13 @@ class BalancedStream(MapStream):
             self._learned.end()
 
     def follow(self, other: Stream) -> None:
-        """Move to the position of `other`, and take over what it has learned."""
+        """Move to the position of `other`, and take over its learned costs."""
         if isinstance(other, BalancedStream) and other._learned is not None:
             self._before = other._learned
         super().follow(other)
 
     def agree(self) -> None:
-        """Share what was learned with ranks that have just joined. Collective."""
+        """Share the learned costs with ranks that have just joined. Collective."""
         if self._learned is not None:
             if self._before is not None and self._before.kind == self._learned.kind:
                 self._learned = self.data.difficulty = self._before
@@ -69,11 +69,11 @@ class BalancedStream(MapStream):
             self.seek(self.epoch, self.offset)
 
     def where(self) -> Any:
-        """Return what was learned; None if costs are given. Collective."""
+        """Return the state of the learned costs; None if costs are given. Collective."""
         return None if self._learned is None else self._learned.state(self.epoch, self.gather)
 
     def resume(self, epoch: int, offset: int, where: Any) -> None:
-        """Seek, and restore what had been learned when `where` was taken; warn if that is missing."""
+        """Seek, and restore the learned costs from the result of `where`. Warns if they are missing."""
         if self._learned is not None and (missing := self._learned.restore(epoch, where)):
             warnings.warn(missing, stacklevel=4)
         super().resume(epoch, offset, where)
@@ -85,7 +85,7 @@ class BalancedStream(MapStream):
             self._learned.recut()
 
     def _pauses(self) -> bool:
-        """Return True if ranks agree on what was learned before the next batch is cut."""
+        """Return True if ranks agree on learned costs before the next batch is cut."""
         if self._learned is None:
             return False
         ends = self.length - self.offset < (self.batch_size if self.drop_last else 1)

@@ -1,10 +1,10 @@
-"""Divides the rows of a batch over ranks, so that all have the same number of rows, of each group, and the same cost.
+"""Divides the rows of a batch over ranks, so that all ranks have equal costs, and equal numbers of rows of each group.
 
 This is balanced number partitioning in two steps. First, rows are dealt in rounds, as in the balanced differencing
-method of Yakir (1996): a round holds as many neighbours in the order of costs as there are ranks, rounds with the
-largest differences come first, and the largest row of a round goes to the rank with the least cost so far (Graham's
-longest-first rule, 1969). Second, two ranks exchange pairs of rows of one group, as long as that makes the costliest
-rank cheaper.
+method of Yakir (1996). A round has one row for each rank, and these are neighbours in the order of costs. Rounds with
+the largest differences come first. The costliest row of a round goes to the rank with the least cost so far (Graham's
+longest-first rule, 1969). Second, two ranks exchange pairs of rows of one group, as long as that lowers the cost of the
+costliest rank.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 
-_NEAR, _ENOUGH = 2e-4, 1.01  # of the mean
-_SUMS = 1 << 15  # that are told apart
+_NEAR, _ENOUGH = 2e-4, 1.01  # relative to the mean
+_SUMS = 1 << 15  # the number of sums that are distinguished
 
 
 @dataclass
@@ -31,12 +31,13 @@ def equal_shares(
     groups: Sequence[Hashable] | None = None,
     speeds: Sequence[Fraction] = (),
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the rows of each rank, ascending; ranks with more rows come first.
+    """Return for each rank the indices of its rows, ascending. Ranks with more rows come first.
 
-    costs, groups: of each row of the batch. Numbers of rows differ by one at most, in total and in each group. If that
-    leaves a rank more than 1 % above the mean, rows move until it is not, as far as possible.
-    speeds: of the ranks, if they are unequal. Then costs are in the ratio of the speeds, the numbers of rows and groups
-    are arbitrary, and the ranks keep their places. Equal input gives equal output, on every rank.
+    costs, groups: one entry for each row of the batch. Ranks' numbers of rows differ by one at most, in total and in
+    each group. If a rank's cost is then more than 1 % above the mean, rows are moved to avoid this if possible, even if
+    the numbers of rows become unequal.
+    speeds: the speeds of the ranks, if unequal. Then costs are proportional to speeds, the numbers of rows and groups
+    are arbitrary, and ranks are not reordered. Equal input gives equal output on every rank.
     """
     if speeds:
         return _by_speed(costs, [float(speed) for speed in speeds])
@@ -50,9 +51,9 @@ def equal_shares(
 
 
 def _by_speed(costs: Sequence[float], speeds: Sequence[float]) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of each rank. Each row, the costliest first, goes to the rank that would finish it first.
+    """Return the rows of each rank. Each row, costliest first, goes to the rank that would finish it first.
 
-    This is Graham's rule (1969) on uniform machines.
+    This is Graham's rule (1969) for machines of different speeds.
     """
     done, rows = [0.0] * len(speeds), [list[int]() for _ in speeds]
     for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
@@ -63,7 +64,7 @@ def _by_speed(costs: Sequence[float], speeds: Sequence[float]) -> tuple[tuple[in
 
 
 def unevenness(costs: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
-    """Return the cost of the costliest rank, divided by the mean."""
+    """Return the cost of the costliest rank, divided by the mean cost."""
     sums = [sum(costs[row] for row in share) for share in shares]
     return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
 
@@ -90,9 +91,9 @@ def _dealt(costs: Sequence[float], ranks: int, groups: Sequence[Hashable]) -> li
 
 
 def _exchange(parts: list[_Part], costs: Sequence[float], groups: Sequence[Hashable], near: float) -> None:
-    """Exchange rows of one group between the costliest rank and another, as long as that makes it cheaper.
+    """Exchange rows of one group between the costliest rank and another rank, as long as that lowers its cost.
 
-    near: costs that differ by less count as equal.
+    near: costs that differ by less than this count as equal.
     """
     for _ in range(8 * len(costs)):
         parts.sort(key=lambda part: part.cost)
@@ -108,7 +109,7 @@ def _exchange(parts: list[_Part], costs: Sequence[float], groups: Sequence[Hasha
 
 
 def _best(most: _Part, part: _Part, costs: Sequence[float], groups: Sequence[Hashable]) -> tuple[int, int] | None:
-    """Return a row of each whose exchange brings their costs closest; None if none makes the costlier one cheaper."""
+    """Return a row of each part. Their exchange brings the costs closest; None if no exchange lowers the larger."""
     gap = most.cost - part.cost
     by_group: dict[Hashable, list[tuple[float, int]]] = {}
     for row in part.rows:
@@ -126,7 +127,7 @@ def _best(most: _Part, part: _Part, costs: Sequence[float], groups: Sequence[Has
 
 
 def _divide_anew(parts: list[_Part], costs: Sequence[float], near: float) -> None:
-    """Divide the rows of two ranks again, ignoring numbers and groups, as long as that brings their costs closer."""
+    """Divide the rows of two ranks again, as long as that brings their costs closer. Ignores numbers and groups."""
     for _ in range(4 * len(parts)):
         parts.sort(key=lambda part: part.cost)
         pairs = [(parts[-1], part) for part in parts[:-1]] + [(part, parts[0]) for part in parts[-2:0:-1]]
@@ -146,7 +147,7 @@ def _divide_anew(parts: list[_Part], costs: Sequence[float], near: float) -> Non
 def _nearest(costs: Sequence[float], share: float) -> set[int]:
     """Return the indices of `costs` whose sum is the closest below `share` of the total.
 
-    All possible sums are found, each as one bit of an integer.
+    It finds all possible sums, as bits of one integer.
     """
     unit = sum(costs) / _SUMS
     whole = [round(cost / unit) for cost in costs]

@@ -1,8 +1,8 @@
 """Packs documents into blocks of one length. Positions restart in each document, and attention stays inside it.
 
-Best fit decreasing (Johnson 1974; for training data: Ding et al. 2024, "Fewer truncations improve language modeling"):
-the longest document comes first, and each goes into the block with the least room that still holds it. Documents that
-are longer than a block are cut into pieces of a block's length. Every token is trained on.
+The method is best fit decreasing (Johnson 1974; for training data: Ding et al. 2024, "Fewer truncations improve
+language modeling"). The longest document comes first, and each document goes into the block with the least room that is
+enough. Documents longer than a block are cut into pieces of a block's length. Every token is trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class DocumentPiece:
-    """Positions start..stop of a document."""
+    """Positions start to stop - 1 of a document."""
 
     document: int
     start: int
@@ -34,12 +34,13 @@ class DocumentPiece:
 
 
 class Packed(Dataset[Any]):
-    """Blocks of `size` positions. documents: token ids, or dicts with "input_ids" as of transformers' tokenizers.
+    """Blocks of `size` positions. documents: token ids, or dicts with "input_ids", as from transformers' tokenizers.
 
-    Of ids, a block is ((ids, positions), targets), where the target of a position is the next id of its document: a
-    document of n ids takes n - 1 positions. Of dicts, a block is {"input_ids", "position_ids", "labels"}, and models
-    shift the labels themselves. All are int64 of shape (size,). What is left of a block is filled as a document of its
-    own, whose targets are -100, as is the first label of a document. groups: of each document; a block holds one group.
+    From ids, a block is ((ids, positions), targets). The target of a position is the next id of its document, so a
+    document of n ids takes n - 1 positions. From dicts, a block is {"input_ids", "position_ids", "labels"}, and models
+    shift the labels themselves. All tensors are int64 of shape (size,). The rest of a block is filled with a document
+    whose targets are -100. The first label of a document is -100 too. groups: the group of each document. A block holds
+    documents of one group.
     """
 
     def __init__(self, documents: Any, size: int, groups: Sequence[Hashable] | None = None) -> None:
@@ -61,14 +62,14 @@ class Packed(Dataset[Any]):
 
     @property
     def waste(self) -> float:
-        """Return the share of all positions that hold no document."""
+        """Return the fraction of positions that hold no document."""
         used = sum(len(piece) for block in self.blocks for piece in block)
         return 1 - used / (len(self.blocks) * self.size) if self.blocks else 0.0
 
     def costs(self, of: Callable[[Any], float] | None) -> list[float]:
         """Return the cost of each block, the sum over its pieces.
 
-        of: returns a piece's cost, called with its ids; None means the length of the piece.
+        of: a function of a piece's ids that returns its cost. None takes the length of the piece.
         """
         return [sum(len(p) if of is None else of(self._cut(p)) for p in block) for block in self.blocks]
 
@@ -96,7 +97,7 @@ class Packed(Dataset[Any]):
 def best_fit(pieces: Sequence[DocumentPiece], size: int) -> list[list[DocumentPiece]]:
     """Return blocks of at most `size` positions that hold all pieces. No piece may be longer than `size`."""
     blocks: list[list[DocumentPiece]] = []
-    # Blocks by their free room. `rooms` has a bit for each room that occurs, so the next larger one is found at once.
+    # Blocks by their free room. `rooms` has a bit for each room that occurs, which gives the next larger room at once.
     with_room: list[list[int]] = [[] for _ in range(size + 1)]
     rooms = 0
     for piece in sorted(pieces, key=len, reverse=True):

@@ -1,1 +1,1 @@
-"""Iterable data in shards: each data-parallel rank reads some of them, and the global batches do not change."""
+"""Iterable data in shards. Each data-parallel rank reads some of the shards, and the global batches do not change."""

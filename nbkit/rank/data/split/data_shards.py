@@ -1,9 +1,9 @@
 """Splits iterable data: finds how many shards it has, and reads one of them.
 
-There are three kinds: datasets of Hugging Face and others with `shard(num_shards, index)`; webdataset pipelines, with a
-shard for each url; and data that asks `torch.utils.data.get_worker_info()` for its part, as under torch's DataLoader.
-The last kind is told that it is one of as many workers as there are shards, and that no other rank reads. nbkit itself
-divides the shards over ranks.
+There are three kinds of such data: datasets with `shard(num_shards, index)`, as in Hugging Face; webdataset pipelines,
+with a shard for each url; and data that asks `torch.utils.data.get_worker_info()` for its part, as under torch's
+DataLoader. nbkit tells the last kind that there is a worker for each shard, and no other rank. nbkit itself divides the
+shards over ranks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from nbkit.rank.data.data_state import Opened, StreamPosition
 from nbkit.rank.torch_private import data_worker
 
 _PARTS = 16
-"""Number of shards for data that asks for its part but does not say how many it has. Most dp degrees divide it."""
+"""The number of shards of data that asks for its part but reports no number. Most dp degrees divide it."""
 
 _SPLIT_BY_PART = "num_shards = 8, and an __iter__ that gives the part of torch.utils.data.get_worker_info()"
 
 
 @dataclass(frozen=True)
 class DataShards:
-    """`data` in `number` shards. by_method: split by its shard(); else by what get_worker_info() returns.
+    """`data` in `number` shards.
 
-    counted: the data itself says how many shards it has.
+    by_method: True if its shard() splits it, False if it asks get_worker_info(). counted: True if the data itself
+    reports the number of shards.
     """
 
     data: Any
@@ -41,7 +42,7 @@ class DataShards:
     counted: bool
 
     def opened(self, shard: int, epoch: int, mark: StreamPosition | None = None) -> Opened:
-        """Open one shard, from its beginning or from the mark on. Read it inside `reading` of the same shard."""
+        """Open one shard at its beginning or at `mark`. Read it inside `reading` of the same shard."""
         if self.by_method:
             part = self.data.shard(num_shards=self.number, index=shard)
         else:
@@ -51,7 +52,7 @@ class DataShards:
         return Opened.at(part, mark)
 
     def copied(self) -> Any:
-        """Return a copy of the data. It may remember its own position, and is iterated several times at once here.
+        """Return a copy of the data, because it may remember its position and is iterated several times at once here.
 
         Raises TrainingError for data that cannot be copied.
         """
@@ -73,7 +74,7 @@ class DataShards:
 
     @contextmanager
     def reading(self, shard: int) -> Iterator[_Part]:
-        """Tell data that asks inside this context to read this shard only. Yields a note of whether it has asked."""
+        """Make data read only this shard inside this context. Yields an object that notes whether the data asked."""
         part = _Part(shard, self.number, self.data)
         outer, data_worker._worker_info = data_worker._worker_info, None if self.by_method else part  # type: ignore[assignment]
         try:
@@ -85,7 +86,7 @@ class DataShards:
 
 @dataclass(frozen=True)
 class FirstSamples:
-    """The first samples. takes_part: the data reads only the part it is told. has_state: it has a state_dict()."""
+    """The first samples. takes_part: the data reads only the part it is told to. has_state: it has a state_dict()."""
 
     samples: list[Any]
     takes_part: bool
@@ -110,7 +111,7 @@ class _Part:
 
 
 def data_shards(data: Any) -> DataShards | None:
-    """Return how iterable `data` can be split; None where it cannot. Reads nothing."""
+    """Return how iterable `data` can be split; None if it cannot. Reads no sample."""
     if isinstance(data, Iterator):
         return None
     number = _counted(data)
@@ -137,7 +138,7 @@ def why_whole(data: Any) -> str:
 
 
 def refuse_unasked(shards: DataShards) -> TrainingError:
-    """Return the error for data that gives all samples for each of its shards."""
+    """Return the error for data that yields all samples for each of its shards."""
     return TrainingError(
         "The data has shards, and gives the same samples for each: its __iter__ does not take its part.",
         numbers=f"num_shards {shards.number}, {type(shards.data).__name__}",
@@ -147,18 +148,18 @@ def refuse_unasked(shards: DataShards) -> TrainingError:
 
 
 def _counted(data: Any) -> int | None:
-    """Return how many shards the data says it has."""
+    """Return the number of shards that the data reports; None if it reports none."""
     for name in ("num_shards", "n_shards"):
         if isinstance(number := getattr(data, name, None), int):
             return number
-    stages = getattr(data, "pipeline", None)  # of webdataset: the first stage gives the urls
+    stages = getattr(data, "pipeline", None)  # webdataset: the first stage yields the urls
     urls = getattr(stages[0], "urls", None) if isinstance(stages, list) and stages else None
     resampled = urls is not None and "Resampled" in type(stages[0]).__name__  # type: ignore[index]
     return len(urls) if isinstance(urls, list | tuple) and not resampled else None
 
 
 def _asks(data: Any) -> bool:
-    """Return True if a method of the data's own class names get_worker_info."""
+    """Return True if the code of the data's own class contains the name get_worker_info."""
     kinds = [kind for kind in type(data).__mro__ if kind.__module__.partition(".")[0] not in ("builtins", "torch")]
     methods = [found for kind in kinds for _, found in getmembers_static(kind, isfunction)]
     return any(_names(method.__code__) for method in methods)

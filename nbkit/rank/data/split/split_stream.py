@@ -1,18 +1,18 @@
 """Batches of data that comes in shards. Each data-parallel rank reads only the samples of its own readers.
 
 Order: reader k reads the data shards k, k + readers, ... one after the other. The stream takes one sample of each
-reader in turn, and leaves out readers that have ended. The order depends only on the data, not on ranks, batches or
-workers. A row is computed by the rank that reads it, as long as every rank gets its number of rows.
+reader in turn, and leaves out readers that have ended. The order depends only on the data, and not on ranks, batches or
+workers. If possible, the rank that reads a row also computes it. But every rank gets its number of rows.
 
-Ends: only the rank that reads a reader sees where it ends. A rank reads two batches ahead. If one of its readers ends
-there, it says so in the step's small reduction, and the ranks compare before the first batch that is affected. They
-also compare before the first batch after a jump. A row may be read by one rank and computed by another, if some readers
-have ended or dp does not divide their number. Such rows are sent after that comparison.
+Ends: only the rank that uses a reader finds out where it ends. A rank reads two batches ahead. If one of its readers
+ends there, the rank reports this in the step's small reduction. Then the ranks compare the ends before the first
+affected batch. They also compare before the first batch after a jump. One rank may read a row and another compute it,
+if some readers have ended or dp does not divide their number. Such rows are sent after that comparison.
 
-Queues: a rank has a queue for each of its readers, with samples that it has read and not yet computed. Queues are
-filled here or by worker processes. torch's DataLoader starts the workers. Each worker has its own loader, so that a
+Queues: a rank has a queue for each of its readers, with samples that were read and not yet computed. The rank itself or
+worker processes fill the queues. torch's DataLoader starts the workers. Each worker has its own loader, so that a
 worker with slow readers does not delay the others. A worker reads for all its readers in turn and sends samples as
-bytes: a file handle for every tensor would soon be too many.
+bytes, because one file handle for every tensor would soon be too many.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ Row = tuple[int, int]
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """The order of the samples. readers: their number. ends: reader -> number of its samples, where it is known."""
+    """The order of samples. readers: the number of readers. ends: reader -> number of its samples, if known."""
 
     readers: int
     ends: Mapping[int, int]
 
     def rows(self, first: int, count: int) -> list[Row]:
-        """Return the samples at positions first, first + 1, ...; fewer than `count` where all readers have ended."""
+        """Return the samples at positions first, first + 1, ...; fewer than `count` if all readers have ended."""
         found: list[Row] = []
         begun, turn, living = 0, 0, list(range(self.readers))
         for end in [*sorted(set(self.ends.values())), None]:
@@ -88,9 +88,9 @@ class RoundRobin:
 
 
 def share_out(rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
-    """Return which of `rows` each rank computes. Rank r computes most[r] rows.
+    """Return for each rank the indices in `rows` of the rows that it computes. Rank r computes most[r] rows.
 
-    A rank takes rows that it reads first, then rows that other ranks have too many of. Rank r reads the readers r,
+    A rank first takes rows that it reads, then rows that other ranks read but do not compute. Rank r has the readers r,
     r + ranks, ...
     """
     shares: list[list[int]] = [[] for _ in most]
@@ -111,9 +111,9 @@ _CHUNKS_AHEAD = 2  # chunks of each reader that a worker reads ahead
 
 @dataclass
 class Queue:
-    """Samples of one reader. first: the number of samples[0]. end: the reader's total number, once it is known.
+    """Samples of one reader. first: the number of samples[0]. end: the reader's number of samples, None if unknown.
 
-    marks: positions of the reader: the newest one that is not beyond `first`, and all later ones.
+    marks: positions of the reader, namely the newest one at or before `first`, and all later ones.
     """
 
     first: int
@@ -123,7 +123,7 @@ class Queue:
 
     @property
     def read(self) -> int:
-        """Return how many of the reader's samples have been read."""
+        """Return the number of the reader's samples that have been read."""
         return self.first + len(self.samples)
 
     def add(self, samples: Sequence[Any], end: int | None, mark: StreamPosition | None) -> None:
@@ -147,7 +147,7 @@ class Queue:
         return all(checksum(collate, sample) == check for sample, check in zip(here, mark.checks, strict=False))
 
     def take(self, index: int) -> Any:
-        """Return sample `index`, and remove it and those before it from the queue."""
+        """Return sample `index`, and remove it and all earlier samples from the queue."""
         while self.first < index:
             self.samples.popleft()
             self.first += 1
@@ -158,10 +158,10 @@ class Queue:
 
 
 class SampleQueues:
-    """Queues of readers. starts: reader -> its first sample to queue. chunk: samples to read at a time.
+    """The queues of a rank's readers. starts: reader -> the first sample to queue. chunk: samples to read at a time.
 
-    marks: reader -> position where reading begins, if not at its first sample. ended: reader -> number of its samples,
-    for readers that have given all.
+    marks: reader -> position where reading begins, if not at the reader's first sample. ended: reader -> number of its
+    samples, for readers that have ended.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class SampleQueues:
 
 
 class _Chunks(IterableDataset[bytes | TrainingError]):
-    """The data set of a worker: (reader, samples, its end, its mark) of each reader in turn, pickled."""
+    """The dataset of a worker. It yields (reader, samples, end, mark) for each reader in turn, pickled."""
 
     def __init__(
         self, course: Course, starts: Mapping[int, int], chunk: int, marks: Mapping[int, StreamPosition]
@@ -254,7 +254,7 @@ def _loader(chunks: _Chunks, readers: int) -> Loader:
         collate_fn=_as_it_is,
         num_workers=1,
         prefetch_factor=_CHUNKS_AHEAD * readers,
-        # A forked process has what a cell has defined, and need not import it.
+        # A forked process has the names that a cell has defined, and need not import them.
         multiprocessing_context="fork" if sys.platform == "linux" else None,
         generator=torch.Generator(),
     )
@@ -265,7 +265,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that sends tensors as numpy arrays. torch would send each one as a separate file."""
+    """A pickler that sends tensors as numpy arrays. torch would send each tensor as a separate file."""
 
     def reducer_override(self, item: Any) -> Any:
         plain = type(item) is Tensor and item.layout is torch.strided and item.device.type == "cpu"
@@ -291,7 +291,7 @@ def _packed(item: Any) -> bytes:
 
 
 _SEED = "seed what shuffles: shuffle(seed=0), and detshuffle in the place of webdataset's shuffle"
-_AHEAD = 2  # batches: all ranks know what is said in a step before the step after the next
+_AHEAD = 2  # batches to read ahead: all ranks know a report of one step before they begin the step after the next
 
 
 @dataclass(eq=False)
@@ -318,12 +318,12 @@ class SplitStream(Stream):
         self.readers = min(self.shards.number, MOST_READERS)
         if not self.shards.by_method:
             self.shards.copied()
-        # If nothing can be read, reading for training reports it.
+        # An error while reading is reported later, when the training reads.
         self.takes_part, self.has_state = True, False
         self._compare()
 
     def _compare(self) -> None:
-        """Raise TrainingError if ranks hold different data, or if each shard gives all samples. Collective."""
+        """Raise TrainingError if ranks hold different data, or if each shard yields all samples. Collective."""
 
         def read() -> Any:
             found = self.shards.first_samples(2)
@@ -362,11 +362,11 @@ class SplitStream(Stream):
         self._compares = True
 
     def begin(self) -> None:
-        """Make ranks compare before the next batch, since they may have been broken off in different places."""
+        """Make ranks compare ends before the next batch, because they may have stopped in different places."""
         self._compares = True
 
     def shards_end(self) -> None:
-        """Make ranks compare before the next batch: a rank has said that one of its readers ends soon."""
+        """Make ranks compare ends before the next batch, because some rank has a reader that ends soon."""
         self._compares = True
 
     def close(self) -> None:
@@ -384,7 +384,7 @@ class SplitStream(Stream):
         self.epoch, self.offset, self._compares = epoch, offset, True
 
     def where(self) -> Any:
-        """Return the known ends, and a mark of each reader that has one; None if the data has no states.
+        """Return the known ends of readers, and the marks of readers; None if the data has no states.
 
         Collective if the data has states.
         """
@@ -395,7 +395,7 @@ class SplitStream(Stream):
         return {"shards": self.shards.number, "ends": [list(each) for each in self._ends.items()], "marks": marks}
 
     def resume(self, epoch: int, offset: int, where: Any) -> None:
-        """Seek by means of `where`. It must be of data with the same number of shards, else the data is read again."""
+        """Seek with the result of `where`. If it came from another number of shards, the data is read again."""
         self._forget()
         self.seek(epoch, offset)
         if self.has_state and isinstance(where, dict) and where.get("shards") == self.shards.number:
@@ -421,7 +421,7 @@ class SplitStream(Stream):
         try:
             return self._next()
         except BaseException:
-            # Broken off inside a batch. The position is still before it, so the readers are opened again.
+            # Reading was broken off inside a batch. The position is before this batch, so the readers are opened again.
             self._drop()
             raise
 
@@ -473,7 +473,7 @@ class SplitStream(Stream):
         return RoundRobin(self.readers, self._ends)
 
     def _read_ahead(self) -> dict[int, int]:
-        """Read this rank's samples of this batch and the next ones, and return all ends that are known now."""
+        """Read this rank's samples of this batch and the next ones, and return all known ends."""
         while True:
             read = (1 + _AHEAD) * self.batch_size
             rows = self._order.rows(self.offset, max(read, self.readers))
@@ -501,7 +501,7 @@ class SplitStream(Stream):
             self._ends = self._found  # there is no other rank to ask
 
     def _open(self, rows: Sequence[Row]) -> SampleQueues:
-        """Return the queues for the samples of `rows` and later ones. Opens them if necessary."""
+        """Return queues for the samples of `rows` and later samples. Opens them if necessary."""
         starts = dict.fromkeys(range(self.rank, self.readers, self.ranks), 0)
         first = dict[int, int]()
         for reader, index in rows:
@@ -520,7 +520,7 @@ class SplitStream(Stream):
         return self._queues
 
     def _read_anew(self) -> None:
-        """Read from the beginning, with a warning, because the data does not go on where its states say."""
+        """Warn and read from the beginning, because the data does not continue where its states say."""
         why = "behind its own load_state_dict() it gives other samples"
         warnings.warn(READ_AGAIN.format(offset=self.offset, epoch=self.epoch, why=why), stacklevel=4)
         self._close_queues()
@@ -533,7 +533,7 @@ class SplitStream(Stream):
         return [len(range(*bounds(total, self.ranks, rank))) for rank in range(self.ranks)]
 
     def _sent(self, rows: Sequence[Row], parts: Sequence[Sequence[int]], read: dict[Row, Any]) -> dict[Row, Any]:
-        """Return the samples of rows that one rank reads and another computes. Collective if there are any."""
+        """Send the samples that one rank reads and another computes, and return them. Collective if there are any."""
         moved = [rows[i] for rank, part in enumerate(parts) for i in part if rows[i][0] % self.ranks != rank]
         if not moved:
             return {}
@@ -564,7 +564,7 @@ class SplitStream(Stream):
 
 @dataclass(frozen=True)
 class Course:
-    """A pass over the data. readers: the number of readers that share it. seed: for random draws while reading."""
+    """A pass over the data. readers: the number of readers that share it. seed: seed of random draws while reading."""
 
     shards: DataShards
     readers: int
@@ -577,9 +577,9 @@ class Course:
 
 
 class ShardReader:
-    """Reads the samples of reader `number` in their order. index: the number of the next sample.
+    """Reads the samples of reader `number` in order. index: the number of the next sample.
 
-    mark: the position to begin at, in the same epoch, instead of the first sample.
+    mark: a position in the same epoch at which to begin, instead of the first sample.
     """
 
     def __init__(self, course: Course, number: int, mark: StreamPosition | None = None) -> None:
