@@ -70,12 +70,14 @@ _AS_MODULE = {**dict.fromkeys(("torchrun", "accelerate", *_STARTS_ANYTHING), "-m
 
 def _launching(launcher: str, words: Sequence[str], options: Sequence[str]) -> list[str] | None:
     """Return a launcher's command with `nbkit run` before the script in `words`; None if either is not known."""
-    as_module = _AS_MODULE.get(Path(launcher).name)
     at = next((i for i, word in enumerate(words) if word.endswith(".py") and user_path(word).is_file()), None)
-    if as_module is None or at is None:
+    if Path(launcher).name not in _AS_MODULE or at is None:
         return None
     before = list(words[:at])
-    if Path(launcher).name in _STARTS_ANYTHING and not any(Path(word).name.startswith("python") for word in before):
+    names = [Path(word).name for word in (launcher, *before)]
+    innermost = [name for name in names if name in _AS_MODULE][-1]  # as in srun torchrun train.py
+    as_module = _AS_MODULE[innermost]
+    if innermost in _STARTS_ANYTHING and not any(name.startswith("python") for name in names):
         before.append(sys.executable)  # the script is started as a program of its own
     return [launcher, *before, as_module, "nbkit", "run", *options, *words[at:]]
 

@@ -33,10 +33,12 @@ class MovedExpertsKey(Key):
         for word in filter(None, text.split("+")):
             layer, _, cycles = word.partition(":")
             parts = [layer, *cycles.replace(",", "-").split("-")]
-            if not all(part.isascii() and part.isdecimal() for part in parts) or len(set(parts[1:])) < len(parts[1:]):
+            numbers = [int(part) if part.isascii() and part.isdecimal() else -1 for part in parts]
+            experts = numbers[1:]
+            if min(numbers) < 0 or len(set(experts)) < len(experts) or numbers[0] in found:
                 raise StrategyError(
                     f"experts={word} does not say which experts stand at each other's places.",
-                    numbers="the number of a layer, then experts by number, each once",
+                    numbers="the number of a layer, then experts by number, each layer and each expert of it once",
                     hint="experts=0:1-5,2-7   exchanges 1 and 5, and 2 and 7, in layer 0",
                 )
             found[int(layer)] = [[int(expert) for expert in cycle.split("-")] for cycle in cycles.split(",")]
@@ -58,14 +60,19 @@ def canonical(moved: Mapping[int, Sequence[Sequence[int]]]) -> Moved:
     return tuple(found)
 
 
-@lru_cache(maxsize=4096)  # a table of strategies asks for it many times
 def experts_of(moved: Moved, layer: int, count: int, ranks: int, index: int) -> tuple[int, ...]:
     """Return which of the `count` experts of a layer rank `index` of `ranks` holds, in ascending order."""
+    return _held(next((cycles for number, cycles in moved if number == layer), ()), count, ranks)[index]
+
+
+@lru_cache(maxsize=4096)  # each step, and a table of strategies, ask for it many times
+def _held(cycles: tuple[tuple[int, ...], ...], count: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return which experts of a layer each rank holds."""
     places = list(range(count))
-    for cycle in dict(moved).get(layer, ()):
+    for cycle in cycles:
         for expert, following in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
             places[expert] = following
-    return tuple(sorted(places[slice(*bounds(count, ranks, index))]))
+    return tuple(tuple(sorted(places[slice(*bounds(count, ranks, index))])) for index in range(ranks))
 
 
 def moved_to(held_by: Mapping[int, Sequence[Sequence[int]]]) -> Moved:

@@ -321,6 +321,8 @@ RUN = ["nbkit", "run", "--job", "mine"]
         (["accelerate", "launch"], ["accelerate", "launch", "-m", *RUN]),
         (["srun", "-n", "2", "python3", "-u"], ["srun", "-n", "2", "python3", "-u", "-m", *RUN]),
         (["srun", "-n", "2"], ["srun", "-n", "2", sys.executable, "-m", *RUN]),
+        (["srun", "-N", "2", "torchrun"], ["srun", "-N", "2", "torchrun", "-m", *RUN]),
+        (["srun", "deepspeed"], ["srun", "deepspeed", "--module", *RUN]),
         (["deepspeed", "--num_gpus", "2"], ["deepspeed", "--num_gpus", "2", "--module", *RUN]),
     ],
 )

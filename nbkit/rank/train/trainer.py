@@ -32,6 +32,7 @@ from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.checkpoint.autosave import Autosave
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings, TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.garbage_collection import automatic
 from nbkit.rank.train.control.make_steps import make_steps
 from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.control.step_boundary import note
@@ -392,7 +393,8 @@ class Trainer:
         self._update(late=not self._callbacks)
         job = self.job
         if self.loop.eval_every and self.loop.eval_data is not None and job.step % self.loop.eval_every == 0:
-            job.log(eval_loss=self.evaluate())
+            with automatic():
+                job.log(eval_loss=self.evaluate())
         self.saves.after_step()
         self.snapshots.take()
 

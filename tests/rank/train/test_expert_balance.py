@@ -20,7 +20,9 @@ from torch.nn import functional as F
 import nbkit
 from nbkit.mesh import Mesh
 from nbkit.rank.train.builder import Builder
+from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.step.step_stats import _imbalance
+from nbkit.strategy import Strategy
 
 EXPERTS, WIDTH, LENGTH, BATCH, STEPS = 16, 8, 48, 16, 20
 POPULAR = [24, 20, 16, 14, 9, 8, 7, 6, 5, 4, 4, 3, 3, 2, 2, 1]
@@ -144,6 +146,16 @@ def test_a_move_that_a_rank_refuses_is_made_by_none_and_not_asked_for_again(tmp_
         assert one["strategy"] == "dp=2 ep=2" and len(one["records"]) == STEPS and not one["events"]
         assert one["built"] == 2 and len(one["warned"]) == (rank == 0)
     assert "no room" in found[0]["warned"][0]
+
+
+def test_ranks_that_joined_and_ranks_that_were_there_begin_alike() -> None:
+    there = Rebalancing(torch.device("cpu"))
+    there._stays = there._strategy = Strategy.parse("dp=4 ep=4", 4)
+    there._tokens, there._seen, there._measured, there._judged_from = [[1.0]], 3, [(1.0,)], 9
+
+    there.forget()
+
+    assert vars(there) == vars(Rebalancing(torch.device("cpu")))
 
 
 def test_the_imbalance_is_that_of_the_layers_one_after_the_other() -> None:

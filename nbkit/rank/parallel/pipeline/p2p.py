@@ -59,13 +59,18 @@ def sum_between(tensor: Tensor, members: Sequence[int], group: dist.ProcessGroup
     adds in this order. Two members send as much as in an all-reduce.
     """
     mine, ways = group.rank(), cast(Any, group)
-    parts = {member: tensor.clone() if member == mine else torch.empty_like(tensor) for member in members}
+    # With two members, both add the same two numbers, whatever the order.
+    own = tensor if len(members) == 2 else tensor.clone()
+    parts = {member: own if member == mine else torch.empty_like(tensor) for member in members}
     ways._start_coalescing(tensor.device)
     for member in members:
         if member != mine:
             group.send([parts[mine]], member, 0)
             group.recv([parts[member]], member, 0)
     ways._end_coalescing(tensor.device).wait()
+    if len(members) == 2:
+        tensor.add_(parts[sum(members) - mine])
+        return
     tensor.copy_(parts[members[0]])
     for member in members[1:]:
         tensor.add_(parts[member])

@@ -2,8 +2,8 @@
 
 Python collects whenever a process has made enough objects. So each rank pauses at another time, and the others wait for
 it in their next collective. After an import of torch, a full collection takes about 0.1 s. torchtitan collects after
-every 50th step instead. Here only the objects of the last step are collected after each step, which takes some
-microseconds. So a reference cycle keeps activations alive for at most one step.
+every 50th step instead. Here the garbage among the objects of the last step is collected after each step, which takes
+some microseconds. Garbage that was in use at the end of its step stays until a larger collection.
 """
 
 from __future__ import annotations
@@ -31,6 +31,19 @@ def held_to_boundaries() -> Iterator[None]:
     finally:
         _held = False
         gc.enable()
+
+
+@contextmanager
+def automatic() -> Iterator[None]:
+    """Enable automatic collection inside: in an evaluation, and while a training is paused."""
+    if not _held:
+        yield
+        return
+    gc.enable()
+    try:
+        yield
+    finally:
+        gc.disable()
 
 
 def collect(step: int) -> None:

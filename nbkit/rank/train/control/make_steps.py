@@ -90,6 +90,7 @@ def make_steps(
                     ended.hint = f"trainer.load({str(saved.path)!r}), of step {saved.step};   {ended.hint}"
                 raise
             except Exception as error:
+                rebalancing.forget()
                 if replaceable:
                     leave_device(error)
                 if not memory.rolled_back(error):

@@ -45,7 +45,8 @@ class Rebalancing:
         self._tokens: list[list[float]] = []  # per layer and expert, the mean of the newest steps
         self._seen = 0  # number of these steps
         self._strategy: Strategy | None = None
-        self._stays: Strategy | None = None  # a better division was refused
+        self._stays: Strategy | None = None  # a switch away from it was refused, or taken back
+        self._judged_from = 0  # the step from which experts are judged again
 
     def __call__(self, step: StepPhases) -> None:
         """Note a finished step: see StepClock.listeners."""
@@ -57,12 +58,16 @@ class Rebalancing:
         clock.listeners.append(self)
         try:
             yield
+        except BaseException:  # an interrupt may leave ranks with other measurements
+            self.forget()
+            raise
         finally:
             clock.listeners.remove(self)
 
     def forget(self) -> None:
-        """Drop the measurements. Called when ranks have joined, because they have none."""
+        """Drop what was found. Called when ranks may have found other things, such as ranks that have joined."""
         self._strategy, self._measured, self._tokens, self._seen = None, [], [], 0
+        self._stays, self._judged_from = None, 0
 
     def act(self, job: Job, batch: int, left: int) -> None:
         """Switch to a better division of the work, if there is one. Collective, at a step boundary.
@@ -71,6 +76,7 @@ class Rebalancing:
         """
         if job.strategy == self._stays:
             return
+        self._stays = None
         if job.strategy.ep > 1:
             self._move_experts(job, left or job.step)
             return
@@ -110,6 +116,9 @@ class Rebalancing:
         if strategy != self._strategy:
             self._strategy = strategy  # do not use the first step under it, which is not typical
             return
+        if job.step < self._judged_from:
+            return
+        self._judged_from = job.step + _NEWEST  # to exchange many experts takes seconds to think about
         compute, forward = (sum(row[column] for row in rows) / size for column in (0, 1))
         sums, times = ([row[2 + at : 2 + at + layers] for row in rows] for at in (0, layers))
         each = seconds_of_a_token(sums, times, strategy.mesh.shard_groups(strategy.ep)[0])
@@ -121,10 +130,10 @@ class Rebalancing:
 
     def _switched(self, job: Job, new: Strategy) -> bool:
         """Switch to `new`, and return True. If that is refused, the training goes on as it is. Collective."""
+        self._stays = job.strategy  # also if the first step under `new` fails and takes the switch back
         try:
             job.switch(str(new))
         except SwitchError as refused:  # by all ranks alike
-            self._stays = job.strategy
             if job.rank == 0:
                 warnings.warn(f"balance=True leaves the work as it is: {refused.what} {refused.numbers}", stacklevel=2)
             return False

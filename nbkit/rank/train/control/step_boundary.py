@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from nbkit.errors import Stopped
 from nbkit.rank.comm.agree import all_gather_objects, largest
+from nbkit.rank.train.control.garbage_collection import automatic
 from nbkit.wire.cluster_end import end_signals
 
 SHARE_SECONDS = 2.0  # if only some ranks have held a request for so long, the ranks share it
@@ -299,22 +300,23 @@ def hold(device: torch.device) -> None:
     _held = True
     polls = 0  # number of successive polls in which only some ranks held the next request
     try:
-        while _held:
-            asked = inbox.acted + 1
-            # LACKS is enough here: there is no running step during which the rest could be prepared.
-            here = inbox.stage(asked) > 0
-            lacks, ends, held = largest([not here, told_to_end(), here], device=device)
-            if ends:
-                end()
-            if not lacks:
-                polls = 0
-                act(asked)
-                continue
-            polls = polls + 1 if held else 0
-            if polls * _POLL_SECONDS > SHARE_SECONDS:
-                polls = 0
-                share(device)
-            time.sleep(_POLL_SECONDS)
+        with automatic():
+            while _held:
+                asked = inbox.acted + 1
+                # LACKS is enough here: there is no running step during which the rest could be prepared.
+                here = inbox.stage(asked) > 0
+                lacks, ends, held = largest([not here, told_to_end(), here], device=device)
+                if ends:
+                    end()
+                if not lacks:
+                    polls = 0
+                    act(asked)
+                    continue
+                polls = polls + 1 if held else 0
+                if polls * _POLL_SECONDS > SHARE_SECONDS:
+                    polls = 0
+                    share(device)
+                time.sleep(_POLL_SECONDS)
     finally:
         _held = False
 

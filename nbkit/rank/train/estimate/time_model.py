@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from nbkit.errors import StrategyError
 from nbkit.planner.exchange import orders
 from nbkit.planner.step import FORWARD, MeasuredStep, StepTraffic, predicted
 from nbkit.rank.data.batch import rows_of
@@ -83,7 +84,10 @@ def switch_seconds(job: Job, census: StateBytes, strategy: Strategy, flow: Resha
 
 def _flow(census: StateBytes, switched: Switched, world_size: int) -> ReshardTraffic | None:
     """Return the traffic of an earlier switch; None if it moved less than it would now, without optimizer state."""
-    old, new = (Strategy.parse(text, world_size) for text in (switched.old, switched.new))
+    try:
+        old, new = (Strategy.parse(text, world_size) for text in (switched.old, switched.new))
+    except StrategyError:  # of another number of ranks, before a resize
+        return None
     flows = (census.flow(*pair) for pair in product(orders(old), orders(new)))
     return next((flow for flow in flows if flow.total == switched.moved_bytes), None)
 

@@ -87,8 +87,10 @@ def scaled(now: Strategy, ranks: int) -> Strategy:
         others = " ".join(f"{axis}={now.degree(axis)}" for axis in DEGREES if axis != "dp")
         return Strategy.parse(others, ranks)  # raises an error that says why
     shard = now.shard if now.shard < now.dp and rest % now.shard == 0 and now.shard < rest else 0
+    ep = gcd(now.ep, rest)
+    experts = now.experts if ep == now.ep else ()
     # Drop speeds and places, which were measured for the old ranks.
-    return replace(now, dp=rest, shard=shard, ep=gcd(now.ep, rest), speeds=(), places=())
+    return replace(now, dp=rest, shard=shard, ep=ep, experts=experts, speeds=(), places=())
 
 
 def _strategy(now: Strategy, ranks: int, text: str) -> Strategy:

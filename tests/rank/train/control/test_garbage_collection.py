@@ -68,3 +68,14 @@ def afterwards(world: Any) -> list[bool]:
 
 def test_it_goes_on_as_before_after_a_fit_and_after_an_error() -> None:
     assert run_ranks(afterwards, 1) == [[True, False]]
+
+
+def test_an_evaluation_collects_by_itself_and_the_steps_after_it_do_not() -> None:
+    from nbkit.rank.train.control.garbage_collection import automatic, held_to_boundaries
+
+    with held_to_boundaries():
+        with automatic():
+            assert gc.isenabled()
+        assert not gc.isenabled()
+    with automatic():
+        assert gc.isenabled()
