@@ -134,6 +134,11 @@ class _Measured:
     def add(self, job: Job, strategy: Strategy, steps: int, make_step: Callable[[], None]) -> None:
         trim(job.device)
         try:
+            job.builder.agree_on(strategy)  # the proof of a step may raise any TrainingError
+        except (StrategyError, TrainingError) as error:  # every rank raises the same
+            self.error = f"{error.what} {error.numbers}".strip()
+            return
+        try:
             _, seconds = measure(job, strategy, steps, make_step)
         except (StrategyError, SwitchError) as error:  # every rank raises the same
             self.error = f"{error.what} {error.numbers}".strip()

@@ -59,6 +59,8 @@ def compared(world: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NBKIT_MEMORY_LIMIT", "1")
         told["crowded"] = [row["error"] for row in tried.compare("zero3", steps=1)["strategies"]]
+    normed = quiet(model=lambda: torch.nn.Sequential(*net(), torch.nn.BatchNorm1d(3)), data=points(40), batch_size=12)
+    told["normed"] = normed.compare("pp=2 microbatches=2", steps=1)["strategies"][1]["error"]
     refused = []
     for act, kind in (
         (lambda: tried.compare("tp=3"), StrategyError),
@@ -82,6 +84,7 @@ def test_strategies_are_compared_and_the_training_goes_on_as_if_they_had_not_bee
         assert each["after"] == (3, "dp=2", 3) and each["same"] == (True, [True] * 6)
         assert set(each["events"]) <= {"step", "run_started", "run_stopped"}
         assert all("memory does not hold both" in error for error in each["crowded"])
+        assert "BatchNorm" in each["normed"]
         assert "reads each once" in each["refused"][1]
     assert first["result"] == second["result"]
     ddp, zero3, pp = first["result"]["strategies"]
