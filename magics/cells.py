@@ -74,16 +74,14 @@ async def run(magic: str, line: str, body: str) -> None:
         _finish(options, body, given)
         return
     with _hints_for(magic):
-        results = await current().run_async(
-            _with_own_line(magic, line, body),
-            options.ranks,
-            options.timeout,
-            options.detach is not None,
-            at_step=options.at_step,
-            queue=options.queue,
-            tabs=options.tabs,
-        )
+        results = await current().run_async(_with_own_line(magic, line, body), **_run_options(options))
     _finish(options, body, results)
+
+
+def _run_options(options: Any) -> dict[str, Any]:
+    """Return the arguments of `Cluster.run` beside the cell."""
+    given = {name: getattr(options, name) for name in ("ranks", "timeout", "at_step", "queue", "tabs")}
+    return {**given, "detach": options.detach is not None}
 
 
 async def run_on_all(cell: str) -> None:
@@ -175,15 +173,7 @@ class CellMagics(Magics):  # type: ignore[misc, untyped-decorator]
             _finish(options, cell, given)
             return
         with _hints_for(magic):
-            results = current().run(
-                _with_own_line(magic, line, cell),
-                options.ranks,
-                options.timeout,
-                options.detach is not None,
-                at_step=options.at_step,
-                queue=options.queue,
-                tabs=options.tabs,
-            )
+            results = current().run(_with_own_line(magic, line, cell), **_run_options(options))
         _finish(options, cell, results)
 
 

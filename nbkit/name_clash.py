@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 REMEDY = "pip uninstall -y nbkit; pip install --force-reinstall --no-deps nbkit-train"
-"""What to type. The first command also removes files of this project, so the second one installs them again."""
+"""The commands to type. The first one also removes files of this project, so the second one installs them again."""
 
 
 def other_nbkit(folder: Path) -> str:

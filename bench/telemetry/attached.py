@@ -36,7 +36,8 @@ PROGRAMS = {
 }
 """Function in libraries.py -> (its name in the table, the package that it needs)."""
 OWN = {"fsdp2": "nbkit_zero2"}
-"""Where it is not the Trainer under ddp. Without resharding after forward, FSDP2 sends what `zero2` sends."""
+"""Programs that are not compared with the Trainer under ddp. FSDP2 without resharding after forward sends as much as
+zero2."""
 PARTS = ("compute", "exposed", "waiting", "data")
 STEPS = 30
 """The picture shows medians of 20 steps. The first steps are left out."""
@@ -45,7 +46,8 @@ MBIT = 160  # a transfer is shorter than the 200 ms after which TCP sends again
 _TCP = {"tcp_early_retrans": 3, "tcp_slow_start_after_idle": 0}
 """Without these, small messages between large ones wait for 200 ms on such a link."""
 WITHIN, COUNTS = 0.1, 0.01
-"""A part has to be within so much of nbkit's own. COUNTS: seconds from which on a part is compared."""
+"""The allowed difference of a part from the same part of the Trainer. Parts of less than COUNTS seconds are not
+compared."""
 READY_SECONDS = 300.0
 
 Parts = dict[tuple[int, str], float]  # (rank, part) -> seconds

@@ -48,7 +48,7 @@ from nbkit.wire.messages import GetStatus, GetStrategies, GetStrategyRow
 PATIENCE_SECONDS = 45.0
 """A program's own timeout is often 60 s. A control that takes longer continues, and the tool's answer says so."""
 TABLE_SECONDS = 20.0
-"""For the first table of a training, which analyzes its model."""
+"""The limit for the first table of a training, which analyzes its model."""
 SHOWN_CHARACTERS = 8_000
 _TICK = 0.05
 _CLUSTER = "name of the cluster; it may be left out if only one runs"

@@ -82,7 +82,7 @@ def test_one_spelling_says_where_experts_are() -> None:
     assert strategy.composed == Strategy.parse("zero3 ep=2", 4)
     assert Strategy.parse("ep=2 experts=0:3", 4) == Strategy.parse("ep=2", 4)
     assert Strategy.parse("ddp experts=0:1-5", 4).without_effect == ("experts=0:1-5 has no effect because ep is 1",)
-    for text in ("0", "0:", "0:1-", "0:1-5,5-2", "a:1-5", "1-5"):
+    for text in ("0", "0:", "0:1-", "0:1-5,5-2", "0:1-01", "0:1-5+0:2-7", "a:1-5", "1-5"):
         with pytest.raises(StrategyError, match="experts=0:1-5,2-7"):
             Strategy.parse(f"ep=2 experts={text}", 4)
 

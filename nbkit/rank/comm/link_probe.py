@@ -25,7 +25,7 @@ from nbkit.wire.processes import node_name
 _SMALL, _LARGE, _LARGE_ON_DEVICES = 4 << 10, 2 << 20, 32 << 20
 """The bytes that a rank passes to an operation, for all ranks together."""
 _TIMES, _TIMES_SMALL, _UNDER_WAY = 3, 9, 4
-"""How often an operation is timed, how often a small one is timed, and how many operations are started at once.
+"""The number of times that an operation is timed and that a small one is timed, and of operations started at once.
 
 Steps often send many small messages and wait for each, so their latency is timed more often. With a median of three on
 ranks that share cores, the latency was up to twice the usual one, and the predicted step a third too long."""

@@ -195,7 +195,7 @@ def generate(
 
 
 _COSTLY = 100
-"""From this number of tokens on, a warning says that each token computes the whole text again."""
+"""The least number of tokens of which a warning says that each token computes the whole text again."""
 
 
 def _why_no_cache(

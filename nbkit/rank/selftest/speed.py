@@ -241,7 +241,7 @@ def _split(model: Any, device: torch.device) -> None:
         block.attention.heads //= mesh.size()
 
 
-class _Stage(nn.Module):
+class _TorchStage(nn.Module):
     """The part of a GPT that one pipeline stage computes."""
 
     def __init__(self, model: GPT, rank: int, ranks: int) -> None:
@@ -268,7 +268,7 @@ def _pipelined(
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with device:
-        part = _Stage(GPT(config), rank, ranks)
+        part = _TorchStage(GPT(config), rank, ranks)
     schedule = Schedule1F1B(PipelineStage(part, rank, ranks, device), 2 * ranks, loss_fn=mean_loss)
     optimizer = _adamw(part)
     ids, targets = (torch.stack([row[n] for row in rows[:batch]]).to(device) for n in (0, 1))

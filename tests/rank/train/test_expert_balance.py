@@ -1,4 +1,4 @@
-"""Where a router prefers some experts, they are exchanged between ranks, and the training stays that of one process."""
+"""Experts that a router prefers are exchanged between ranks, and the training stays equal to one process."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import nbkit
 from nbkit.mesh import Mesh
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control.rebalance import Rebalancing
+from nbkit.rank.train.step.step import TrainingStep
 from nbkit.rank.train.step.step_stats import _imbalance
 from nbkit.strategy import Strategy
 
@@ -146,6 +147,26 @@ def test_a_move_that_a_rank_refuses_is_made_by_none_and_not_asked_for_again(tmp_
         assert one["strategy"] == "dp=2 ep=2" and len(one["records"]) == STEPS and not one["events"]
         assert one["built"] == 2 and len(one["warned"]) == (rank == 0)
     assert "no room" in found[0]["warned"][0]
+
+
+def taken_back(world: Any, folder: str) -> dict[str, Any]:
+    """Train, where no step succeeds after experts have moved."""
+    backward, failed = TrainingStep.backward, list[int]()
+
+    def failing(step: TrainingStep, *given: Any, **how: Any) -> Any:
+        if "experts=" in step._strategy:
+            failed.append(1)
+            raise RuntimeError("not with these experts")
+        return backward(step, *given, **how)
+
+    with patch.object(TrainingStep, "backward", failing):
+        return trained(world, folder, "ep=2", True) | {"failed": len(failed)}
+
+
+@pytest.mark.long
+def test_a_move_whose_first_step_fails_is_taken_back_and_not_made_again(tmp_path: Path) -> None:
+    for one in run_ranks(taken_back, 2, str(tmp_path), timeout=120):
+        assert one["strategy"] == "dp=2 ep=2" and len(one["records"]) == STEPS and one["failed"] == 1
 
 
 def test_ranks_that_joined_and_ranks_that_were_there_begin_alike() -> None:

@@ -154,7 +154,7 @@ _HELD_WORDS = {
     "cp": "a copy on every rank, which computes some of the positions (cp)",
     "mixed": "the model is divided in more than one way",
 }
-"""What a rank holds, by family of strategies (see `family_of`)."""
+"""Words for the contents of a rank, by family of strategies (see `family_of`)."""
 
 
 def pulse_view(state: State) -> dict[str, Any]:

@@ -144,7 +144,8 @@ _NUDGE, _NOISE = 1e-11, 30
 input: by `_NUDGE`, or by the rounding inside the block, for example in a router that computes in float32."""
 
 _MODULES, _LEAST = 5, 1 / 3
-"""How often one more module is tried on all positions; minimum fraction of matrix elements that must run on parts."""
+"""The number of attempts to run one more module on all positions, and the least part of matrix elements that must run
+on parts."""
 
 Rules = tuple[int | None, ...]
 """Dim of positions of each tensor that a block returns; None if every part returns it whole."""

@@ -20,6 +20,7 @@ from nbkit.strategy import Strategy
         ("dp=4 zero=3 shard=2", 4, 2, "dp=2 zero=3"),
         ("ep=2 experts=0:0-3", 4, 2, "dp=2 ep=2 experts=0:0-3"),
         ("ep=2 experts=0:0-3", 4, 3, "dp=3"),
+        ("ep=4 experts=0:0-3", 8, 6, "dp=6 ep=2"),
         ("speeds=2:1:1:1", 4, 8, "dp=8"),
     ],
 )

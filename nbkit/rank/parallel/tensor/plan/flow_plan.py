@@ -1,4 +1,4 @@
-"""From the data flow between maps (proof/capture.py), find the ways in which the maps of a model may be split.
+"""Find the ways in which the maps of a model may be split, from the data flow between them (proof/capture.py).
 
 If the outputs of some maps go into one other map and nowhere else, they are split by columns, and the other map by
 rows. Examples are up and down, or query, key, value and output. Several ways may be possible (different layouts of a
