@@ -1,10 +1,10 @@
 """Choose which rank holds which experts, so that no rank computes many more tokens than the others.
 
-Each rank keeps as many experts as it has, and so its memory. This is number partitioning into parts of equal size.
-DeepSeek's EPLB solves it by LPT: it deals experts out anew, the most popular first, each to the rank with the fewest
-tokens that has room. Here experts start where they are, and two at a time are exchanged (the interchange of Finn and
-Horowitz 1979). On drawn popularities of 64 experts on 8 ranks, the rank with most ends at 1.02 times the mean, and 15
-experts are on another rank. LPT ends at 1.04, with 56 on another rank.
+The number of experts on a rank stays the same, and so does its memory. This problem is number partitioning into parts
+of equal size. DeepSeek's EPLB solves it by LPT: it assigns all experts again, the most popular first, each to the rank
+with the fewest tokens that has room. Here experts start where they are, and pairs of them are exchanged (the
+interchange of Finn and Horowitz 1979). For random popularities of 64 experts on 8 ranks, the fullest rank ends at 1.02
+times the mean, and 15 experts have moved to another rank. LPT ends at 1.04, and 56 have moved.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from nbkit.strategy import Strategy
 from nbkit.techniques.experts import experts_of, moved_to
 
 Tokens = Sequence[Sequence[float]]
-"""The tokens that each expert computes in a step: of each layer, by number of the expert."""
+"""For each layer, the tokens that each expert computes in a step, by number of the expert."""
 
-_LEAST = 0.02  # of the mean: what an exchange must relieve the rank with most tokens by
+_LEAST = 0.02  # an exchange must take at least this part of the mean tokens from the rank with most
 
 
 def evened(strategy: Strategy, tokens: Tokens) -> Strategy:
-    """Return `strategy` with experts exchanged between ranks of a group, so that its ranks compute equally many tokens.
+    """Return `strategy` with experts exchanged in each group, so that its ranks compute about equally many tokens.
 
-    Each layer is evened by itself, because ranks wait for each other in every layer.
+    Each layer is balanced separately, because ranks wait for each other in every layer.
     """
     layers = enumerate(zip(tokens, _held(strategy, tokens), strict=True))
     return replace(strategy, experts=moved_to({number: exchanged(*layer) for number, layer in layers}))
 
 
 def most_tokens(strategy: Strategy, tokens: Tokens) -> float:
-    """Return the tokens for which a group waits in a step: those of the rank with most in each layer, summed."""
+    """Return the sum over the layers of the tokens of the rank that has most in the layer. The others wait for it."""
     held = _held(strategy, tokens)
     return sum(max(sum(each[n] for n in own) for own in ranks) for each, ranks in zip(tokens, held, strict=True))
 
@@ -60,7 +60,7 @@ def exchanged(tokens: Sequence[float], held: Sequence[Sequence[int]]) -> list[li
         full = sums.index(max(sums))
         best, swap = sums[full] - _LEAST * sum(sums) / len(sums), None
         for other in range(len(found)):
-            # Half of the difference should move. Of the experts of `other`, the two next to that are the best for n.
+            # Ideally half of the difference moves. The two experts of `other` closest to this are the best for n.
             half = (sums[full] - sums[other]) / 2
             for n in found[full]:
                 at = bisect_left(found[other], tokens[n] - half, key=tokens.__getitem__)

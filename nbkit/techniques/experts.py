@@ -1,7 +1,7 @@
-"""experts=0:1-5: experts that stand at each other's places, so that no rank holds the most popular ones alone.
+"""experts=0:1-5: experts that have changed places, so that no single rank holds the most popular ones.
 
-With E experts and ep=n, rank i of a group holds the experts at the i-th part of E places, in each layer. Each expert
-stands at the place of its own number, unless this key says otherwise. `nbkit.Recovery(balance=True)` sets it.
+A layer of E experts has E places. Under ep=n, rank i of a group holds the experts at the i-th of n equal parts of these
+places. Expert e is at place e, unless this key says otherwise. `nbkit.Recovery(balance=True)` sets the key.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from nbkit.techniques.key import AnyStrategy, Key
 from nbkit.tensor_layout import bounds
 
 Moved = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
-"""(number of a layer, cycles of experts): at the place of each expert of a cycle stands the next one."""
+"""(number of a layer, cycles of experts). Each expert of a cycle gives its place to the next one in the cycle."""
 
 
 class MovedExpertsKey(Key):
-    """Layers as ``0:1-5,2-7+3:0-4``: in layer 0, experts 1 and 5 stand at each other's places, and so do 2 and 7.
+    """Layers as ``0:1-5,2-7+3:0-4``: in layer 0, experts 1 and 5 have changed places, and so have 2 and 7.
 
-    Each is at its own place if it is not given.
+    All other experts are at their own places.
     """
 
     name = "experts"
@@ -37,7 +37,7 @@ class MovedExpertsKey(Key):
             experts = numbers[1:]
             if min(numbers) < 0 or len(set(experts)) < len(experts) or numbers[0] in found:
                 raise StrategyError(
-                    f"experts={word} does not say which experts stand at each other's places.",
+                    f"experts={word} does not say which experts have changed places.",
                     numbers="the number of a layer, then experts by number, each layer and each expert of it once",
                     hint="experts=0:1-5,2-7   exchanges 1 and 5, and 2 and 7, in layer 0",
                 )
@@ -52,7 +52,7 @@ class MovedExpertsKey(Key):
 
 
 def canonical(moved: Mapping[int, Sequence[Sequence[int]]]) -> Moved:
-    """Return `moved`, by layer, in the one form that says the same: each cycle begins with its least expert."""
+    """Return `moved` in one form for all equal values: sorted by layer, and each cycle begins with its least expert."""
     found = []
     for layer, cycles in sorted(moved.items()):
         turned = [(*cycle[(at := cycle.index(min(cycle))) :], *cycle[:at]) for cycle in cycles if len(cycle) > 1]
@@ -76,7 +76,10 @@ def _held(cycles: tuple[tuple[int, ...], ...], count: int, ranks: int) -> tuple[
 
 
 def moved_to(held_by: Mapping[int, Sequence[Sequence[int]]]) -> Moved:
-    """Return the value of the key with which each rank holds these experts, of each layer. As few as can be move."""
+    """Return the value of the key with which the ranks hold the given experts of each layer.
+
+    As few experts as possible are away from their own places.
+    """
     found: dict[int, list[tuple[int, ...]]] = {}
     for layer, ranks in held_by.items():
         count, stands = sum(map(len, ranks)), dict[int, int]()

@@ -3,7 +3,8 @@
 Python collects whenever a process has made enough objects. So each rank pauses at another time, and the others wait for
 it in their next collective. After an import of torch, a full collection takes about 0.1 s. torchtitan collects after
 every 50th step instead. Here the garbage among the objects of the last step is collected after each step, which takes
-some microseconds. Garbage that was in use at the end of its step stays until a larger collection.
+some microseconds. An object that was still in use at the end of its step, and becomes garbage later, stays until a
+larger collection.
 """
 
 from __future__ import annotations

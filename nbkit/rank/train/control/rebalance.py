@@ -3,10 +3,11 @@
 The speed of a rank is its part of the work (rows x cost of its blocks), divided by the seconds that it computes forward
 and backward. Waiting for other ranks does not count. The work is divided anew only if two steps in a row show a gain.
 
-Where ranks share experts, their work is what the router sends them. The mean tokens of the newest steps say which
-experts to exchange, and those of the next step what that would have saved. The seconds of a token in forward are the
-slope of a line through the seconds and tokens of the ranks of each group, in each layer. Backward takes it as much
-longer as it takes the whole step. A switch to the same strategy with other `experts=` moves the experts.
+Under `ep`, the work of a rank is the tokens that the router sends to its experts. The mean tokens of the newest steps
+decide which experts change places. The tokens of the next step show what this would have saved. The forward seconds of
+a token come from a line through the tokens and seconds of the ranks (`seconds_of_a_token`). The ratio of forward and
+backward seconds in a step gives the backward seconds. A switch to the same strategy with another `experts=` moves the
+experts.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Rebalancing:
             return
         if job.step < self._judged_from:
             return
-        self._judged_from = job.step + _NEWEST  # to exchange many experts takes seconds to think about
+        self._judged_from = job.step + _NEWEST  # choosing among hundreds of experts may take seconds
         compute, forward = (sum(row[column] for row in rows) / size for column in (0, 1))
         sums, times = ([row[2 + at : 2 + at + layers] for row in rows] for at in (0, layers))
         each = seconds_of_a_token(sums, times, strategy.mesh.shard_groups(strategy.ep)[0])
@@ -185,8 +186,9 @@ def better_places(
 ) -> tuple[Strategy, float, float] | None:
     """Return `strategy` with experts exchanged, the seconds of a step that this saves, and the part of its compute.
 
-    Returns None if it saves little. popular: by which experts are exchanged. tokens: of the step that is judged, of a
-    group. each: the seconds of a token. compute: those that a rank computes in the step, in the mean.
+    Returns None if it saves little. popular: the mean tokens of each expert, which decide the exchange. tokens:
+    those of one group in one step, which show what the exchange saves. each: seconds for a token. compute: the mean
+    seconds for which a rank computes in that step.
     """
     each /= strategy.pp  # the stages of a pipeline compute at a time
     most, mean = most_tokens(strategy, tokens), sum(map(sum, tokens)) / strategy.ep
@@ -199,10 +201,11 @@ def better_places(
 
 
 def seconds_of_a_token(tokens: Tokens, seconds: Tokens, groups: Sequence[Sequence[int]]) -> float:
-    """Return the seconds that a token takes its expert; 0 if ranks with more tokens took no longer.
+    """Return the forward seconds that an expert needs for one token; 0 if ranks with more tokens were not slower.
 
-    tokens, seconds: of each rank and layer. To call experts takes the ranks of a group equally long. So this is the
-    slope of the line of least squares through seconds and tokens, both less the mean of the group in that layer.
+    tokens, seconds: for each rank and layer. In a layer, all ranks of a group need the same seconds to call their
+    experts, beside the seconds for tokens. So this is the slope of a line of least squares. It goes through tokens and
+    seconds, after subtracting the means of the group in the layer.
     """
     both = square = 0.0
     for group in groups:

@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
-from jobs import quiet
+from jobs import points, quiet
 from ranks import run_ranks
 
 
@@ -70,12 +70,24 @@ def test_it_goes_on_as_before_after_a_fit_and_after_an_error() -> None:
     assert run_ranks(afterwards, 1) == [[True, False]]
 
 
-def test_an_evaluation_collects_by_itself_and_the_steps_after_it_do_not() -> None:
-    from nbkit.rank.train.control.garbage_collection import automatic, held_to_boundaries
+class Asked(list[Any]):
+    """Data that note whether Python collects by itself when they are read."""
 
-    with held_to_boundaries():
-        with automatic():
-            assert gc.isenabled()
-        assert not gc.isenabled()
-    with automatic():
-        assert gc.isenabled()
+    def __init__(self) -> None:
+        super().__init__(points(8))
+        self.found: set[bool] = set()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.found.add(gc.isenabled())
+        return super().__getitem__(index)
+
+
+def evaluated(world: Any) -> tuple[list[bool], set[bool]]:
+    """Return whether Python collects by itself in the callbacks of two steps, and in their evaluations."""
+    steps, data = list[bool](), Asked()
+    quiet(eval_data=data, eval_every=1, callbacks=[lambda *_: steps.append(gc.isenabled())]).fit(2)
+    return steps, data.found
+
+
+def test_an_evaluation_collects_by_itself_and_the_steps_around_it_do_not() -> None:
+    assert run_ranks(evaluated, 1) == [([False, False], {True})]
