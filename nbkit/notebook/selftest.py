@@ -264,7 +264,7 @@ def torchrun_script(at: SelftestCluster) -> str:
     found = at.cell(f"{run}\n(_ran['saved'], _ran['losses'])").values.values()
     saved, losses = sum(saved for saved, _ in found), [each for _, each in found]
     if saved != at.hosts:
-        raise SelftestFailed(f"ranks that take themselves for the first of their host: {saved}; hosts: {at.hosts}")
+        raise SelftestFailed(f"{saved} ranks act as the first rank of their host, on {at.hosts} hosts")
     if any(each != losses[0] for each in losses) or losses[0] != sorted(losses[0], reverse=True):
         raise SelftestFailed(f"its losses are {losses}")
     _all_answer(at)  # it has destroyed the process group

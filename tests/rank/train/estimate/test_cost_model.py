@@ -13,7 +13,9 @@ from torch.nn import functional as F
 import nbkit
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.telemetry import collectives
+from nbkit.rank.train.estimate.time_model import _flow
 from nbkit.rank.train.trainer import Trainer
+from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
@@ -124,3 +126,8 @@ def unknown(world: Any) -> dict[str, bool]:
 
 def test_of_what_is_no_transformer_only_the_data_axis_is_known() -> None:
     assert run_ranks(unknown, 2)[0] == {"ddp": True, "zero3": True, "tp": False, "pp": False, "cp=2": False}
+
+
+def test_a_switch_of_another_number_of_ranks_tells_nothing_about_the_next_one() -> None:
+    before_a_resize = Switched(1, old="dp=8 ep=8", new="ddp")
+    assert _flow(None, before_a_resize, 4) is None  # type: ignore[arg-type]
