@@ -441,13 +441,14 @@ class Builder:
         if follow(everyone, self.skeleton):
             self._ready, self._changes = None, self._changes + 1
 
-    def make_ready(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds) -> None:
+    def make_ready(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds, *, limit: int) -> None:
         """Prepare a switch from `old` to `new`: the exchange, the proof and the module. Sends nothing. From any thread.
 
+        limit: bytes of a round of the exchange. If ranks then agree on another one, the switch cuts the rounds again.
         The module is split only if no process group is missing. Raises as `ExchangeCache.exchange` and `cut` do.
         """
         began = time.perf_counter()
-        self.exchanges.exchange(old, new, kinds)
+        self.exchanges.exchange(old, new, kinds, limit=limit)
         if self.rank == 0:
             with suppress(NotAside):  # then `connect` makes the proof, between two steps
                 self._step_proof(new.strategy, beside=True)  # `connect` sends it to all ranks
