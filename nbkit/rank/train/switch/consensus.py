@@ -53,13 +53,13 @@ def planned(
 def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target: JobState, *, rank: int) -> Exchange:
     """Return the same exchange on every rank. compared: the maximum over all ranks of each number of `planned`.
 
-    If the tensors of a rank differ from its strategy, all layouts are gathered. In this case the call is collective.
+    If the tensors of a rank differ from its strategy, or a rank had no memory for large rounds, all layouts are
+    gathered, and rounds are small. In this case the call is collective.
     """
     different, most, least = compared
     if not different and most == -least:
         return exchange
-    plan = plan_collectively(before, {key: layout for key, (_, layout) in target.items()})
-    return Exchange(plan, rank, limit=exchange.limit)
+    return Exchange(plan_collectively(before, {key: layout for key, (_, layout) in target.items()}), rank)
 
 
 def _fits(held: JobState, planned: Mapping[str, Layout], kinds: Kinds) -> bool:

@@ -44,7 +44,7 @@ from nbkit.errors import SwitchError, TrainingError
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.process_groups import Connections
-from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange
 from nbkit.rank.parallel.reshard.state_digest import digest, scratch_bytes, sums
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
@@ -103,7 +103,12 @@ def prepare(
             )
             said.doing = "making room for the exchange"
             if not said.numbers[0]:
-                _make_room(exchange, before, target, ranks.device)
+                try:
+                    _make_room(exchange, before, target, ranks.device)
+                except (MemoryError, RuntimeError):
+                    if exchange.limit <= ROUND_BYTES:
+                        raise
+                    said.numbers[0] = 1  # free memory may be in pieces: all ranks plan again, with small rounds
         if (other := agreed(exchange, said.largest, before, target, rank=builder.rank)) is not exchange:
             exchange.give_back()
             exchange = other
