@@ -27,7 +27,8 @@ from nbkit.rank.data.batch import check_inputs, pair, rows_of, take
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.fact_finder import FactFinder, ModelExample
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes, needed_facts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.compile import not_compiled

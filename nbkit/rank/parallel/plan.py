@@ -19,9 +19,11 @@ from nbkit.errors import StrategyError
 from nbkit.planner.owners import owners
 from nbkit.planner.stages import spelled
 from nbkit.rank.parallel.device_mesh import groups_along
-from nbkit.rank.parallel.model_facts import JobOptions, Layouts, ModelFacts, digest_of, needed_facts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import Layouts, ModelFacts, needed_facts
 from nbkit.rank.parallel.module.compile import not_compiled
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
+from nbkit.rank.parallel.value_digest import digest_of
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.strategy import Strategy, divisors
