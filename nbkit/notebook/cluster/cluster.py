@@ -516,7 +516,7 @@ class Cluster:
         self.connection.check_open()
         self.connection.check_idle("sync")
         self.connection.check_alive(range(self.entry.n))
-        return sync(self.connection.client, self.entry.labels, project_at(path, Path.cwd()))
+        return sync(self.connection.client, self.entry.hosts, project_at(path, Path.cwd()))
 
     # What it knows ------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,13 @@ class ClusterEntry:
         """Return True if its ranks may be on other hosts than its controller; `parent` is their coordinator then."""
         return "on" in self.options
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Return the host of each rank. Labels name it if the cluster is spread."""
+        if self.is_spread:
+            return tuple(label.partition(":")[0] for label in self.labels)
+        return (self.host,) * self.n
+
     def is_alive(self) -> bool:
         """Return True if ranks and controller run. A cluster of another host is assumed to be alive."""
         return not self.is_here or (self.parent.is_alive() and self.controller.is_alive())

@@ -29,7 +29,12 @@ def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: boo
     """Add nbkit's options for sbatch to `parser`. slurm: the help text of --slurm."""
     parser.add_argument("--slurm", action="store_true", help=slurm)
     if nodes:
-        parser.add_argument("--nodes", type=int, default=1, metavar="N", help="for --slurm: number of nodes (1)")
+        parser.add_argument(
+            "--nodes", type=int, metavar="N", help="for --slurm: number of nodes; default: the hosts of the notebook"
+        )
+        parser.add_argument(
+            "-n", type=int, metavar="N", help="for --slurm: ranks in all; default: each node has those of a host"
+        )
     parser.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: the cluster's own")
     parser.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: time limit of the job")
     parser.add_argument("--gpus", type=int, metavar="N", help="for --slurm: GPUs on each node")
