@@ -424,7 +424,7 @@ def _shown(source: str) -> str:
 
 
 _MOST_RANKS = 1 << 20
-_DEFAULT_RANKS = (2,)
+_DEFAULT_RANKS: tuple[int, ...] = (2,)
 _CONSTANT = (
     *(ast.Constant, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.Name, ast.expr_context),
     *(ast.operator, ast.unaryop, ast.JoinedStr, ast.FormattedValue),
