@@ -97,8 +97,8 @@ def markdown(rows: Sequence[Row], machine: str) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row.cells())} |" for row in rows]
     legend = (
-        "`python -m bench` prints medians. Each round gives a ratio: the time of nbkit divided by the time of the peer. "
-        "The table shows the median of these ratios and its 95 % interval. A/A compares nbkit with itself in the same "
+        "`python -m bench` prints medians. Each round gives a ratio: the time of nbkit divided by the time of the peer."
+        " The table shows the median of these ratios and its 95 % interval. A/A compares nbkit with itself in the same "
         "rounds. A row meets its bar if its interval ends at most half the width of the A/A interval above the bar."
     )
     return "\n".join([machine, "", *lines, "", legend, ""])
