@@ -117,7 +117,7 @@ def _cell_options(parser: MagicParser) -> None:
         "--as", dest="name", type=_variable, metavar="NAME", help="put the results into this variable of the notebook"
     )
     parser.add_argument(
-        "--queue", action="store_true", help="wait until the running cell has ended, instead of an error"
+        "--queue", action="store_true", help="if a cell is running, wait for its end instead of an error"
     )
     parser.add_argument("--tabs", action="store_true", help="show the output of each rank in its own tab")
     parser.add_argument(
@@ -153,7 +153,7 @@ def cluster_parser() -> MagicParser:
     start = verbs.add_parser(
         "start",
         help="start a cluster on this machine, or elsewhere: --hosts, --slurm, --mpi, --launcher",
-        epilog="nbkit passes words after -- unchanged to sbatch, mpirun or the launcher.",
+        epilog="Words after -- are passed unchanged to sbatch, mpirun or the launcher.",
     )
     start.add_argument(
         "-n",
@@ -175,12 +175,12 @@ def cluster_parser() -> MagicParser:
         "--ttl",
         type=_duration,
         metavar="TIME",
-        help="end the cluster after this time without a notebook and a running cell: 30min, 12h (2h)",
+        help="end the cluster after this time without notebook and running cell: 30min, 12h (2h)",
     )
     start.add_argument(
         "--detach",
         action="store_true",
-        help="for --slurm, --launcher: return at once. %%cluster list shows the state, %%cluster attach waits for ranks",
+        help="for --slurm, --launcher: return at once. %%cluster list shows the state, %%cluster attach waits",
     )
     start.add_argument(
         "--save-before",
@@ -240,7 +240,7 @@ def compare_parser() -> MagicParser:
     parser.add_argument(
         "strategies", nargs="+", metavar="strategy", help="a preset or items key=value; quote several items"
     )
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each strategy (20)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="number of steps of each strategy (20)")
     add_json_option(parser)
     return parser
 
@@ -276,7 +276,7 @@ def push_parser() -> MagicParser:
     parser.add_argument("--ranks", metavar="0,2-3", help="copy only to these ranks")
     parser.add_argument("--force", action="store_true", help="copy even values above 1 GB")
     parser.add_argument(
-        "--queue", action="store_true", help="wait until the running cell has ended, instead of an error"
+        "--queue", action="store_true", help="if a cell is running, wait for its end instead of an error"
     )
     return parser
 
@@ -288,7 +288,7 @@ def pull_parser() -> MagicParser:
     parser.add_argument("--all", action="store_true", help="copy from all ranks, as a list")
     parser.add_argument("--force", action="store_true", help="copy even values above 1 GB")
     parser.add_argument(
-        "--queue", action="store_true", help="wait until the running cell has ended, instead of an error"
+        "--queue", action="store_true", help="if a cell is running, wait for its end instead of an error"
     )
     return parser
 
@@ -344,7 +344,7 @@ def nbkit_parser() -> MagicParser:
     plan.add_argument("--why", nargs=2, metavar=("A", "B"), help="explain the difference between two strategies")
     script = commands.add_parser("export", help="write the cells that the ranks have run as a script for torchrun")
     script.add_argument("path", nargs="?", default="train.py", help="script to write (train.py)")
-    add_slurm_options(script, "write an sbatch file beside it", nodes=True)
+    add_slurm_options(script, "also write an sbatch file beside the script", nodes=True)
     report = commands.add_parser("report", help="write one page with every chart")
     report.add_argument("path", nargs="?", default="run.html", help="file to write (run.html)")
     report.add_argument("--run", metavar="DIR", help="folder of a recorded run (the newest training of the cluster)")
@@ -362,7 +362,7 @@ def nbkit_parser() -> MagicParser:
         nargs="?",
         type=int,
         metavar="RANK",
-        help="default: the rank that waits at a breakpoint, or else failed first",
+        help="rank to debug; default: the rank at a breakpoint, or the rank that failed first",
     )
     return parser
 

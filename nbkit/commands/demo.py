@@ -1,4 +1,4 @@
-"""Train a GPT on real text in a notebook, and switch its strategy meanwhile, in about two minutes."""
+"""Train a GPT on real text in a notebook for about two minutes, and switch its strategy meanwhile."""
 
 from __future__ import annotations
 

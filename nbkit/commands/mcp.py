@@ -25,7 +25,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dir", default=".", metavar="FOLDER", help="working directory, which has runs/ and scripts (.)"
     )
-    parser.epilog = "nbkit logs each request and its result in mcp.jsonl, in the folder of your clusters."
+    parser.epilog = "The log is mcp.jsonl, in the folder of your clusters. It has each request and its result."
 
 
 def run(arguments: argparse.Namespace) -> int:
