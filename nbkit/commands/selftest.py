@@ -44,7 +44,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
     parser.epilog = (
         "The test takes about three minutes on the CPU, and fifteen on GPUs. The exit status is 1 if an item fails. "
-        "The report has results, versions, the output of nbkit doctor, and variables of torch, NCCL and CUDA."
+        "The report has the results, the versions, and the output of nbkit doctor. "
+        "Of the environment, it has only variables of torch, NCCL and CUDA."
     )
 
 

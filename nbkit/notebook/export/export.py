@@ -392,17 +392,17 @@ def export(
     cpus: int | None = None,
     requeue: bool = False,
 ) -> Exported:
-    """Write the cells that the ranks have run as one script for torchrun, which needs no Jupyter.
+    """Write the cells that the ranks have run as one script for torchrun. The script needs no Jupyter.
 
-    path: the script to write. notebook: a saved notebook, whose cells are taken in file order. Default: the running
-    notebook, in the order in which its cells ran since the ranks were started. slurm: also write an sbatch file. nodes:
-    the number of nodes in this file, each with as many ranks as the notebook had. partition: Slurm's name for a set of
-    nodes. time: the time limit of the job, such as "4:00:00". gpus: GPUs of each node. cpus: cores of each node.
-    requeue: run the job again from a checkpoint if the time limit or another job ends it.
+    path: the script to write. notebook: a saved notebook; its cells keep the order of the file. Default: the running
+    notebook; its cells have the order in which they ran since the ranks were started. slurm: also write an sbatch file.
+    nodes: the number of nodes in the sbatch file. Each has as many ranks as the whole notebook had. partition: the
+    partition of Slurm. time: the time limit of the job, such as "4:00:00". gpus: GPUs of each node. cpus: cores of each
+    node. requeue: run the job again from a checkpoint if the time limit or another job ends it.
 
-    If the notebook has switched its strategy, a file beside the script has the switches, for the script's option
-    --switches. A file that was not exported by nbkit is not overwritten. Raises UsageError, with nothing written, for
-    anything that a script cannot contain.
+    If the notebook has switched its strategy, nbkit also writes a file with the switches, for the script's option
+    --switches. It overwrites only files that it has exported itself. Raises UsageError for anything that a script
+    cannot contain, and then writes nothing.
     """
     to = user_path(os.fspath(path))
     options = SlurmOptions(nodes, partition, time, gpus, cpus, requeue)

@@ -246,16 +246,16 @@ def _cpu_seconds(work: Callable[[], None]) -> float:
 
 
 class Dashboard:
-    """Follows the newest training of a cluster (default: the notebook's), or the run in a directory.
+    """Shows the newest training of a cluster (default: the notebook's), or the run in a directory.
 
-    Without a cluster, the default is the newest run in the folder of runs. beside: the directory of a second run. Its
-    curve is drawn over the first. On the page you can choose other runs of the same folder. pin: stay with the current
-    run, or with the next one if there is none, when another training begins. steps: the first and the last step to
-    show. This pins too. On the page, the button "pin" does both.
+    Without a cluster, the default is the newest run in the folder of runs. beside: the directory of a second run, whose
+    curve is drawn over the first. On the page you can choose other runs of the same folder. pin: keep showing this run
+    when another training begins. If there is no run yet, the next one is pinned. steps: the first and the last step to
+    show. This also pins the run. On the page, the button "pin" does both.
 
-    It updates itself until the cluster is stopped or `close()` is called, also while a cell runs and when another
-    training begins. Without widgets, it is shown as text and as an SVG picture. Raises ClusterError without a cluster,
-    UsageError without the run.
+    The dashboard updates itself, also while a cell runs, until the cluster is stopped or `close()` is called. Without
+    widgets, it is shown as text and as an SVG picture. Raises ClusterError if there is no cluster, and UsageError if
+    there is no such run.
     """
 
     def __init__(
