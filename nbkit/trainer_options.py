@@ -85,7 +85,7 @@ class Loading(_Option):
 
 @_option
 class Compute(_Option):
-    """Settings for the computation of a step. The first four save memory, and take time (docs/reference/memory.md).
+    """Settings for the computation of a step. The first four save memory, but take time (docs/reference/memory.md).
 
     microbatch_size: rows of a rank in one forward pass; None (the default): all rows of the rank. recompute: compute
     activations again in the backward pass (default: False). loss_chunks: number of pieces in which the head and the

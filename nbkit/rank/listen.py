@@ -97,8 +97,8 @@ _listener: Listener | None = None
 def listen(job: str | None = None, *, cells: bool = True) -> str:
     """Let nbkit examine this program: `nbkit why --job NAME`, `%cluster attach --job NAME`. Return the NAME.
 
-    Call it on every rank, before the process group is made. A second call changes nothing. The call does nothing and
-    returns "" in two places: in a cell of a cluster, and in a process that a rank has spawned.
+    Call it on every rank, before the process group is made. A second call changes nothing. In a cell of a cluster, and
+    in a process that a rank has spawned, the call does nothing and returns "".
 
     job: the name, the same on all ranks. Default: the name of the program and four letters that change with each start.
     cells: allow the user to run live cells between two steps.

@@ -32,7 +32,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Header(Record):
-    """The first line of a record file. A rank's records are divided into parts, one file each.
+    """The first line of a record file. The records of a rank have several parts, with one file for each part.
 
     part: number of this part. clock: "host", or the kind of device that timed the steps. unix_s: seconds since 1970 by
     the host's clock. clock_ns: the rank's perf_counter at the moment of unix_s, in ns. offset_ns: add this to the

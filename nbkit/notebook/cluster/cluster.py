@@ -474,8 +474,8 @@ class Cluster:
     def wait(self, timeout: str | float | None = None) -> Results | None:
         """Wait for the end of the running cell. Raises what the cell raised.
 
-        The stop button ends only the wait, not the cell. timeout: seconds, or "30s", after which TimeoutError ends only
-        the wait.
+        The stop button ends only the wait, not the cell. timeout: seconds, or "30s", after which the wait ends with
+        TimeoutError. The cell continues.
         """
         busy = self.connection.busy()
         return wait_for(self.connection, busy, timeout) if busy else None

@@ -84,9 +84,9 @@ class Trainer:
     automatically, `nbkit.Checkpoints(every= path= keep= snapshot_every=)`. compute: how to compute a step,
     `nbkit.Compute(microbatch_size= recompute= loss_chunks= offload= compile= dropout= grad_norm_every=)`. recovery:
     what to do when ranks die, hang, slow down or run out of memory, `nbkit.Recovery(on_failure= hang_timeout= on_oom=
-    balance= backup_every=)`. hints: facts about the model that nbkit cannot find out, `nbkit.ModelHints(stages=
-    tp_plan= example=)`. switches: planned switches: a dict from numbers of finished steps to strategies, or a JSON file
-    with such a dict. The strategy of step 0 is the first one.
+    balance= backup_every=)`. hints: facts about the model that nbkit cannot always find itself,
+    `nbkit.ModelHints(stages= tp_plan= example=)`. switches: planned switches: a dict from numbers of finished steps to
+    strategies, or a JSON file with such a dict. The strategy of step 0 is the first one.
 
     Raises TrainingError or StrategyError, before anything trains, if it cannot train with these arguments.
     """

@@ -166,8 +166,8 @@ class CellHandle:
     def wait(self, timeout: str | float | None = None) -> Results:
         """Wait until the cell is over.
 
-        The stop button ends only the wait. To end the cell, call `stop()`. timeout: seconds, or "30s". Raises CellError
-        if the cell failed, TimeoutError after `timeout`.
+        The stop button ends only the wait. To end the cell, call `stop()`. timeout: the limit of the wait, in seconds
+        or as "30s". Raises CellError if the cell failed, TimeoutError after `timeout`.
         """
         return wait_for(self._connection, self._execution, timeout)
 

@@ -444,7 +444,7 @@ class Balanced(Dataset[Any]):
     ranks together read all data once, when the Trainer is created.
 
     pack: pack documents into blocks of this many positions. Attention stays inside a document. `cost` then gets the
-    token ids of a piece of a document; the default is their number. `group` gets a whole document.
+    token ids of a piece of a document; the default cost is their number. `group` gets a whole document.
 
     Each sample comes once in an epoch, shuffled by the Trainer's seed. Batch sizes differ by at most one sample. All
     batches have about the same cost and mix of groups. The batches do not depend on the strategy. Raises TrainingError
