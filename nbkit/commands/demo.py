@@ -180,7 +180,7 @@ def _indented(text: str) -> str:
 
 def _close(terminal: Terminal, story: Story, steps: int, output: Path, seconds: float) -> int:
     if story.apart is None:
-        raise NbkitError("The notebook has not said how far apart the curves are.", hint=f"see {output}")
+        raise NbkitError("The notebook has not printed the difference of the curves.", hint=f"see {output}")
     same = story.apart <= APART
     curves = f"{_beside_python('tensorboard')} --logdir runs"
     if importlib.util.find_spec("tensorboard") is None:

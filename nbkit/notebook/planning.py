@@ -277,13 +277,13 @@ class _Asked:
             return
         if not callable(self.model):  # a module is callable too
             raise UsageError(
-                "A plan is made of a GPTConfig, a module, or a callable that builds one.",
+                "A plan needs a GPTConfig, a module, or a callable that builds one.",
                 numbers=f"this is a {type(self.model).__name__}",
                 hint=_EXAMPLE,
             )
         if lacks := [name for name in ("example", "loss") if getattr(self, name) is None]:
             raise UsageError(
-                "A model that is no GPTConfig is run, to be looked at.",
+                "To plan a model that is no GPTConfig, nbkit must run it.",
                 numbers=f"without {' and '.join(f'{name}=' for name in lacks)}",
                 hint="nbkit.plan(model, example=batch, loss=loss_fn, batch=64, on='8 H100')",
             )

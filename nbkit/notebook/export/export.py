@@ -329,7 +329,7 @@ def _imported(source: Source) -> list[str]:
         return imported
     others = {name: why for part in parts if isinstance(part, Values) for name, why in part.others.items()}
     raise UsageError(
-        "The cells for the ranks use what no line of the script would define.",
+        "The cells for the ranks use names that no line of the script would define.",
         numbers="\n".join(f"{name} (cell {lacking[name]}{_why(name, others)})" for name in unknown),
         hint=f"{unknown[0]} = ...   in a %%distributed cell that ran before; what was pushed has to be a literal",
     )
@@ -407,7 +407,7 @@ def export(
     to = user_path(os.fspath(path))
     options = SlurmOptions(nodes, partition, time, gpus, cpus, requeue)
     if not slurm and options != SlurmOptions():
-        raise UsageError("This is for an sbatch file.", numbers=f"{options}", hint="--slurm")
+        raise UsageError("This option is for an sbatch file.", numbers=f"{options}", hint="--slurm")
     _check_free(to)
     source = read_running(current()) if notebook is None else read_saved(user_path(os.fspath(notebook)))
     script = script_of(source, to.name)
@@ -444,7 +444,7 @@ def _check_free(to: Path) -> None:
     if not to.parent.is_dir():
         raise UsageError(f"There is no folder {to.parent}.", numbers=str(to), hint="%nbkit export train.py")
     if to.exists() and not to.read_text(encoding="utf-8", errors="replace").startswith(MARK):
-        raise UsageError(f"{to} is there, and nbkit has not written it.", hint="%nbkit export another.py")
+        raise UsageError(f"{to} exists, and nbkit has not written it.", hint="%nbkit export another.py")
 
 
 def _plan(switches: tuple[Switch, ...]) -> dict[str, str]:

@@ -768,7 +768,7 @@ class Job:
             if lost := accelerator().context_lost(error):
                 reason = self.ledger.ended_by(error)
                 raise TrainingError(
-                    f"The CUDA context of rank {self.rank} is gone, and with it what it holds on its GPU.",
+                    f"The CUDA context of rank {self.rank} is gone, and all data on its GPU is lost.",
                     numbers=lost,
                     hint="%cluster restart, then trainer.load(path). CPU ranks name an index out of range",
                 ) from error

@@ -69,7 +69,9 @@ class StartRequest:
 
     def __post_init__(self) -> None:
         if self.spares < 0:
-            raise UsageError("So many spares cannot be.", numbers=f"--spares {self.spares}", hint="--spares 1")
+            raise UsageError(
+                "This number of spares is not possible.", numbers=f"--spares {self.spares}", hint="--spares 1"
+            )
         object.__setattr__(self, "options", tuple(self.options))
 
     @property

@@ -296,7 +296,7 @@ class Dashboard:
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
         """Trace the next steps of the cluster's training: one file for Perfetto with all ranks. See Cluster.trace."""
         if self._cluster is None:
-            raise UsageError("What was recorded has no next step.", hint="%dashboard   of a cluster that trains")
+            raise UsageError("A recorded run has no next step.", hint="%dashboard   of a cluster that trains")
         return self._cluster.trace(steps, path)
 
     def snapshot(self) -> dict[str, Any]:

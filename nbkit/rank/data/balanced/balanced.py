@@ -125,7 +125,7 @@ class ByLoss(Difficulty):
     def __init__(self, sizes: Sequence[float]) -> None:
         if len(sizes) > MOST:
             raise TrainingError(
-                "A checkpoint does not hold the losses of so many samples.",
+                "A checkpoint cannot hold the losses of so many samples.",
                 numbers=f"{len(sizes):,} samples, at most {MOST:,}",
                 hint="cost='seconds', which keeps a number for each size; or cost=lambda sample: ...",
             )
@@ -137,7 +137,7 @@ class ByLoss(Difficulty):
     def of_order(self, epoch: int) -> Sequence[float]:
         if epoch < min(self._costs):
             raise TrainingError(
-                "The losses by which the order of an earlier epoch was drawn are held no more.",
+                "The losses that decided the order of an earlier epoch are no longer stored.",
                 numbers=f"epoch {epoch}, those of epochs {min(self._costs)} to {max(self._costs)} are held",
                 hint="trainer.load(path) of a checkpoint of that epoch",
             )
@@ -457,14 +457,14 @@ class Balanced(Dataset[Any]):
     ) -> None:
         if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
             raise TrainingError(
-                "What is balanced can be read by index.",
+                "nbkit.Balanced needs data that can be read by index.",
                 numbers=f"{type(data).__name__}: __len__ {hasattr(data, '__len__')}, "
                 f"__getitem__ {hasattr(data, '__getitem__')}",
                 hint="nbkit.Balanced(list(data)), or a map-style dataset",
             )
         if isinstance(cost, str) and cost not in LEARNED:
             raise TrainingError(
-                f"{'cost=' + repr(cost)} is nothing that is measured of a sample.",
+                f"{'cost=' + repr(cost)} is not a cost that nbkit measures.",
                 numbers=" ".join(LEARNED),
                 hint="cost='seconds', cost='loss', or cost=lambda sample: ...",
             )
