@@ -125,5 +125,5 @@ def test_the_text_of_an_error_is_found_with_what_to_type() -> None:
 
 
 def test_what_a_class_describes_by_name_is_a_list() -> None:
-    assert "- `pin`: " in "".join(generated.views())
-    assert "- `folder`: " in "".join(generated.plugins())
+    assert "- `url`: " in "".join(generated.views())
+    assert "- `nodes`: " in "".join(generated.plugins())
