@@ -99,7 +99,8 @@ def markdown(rows: Sequence[Row], machine: str) -> str:
     legend = (
         "`python -m bench` prints medians. Each round gives a ratio: the time of nbkit divided by the time of the peer."
         " The table shows the median of these ratios and its 95 % interval. A/A compares nbkit with itself in the same "
-        "rounds. A row meets its bar if its interval ends at most half the width of the A/A interval above the bar."
+        "rounds. A row meets its bar if the upper end of its interval is at most the bar plus half the width of the "
+        "A/A interval."
     )
     return "\n".join([machine, "", *lines, "", legend, ""])
 
@@ -115,7 +116,7 @@ def machine() -> str:
     return (
         f"{platform.system()} {platform.machine()}, {_processor()}, {len(os.sched_getaffinity(0))} cores, "
         f"{memory:.0f} GiB, no GPU used; Python {platform.python_version()}, {versions}; "
-        f"load {load:.1f} when it began."
+        f"load {load:.1f} at the start."
     )
 
 
