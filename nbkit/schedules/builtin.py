@@ -42,8 +42,9 @@ def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
 def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
     """Return 1F1B with `stages_per_rank` stages on each rank: stage s is on rank s mod ranks.
 
-    A group of `ranks` micro-batches passes the stages of this rank in turn. Then the next group follows (Narayanan et
-    al. 2021, arXiv 2104.04473, section 2.2.2).
+    Micro-batches form groups of `ranks`, the number of ranks. Each rank runs a whole group through its first stage,
+    then through its second stage, and so on. Then it takes the next group (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2.2).
     """
     groups = -(-microbatches // ranks)
     forwards, backwards = [], []
@@ -59,7 +60,7 @@ def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) 
 def dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
     """Return DualPipeV: stages r and 2 ranks - 1 - r are on rank r, and their forwards and backwards alternate.
 
-    These are the eight steps of DeepSeek's DualPipeV, the "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe).
+    The order has eight parts, as in DeepSeek's DualPipeV, the "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe).
     DeepSeek runs a forward and a backward at the same time. nbkit runs them one after the other.
     """
     return [op for op in _dualpipev(ranks, max(microbatches, 2 * ranks), rank) if op.micro < microbatches]

@@ -145,10 +145,10 @@ def prepare(
     precision: None, "bf16" or "fp16". hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on.
     Pipelines and context parallelism need it. Tensor parallelism needs it, except for well-known classes. recovery:
     `nbkit.Recovery` with on_failure "replace" or "stop". With "replace", if a rank dies in a loop over `batches`, a new
-    rank takes its place and helps to save the job (docs/reference/clusters.md).
+    rank takes its place, so that all ranks can save a checkpoint. Then the training ends (docs/reference/clusters.md).
 
-    The other arguments are those of the Trainer. Raises TrainingError or StrategyError if the job cannot train with
-    these arguments.
+    The arguments strategy, seed, name, log_dir, sinks, compute and switches mean the same as for the Trainer. Raises
+    TrainingError or StrategyError if the job cannot train with these arguments.
     """
     check_options(compute=compute, hints=hints, recovery=recovery)
     taken: Any = inputs
@@ -663,9 +663,9 @@ class Job:
         """Continue under another strategy, with the same global batch. Collective, between two steps.
 
         If the first step under the new strategy fails, all ranks return to the old strategy. beside: compare the old
-        and the new state during the next step, and do not wait for the result. This needs a Trainer that makes the
-        step, and memory for both states. Do not change a weight before that step. If an earlier switch was not compared
-        yet, it is compared first.
+        and the new state during the next step, and do not wait for the result. This works only if a Trainer makes that
+        step, and if memory holds both states. Otherwise nbkit compares the states at once. Do not change a weight
+        before that step. If an earlier switch was not compared yet, it is compared first.
 
         Raises StrategyError for a strategy that does not fit, and SwitchError if the switch failed on any rank. In both
         cases the old strategy stays, and nothing has changed.
@@ -698,8 +698,8 @@ class Job:
     def load(self, saved: Saved) -> None:
         """Load weights, optimizer, step, seed and history, but not the position in the data. Collective.
 
-        It loads into the existing tensors, without a second copy. If a rank cannot read its part, an error says that no
-        rank has whole weights.
+        saved: what `opened` has returned. Its values go into the existing tensors, without a second copy. If a rank
+        cannot read its part, the weights are incomplete on all ranks, and an error says so.
         """
         job_checkpoint.load(self, saved)
 

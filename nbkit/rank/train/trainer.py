@@ -66,18 +66,18 @@ class Trainer:
     several, such as Muon for the matrices and AdamW for the rest. Each trainable parameter must be in exactly one of
     them. lr_schedule, checkpoints and switches treat them as one optimizer. `trainer.optimizer.optimizers` is the list
     or dict. data: a map-style or iterable dataset with items (input, target) or dicts. batch_size: rows of the global
-    batch, over all ranks. strategy: a text such as "dp=2 tp=2"; "auto" takes the first row of a plan, and prints it
-    (docs/reference/planner.md). precision: "bf16" and "fp16" run forward and loss under autocast. "fp16" also scales
-    the loss. None (the default): float32. clip_norm: the maximum norm of all gradients. Larger gradients are scaled
-    down. None (the default): no clipping. lr_schedule: a function that gets the number of finished steps and returns a
-    factor for the optimizer's lr. eval_data: data for evaluations. The mean loss is `eval_loss` in `history`.
-    eval_every: steps between two evaluations. inputs: for dict batches, the names of the entries that the model takes;
-    `loss` then gets (output, batch). seed: the seed of weights, order and dropout. callbacks: functions (trainer,
-    record) to call after each step. Before the calls, the host waits for the GPU, so that the model and the record
-    belong to the same step. `nbkit.WeightAverage` can be one of the callbacks. name: the name of the run. log_dir: the
-    parent of the run's directory. %dashboard and TensorBoard read it. None: keep no records. sinks: objects with a
-    method write(event). On rank 0, nbkit calls it for each step and event. progress: print a line that shows the
-    progress.
+    batch, over all ranks. strategy: a text such as "dp=2 tp=2"; with "auto", nbkit lists the strategies that fit, then
+    prints and uses the first one (docs/reference/planner.md). precision: "bf16" and "fp16" run forward and loss under
+    autocast. "fp16" also scales the loss. None (the default): float32. clip_norm: the maximum norm of all gradients.
+    Larger gradients are scaled down. None (the default): no clipping. lr_schedule: a function that gets the number of
+    finished steps and returns a factor for the optimizer's lr. eval_data: data for evaluations. The mean loss is
+    `eval_loss` in `history`. eval_every: steps between two evaluations. inputs: for dict batches, the names of the
+    entries that the model takes; `loss` then gets (output, batch). seed: the seed of weights, order and dropout.
+    callbacks: functions (trainer, record) to call after each step. Before the calls, the host waits for the GPU, so
+    that the model and the record belong to the same step. `nbkit.WeightAverage` can be one of the callbacks. name: the
+    name of the run. log_dir: the parent of the run's directory. %dashboard and TensorBoard read it. None: keep no
+    records. sinks: objects with a method write(event). On rank 0, nbkit calls it for each step and event. progress:
+    print a line that shows the progress.
 
     Less common settings are fields of option objects. Each option class has its own docstring. loading: how to make
     batches from samples, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: when and where to save
@@ -86,7 +86,7 @@ class Trainer:
     what to do when ranks die, hang, slow down or run out of memory, `nbkit.Recovery(on_failure= hang_timeout= on_oom=
     balance= backup_every=)`. hints: facts about the model that nbkit cannot always find itself,
     `nbkit.ModelHints(stages= tp_plan= example=)`. switches: planned switches: a dict from numbers of finished steps to
-    strategies, or a JSON file with such a dict. The strategy of step 0 is the first one.
+    strategies, or a JSON file with such a dict. If it has step 0, the training begins with that strategy.
 
     Raises TrainingError or StrategyError, before anything trains, if it cannot train with these arguments.
     """
