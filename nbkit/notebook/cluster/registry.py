@@ -143,7 +143,7 @@ def check_home() -> Path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ClusterError(
-            "There is no folder for what belongs to a cluster: its keys, its logs, what ranks print.",
+            "There is no folder for the files of a cluster: keys, logs and output of ranks.",
             numbers=f"{folder}: {error.strerror or error}",
             hint=_ELSEWHERE,
         ) from None

@@ -342,7 +342,7 @@ def _imported(source: Source) -> list[str]:
         return imported
     others = {name: why for part in parts if isinstance(part, Values) for name, why in part.others.items()}
     raise UsageError(
-        "The cells for the ranks use what no line of the script would define.",
+        "The cells for the ranks use names that no line of the script would define.",
         numbers="\n".join(f"{name} (cell {lacking[name]}{_why(name, others)})" for name in unknown),
         hint=f"{unknown[0]} = ...   in a %%distributed cell that ran before; what was pushed has to be a literal",
     )
@@ -406,23 +406,23 @@ def export(
     cpus: int | None = None,
     requeue: bool = False,
 ) -> Exported:
-    """Write the cells that the ranks have run as one script for torchrun, which needs no Jupyter.
+    """Write the cells that the ranks have run as one script for torchrun. The script needs no Jupyter.
 
-    path: the script to write. notebook: a saved notebook, whose cells are taken in file order. Default: the running
-    notebook, in the order in which its cells ran since the ranks were started. slurm: also write an sbatch file. nodes:
-    the number of nodes in this file; default: the number of hosts of the notebook. n: the number of ranks on all nodes;
-    default: each node has as many ranks as each host of the notebook. partition: Slurm's name for a set of nodes. time:
-    the time limit of the job, such as "4:00:00". gpus: GPUs of each node. cpus: cores of each node. requeue: run the
-    job again from a checkpoint if the time limit or another job ends it.
+    path: the script to write. notebook: a saved notebook; its cells keep the order of the file. Default: the running
+    notebook; its cells have the order in which they ran since the ranks were started. slurm: also write an sbatch file.
+    nodes: the number of nodes in the sbatch file; default: the number of hosts of the notebook. n: the number of ranks
+    on all nodes; default: each node has as many ranks as each host of the notebook. partition: the partition of Slurm.
+    time: the time limit of the job, such as "4:00:00". gpus: GPUs of each node. cpus: cores of each node. requeue: run
+    the job again from a checkpoint if the time limit or another job ends it.
 
-    If the notebook has switched its strategy, a file beside the script has the switches, for the script's option
-    --switches. A file that was not exported by nbkit is not overwritten. Raises UsageError, with nothing written, for
+    If the notebook has switched its strategy, nbkit also writes a file with the switches, for the script's option
+    --switches. It overwrites only files that it has exported itself. Raises UsageError, and then writes nothing, for
     anything that a script cannot contain, and for ranks that cannot be divided evenly between the nodes.
     """
     to = user_path(os.fspath(path))
     options = SlurmOptions(1 if nodes is None else nodes, partition, time, gpus, cpus, requeue)
     if not slurm and (n is not None or options != SlurmOptions()):
-        raise UsageError("This is for an sbatch file.", numbers=f"n={n}, {options}", hint="--slurm")
+        raise UsageError("This option is for an sbatch file.", numbers=f"n={n}, {options}", hint="--slurm")
     _check_free(to)
     source = read_running(current()) if notebook is None else read_saved(user_path(os.fspath(notebook)))
     script = script_of(source, to.name)
@@ -482,7 +482,7 @@ def _check_free(to: Path) -> None:
     if not to.parent.is_dir():
         raise UsageError(f"There is no folder {to.parent}.", numbers=str(to), hint="%nbkit export train.py")
     if to.exists() and not to.read_text(encoding="utf-8", errors="replace").startswith(MARK):
-        raise UsageError(f"{to} is there, and nbkit has not written it.", hint="%nbkit export another.py")
+        raise UsageError(f"{to} exists, and nbkit has not written it.", hint="%nbkit export another.py")
 
 
 def _plan(switches: tuple[Switch, ...]) -> dict[str, str]:

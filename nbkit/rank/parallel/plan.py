@@ -387,7 +387,7 @@ def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOption
     """Raise StrategyError if replicas train independently while one rank updates tensors that are split over tp."""
     if strategy.tp > 1 and strategy.exchange.every > 1 and options.whole_in_tp:
         raise StrategyError(
-            f"{strategy} lets replicas train apart, and one rank would update tensors that tp cuts for all.",
+            f"{strategy} lets replicas train separately, but one rank would update tensors that tp splits for all.",
             numbers=f"{len(options.whole_in_tp)} tensors, {strategy.dp} replicas",
             hint=f"'tp={strategy.tp}' without sync_every, or an optimizer such as AdamW",
         )

@@ -214,7 +214,7 @@ class ModelPieces:
         traced = self._peaks.traced(tp, cp)
         if traced is None:
             raise UsageError(
-                "The model does not run on tensors without memory, so what it takes could not be measured.",
+                "The model does not run on meta tensors, so its memory could not be measured.",
                 numbers=f"tp={tp} cp={cp}",
                 hint="strategy='auto' of a Trainer, on the ranks that are to train it",
             )
