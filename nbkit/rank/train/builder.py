@@ -31,7 +31,8 @@ from nbkit.rank.parallel.check_model import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
 from nbkit.rank.parallel.fact_finder import FactFinder
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes, needed_facts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.copies import build_again, built_again, skeleton_of
 from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut, parallelize, parallelize_lean
 from nbkit.rank.parallel.plan import ParallelPlan, keeps_whole, make_plan, need_rows
