@@ -200,6 +200,7 @@ class _Call:
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
     def given(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the parts of this rank's queries, and of all keys and values, that the call gets."""
         return query[..., self.queries, :], key[..., self.keys, :], value[..., self.keys, :]
 
 
@@ -391,6 +392,7 @@ class _Saved:
         self.tensors: list[Tensor] = []
 
     def pack(self, x: Tensor) -> Any:
+        """Keep `x`, and return what the graph holds in its place."""
         for i, base in enumerate(self.whole):
             if _same_memory(x, base):
                 return i, x.shape, x.stride(), x.storage_offset()
@@ -398,6 +400,7 @@ class _Saved:
         return len(self.tensors) - 1
 
     def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor for which the graph holds `packed`."""
         if isinstance(packed, int):
             return self.tensors[packed]
         i, *geometry = packed
@@ -407,9 +410,9 @@ class _Saved:
     def taken(self, same: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Return the tensors and forget them.
 
-        same: pairs of tensors with equal values; a tensor with the memory of the first one is replaced by the second.
-        So an output is not kept twice. Also, autograd gives hooks a tensor that shares only the memory. The original
-        shares the count of its changes in place too, so that backward notices them.
+        same: pairs of tensors with equal values. A tensor with the memory of the first one is replaced by the second,
+        for two reasons. The output of a kernel is not kept beside the joined output. And autograd gives hooks a tensor
+        that only shares the memory. The original also counts changes in place, so that backward raises an error.
         """
         tensors, self.tensors, self.whole = self.tensors, [], ()
         return [next((_instead(x, *pair) for pair in same if _same_memory(x, pair[0])), x) for x in tensors]
