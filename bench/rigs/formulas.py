@@ -8,7 +8,7 @@ hidden states of a batch.
     tp    8 (n-1) H a block, 2 (n-1) H for the embedding and for the head             Shoeybi et al. 2019, 3
           outside of the blocks, in every forward: (n-1) of the positions' table, 2 (n-1) of the last norm
     pp    2 H a boundary, which the ranks along tp send each a part of                Narayanan et al. 2021, 3.2, 4.1
-    cp    4 (n-1) H a block: keys, values and their gradients                         Dubey et al. 2024, 3.3.2
+    cp    6 (n-1) H a block: keys and values, twice, and their gradients              Dubey et al. 2024, 3.3.2
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def wire_bytes(model: Model, strategy: Strategy) -> dict[str, float]:
         found["pp"] = 2 * model.hidden * _boundaries(strategy)
     if cp > 1:
         inside = _FP32 * (model.inside + (tp - 1) * model.uncut)
-        found["cp"] = (cp - 1) * ((4 * model.layers + 2) * model.hidden + 2 * inside * _copies(strategy))
+        found["cp"] = (cp - 1) * ((6 * model.layers + 2) * model.hidden + 2 * inside * _copies(strategy))
     return {axis: float(size) for axis, size in found.items() if size}
 
 

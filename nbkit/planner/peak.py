@@ -30,14 +30,17 @@ the measurements of model_trace. Let T be the positions, D the width, t the tens
 backward, a block keeps this number of elements per row:
 
     whole                 inputs of the linear layers after both norms             2 T D / c
-    over t                queries, keys, values, attention, residual sums (2)      (4 + 2) T D / (t c), and with c > 1
-                          keys and values of all positions instead of its own      2 T D (1 - 1/c) / t
-                          attention from the head and from the tail, and together  T D / (t c)
+    over t                queries, keys, values, attention                         4 T D / (t c)
                           the inner layer, before and after its activation         8 T D / (t c)
+    over t if c = 1       residual sums (2)                                        2 T D / (t c), or 2 T D / c
     statistics (fp32)     of norms and attention                                   4 T / (t c), T heads / (t c)
 
 This is the count of Korthikanti et al. 2022 (section 4), without dropout masks and with an attention that does not keep
 its scores.
+
+With c > 1, keys and values of all positions exist only while attention computes, in forward and in backward. Embedding,
+head and loss see all positions on every rank. So a rank has c times the logits of a rank of data parallelism that
+computes equally many positions in its blocks.
 """
 
 from __future__ import annotations
@@ -483,12 +486,15 @@ class GPTPieces:
         of, element = self.config, self.element
         hidden, numbers = of.block * of.width * element, of.block * of.vocab
         part = hidden / (tp * cp)
-        keys = 2 * hidden * (1 - 1 / cp) / tp
+        state = hidden / cp if cp > 1 else part  # between blocks; under cp, ranks along tp do not divide it
         statistics = _FP32 * of.block * (4 + of.heads) / (tp * cp)
-        kept = 2 * hidden / cp + (14 + (cp > 1)) * part + keys + statistics
-        # Under tp, the inputs and outputs of the outer linear layers are whole for a moment.
-        wide, square = 4 * part + (hidden / cp if tp > 1 else 0), self.parameter * of.width**2 / tp
+        kept = 2 * hidden / cp + 12 * part + 2 * state + statistics
+        # Under tp without cp, the inputs and outputs of the outer linear layers are whole for a moment.
+        wide, square = 4 * part + (hidden if tp > 1 and cp == 1 else 0), self.parameter * of.width**2 / tp
         top = kept + (2 * hidden / cp if tp > 1 else part)
+        if cp > 1:
+            # Keys and values of all positions arrive, and are brought into the order of positions.
+            top = max(top, hidden / cp + 5 * part + 4 * hidden / tp)
         # Three moments: after the activation and the inner linear layer, in the linear layers of attention, and at the
         # end with all gradients.
         backward: tuple[PeakLine, ...] = (
@@ -497,22 +503,24 @@ class GPTPieces:
             PeakLine(12 * square, 5 * hidden / cp),
         )
         if cp > 1:
-            # The gradients of all keys and values are being sent to the ranks that own them.
-            backward = (*backward, PeakLine(9 * square, 6 * part + 5 * hidden / tp))
+            # Attention has gathered all keys and values again, and computes their gradients.
+            backward = (*backward, PeakLine(9 * square, 6 * part + 2 * hidden / cp + 5.5 * hidden / tp))
         if self.recompute:
-            again = tuple(PeakLine(line.fixed, line.row + part) for line in backward)
-            block = ModelPiece((PeakLine(0, top),), PeakLine(0, part), again, PeakLine(0, part))
+            again = tuple(PeakLine(line.fixed, line.row + state) for line in backward)
+            block = ModelPiece((PeakLine(0, top),), PeakLine(0, state), again, PeakLine(0, state))
         else:
-            block = ModelPiece((PeakLine(0, top),), PeakLine(0, kept), backward, PeakLine(0, part))
+            block = ModelPiece((PeakLine(0, top),), PeakLine(0, kept), backward, PeakLine(0, state))
         logits = numbers / tp
         ends = hidden if cp > 1 else 0
+        # The first block gets the states of all positions. If it is recomputed, it keeps them.
+        begin = hidden if self.recompute and cp > 1 else state
         first = ModelPiece(
-            (PeakLine(block.forward[0].fixed, block.forward[0].row + part + ends),),
-            PeakLine(0, block.kept.row + part),
-            tuple(PeakLine(line.fixed, line.row + part) for line in block.backward),
+            (PeakLine(block.forward[0].fixed, block.forward[0].row + state + ends),),
+            PeakLine(0, block.kept.row + begin),
+            tuple(PeakLine(line.fixed, line.row + begin) for line in block.backward),
             block.carried,
         )
-        joined = hidden - part if cp > 1 else 0
+        joined = hidden - state if cp > 1 else 0
         behind = block.kept.row + hidden + joined + _FP32 * logits + 2 * _FP32 * of.block
         last = ModelPiece(
             (PeakLine(0, max(block.forward[0].row, behind + element * logits)),),

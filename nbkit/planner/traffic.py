@@ -22,7 +22,8 @@ Over n ranks, each must send 2(n-1)/n S in an all-reduce and (n-1)/n S in the ot
     edp   the data axis of experts, over the dp / ep ranks that hold the same                 Rajbhandari et al. 2022
     pp    a boundary: the hidden states forward, their gradients backward;                  Narayanan et al. 2021, 3.2
           with tp, each rank its part of them                                               the same, 4.1
-    cp    a block: all-gathers of keys and values, reduce-scatters of their gradients       Dubey et al. 2024, 3.3.2
+    cp    a block: all-gathers of keys and values in forward and again in backward,         Dubey et al. 2024, 3.3.2
+          reduce-scatters of their gradients
 
 A gradient that is a partial sum over tp or cp is all-reduced once, and so is the gradient of a weight tied over stages.
 Gradients of weights outside of the blocks that are whole along tp are sent for every forward: all-reduced for a norm,
@@ -233,13 +234,18 @@ def routed_terms(strategy: Strategy, facts: Facts, rows: int, element: int, forw
 
 
 def key_value_terms(
-    strategy: Strategy, facts: Facts, whole: float, blocks: int, forwards: int
+    strategy: Strategy, facts: Facts, whole: float, blocks: int, forwards: int, *, again: bool = False
 ) -> Iterator[TrafficTerm]:
-    """Yield the keys and values that blocks send along cp. whole: bytes of the hidden states of all positions."""
+    """Yield the keys and values that blocks send along cp.
+
+    Forward gathers both in one call. Backward gathers them again, and sums their gradients in one call. `again`: a
+    recomputed forward gathers them once more. whole: bytes of the hidden states of all positions.
+    """
     heads, kv_heads = facts.heads or 1, facts.kv_heads or facts.heads or 1
     both = 2 * whole * kv_heads / heads / strategy.tp
-    for op in ("all_gather", "reduce_scatter"):
-        yield TrafficTerm("cp", op, strategy.cp, 2 * forwards * blocks, round(both * blocks), "keys and values")
+    for op, times in (("all_gather", 2 + again), ("reduce_scatter", 1)):
+        calls = times * blocks
+        yield TrafficTerm("cp", op, strategy.cp, forwards * calls, round(both * calls), "keys and values")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def test_what_tensor_parallelism_leaves_whole_is_there_on_every_rank() -> None:
             Strategy(tp=2, pp=2),
             {"tp": 36 * HIDDEN + 6 * 16 * 8 * 4 + 2 * 4 * 4 * 6 * 16 + 4 * 4 * (8 + 4) * 16, "pp": 2 * HIDDEN},
         ),
-        (Strategy(cp=2), {"cp": 18 * HIDDEN + 2 * 4 * 4 * BLOCK}),
+        (Strategy(cp=2), {"cp": 26 * HIDDEN + 2 * 4 * 4 * BLOCK}),
         (Strategy(dp=2, pp=2), {"dp": 2 * P, "pp": 2 * HIDDEN}),
     ],
     ids=str,

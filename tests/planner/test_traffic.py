@@ -179,9 +179,12 @@ def test_embedding_and_head_are_where_the_first_and_last_stage_are(schedule: str
 
 
 def test_context_parallelism() -> None:
-    """Expect keys and values of half the heads in four blocks, the ends of the region, and each block's gradient."""
+    """Expect keys and values of half the heads in four blocks, the ends of the region, and each block's gradient.
+
+    Forward and backward each gather keys and values.
+    """
     assert sizes(per_step(WEIGHTS, FACTS, Strategy(cp=2), 1)) == {
-        ("cp", "all_gather"): 4 * HIDDEN + 2 * HIDDEN,
+        ("cp", "all_gather"): 2 * 4 * HIDDEN + 2 * HIDDEN,
         ("cp", "reduce_scatter"): 4 * HIDDEN,
         ("cp", "all_reduce"): 4 * 4 * (BLOCK + 6),
     }

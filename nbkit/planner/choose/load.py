@@ -508,7 +508,7 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
         yield TrafficTerm("pp", "send", 2, 2 * stages * micros, size, "hidden states and their gradients")
     if cp > 1:
         whole, held = hidden * cp, known.held(strategy)
-        yield from key_value_terms(strategy, facts, whole, blocks, micros)
+        yield from key_value_terms(strategy, facts, whole, blocks, micros, again=candidate.recompute)
         yield TrafficTerm("cp", "all_gather", cp, micros, round((1 if pp > 1 else 2) * whole), "ends of the blocks")
         yield TrafficTerm("cp", "all_reduce", cp, 1, held, "gradients that are partial sums")
 

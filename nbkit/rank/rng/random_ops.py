@@ -258,13 +258,18 @@ def _multi_head(func: FunctionType, mask: AttentionMask, *args: Any, **kwargs: A
     def attention(*inner: Any, **named: Any) -> Tensor:
         return _attention(F.scaled_dot_product_attention, mask, *inner, **named)
 
-    names = func.__globals__ | {"dropout": dropout, "scaled_dot_product_attention": attention}
-    # The call was already dispatched. A second dispatch would pass the original function to an outer mode, such as that
-    # of torch.set_default_device.
-    names["has_torch_function"] = lambda _: False
-    rebound = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    rebound.__kwdefaults__ = func.__kwdefaults__
-    return rebound(*args, **kwargs)
+    return rebound(func, dropout=dropout, scaled_dot_product_attention=attention)(*args, **kwargs)
+
+
+def rebound(func: FunctionType, **names: Any) -> FunctionType:
+    """Return a function with the code of `func`, which is already dispatched. `names` replace functions of its module.
+
+    A second dispatch would pass the original function to an outer mode, such as that of torch.set_default_device.
+    """
+    names = func.__globals__ | {"has_torch_function": lambda _: False} | names
+    made = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
 
 
 def _recurrent(func: Draw, mask: Mask, *args: Any, **kwargs: Any) -> Any:

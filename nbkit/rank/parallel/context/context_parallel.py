@@ -1,17 +1,19 @@
 """Context parallelism: from the first block to the last, every rank of the cp axis holds a part of the positions.
 
-Keys and values are gathered with autograd (as in Llama 3, Grattafiori et al. 2024, section 3.3.2), and queries stay
-local: see attention.py. If attention is causal, a part consists of a chunk from the head of the positions and one from
-the tail (as in Llama 3), so that attention costs the same on every rank. Otherwise a part is contiguous.
+Keys and values are gathered in forward, and again in backward (as in Llama 3, Grattafiori et al. 2024, section 3.3.2),
+and queries stay local: see attention.py. If attention is causal, a part consists of a chunk from the head of the
+positions and one from the tail (as in Llama 3), so that attention costs the same on every rank. Otherwise a part is
+contiguous.
 
 A module of a block that mixes positions in another way runs on all positions on every rank: see `on_all` in
 attention.py. So do the embedding and the head. An encoder and a decoder, or two towers, are separate chains. Positions
 are joined after the last block of each chain.
 
 Bytes sent per rank, over n ranks, where K is the bytes of a block's keys and values and X the bytes of the hidden
-states: per block (n-1)/n K in forward and in backward; and (n-1)/n X once at each end of a chain: at the first block in
-backward, and at the last one in forward. nn.MultiheadAttention gathers its input instead, (n-1)/n X, and computes all
-keys on every rank. A tensor from another chain that all blocks use costs 2 (n-1)/n of its bytes per block, in backward.
+states: per block (n-1)/n K in forward, and 2 (n-1)/n K in backward, for keys and values and for their gradients; and
+(n-1)/n X once at each end of a chain: at the first block in backward, and at the last one in forward. A recomputed
+forward sends as much as the first one. A tensor from another chain that all blocks use costs 2 (n-1)/n of its bytes per
+block, in backward.
 
 A model is refused if its attention is unknown, or if layers mix positions (`check_attention`, `check_mixing`).
 """

@@ -13,14 +13,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from nbkit.rank.parallel.tensor.collectives import copy_to, gather_from, gather_seq, split_to, taken, together
+from nbkit.rank.parallel.tensor.collectives import (
+    copy_to,
+    gather_from,
+    gather_seq,
+    reduce_scatter_seq,
+    split_to,
+    taken,
+    together,
+)
 from nbkit.tensor_layout import Parting, Runs, contiguous
 
 
@@ -51,7 +59,10 @@ class Peers:
     """The ranks of a process group, with collectives that split, copy, gather and join tensors.
 
     parting: which positions each rank holds. A whole tensor has all positions in order. masks: see CausalMasks.
+    in_one_graph: True if one graph of autograd has the parts of all ranks.
     """
+
+    in_one_graph: ClassVar[bool] = False
 
     def __init__(self, group: dist.ProcessGroup, parting: Parting = contiguous) -> None:
         self._group, self._size, self._rank, self._parting = group, group.size(), group.rank(), parting
@@ -84,6 +95,10 @@ class Peers:
         """Gather parts along `dim` (split -> whole), before a computation that is divided over the ranks."""
         return gather_seq(x, self._group, dim, total, self._parting)
 
+    def reduce(self, x: Tensor, dim: int) -> Tensor:
+        """Sum over the ranks and take this rank's part along `dim` (partial -> split)."""
+        return reduce_scatter_seq(x, self._group, dim, self._parting)
+
     def join(self, x: Tensor, dim: int, total: int) -> Tensor:
         """Gather parts along `dim` (split -> whole), before a computation that every rank repeats."""
         return gather_from(x, self._group, dim, total, self._parting)
@@ -94,6 +109,8 @@ class Threads(Peers):
 
     All parts belong to one graph, so autograd sums their gradients, and `copy` returns its input.
     """
+
+    in_one_graph = True
 
     def __init__(self, size: int, parting: Parting = contiguous) -> None:
         self._size, self._parting = size, parting

@@ -77,7 +77,8 @@ class SplitAttention(Around):
             F.linear(x, w, b).unflatten(-1, (count, heads.dim)).transpose(1, 2)
             for x, w, b in zip(inputs, weights, biases, strict=True)
         )
-        mask = _mask(itself, q, k, attn_mask, key_padding_mask, first, heads.heads)
+        own = slice(first, first + count)
+        mask = merged_mask(attn_mask, key_padding_mask, len(q), heads.heads, q.dtype, own)
         if is_causal and not need_weights and key_padding_mask is None:
             mask = None
         else:
@@ -96,18 +97,19 @@ class SplitAttention(Around):
         return link.end(F.linear(y, out.weight), out.bias), _Weights() if need_weights else None
 
 
-def _mask(
-    attention: Any, q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, first: int, heads: int
+def merged_mask(
+    mask: Tensor | None, padding: Tensor | None, rows: int, heads: int, dtype: torch.dtype, own: slice = slice(None)
 ) -> Tensor | None:
-    """Combine both masks into one that is added to the scores: (B or 1, heads of this rank or 1, T, S)."""
-    rows, count = q.shape[:2]
+    """Combine the masks of nn.MultiheadAttention into one that is added to scores: (rows or 1, own heads or 1, T, S).
+
+    mask: (T, S) or (rows * heads, T, S). padding: (rows, S). own: the heads that are needed, if `mask` has heads.
+    """
     if padding is not None:
-        padding = canonical_mask(padding, "key_padding_mask", dtype_of(mask), "attn_mask", q.dtype)
+        padding = canonical_mask(padding, "key_padding_mask", dtype_of(mask), "attn_mask", dtype)
     if mask is not None:
-        mask = canonical_mask(mask, "attn_mask", None, "", q.dtype, False)
+        mask = canonical_mask(mask, "attn_mask", None, "", dtype, False)
     if mask is not None:
-        whole = mask[None, None] if mask.ndim == 2 else mask.view(rows, heads, *mask.shape[-2:])
-        mask = whole if mask.ndim == 2 else whole[:, first : first + count]
+        mask = mask[None, None] if mask.ndim == 2 else mask.view(rows, heads, *mask.shape[-2:])[:, own]
     if padding is None:
         return mask
     keys = padding[:, None, None]

@@ -60,9 +60,9 @@ def gather_seq(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, partin
     return _GatherSum.apply(x, group, dim % x.ndim, total, parting)  # type: ignore[no-any-return]
 
 
-def reduce_scatter_seq(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def reduce_scatter_seq(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Parting = contiguous) -> Tensor:
     """Sum over the ranks and take this rank's part along `dim` (partial -> split)."""
-    return _ReduceScatter.apply(x, group, dim % x.ndim, contiguous)  # type: ignore[no-any-return]
+    return _ReduceScatter.apply(x, group, dim % x.ndim, parting)  # type: ignore[no-any-return]
 
 
 class _Copy(torch.autograd.Function):

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pretend
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankFailed, run_ranks
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
 
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.context.context_parallel import Positionwise, context_parallel
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.forward_wrapper import recompute
+from nbkit.rank.parallel.pipeline.executor import backward_input, enter
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.torch_private import cpu_attention
+from nbkit.rank.train.estimate.model_trace import LiveBytes
 from nbkit.rank.watching_mode import WatchingMode
 from verify.models.specimens import (
     HEADS,
+    KV_HEADS,
     LENGTH,
     VOCAB,
     WIDTH,
@@ -78,6 +86,40 @@ class ModulatedBlock(nn.Module):
         return self.inner(x * gate[:, None] + table)
 
 
+class Documents(nn.Module):
+    """A model with grouped heads. Its first block sees the last 5 positions of a document, its second all before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Grouped() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[1])
+        document = (ids < VOCAB // 4).cumsum(1)
+        near = (at[:, None] >= at) & (at[:, None] < at + 5)
+        mask = near & (document[:, :, None] == document[:, None])
+        x = self.blocks[0](self.tokens(ids), mask=mask[:, None])
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x)
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        size = WIDTH // HEADS
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * KV_HEADS * size)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2 * KV_HEADS, -1)).transpose(1, 2).chunk(2, 1)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
 def gpt_that_drops() -> nn.Module:
     return ZOO["gpt"].make.__globals__["gpt"](dropout=0.2)
 
@@ -91,6 +133,7 @@ BLOCKS = tuple(f"encoder.layers.{i}" for i in range(4))
 MORE = {
     "causal encoder": Specimen(Causal, next_tokens, cross_entropy, BLOCKS),
     "modulated": Specimen(Modulated, next_tokens, cross_entropy, ("blocks.0", "blocks.1")),
+    "documents": Specimen(Documents, next_tokens, cross_entropy, ("blocks.0", "blocks.1", "blocks.2")),
     "gpt that drops": Specimen(gpt_that_drops, next_tokens, cross_entropy, ZOO["gpt"].blocks),
     "encoder that drops": Specimen(encoder_that_drops, next_tokens, cross_entropy, BLOCKS),
 }
@@ -107,15 +150,21 @@ def shorter(value: Any, length: int) -> Any:
     )
 
 
-def difference(name: str, axes: Axes, length: int, checkpoint: bool = False, balanced: bool = False) -> float:
+def difference(
+    name: str, axes: Axes, length: int, checkpoint: bool = False, balanced: bool = False, trained: str = ""
+) -> float:
     """Return ||gradients of the split model - those of the whole one|| / ||those||, here, after the sum over cp.
 
-    balanced: a rank's part is a chunk from the head and one from the tail.
+    balanced: a rank's part is a chunk from the head and one from the tail. trained: words; only parameters whose names
+    contain one of them are trained. "": all.
     """
     specimen = {**ZOO, **MORE}[name]
     value, target = specimen.batch(3, dtype=torch.float64)
     value, target = shorter(value, length), shorter(target, length)
     truth, model = specimen.build(torch.float64), specimen.build(torch.float64)
+    for part in (truth, model):
+        for path, param in part.named_parameters():
+            param.requires_grad_(not trained or any(word in path for word in trained.split()))
     with KeyedDropout(truth, 5).step(7, range(3)):
         expected, _ = specimen.gradients(truth, value, target)
     split = context_parallel(model, axes, specimen.blocks, tried=BALANCED if balanced else None)
@@ -126,6 +175,9 @@ def difference(name: str, axes: Axes, length: int, checkpoint: bool = False, bal
         specimen.loss(output, target).backward()
     wrong = whole = 0.0
     for (name, param), reference in zip(model.named_parameters(), truth.parameters(), strict=True):
+        assert (param.grad is None) == (not param.requires_grad)
+        if param.grad is None:
+            continue
         if name in split.partial:
             dist.all_reduce(param.grad, group=axes.group("cp"))
         wrong += float((param.grad - reference.grad).square().sum())
@@ -140,7 +192,10 @@ def every_model(world: Any, cases: list[Any]) -> dict[Any, float]:
     return {case: difference(case[0], axes, *case[1:]) for case in cases}
 
 
-NAMES = ("gpt_tied", "llama", "llama_tied", "qwen2", "gpt2_padded", "encoder", "causal encoder", "modulated")
+NAMES = (
+    *("gpt_tied", "llama", "llama_tied", "qwen2", "gpt2_padded", "encoder", "causal encoder", "modulated"),
+    "documents",
+)
 
 
 # Each model once, in one of the ways. 15 positions are 8 + 7. Balanced, 16 positions are 0 to 3 and 12 to 15 on one
@@ -153,6 +208,11 @@ ON_TWO = [
     *((name, LENGTH, False, True) for name in ("gpt2_padded", "encoder")),
     *((name, 13, False, True) for name in ("gpt_tied", "llama_tied", "modulated")),
     ("encoder that drops", LENGTH - 1, True, True),
+    *(("documents", LENGTH - 1, False), ("documents", 13, True, True)),
+    # Blocks whose keys and values need no gradient, that need none at all, and that train only keys or values.
+    *(("gpt", LENGTH, again, True, "0.attention.q 2.attention.q head") for again in (False, True)),
+    *(("gpt", 13, False, True, "3.up"), ("gpt", LENGTH, False, False, "1.attention.k 2.attention.v")),
+    ("encoder", LENGTH, True, False, "2.linear1 3.self_attn"),
 ]
 ALL_ON_TWO = [
     *((name, LENGTH, False) for name in NAMES),
@@ -183,6 +243,143 @@ ALSO_ON_FOUR = [
 def test_on_four_ranks(cases: list[Any]) -> None:
     for found in run_ranks(every_model, 4, cases, timeout=170):
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
+
+
+def kept_by_a_block(at: Any, pretended: bool, names: tuple[str, ...]) -> dict[str, float]:
+    """Return {model: bytes that its second block keeps for backward here, times cp, over those in one process}.
+
+    pretended: on the pretended GPU, where `at` is the number of this rank.
+    """
+    if not pretended:
+        return _kept(at, names)
+    world, gpu = pretend.join(at, 4)
+    with pretend.checked(gpu):
+        return _kept(world, names)
+
+
+def _kept(world: Any, names: tuple[str, ...]) -> dict[str, float]:
+    size, found = world.place.world_size, {}
+    for name in names:
+        specimen, kept = {**ZOO, **MORE}[name], []
+        value, target = specimen.batch(2, dtype=torch.float64)
+        for split in (False, True):
+            model = specimen.build(torch.float64)
+            if split:
+                axes = Axes.of(Mesh(cp=size), world.place.rank)
+                context_parallel(model, axes, specimen.blocks, tried=BALANCED if name != "encoder" else None)
+            levels: list[int] = []
+            live = LiveBytes(model.parameters(), counted=False)
+            for block in specimen.blocks[1:3]:
+                model.get_submodule(block).register_forward_pre_hook(lambda *_: levels.append(live.now))  # noqa: B023
+            with live:
+                loss = specimen.loss(call(model, value), target)
+            kept.append(levels[1] - levels[0])
+            loss.backward()
+        found[name] = size * kept[1] / kept[0]
+    return found
+
+
+KEEPING = ("gpt", "llama", "documents", "causal encoder", "encoder")
+
+
+@pytest.mark.parametrize("pretended", [False, True])
+def test_a_rank_keeps_no_keys_and_values_of_others_for_backward(pretended: bool) -> None:
+    # A block of a GPT keeps 16 tensors with this rank's positions. Keys and values of three other ranks were 6 more.
+    for found in run_ranks(kept_by_a_block, 4, pretended, KEEPING, join=not pretended):
+        assert {name: share for name, share in found.items() if share > 1.05} == {}
+
+
+def sent(world: Any) -> dict[str, dict[str, int]]:
+    """Return {way: operations along cp that a forward and backward pass of a GPT with four blocks issues}."""
+    specimen, axes = ZOO["gpt"], Axes.of(Mesh(cp=2), world.place.rank)
+    value, target = specimen.batch(2)
+    heard: list[str] = []
+    delegating_group.listeners.append(lambda operation, *_: heard.append(operation))
+    found = {}
+    for way in ("plain", "recompute", "evaluation"):
+        model = specimen.build()
+        context_parallel(model, axes, specimen.blocks, tried=BALANCED)
+        if way == "recompute":
+            recompute(model, specimen.blocks)
+        heard.clear()
+        with torch.set_grad_enabled(way != "evaluation"):
+            loss = specimen.loss(call(model, value), target)
+        if way != "evaluation":
+            loss.backward()
+        found[way] = dict(Counter(heard))
+    return found
+
+
+def test_backward_gathers_keys_and_values_once_more() -> None:
+    # Another gather joins the output of the last block, which is not recomputed. One more joins the gradients of the
+    # first one's input.
+    for found in run_ranks(sent, 2):
+        assert found == {
+            "plain": {"all_gather": 2 * 4 + 2, "reduce_scatter": 4},
+            "recompute": {"all_gather": 3 * 4 + 2, "reduce_scatter": 4},
+            "evaluation": {"all_gather": 4 + 1},
+        }
+
+
+def in_two_passes(world: Any) -> list[float]:
+    """Return the largest differences of gradients from those of one backward pass.
+
+    First, after I and W of a zero-bubble pipeline. Then, of the mean of two backward passes through the same graph.
+    """
+    specimen, axes = ZOO["gpt"], Axes.of(Mesh(cp=2), world.place.rank)
+    value, target = specimen.batch(2, dtype=torch.float64)
+    grads = []
+    for way in ("once", "in two parts", "twice"):
+        model = specimen.build(torch.float64)
+        context_parallel(model, axes, specimen.blocks, tried=BALANCED)
+        hidden = model.tokens(value).detach().requires_grad_()
+        (x,) = enter([hidden])
+        for block in model.blocks:
+            x = block(x)
+        loss = specimen.loss(model.head(x), target)
+        if way == "in two parts":
+            backward_input([get_gradient_edge(loss)], [torch.ones_like(loss)], [hidden]).run()
+        else:
+            if way == "twice":
+                (loss / 2).backward(retain_graph=True)
+            (loss / 2 if way == "twice" else loss).backward()
+        grads.append([hidden.grad, *(p.grad for p in (*model.blocks.parameters(), *model.head.parameters()))])
+    return [max(float((a - b).abs().max()) for a, b in zip(grads[0], others, strict=True)) for others in grads[1:]]
+
+
+def test_a_backward_pass_in_two_parts_and_two_backward_passes() -> None:
+    for found in run_ranks(in_two_passes, 2):
+        assert max(found) <= 1e-14
+
+
+class Overwriting(nn.Module):
+    """A block that changes a tensor in place which attention needs for backward."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self.inner, self.which = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), which
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.inner)
+        y = F.scaled_dot_product_attention(q, k, v)
+        (q, k, v, y)[self.which].mul_(2)
+        return y.transpose(1, 2).flatten(2)
+
+
+def overwrite(world: Any) -> list[str]:
+    said = []
+    for which in range(4):
+        model = nn.Sequential(Overwriting(which))
+        context_parallel(model, Axes.of(Mesh(cp=2), world.place.rank), ["0"])
+        with pytest.raises(RuntimeError) as refused:
+            model(torch.randn(2, 8, WIDTH)).sum().backward()
+        said.append(str(refused.value))
+    return said
+
+
+def test_a_change_in_place_of_what_attention_needs_raises_the_error_of_torch() -> None:
+    for said in run_ranks(overwrite, 2):
+        assert all("modified by an inplace operation" in text for text in said), said
 
 
 class Pairs(WatchingMode):

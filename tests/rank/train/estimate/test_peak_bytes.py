@@ -80,7 +80,7 @@ def check(everyone: list[dict[str, tuple[int, int]]]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("tp", "cp"), [(2, 1), (1, 2), *(pytest.param(1, cp, marks=pytest.mark.long) for cp in (1, 4))]
+    ("tp", "cp"), [(2, 1), (1, 2), (2, 2), *(pytest.param(1, cp, marks=pytest.mark.long) for cp in (1, 4))]
 )
 def test_the_formula_of_a_gpt_says_what_is_measured_of_it(tp: int, cp: int) -> None:
     config = GPTConfig(vocab=256, block=64, layers=3, heads=4, width=128)
