@@ -34,7 +34,7 @@ from verify.models.specimens import llama_sizes
 RANKS, EXPERTS, CHOSEN = 4, 32, 4
 SIZE = {"width": 256, "layers": 4, "block": 64, "batch": 16}
 QUICK = {"width": 64, "layers": 2, "block": 32, "batch": 8}
-STARTS, OF_ONE_START, STEPS = 3, 8, 4
+STARTS, OF_ONE_START, STEPS = 3, 5, 4
 PEER = "transformers, fsdp_size=4 ep_size=4"
 PAIRS = (("zero3 ep=4", PEER, 1.0), ("ep=4", PEER, 1.0), ("ep=4", "zero3", None))
 """(strategy of nbkit, the arm beside it, bar)."""
