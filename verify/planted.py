@@ -26,7 +26,7 @@ from nbkit.rank.parallel.data_parallel.buckets import Reduction
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.experts import data_axis, dispatch
 from nbkit.rank.parallel.experts.data_axis import SpreadExperts
-from nbkit.rank.parallel.experts.dispatch import Routes, SpreadLayer, _Exchange, _Stacked
+from nbkit.rank.parallel.experts.dispatch import RowCounts, SpreadLayer, _Exchange, _Stacked
 from nbkit.rank.parallel.experts.find import RoutedLayers
 from nbkit.rank.parallel.micro_batch import ForwardPass
 from nbkit.rank.parallel.pipeline.executor import Deferred, _Run
@@ -221,8 +221,8 @@ def _outputs(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
     """Return a function that makes `SpreadLayer` change what comes back from the experts."""
 
     def make(call: Any) -> Any:
-        def wrong(self: SpreadLayer, rows: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
-            outputs, token = call(self, rows, routes)
+        def wrong(self: SpreadLayer, rows: Tensor, row_counts: RowCounts) -> tuple[Tensor, Tensor]:
+            outputs, token = call(self, rows, row_counts)
             return change(outputs), token
 
         return wrong
@@ -235,19 +235,19 @@ def _idle_called(tell: Any) -> Any:
 
 
 def _biases_of_the_tensor_axis(compute: Any) -> Any:
-    def wrong(self: Any, rows: Tensor, routes: Routes) -> Tensor:
-        experts = torch.arange(len(routes.there[0])).repeat(len(routes.there))
-        biases = self.module.down_proj_bias[experts.repeat_interleave(routes.arriving)]
-        given: Tensor = compute(self, rows, routes) + biases
+    def wrong(self: Any, rows: Tensor, row_counts: RowCounts) -> Tensor:
+        experts = torch.arange(len(row_counts.there[0])).repeat(len(row_counts.there))
+        biases = self.module.down_proj_bias[experts.repeat_interleave(row_counts.arriving)]
+        given: Tensor = compute(self, rows, row_counts) + biases
         return given
 
     return wrong
 
 
 def _other_experts(compute: Any) -> Any:
-    def wrong(self: Any, rows: Tensor, routes: Routes) -> Tensor:
-        by_rank = routes.arriving.view(len(routes.there), -1)
-        given: Tensor = compute(self, rows, replace(routes, arriving=by_rank.flip(1).flatten()))
+    def wrong(self: Any, rows: Tensor, row_counts: RowCounts) -> Tensor:
+        by_rank = row_counts.arriving.view(len(row_counts.there), -1)
+        given: Tensor = compute(self, rows, replace(row_counts, arriving=by_rank.flip(1).flatten()))
         return given
 
     return wrong

@@ -39,7 +39,7 @@ _NONE, _OFF = -1, len(_DTYPES)
 
 
 @dataclass(frozen=True)
-class Routes:
+class RowCounts:
     """The numbers of rows in an exchange, as seen by one rank.
 
     here: its rows for each expert, in the order in which they are sent. there: for each rank, the rows for each expert
@@ -58,11 +58,11 @@ class Routes:
     absent: bool
 
 
-Compute = Callable[[Tensor, Routes], Tensor]
+Compute = Callable[[Tensor, RowCounts], Tensor]
 """Called with the rows that arrived, by rank and then by expert. Returns the output of each row, in the same order."""
 
 
-def _nothing(rows: Tensor, routes: Routes) -> Tensor:
+def _nothing(rows: Tensor, row_counts: RowCounts) -> Tensor:
     raise TrainingError("The experts of a strategy that is over were called.", hint="trainer.model, as it is now")
 
 
@@ -153,7 +153,7 @@ class SpreadLayer:
         """Return the numbers of all experts in the order in which their rows are sent."""
         return [number for theirs in self.held for number in theirs]
 
-    def tell(self, counts: Tensor, like: Tensor | None) -> Routes:
+    def tell(self, counts: Tensor, like: Tensor | None) -> RowCounts:
         """Tell each rank the number of rows for its experts. All ranks of the group must call it.
 
         counts: this rank's rows for each expert, int64, in the order in which they are sent; -1 for an expert that is
@@ -187,15 +187,15 @@ class SpreadLayer:
         ends = [*accumulate(sizes)]
         sent = [_total(here[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
         received, arriving = [_total(each) for each in every], heard[:, :mine].clamp(min=0).flatten()
-        return Routes(here, every, sent, received, arriving, dtype, autocast, like is None)
+        return RowCounts(here, every, sent, received, arriving, dtype, autocast, like is None)
 
-    def __call__(self, rows: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+    def __call__(self, rows: Tensor, row_counts: RowCounts) -> tuple[Tensor, Tensor]:
         """Return (the experts' outputs for `rows`, a token; see `tied`). All ranks of the group must call it.
 
-        rows: [sum(routes.sent), width], in the order in which they are sent. routes: what `tell` returned for them.
+        rows: [sum(row_counts.sent), width], in the order in which they are sent. row_counts: the result of `tell`.
         """
         self.forwards += torch.is_grad_enabled() and not in_backward()
-        return self._exchanged(rows, routes)
+        return self._exchanged(rows, row_counts)
 
     def absent(self, device: torch.device, *, backward: bool) -> None:
         """Take part in a forward that this rank does not make. backward: True if `absent_backward` follows."""
@@ -227,26 +227,26 @@ class SpreadLayer:
 
     def _exchange_nothing(self, device: torch.device) -> Tensor:
         """Take part in an exchange without rows of this rank. Return its token."""
-        routes = self.tell(torch.full((self.layer.count,), _NONE, device=device), None)
-        return self._exchanged(torch.empty(0, self.layer.width, device=device), routes)[1]
+        row_counts = self.tell(torch.full((self.layer.count,), _NONE, device=device), None)
+        return self._exchanged(torch.empty(0, self.layer.width, device=device), row_counts)[1]
 
-    def _exchanged(self, rows: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+    def _exchanged(self, rows: Tensor, row_counts: RowCounts) -> tuple[Tensor, Tensor]:
         records = torch.is_grad_enabled() and not in_backward()
         if records:
-            of_experts = zip(*routes.there, strict=True)
+            of_experts = zip(*row_counts.there, strict=True)
             self.routed.update({n: _total(counts) for n, counts in zip(self.held[self.index], of_experts, strict=True)})
-        rows = rows.to(_DTYPES[routes.dtype])
+        rows = rows.to(_DTYPES[row_counts.dtype])
         start = torch.zeros((), device=rows.device, requires_grad=torch.is_grad_enabled())
-        arrived, token = _Exchange.apply(rows, start, routes.sent, routes.received, self.group)
-        called = any(count != _NONE for counts in routes.there for count in counts)
-        with self._as_others(routes.autocast, rows.device) if routes.absent else nullcontext():
+        arrived, token = _Exchange.apply(rows, start, row_counts.sent, row_counts.received, self.group)
+        called = any(count != _NONE for counts in row_counts.there for count in counts)
+        with self._as_others(row_counts.autocast, rows.device) if row_counts.absent else nullcontext():
             began = clock.stamp()
-            computed = self.compute(arrived, routes) if called else rows.new_empty(0, self.layer.given)
+            computed = self.compute(arrived, row_counts) if called else rows.new_empty(0, self.layer.given)
         if began is not None and records:
             self.times.append((began, clock.stamp()))
         own = computed.dtype if called else None
-        computed = computed.to(self._dtype_given((routes.dtype, routes.autocast), own, rows.device))
-        returned, token = _Exchange.apply(computed, token, routes.received, routes.sent, self.group)
+        computed = computed.to(self._dtype_given((row_counts.dtype, row_counts.autocast), own, rows.device))
+        returned, token = _Exchange.apply(computed, token, row_counts.received, row_counts.sent, self.group)
         return returned, token
 
     def _as_others(self, autocast: int, device: torch.device) -> Any:
@@ -305,9 +305,9 @@ class _Stacked(Wrapper):
         tokens, chosen, weights = routing
         places, order = self._places(chosen.reshape(-1)).sort(stable=True)
         ends = torch.searchsorted(places, torch.arange(self.layer.count + 1, device=places.device))
-        routes = self.spread.tell(ends.diff(), tokens)
-        order = order[: sum(routes.sent)]  # the others chose no expert
-        outputs, _ = self.spread(_Taken.apply(tokens, order, chosen.shape[1]), routes)
+        row_counts = self.spread.tell(ends.diff(), tokens)
+        order = order[: sum(row_counts.sent)]  # the others chose no expert
+        outputs, _ = self.spread(_Taken.apply(tokens, order, chosen.shape[1]), row_counts)
         slots = outputs.new_zeros(chosen.numel(), self.layer.given).index_copy_(0, order, outputs)
         return (slots.view(*chosen.shape, self.layer.given) * weights[..., None]).sum(1).to(tokens.dtype)
 
@@ -323,15 +323,15 @@ class _Stacked(Wrapper):
             self._place_of = torch.tensor([*(place_of[number] for number in range(count)), count], device=chosen.device)
         return self._place_of[chosen.clamp(-1, count)]
 
-    def compute(self, rows: Tensor, routes: Routes) -> Tensor:
+    def compute(self, rows: Tensor, row_counts: RowCounts) -> Tensor:
         """Run this rank's experts on their rows, all with weight 1. See `Compute`."""
         if not len(rows):
             # As in one process, weights that no token reaches have a gradient of zeros.
             reached = sum(param.narrow(0, 0, 0).sum() for param in self.module.parameters())
             return rows.new_zeros(0, self.layer.given) + reached
-        held = len(routes.there[0])
-        experts = torch.arange(held, device=rows.device).repeat(len(routes.there))
-        chosen = experts.repeat_interleave(routes.arriving, output_size=len(rows))[:, None]
+        held = len(row_counts.there[0])
+        experts = torch.arange(held, device=rows.device).repeat(len(row_counts.there))
+        chosen = experts.repeat_interleave(row_counts.arriving, output_size=len(rows))[:, None]
         args, kwargs = called_with(self.layer, (rows, chosen, rows.new_ones(len(rows), 1)))
         with self._counted(held):
             output: Tensor = self.plain(*args, **kwargs)
@@ -409,10 +409,10 @@ class _Around(Wrapper):
             rows, self.rows = self.rows, []
             noted, order = next((each for each in rows if each is not None), like), self.spread.order
             counts = torch.tensor([_NONE if (row := rows[n]) is None else len(row) for n in order], device=noted.device)
-            routes = self.spread.tell(counts, noted)
+            row_counts = self.spread.tell(counts, noted)
             going = [row for n in order if (row := rows[n]) is not None]
-            outputs, token = self.spread(torch.cat([noted.new_empty(0, self.layer.width), *going]), routes)
-            returned = dict(zip(order, outputs.split([max(count, 0) for count in routes.here]), strict=True))
+            outputs, token = self.spread(torch.cat([noted.new_empty(0, self.layer.width), *going]), row_counts)
+            returned = dict(zip(order, outputs.split([max(count, 0) for count in row_counts.here]), strict=True))
             self.answers = [None if row is None else returned[n] for n, row in enumerate(rows)]
             with replayed(), self._in("answer"):
                 output = self.plain(*args, **kwargs)
@@ -423,9 +423,9 @@ class _Around(Wrapper):
         # If no expert was called, nothing else connects the output to the exchange.
         return output if any(row is not None for row in rows) else tied(output, token)
 
-    def compute(self, rows: Tensor, routes: Routes) -> Tensor:
+    def compute(self, rows: Tensor, row_counts: RowCounts) -> Tensor:
         """Run this rank's experts on their rows. See `Compute`."""
-        there, pieces = routes.there, rows.split([max(count, 0) for counts in routes.there for count in counts])
+        there, pieces = row_counts.there, rows.split([max(count, 0) for counts in row_counts.there for count in counts])
         made: list[Sequence[Tensor]] = []
         with self._in("compute"):
             for number, expert in enumerate(self.experts):

@@ -563,8 +563,8 @@ def unsummed() -> Any:
 def outputs_changed(change: Callable[[Tensor], Tensor]) -> Any:
     called = dispatch.SpreadLayer.__call__
 
-    def call(layer: Any, rows: Tensor, routes: Any) -> tuple[Tensor, Tensor]:
-        outputs, token = called(layer, rows, routes)
+    def call(layer: Any, rows: Tensor, row_counts: Any) -> tuple[Tensor, Tensor]:
+        outputs, token = called(layer, rows, row_counts)
         return change(outputs), token
 
     return patch.object(dispatch.SpreadLayer, "__call__", call)
@@ -573,9 +573,9 @@ def outputs_changed(change: Callable[[Tensor], Tensor]) -> Any:
 def experts_reversed() -> Any:
     compute = dispatch._Stacked.compute
 
-    def other_order(experts: Any, rows: Tensor, routes: dispatch.Routes) -> Tensor:
-        by_rank = routes.arriving.view(len(routes.there), -1)
-        return compute(experts, rows, replace(routes, arriving=by_rank.flip(1).flatten()))
+    def other_order(experts: Any, rows: Tensor, row_counts: dispatch.RowCounts) -> Tensor:
+        by_rank = row_counts.arriving.view(len(row_counts.there), -1)
+        return compute(experts, rows, replace(row_counts, arriving=by_rank.flip(1).flatten()))
 
     return patch.object(dispatch._Stacked, "compute", other_order)
 
