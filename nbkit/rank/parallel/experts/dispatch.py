@@ -104,8 +104,8 @@ class _Tied(torch.autograd.Function):
 class _Taken(torch.autograd.Function):
     """Returns tokens[order // times]: a row for each slot. A token has `times` slots.
 
-    Its backward pass adds the gradients of a token's slots as a dim of their own. That is faster than index_add, and
-    adds them in the same order on every device.
+    Its backward pass adds the gradients of a token's slots along a dim of their own, so in the same order in every run.
+    On a GPU, index_add does not promise an order.
     """
 
     @staticmethod
