@@ -35,7 +35,7 @@ GROUPS = {
         "dashboard",
         "control_plane",
     ),
-    "steps": ("training", "memory", "wire", "steps", "step_cpu", "owners"),
+    "steps": ("training", "memory", "wire", "steps", "step_cpu", "owners", "experts"),
     "overlap": ("hidden_gather", "backup_step"),
     "pipeline": ("pipeline_stages", "balance"),
     "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),

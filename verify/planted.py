@@ -26,7 +26,7 @@ from nbkit.rank.parallel.data_parallel.buckets import Reduction
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.experts import data_axis, dispatch
 from nbkit.rank.parallel.experts.data_axis import SpreadExperts
-from nbkit.rank.parallel.experts.dispatch import SpreadLayer, _Exchange, _Stacked
+from nbkit.rank.parallel.experts.dispatch import RowCounts, SpreadLayer, _Exchange, _Stacked
 from nbkit.rank.parallel.experts.find import RoutedLayers
 from nbkit.rank.parallel.micro_batch import ForwardPass
 from nbkit.rank.parallel.pipeline.executor import Deferred, _Run
@@ -218,31 +218,36 @@ def _no_gradient_of_rows(backward: Any) -> Any:
 
 
 def _outputs(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-    """Return a function that makes `SpreadLayer` change what comes back from each expert."""
+    """Return a function that makes `SpreadLayer` change what comes back from the experts."""
 
     def make(call: Any) -> Any:
-        def wrong(self: SpreadLayer, rows: Any, like: Tensor) -> tuple[list[Tensor], Tensor]:
-            outputs, token = call(self, rows, like)
-            return [change(output) for output in outputs], token
+        def wrong(self: SpreadLayer, rows: Tensor, row_counts: RowCounts) -> tuple[Tensor, Tensor]:
+            outputs, token = call(self, rows, row_counts)
+            return change(outputs), token
 
         return wrong
 
     return make
 
 
-def _idle_called(told: Any) -> Any:
-    def wrong(self: SpreadLayer, rows: Any, like: Any, device: Any) -> Any:
-        none = torch.empty(0, self.layer.width, dtype=torch.float64, device=device)
-        return told(self, [none if each is None else each for each in rows], like, device)
+def _idle_called(tell: Any) -> Any:
+    return lambda self, counts, like: tell(self, counts.clamp(min=0), like)
+
+
+def _biases_of_the_tensor_axis(compute: Any) -> Any:
+    def wrong(self: Any, rows: Tensor, row_counts: RowCounts) -> Tensor:
+        experts = torch.arange(len(row_counts.there[0])).repeat(len(row_counts.there))
+        biases = self.module.down_proj_bias[experts.repeat_interleave(row_counts.arriving)]
+        given: Tensor = compute(self, rows, row_counts) + biases
+        return given
 
     return wrong
 
 
-def _biases_of_the_tensor_axis(compute: Any) -> Any:
-    def wrong(self: Any, rows: Sequence[Tensor | None]) -> Tensor:
-        sizes = torch.tensor([0 if each is None else len(each) for each in rows])
-        biases = self.module.down_proj_bias[torch.arange(len(rows)).repeat_interleave(sizes)]
-        given: Tensor = compute(self, rows) + biases
+def _other_experts(compute: Any) -> Any:
+    def wrong(self: Any, rows: Tensor, row_counts: RowCounts) -> Tensor:
+        by_rank = row_counts.arriving.view(len(row_counts.there), -1)
+        given: Tensor = compute(self, rows, replace(row_counts, arriving=by_rank.flip(1).flatten()))
         return given
 
     return wrong
@@ -322,7 +327,7 @@ BUGS = (
     Bug("an expert drops its last token", _case("ep=2", model="mixtral"),
         _around(SpreadLayer, "__call__", _outputs(lambda rows: torch.cat([rows[:-1], 0 * rows[-1:]])))),
     Bug("an expert without tokens gets a gradient of zeros, and its weights decay",
-        _case("ep=2", "sgd", model="moe_auxiliary", optimizer="adamw"), _around(SpreadLayer, "_told", _idle_called)),
+        _case("ep=2", "sgd", model="moe_auxiliary", optimizer="adamw"), _around(SpreadLayer, "tell", _idle_called)),
     Bug("a token gets no gradient from the expert of another rank", _case("ep=2", model="moe_by_hand"),
         _around(_Exchange, "backward", _no_gradient_of_rows)),
     Bug("a router gets no gradient through its weights", _case("ep=2", model="mixtral"),
@@ -330,7 +335,7 @@ BUGS = (
     Bug("an expert's outputs come back in another order", _case("ep=2", model="moe_by_hand"),
         _around(SpreadLayer, "__call__", _outputs(lambda rows: rows.flip(0)))),
     Bug("a rank's experts stand in another order", _case("ep=2", model="mixtral"),
-        _around(_Stacked, "compute", lambda compute: lambda self, rows: compute(self, rows[::-1]))),
+        _around(_Stacked, "compute", _other_experts)),
     Bug("a rank holds the weights of another rank's experts", _case("ep=2", model="mixtral"),
         _around(RoutedLayers, "parts", lambda parts: lambda self, whole, strategy, index: (
             parts(self, whole, strategy, (index + 1) % strategy.ep)))),

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 import nbkit
 from bench.rigs.forked import Ranks
 from bench.rigs.jobs import adamw, config, data, muon_and_adamw, trainer
-from bench.rigs.torch_pieces import step_of
+from bench.rigs.torch_pieces import Step, step_of
 from bench.settings import Settings, shuffled
 from bench.table import Row, compared
 from nbkit.strategy import Strategy
@@ -147,8 +147,12 @@ class Worker:
         of = Strategy.parse(strategy, dist.get_world_size())
         mesh = init_device_mesh("cpu", (of.pp, of.dp, of.tp), mesh_dim_names=("pp", "dp", "tp"))
         step = step_of(strategy, nbkit.GPT(self._config), mesh, microbatches=microbatches, muon=self._muon)
+        return self._loop(step, of.dp, mesh["dp"].get_local_rank())
+
+    def _loop(self, step: Step, replicas: int, index: int) -> Callable[[int], None]:
+        """Return a loop of `step` over the rows of data rank `index`. replicas: the number of data ranks."""
         rows = data(self._config, ROWS * self._batch)
-        sampler: DistributedSampler[Any] = DistributedSampler(rows, of.dp, mesh["dp"].get_local_rank())  # type: ignore[arg-type]
+        sampler: DistributedSampler[Any] = DistributedSampler(rows, replicas, index)  # type: ignore[arg-type]
 
         def forever() -> Iterator[Any]:
             epoch = 0
@@ -156,7 +160,7 @@ class Worker:
                 sampler.set_epoch(epoch)
                 yield from DataLoader(
                     rows,  # type: ignore[arg-type]
-                    self._batch // of.dp,
+                    self._batch // replicas,
                     sampler=sampler,
                     collate_fn=self._pace,
                 )

@@ -229,7 +229,7 @@ def routed_terms(strategy: Strategy, facts: Facts, rows: int, element: int, forw
     what, made = "tokens to experts and back", forwards * sum(1 + layer.again for layer in layers)
     calls = 2 * (made + forwards * len(layers))
     yield TrafficTerm("ep", "all_to_all", strategy.ep, calls, round(rows * element * tokens), what)
-    numbers = sum((1 + layer.again) * (layer.count + 2 * strategy.ep) for layer in layers)
+    numbers = sum((1 + layer.again) * (layer.count + strategy.ep) for layer in layers)
     yield TrafficTerm("ep", "all_to_all", strategy.ep, made, _COUNT * forwards * numbers, "counts of tokens")
 
 

@@ -50,6 +50,20 @@ def test_the_control_plane_is_measured_on_engines_without_torch(tmp_path: Path) 
     assert all(value > 0 for row in rows for value in row["samples"]["s"])
 
 
+@pytest.mark.long
+def test_experts_are_measured_beside_the_expert_parallelism_of_transformers(tmp_path: Path) -> None:
+    """It fails also if the losses of both differ."""
+    out = tmp_path / "results"
+    command = [sys.executable, "-m", "bench", "experts", "--quick", "--rounds", "1", "--out", str(out)]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert [row["peer"].partition(",")[0] for row in rows[:4]] == ["transformers"] * 4
+    assert len(rows) == 6 and all(value > 0 for row in rows for value in row["samples"]["nbkit"])
+
+
 def test_a_number_of_engines_that_cannot_be_had_is_a_row_beside_those_that_were_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,9 +15,11 @@ gradient of zeros, also as in one process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,14 +35,34 @@ from nbkit.rank.rng.keyed_dropout import again
 from nbkit.rank.telemetry.phases import clock
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_NONE = -1
-
-Compute = Callable[[Sequence[Tensor | None]], Tensor]
-"""Called with the rows of each expert of this rank, None for an expert that is not called. Returns the outputs of all
-experts, concatenated."""
+_NONE, _OFF = -1, len(_DTYPES)
 
 
-def _nothing(rows: Sequence[Tensor | None]) -> Tensor:
+@dataclass(frozen=True)
+class RowCounts:
+    """The numbers of rows in an exchange, as seen by one rank.
+
+    here: its rows for each expert, in the order in which they are sent. there: for each rank, the rows for each expert
+    of this rank. Both have -1 for an expert that is not called. sent, received: rows to and from each rank. arriving:
+    `there` as a flat tensor on the device, with 0 for -1. dtype, autocast: the index of the rows' dtype, and of the
+    autocast dtype. absent: True if the rank makes no forward.
+    """
+
+    here: list[int]
+    there: list[list[int]]
+    sent: list[int]
+    received: list[int]
+    arriving: Tensor
+    dtype: int
+    autocast: int
+    absent: bool
+
+
+Compute = Callable[[Tensor, RowCounts], Tensor]
+"""Called with the rows that arrived, by rank and then by expert. Returns the output of each row, in the same order."""
+
+
+def _nothing(rows: Tensor, row_counts: RowCounts) -> Tensor:
     raise TrainingError("The experts of a strategy that is over were called.", hint="trainer.model, as it is now")
 
 
@@ -79,6 +101,26 @@ class _Tied(torch.autograd.Function):
         return grad, None
 
 
+class _Taken(torch.autograd.Function):
+    """Returns tokens[order // times]: a row for each slot. A token has `times` slots.
+
+    Its backward pass adds the gradients of a token's slots along a dim of their own, so in the same order in every run.
+    On a GPU, index_add does not promise an order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, times: int) -> Tensor:
+        ctx.count, ctx.times = len(tokens), times
+        ctx.save_for_backward(order)
+        return tokens.index_select(0, order // times)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (order,) = ctx.saved_tensors
+        slots = grad.new_zeros(ctx.count * ctx.times, grad.shape[1]).index_copy_(0, order, grad)
+        return slots.view(ctx.count, ctx.times, grad.shape[1]).sum(1), None, None
+
+
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     found = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
@@ -89,9 +131,10 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) 
 class SpreadLayer:
     """The experts of a layer, spread over the ranks of a group, as seen by rank `index`.
 
-    held: the numbers of the experts on each rank, ascending. Since the start of the step: forwards: the number of
-    forwards with gradients on this rank. routed: the tokens received for each expert of this rank in forwards with
-    gradients. times: when its experts began and ended to compute these, by the step clock.
+    held: the numbers of the experts on each rank, ascending. Rows are sent in this order, by rank and then by expert.
+    Since the start of the step: forwards: the number of forwards with gradients on this rank. routed: the tokens
+    received for each expert of this rank in forwards with gradients. times: when its experts began and ended to compute
+    these, by the step clock.
     """
 
     layer: RoutedLayer
@@ -105,33 +148,66 @@ class SpreadLayer:
     _given: dict[tuple[int, int], torch.dtype] = field(default_factory=dict, init=False)
     _left: list[Tensor] = field(default_factory=list, init=False)
 
-    def __call__(self, rows: Sequence[Tensor | None], like: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return (the outputs of each expert for its rows, a token; see `tied`). All ranks of the group must call it.
+    @cached_property
+    def order(self) -> list[int]:
+        """Return the numbers of all experts in the order in which their rows are sent."""
+        return [number for theirs in self.held for number in theirs]
 
-        rows: for each expert of the layer, the rows of this rank, [n, width]; None if it is not called. like: a tensor
-        with the dtype and device of the rows.
+    def tell(self, counts: Tensor, like: Tensor | None) -> RowCounts:
+        """Tell each rank the number of rows for its experts. All ranks of the group must call it.
+
+        counts: this rank's rows for each expert, int64, in the order in which they are sent; -1 for an expert that is
+        not called. like: a tensor with the dtype of the rows; None if this rank makes no forward.
         """
-        if in_backward() and not recomputing():
-            raise StrategyError(
-                f"The model itself recomputes {self.layer.name!r} in the backward pass, which experts on other ranks "
-                "cannot follow.",
-                numbers=f"{len(self.held)} ranks share its experts",
-                hint="turn that off; compute=nbkit.Compute(recompute=True) does the same",
-            )
+        kind = _NONE  # an absent rank does not know the dtypes
+        if like is not None:
+            if in_backward() and not recomputing():
+                raise StrategyError(
+                    f"The model itself recomputes {self.layer.name!r} in the backward pass, which experts on other "
+                    "ranks cannot follow.",
+                    numbers=f"{len(self.held)} ranks share its experts",
+                    hint="turn that off; compute=nbkit.Compute(recompute=True) does the same",
+                )
+            on = torch.is_autocast_enabled(like.device.type)
+            cast = _DTYPES.index(torch.get_autocast_dtype(like.device.type)) if on else _OFF
+            kind = _DTYPES.index(like.dtype) * (_OFF + 1) + cast
+        sizes, mine = [len(theirs) for theirs in self.held], len(self.held[self.index])
+        last = counts.new_full((1,), kind)
+        given = torch.cat([part for own in counts.split(sizes) for part in (own, last)])
+        heard = counts.new_empty(len(sizes), mine + 1)
+        into = [mine + 1] * len(sizes)
+        dist.all_to_all_single(heard.view(-1), given, into, [size + 1 for size in sizes], group=self.group)
+        # For stacked experts, this is the only time that the host waits for the device.
+        numbers = torch.cat([counts, heard.view(-1)]).tolist()
+        here, rest = numbers[: len(counts)], numbers[len(counts) :]
+        every = [rest[at : at + mine + 1] for at in range(0, len(rest), mine + 1)]
+        # If no rank of the group has rows, any dtype will do.
+        kind = max(each.pop() for each in every)
+        dtype, autocast = divmod(kind, _OFF + 1) if kind != _NONE else (_DTYPES.index(torch.get_default_dtype()), _OFF)
+        ends = [*accumulate(sizes)]
+        sent = [_total(here[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        received, arriving = [_total(each) for each in every], heard[:, :mine].clamp(min=0).flatten()
+        return RowCounts(here, every, sent, received, arriving, dtype, autocast, like is None)
+
+    def __call__(self, rows: Tensor, row_counts: RowCounts) -> tuple[Tensor, Tensor]:
+        """Return (the experts' outputs for `rows`, a token; see `tied`). All ranks of the group must call it.
+
+        rows: [sum(row_counts.sent), width], in the order in which they are sent. row_counts: the result of `tell`.
+        """
         self.forwards += torch.is_grad_enabled() and not in_backward()
-        return self._exchanged(rows, like)
+        return self._exchanged(rows, row_counts)
 
     def absent(self, device: torch.device, *, backward: bool) -> None:
         """Take part in a forward that this rank does not make. backward: True if `absent_backward` follows."""
         with torch.set_grad_enabled(backward):
-            _, token = self._exchanged([None] * self.layer.count, None, device)
+            token = self._exchange_nothing(device)
         if backward:
             self._left.append(token)
 
     def absent_again(self, device: torch.device) -> None:
         """Take part in the recomputation of a forward that this rank has not made."""
         with torch.no_grad():
-            self._exchanged([None] * self.layer.count, None, device)
+            self._exchange_nothing(device)
 
     def absent_backward(self) -> None:
         """Take part in the backward pass of the last `absent`."""
@@ -149,69 +225,32 @@ class SpreadLayer:
         self.routed.clear()
         self.times.clear()
 
-    def _exchanged(
-        self, rows: Sequence[Tensor | None], like: Tensor | None, device: torch.device | None = None
-    ) -> tuple[list[Tensor], Tensor]:
-        device = like.device if like is not None else device
-        counts, dtype, autocast = self._told(rows, like, device)
-        mine, ranks = self.held[self.index], range(len(self.held))
-        order = [n for theirs in self.held for n in theirs]  # the order in which rows are sent
-        here = [0 if each is None else len(each) for each in rows]
-        sent = [sum(here[n] for n in theirs) for theirs in self.held]
-        received = [sum(max(count, 0) for count in theirs) for theirs in counts]
-        if torch.is_grad_enabled() and not in_backward():
-            self.routed.update({n: sum(max(theirs[i], 0) for theirs in counts) for i, n in enumerate(mine)})
-        nothing = torch.empty(0, self.layer.width, dtype=_DTYPES[dtype], device=device)
-        going = [each.to(nothing.dtype) for n in order if (each := rows[n]) is not None]
-        packed = torch.cat([nothing, *going])
-        start = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
-        arrived, token = _Exchange.apply(packed, start, sent, received, self.group)
-        pieces = arrived.split([max(count, 0) for theirs in counts for count in theirs])
-        gathered = [
-            torch.cat(pieces[i :: len(mine)]) if any(theirs[i] != _NONE for theirs in counts) else None
-            for i in range(len(mine))
-        ]
-        with self._as_others(autocast, nothing.device) if like is None else nullcontext():
-            called, began = any(each is not None for each in gathered), clock.stamp()
-            computed = self.compute(gathered) if called else nothing.new_empty(0, self.layer.given)
-        if began is not None and torch.is_grad_enabled() and not in_backward():
+    def _exchange_nothing(self, device: torch.device) -> Tensor:
+        """Take part in an exchange without rows of this rank. Return its token."""
+        row_counts = self.tell(torch.full((self.layer.count,), _NONE, device=device), None)
+        return self._exchanged(torch.empty(0, self.layer.width, device=device), row_counts)[1]
+
+    def _exchanged(self, rows: Tensor, row_counts: RowCounts) -> tuple[Tensor, Tensor]:
+        records = torch.is_grad_enabled() and not in_backward()
+        if records:
+            of_experts = zip(*row_counts.there, strict=True)
+            self.routed.update({n: _total(counts) for n, counts in zip(self.held[self.index], of_experts, strict=True)})
+        rows = rows.to(_DTYPES[row_counts.dtype])
+        start = torch.zeros((), device=rows.device, requires_grad=torch.is_grad_enabled())
+        arrived, token = _Exchange.apply(rows, start, row_counts.sent, row_counts.received, self.group)
+        called = any(count != _NONE for counts in row_counts.there for count in counts)
+        with self._as_others(row_counts.autocast, rows.device) if row_counts.absent else nullcontext():
+            began = clock.stamp()
+            computed = self.compute(arrived, row_counts) if called else rows.new_empty(0, self.layer.given)
+        if began is not None and records:
             self.times.append((began, clock.stamp()))
-        given = self._dtype_given((dtype, autocast), computed.dtype if called else None, nothing.device)
-        parts = computed.to(given).split([max(theirs[i], 0) for i in range(len(mine)) for theirs in counts])
-        back = [parts[i * len(ranks) + rank] for rank in ranks for i in range(len(mine))]
-        back.append(nothing.new_empty(0, self.layer.given, dtype=given))  # a rank may have no expert
-        returned, token = _Exchange.apply(torch.cat(back), token, received, sent, self.group)
-        outputs = dict(zip(order, returned.split([here[n] for n in order]), strict=True))
-        return [outputs[n] for n in range(self.layer.count)], token
-
-    def _told(
-        self, rows: Sequence[Tensor | None], like: Tensor | None, device: torch.device | None
-    ) -> tuple[list[list[int]], int, int]:
-        """Tell each rank the number of rows for its experts. All ranks must call it.
-
-        Return (the numbers from each rank, the index of the rows' dtype, the index of the autocast dtype). An absent
-        rank does not know the dtypes.
-        """
-        kinds = [_NONE, _NONE]
-        if like is not None:
-            on = torch.is_autocast_enabled(like.device.type)
-            cast = _DTYPES.index(torch.get_autocast_dtype(like.device.type)) if on else len(_DTYPES)
-            kinds = [_DTYPES.index(like.dtype), cast]
-        told = [_NONE if each is None else len(each) for each in rows]
-        sent = [[*(told[n] for n in theirs), *kinds] for theirs in self.held]
-        ranks, width = len(self.held), len(self.held[self.index]) + len(kinds)
-        given = torch.tensor([number for each in sent for number in each], dtype=torch.int64, device=device)
-        heard = torch.empty(ranks * width, dtype=torch.int64, device=device)
-        sizes = [len(each) for each in sent]
-        dist.all_to_all_single(heard, given, [width] * ranks, sizes, group=self.group)
-        every: list[list[int]] = heard.view(ranks, width).tolist()
-        dtype, autocast = (max(each[i] for each in every) for i in (-2, -1))
-        if dtype == _NONE:  # no rank of the group has rows
-            dtype, autocast = _DTYPES.index(torch.get_default_dtype()), len(_DTYPES)
-        return [each[:-2] for each in every], dtype, autocast
+        own = computed.dtype if called else None
+        computed = computed.to(self._dtype_given((row_counts.dtype, row_counts.autocast), own, rows.device))
+        returned, token = _Exchange.apply(computed, token, row_counts.received, row_counts.sent, self.group)
+        return returned, token
 
     def _as_others(self, autocast: int, device: torch.device) -> Any:
-        on = autocast < len(_DTYPES)
+        on = autocast < _OFF
         return torch.autocast(device.type, _DTYPES[autocast] if on else None, enabled=on)
 
     def _dtype_given(self, kinds: tuple[int, int], own: torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -223,6 +262,10 @@ class SpreadLayer:
                 return _DTYPES[kinds[0]]
             self._given[kinds] = _DTYPES[int(number)]
         return self._given[kinds]
+
+
+def _total(counts: Iterable[int]) -> int:
+    return sum(max(count, 0) for count in counts)
 
 
 def tied(output: Any, token: Tensor) -> Any:
@@ -249,6 +292,7 @@ class _Stacked(Wrapper):
         super().__init__(module.forward)
         self.module, self.layer = module, layer
         self.spread: SpreadLayer | None = None
+        self._place_of: Tensor | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         routing = routing_of(args, kwargs)
@@ -259,29 +303,37 @@ class _Stacked(Wrapper):
                 hint="the strategy without ep",
             )
         tokens, chosen, weights = routing
-        flat = chosen.reshape(-1)
-        order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=self.layer.count).tolist()
-        order = order[: sum(counts[: self.layer.count])]  # a larger number means no expert
-        of_token = order // chosen.shape[1]
-        rows = tokens[of_token].split(counts[: self.layer.count])
-        outputs, _ = self.spread(rows, tokens)
-        weighted = torch.cat(outputs) * weights.reshape(-1)[order, None]
-        summed = tokens.new_zeros(len(tokens), self.layer.given).index_add(0, of_token, weighted.to(tokens.dtype))
-        return summed
+        places, order = self._places(chosen.reshape(-1)).sort(stable=True)
+        ends = torch.searchsorted(places, torch.arange(self.layer.count + 1, device=places.device))
+        row_counts = self.spread.tell(ends.diff(), tokens)
+        order = order[: sum(row_counts.sent)]  # the others chose no expert
+        outputs, _ = self.spread(_Taken.apply(tokens, order, chosen.shape[1]), row_counts)
+        slots = outputs.new_zeros(chosen.numel(), self.layer.given).index_copy_(0, order, outputs)
+        return (slots.view(*chosen.shape, self.layer.given) * weights[..., None]).sum(1).to(tokens.dtype)
 
-    def compute(self, rows: Sequence[Tensor | None]) -> Tensor:
-        """Run this rank's experts on their rows, all with weight 1."""
-        held = [each for each in rows if each is not None]
-        tokens = torch.cat(held)
-        if not len(tokens):
+    def _places(self, chosen: Tensor) -> Tensor:
+        """Return the place of each chosen expert in the order in which rows are sent, or the last place for no expert.
+
+        A negative number, or one larger than those of all experts, means no expert.
+        """
+        assert self.spread is not None
+        count = self.layer.count
+        if self._place_of is None or self._place_of.device != chosen.device:
+            place_of = {number: place for place, number in enumerate(self.spread.order)}
+            self._place_of = torch.tensor([*(place_of[number] for number in range(count)), count], device=chosen.device)
+        return self._place_of[chosen.clamp(-1, count)]
+
+    def compute(self, rows: Tensor, row_counts: RowCounts) -> Tensor:
+        """Run this rank's experts on their rows, all with weight 1. See `Compute`."""
+        if not len(rows):
             # As in one process, weights that no token reaches have a gradient of zeros.
             reached = sum(param.narrow(0, 0, 0).sum() for param in self.module.parameters())
-            return tokens.new_zeros(0, self.layer.given) + reached
-        sizes = torch.tensor([len(each) for each in held], device=tokens.device)
-        chosen = torch.arange(len(held), device=tokens.device).repeat_interleave(sizes)[:, None]
-        args, kwargs = called_with(self.layer, (tokens, chosen, tokens.new_ones(len(tokens), 1)))
-        with self._counted(len(held)):
+            return rows.new_zeros(0, self.layer.given) + reached
+        held = len(row_counts.there[0])
+        experts = torch.arange(held, device=rows.device).repeat(len(row_counts.there))
+        chosen = experts.repeat_interleave(row_counts.arriving, output_size=len(rows))[:, None]
+        args, kwargs = called_with(self.layer, (rows, chosen, rows.new_ones(len(rows), 1)))
+        with self._counted(held):
             output: Tensor = self.plain(*args, **kwargs)
         return output
 
@@ -355,9 +407,13 @@ class _Around(Wrapper):
                     if buffer._version != version:
                         buffer.copy_(before)
             rows, self.rows = self.rows, []
-            noted = next((each for each in rows if each is not None), like)
-            outputs, token = self.spread(rows, noted)
-            self.answers = [None if row is None else output for row, output in zip(rows, outputs, strict=True)]
+            noted, order = next((each for each in rows if each is not None), like), self.spread.order
+            counts = torch.tensor([_NONE if (row := rows[n]) is None else len(row) for n in order], device=noted.device)
+            row_counts = self.spread.tell(counts, noted)
+            going = [row for n in order if (row := rows[n]) is not None]
+            outputs, token = self.spread(torch.cat([noted.new_empty(0, self.layer.width), *going]), row_counts)
+            returned = dict(zip(order, outputs.split([max(count, 0) for count in row_counts.here]), strict=True))
+            self.answers = [None if row is None else returned[n] for n, row in enumerate(rows)]
             with replayed(), self._in("answer"):
                 output = self.plain(*args, **kwargs)
             if any(answer is not None for answer in self.answers):
@@ -367,11 +423,17 @@ class _Around(Wrapper):
         # If no expert was called, nothing else connects the output to the exchange.
         return output if any(row is not None for row in rows) else tied(output, token)
 
-    def compute(self, rows: Sequence[Tensor | None]) -> Tensor:
-        """Run this rank's experts on their rows."""
+    def compute(self, rows: Tensor, row_counts: RowCounts) -> Tensor:
+        """Run this rank's experts on their rows. See `Compute`."""
+        there, pieces = row_counts.there, rows.split([max(count, 0) for counts in row_counts.there for count in counts])
+        made: list[Sequence[Tensor]] = []
         with self._in("compute"):
-            pairs = zip(self.experts, rows, strict=True)
-            return torch.cat([expert(each) for expert, each in pairs if expert is not None and each is not None])
+            for number, expert in enumerate(self.experts):
+                counts = [each[number] for each in there]
+                if expert is not None and any(count != _NONE for count in counts):
+                    output = expert(torch.cat(pieces[number :: len(self.experts)]))
+                    made.append(output.split([max(count, 0) for count in counts]))
+        return torch.cat([of[rank] for rank in range(len(there)) for of in made])
 
     def refused(self, why: str) -> StrategyError:
         """Return the error for a module that cannot be run like this."""
