@@ -184,8 +184,8 @@ def _refuse_wrapped(module: nn.Module) -> None:
         raise TrainingError(
             f"The model is in parts: it is that of a job under {strategy}.",
             numbers=f"this rank holds {sum(p.numel() for p in module.parameters()):,} elements of it",
-            hint="trainer.switch('ddp') makes it whole; or model=lambda: ... builds a new one, which takes over "
-            "trainer.full_state_dict()",
+            hint="job.switch('ddp'), or trainer.switch('ddp'), makes it whole; or model=lambda: ... builds a new one, "
+            "which takes over full_state_dict()",
         )
     if split := [name for name, p in module.named_parameters() if type(p).__name__ == "DTensor"]:
         raise TrainingError(

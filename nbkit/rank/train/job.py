@@ -65,7 +65,7 @@ from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.recommend import AUTO, ordered, recommend
 from nbkit.rank.train.own_loop import user_gradients
 from nbkit.rank.train.own_loop.forward_step import ForwardStep, in_two
-from nbkit.rank.train.own_loop.own_forward import OwnForward
+from nbkit.rank.train.own_loop.own_forward import OwnForward, other_jobs_left_out
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.run_facts import run_facts
@@ -196,17 +196,18 @@ class Job:
         for text in self.plan.ahead:
             with suppress(StrategyError):  # check_plan checks the plan later, when the batch size is known too
                 asked = [*asked, _parsed(text, self.world_size, link)]
-        builder = Builder(model, optimizer, config, asked=asked, **here)
-        self._begin(builder)
-        self.precision.check(builder.skeleton)
-        if chosen is None:
-            recommended = recommend(builder)
-            chosen = recommended.strategy
-            if self.rank == 0:
-                print(recommended)
-        chosen = ordered(builder, chosen)
-        self.model_handle.check_alone(chosen)
-        self.start(*builder.first(chosen))
+        with other_jobs_left_out():
+            builder = Builder(model, optimizer, config, asked=asked, **here)
+            self._begin(builder)
+            self.precision.check(builder.skeleton)
+            if chosen is None:
+                recommended = recommend(builder)
+                chosen = recommended.strategy
+                if self.rank == 0:
+                    print(recommended)
+            chosen = ordered(builder, chosen)
+            self.model_handle.check_alone(chosen)
+            self.start(*builder.first(chosen))
 
     @classmethod
     def joining(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,6 +105,15 @@ _here = _Process()
 def by_a_job() -> bool:
     """Return True inside a backward pass of `job.backward`."""
     return _here.inside
+
+
+@contextmanager
+def other_jobs_left_out() -> Iterator[None]:
+    """Let no job notice calls of its model inside: nbkit makes them for a new job, which may take the same model."""
+    with ExitStack() as stack:
+        for own in _here.jobs:
+            stack.enter_context(own.left_out())
+        yield
 
 
 class OwnForward:
