@@ -469,14 +469,14 @@ _FP32 = 4
 class GPTPieces:
     """The pieces of a GPT by formula.
 
-    element: bytes of an element of an activation (2 in bf16). parameter: bytes of an element of a weight. recompute:
-    True if blocks are recomputed in backward.
+    element: bytes of an element of an activation (2 in bf16). parameter: bytes of an element of a weight. recompute: as
+    in nbkit.Compute.
     """
 
     config: GPTConfig
     element: int = 4
     parameter: int = 4
-    recompute: bool = False
+    recompute: bool | str = False
 
     def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]:
         """Return one piece for each block, on a rank with these degrees."""
@@ -501,7 +501,17 @@ class GPTPieces:
             backward = (*backward, PeakLine(9 * square, 6 * part + 5 * hidden / tp))
         if self.recompute:
             again = tuple(PeakLine(line.fixed, line.row + part) for line in backward)
-            block = ModelPiece((PeakLine(0, top),), PeakLine(0, part), again, PeakLine(0, part))
+            held = part
+            if self.recompute == "selective":
+                # The input; queries, keys and values; the outputs of attention and of the layers behind it and before
+                # the activation. Under tp and cp also what was gathered.
+                held = (
+                    (10 + 3 * (cp > 1)) * part
+                    + keys
+                    + (2 * hidden / cp if tp > 1 else 0)
+                    + _FP32 * of.block * of.heads / (tp * cp)
+                )
+            block = ModelPiece((PeakLine(0, top),), PeakLine(0, held), again, PeakLine(0, part))
         else:
             block = ModelPiece((PeakLine(0, top),), PeakLine(0, kept), backward, PeakLine(0, part))
         logits = numbers / tp
@@ -555,8 +565,8 @@ class GPTPieces:
         """Return bytes per element. Weights and gradients are in fp32, also if nbkit trains in bf16."""
         return Bytes(self.parameter, self.parameter, 2 * self.parameter)
 
-    def recomputing(self, recompute: bool) -> GPTPieces:
-        """Return the same pieces, with blocks recomputed or not."""
+    def recomputing(self, recompute: bool | str) -> GPTPieces:
+        """Return the same pieces with this value of `recompute`."""
         return replace(self, recompute=recompute)
 
     def touched(self, tp: int = 1, cp: int = 1) -> float:

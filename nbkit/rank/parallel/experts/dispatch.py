@@ -29,6 +29,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.loss.output_tensors import with_leaves
 from nbkit.rank.parallel.experts.find import RoutedLayer, called_with, routing_of
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, in_backward, recomputing, wrap
+from nbkit.rank.parallel.module.kept_outputs import kept
 from nbkit.rank.rng.keyed_dropout import again
 from nbkit.rank.telemetry.phases import clock
 
@@ -79,6 +80,7 @@ class _Tied(torch.autograd.Function):
         return grad, None
 
 
+@kept
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     found = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
@@ -184,6 +186,7 @@ class SpreadLayer:
         outputs = dict(zip(order, returned.split([here[n] for n in order]), strict=True))
         return [outputs[n] for n in range(self.layer.count)], token
 
+    @kept
     def _told(
         self, rows: Sequence[Tensor | None], like: Tensor | None, device: torch.device | None
     ) -> tuple[list[list[int]], int, int]:
@@ -214,6 +217,7 @@ class SpreadLayer:
         on = autocast < len(_DTYPES)
         return torch.autocast(device.type, _DTYPES[autocast] if on else None, enabled=on)
 
+    @kept
     def _dtype_given(self, kinds: tuple[int, int], own: torch.dtype | None, device: torch.device) -> torch.dtype:
         """Return the dtype of the outputs, the same on all ranks. A collective until it is known for these `kinds`."""
         if kinds not in self._given:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, wrap
+from nbkit.rank.parallel.module.kept_outputs import used_up
 from nbkit.rank.parallel.tensor.collectives import gather_from, gather_seq, reduce_from, reduce_scatter_seq, split_to
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims
 from nbkit.rank.parallel.tensor.sharded_tensor import PositionShard, VocabShard, for_parts, whole
@@ -150,6 +151,7 @@ class PairState:
     def end(self, partial: Tensor, bias: Tensor | None) -> Tensor:
         """Note that the row map has run. Return the sum of `partial` over the ranks, plus the bias once."""
         self.leave()
+        used_up(partial)
         group = self.team.group
         y = reduce_scatter_seq(partial, group, 1) if self.sequence else reduce_from(partial, group)
         return y if bias is None else y + bias.to(y.dtype)
