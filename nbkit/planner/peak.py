@@ -499,27 +499,26 @@ class GPTPieces:
         if cp > 1:
             # The gradients of all keys and values are being sent to the ranks that own them.
             backward = (*backward, PeakLine(9 * square, 6 * part + 5 * hidden / tp))
-        if self.recompute:
+        if self.recompute == "selective":
+            # The input; queries, keys and values; the outputs of attention and of the layers behind it and before the
+            # activation; under tp and cp also what was gathered. Where a forward ends, the input and the output of the
+            # last layer are there, too.
+            gathered, sums = 2 * hidden / cp if tp > 1 else 0, _FP32 * of.block * of.heads / (tp * cp)
+            held = (10 + 3 * (cp > 1)) * part + keys + gathered + sums
+            end = held + 5 * part + gathered
+            block = ModelPiece((PeakLine(0, end),), PeakLine(0, held), backward, PeakLine(0, part))
+        elif self.recompute:
             again = tuple(PeakLine(line.fixed, line.row + part) for line in backward)
-            held = part
-            if self.recompute == "selective":
-                # The input; queries, keys and values; the outputs of attention and of the layers behind it and before
-                # the activation. Under tp and cp also what was gathered.
-                held = (
-                    (10 + 3 * (cp > 1)) * part
-                    + keys
-                    + (2 * hidden / cp if tp > 1 else 0)
-                    + _FP32 * of.block * of.heads / (tp * cp)
-                )
-            block = ModelPiece((PeakLine(0, top),), PeakLine(0, held), again, PeakLine(0, part))
+            block = ModelPiece((PeakLine(0, top),), PeakLine(0, part), again, PeakLine(0, part))
         else:
             block = ModelPiece((PeakLine(0, top),), PeakLine(0, kept), backward, PeakLine(0, part))
         logits = numbers / tp
         ends = hidden if cp > 1 else 0
+        given = hidden if self.recompute and cp > 1 else part  # recomputation begins with all positions
         first = ModelPiece(
             (PeakLine(block.forward[0].fixed, block.forward[0].row + part + ends),),
-            PeakLine(0, block.kept.row + part),
-            tuple(PeakLine(line.fixed, line.row + part) for line in block.backward),
+            PeakLine(0, block.kept.row + given),
+            tuple(PeakLine(line.fixed, line.row + given) for line in block.backward),
             block.carried,
         )
         joined = hidden - part if cp > 1 else 0

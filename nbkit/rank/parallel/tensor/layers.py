@@ -304,10 +304,16 @@ class Owner(Around):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for link in self._links:
             link.reset()
-        with restored(present()), self._sizes():
-            if self._attention is not None:
-                args, kwargs = _taken(self._attention, self._takes, args, kwargs)
-            out = self.plain(*args, **kwargs)
+        try:
+            with restored(present()), self._sizes():
+                if self._attention is not None:
+                    args, kwargs = _taken(self._attention, self._takes, args, kwargs)
+                out = self.plain(*args, **kwargs)
+        except BaseException:
+            # Recomputation stops early in this way. The tensors of the pair hold the activations of the whole block.
+            for link in self._links:
+                link.reset()
+            raise
         if any(link.begun != link.ended for link in self._links):
             raise StrategyError(
                 f"A {type(self.module).__name__} uses the weight of a linear map without calling the map.",
