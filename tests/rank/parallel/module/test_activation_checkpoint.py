@@ -91,7 +91,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
         mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
         x = self.out(mixed.transpose(1, 2).flatten(2)) + x
-        hidden = F.relu(self.up(x), inplace=True)
+        hidden = F.relu(self.up(x).mul_(0.5), inplace=True)
         y = self.down(hidden)
         y += x
         return y
