@@ -213,7 +213,7 @@ class ModelPieces:
 
     def _traced(self, tp: int, cp: int) -> ModelTrace:
         if not self._peaks.knows(tp, cp):
-            again = {False: "", True: ", recomputed"}.get(self._recompute, f", {self._recompute} recomputation")
+            again = ", recomputed" * bool(self._recompute) + " in part" * (self._recompute == "selective")
             self._say(f"measures it on tensors without memory: tp={tp} cp={cp}{again}")
         traced = self._peaks.traced(tp, cp)
         if traced is None:
