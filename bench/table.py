@@ -97,9 +97,10 @@ def markdown(rows: Sequence[Row], machine: str) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row.cells())} |" for row in rows]
     legend = (
-        "`python -m bench` prints medians. A ratio is the time of nbkit divided by that of the peer, in each round; "
-        "the table shows its median and 95 % interval. A/A compares nbkit with itself in the same rounds. A row meets "
-        "its bar if the interval ends below the bar plus half the width of A/A."
+        "`python -m bench` prints medians. Each round gives a ratio: the time of nbkit divided by the time of the peer."
+        " The table shows the median of these ratios and its 95 % interval. A/A compares nbkit with itself in the same "
+        "rounds. A row meets its bar if the upper end of its interval is at most the bar plus half the width of the "
+        "A/A interval."
     )
     return "\n".join([machine, "", *lines, "", legend, ""])
 
@@ -115,7 +116,7 @@ def machine() -> str:
     return (
         f"{platform.system()} {platform.machine()}, {_processor()}, {len(os.sched_getaffinity(0))} cores, "
         f"{memory:.0f} GiB, no GPU used; Python {platform.python_version()}, {versions}; "
-        f"load {load:.1f} when it began."
+        f"load {load:.1f} at the start."
     )
 
 

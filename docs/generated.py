@@ -337,9 +337,11 @@ def members(name: str, module: str, variable: str, wanted: str) -> Iterator[str]
         yield from _body(node)
 
 
-def _body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    names = [name for name, *_ in parameters(node)]
-    general, said, raised = meanings(ast.get_docstring(node) or "", names)
+def _body(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    doc = ast.get_docstring(node) or ""
+    attributes = re.findall(r"(?:^|[.] )([a-z_]+): ", " ".join(doc.split())) if isinstance(node, ast.ClassDef) else []
+    names = attributes or [name for name, *_ in parameters(node)]
+    general, said, raised = meanings(doc, names)
     yield from (prose(part) + "\n" for part in general.split("\n\n"))
     if said:
         alike = {text: [name for name in names if said.get(name) == text] for text in dict.fromkeys(said.values())}
@@ -430,8 +432,7 @@ def views() -> Iterator[str]:
     """Yield a section for each of the widgets."""
     for name in ("Dashboard", "StrategyPanel", "Board"):
         yield f"## nbkit.{name}\n"
-        general, *_ = meanings(ast.get_docstring(definition(name)) or "", [])
-        yield from (prose(part) + "\n" for part in general.split("\n\n"))
+        yield from _body(definition(name))
 
 
 def cluster() -> Iterator[str]:
@@ -483,7 +484,7 @@ def plugins() -> Iterator[str]:
         yield from _body(node)
     for name in ("Launcher", "LauncherStatus", "GradientBucket"):
         yield f"## nbkit.{name}\n"
-        yield from (prose(part) + "\n" for part in re.split(r"\n\s*\n", ast.get_docstring(definition(name)) or ""))
+        yield from _body(definition(name))
 
 
 def _home_of_schedules() -> str:
@@ -544,7 +545,7 @@ FIELDS = {
     "step": "number of finished steps at that time",
     "strategy": "the strategy in its canonical form",
     "reason": '"done", "stopped", or the name of the error that ended the run',
-    "record": "numbers of the step: loss, lr, seconds, tokens, ... They are keys of the dict, beside kind and step",
+    "record": "numbers of the step: loss, lr, seconds, tokens, ... In the event, they stand beside kind and step",
     "path": "the directory of the checkpoint",
     "old": "the value before",
     "new": "the value after",
@@ -553,27 +554,27 @@ FIELDS = {
     "rank": "number of the rank",
     "world_size": "number of ranks",
     "host": "name of the rank's host",
-    "format": "number of the format; a reader skips a part of another format",
+    "format": "number of the format; a reader skips files of another format",
     "axis": "the axis of the mesh that the group lies along",
     "group": "label of the group",
     "op": "name of the operation",
     "calls": "number of calls",
     "traffic": "a row for each operation, group and peer",
-    "span": "number of steps that the line stands for",
+    "span": "number of steps that the line averages",
     "pipeline": "a row for each operation of the pipeline's schedule",
     "peer": "rank at the other end of a message; null for a collective",
     "bytes": "bytes that this rank contributed",
-    "blocked": "ns that this rank stood still for it",
+    "blocked": "ns in which this rank did nothing but wait for the call",
     "stage": "number of the stage",
     "micro": "number of the micro-batch",
-    "start_ns": "when it began",
-    "stop_ns": "when it ended",
+    "start_ns": "time of the start, in ns",
+    "stop_ns": "time of the end, in ns",
     "parameters": "bytes of parameters",
     "gradients": "bytes of gradients",
     "optimizer": "bytes of the optimizer's state",
     "buffers": "bytes of buffers",
-    "ns": "when it was measured, by the rank's perf_counter",
-    "cores": "cores of the host; 0 on the other ranks of the host",
+    "ns": "time of the record by the rank's perf_counter, in ns",
+    "cores": "number of cores of the host; 0 on all but the first rank of the host",
     "gpus": "a row for each GPU of the host",
     "uuid": "the GPU's own identifier",
     "index": "the GPU's number on the host",

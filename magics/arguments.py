@@ -107,36 +107,42 @@ def _cell_options(parser: MagicParser) -> None:
         nargs="?",
         const=DETACHED,
         metavar="NAME",
-        help=f"give the prompt back at once; output stays here; NAME: the variable of the running cell ({DETACHED})",
+        help=f"return the prompt at once; output still appears here; NAME: variable for the cell's handle ({DETACHED})",
     )
     parser.add_argument(
         "--at-step", action="store_true", help="run at the next step boundary of the running training (a live cell)"
     )
-    parser.add_argument("--here", action="store_true", help="run it in the notebook too, after the ranks")
+    parser.add_argument("--here", action="store_true", help="after the ranks, run the cell in the notebook too")
     parser.add_argument(
-        "--as", dest="name", type=_variable, metavar="NAME", help="put the Results into this notebook variable"
+        "--as", dest="name", type=_variable, metavar="NAME", help="put the results into this variable of the notebook"
     )
-    parser.add_argument("--queue", action="store_true", help="wait for the running cell, instead of an error")
+    parser.add_argument(
+        "--queue", action="store_true", help="if a cell is running, wait for its end instead of an error"
+    )
     parser.add_argument("--tabs", action="store_true", help="show the output of each rank in its own tab")
-    parser.add_argument("--job", metavar="NAME", help="run it in a program that listens, between two of its steps")
+    parser.add_argument(
+        "--job", metavar="NAME", help="run the cell in this listening program, between two of its steps"
+    )
 
 
 def distributed_parser() -> MagicParser:
     parser = MagicParser(prog="%%distributed", description="Run the cell on every rank.")
-    parser.add_argument("--ranks", metavar="0,2-3", help="only on these ranks")
+    parser.add_argument("--ranks", metavar="0,2-3", help="run only on these ranks")
     _cell_options(parser)
     return parser
 
 
 def distribution_parser() -> MagicParser:
     parser = MagicParser(prog="%distributed", description="Run each cell on every rank, as with %%distributed.")
-    parser.add_argument("cells", choices=("on", "off"), help="on: from now on; off: cells run in the notebook again")
+    parser.add_argument(
+        "cells", choices=("on", "off"), help="with on, run each cell on the ranks; with off, in the notebook again"
+    )
     return parser
 
 
 def rank_parser() -> MagicParser:
     parser = MagicParser(prog="%%rank", description="Run the cell on some ranks: %%rank 0 or %%rank 0,2-3.")
-    parser.add_argument("ranks", metavar="0,2-3", help="the ranks")
+    parser.add_argument("ranks", metavar="0,2-3", help="ranks that run the cell")
     _cell_options(parser)
     return parser
 
@@ -147,62 +153,65 @@ def cluster_parser() -> MagicParser:
     start = verbs.add_parser(
         "start",
         help="start a cluster on this machine, or elsewhere: --hosts, --slurm, --mpi, --launcher",
-        epilog="Words after -- go unchanged to sbatch, mpirun or the --launcher.",
+        epilog="Words after -- are passed unchanged to sbatch, mpirun or the launcher.",
     )
     start.add_argument(
-        "-n", type=int, metavar="N", help="ranks; default: one per idle GPU, one where others use GPUs, else two"
+        "-n",
+        type=int,
+        metavar="N",
+        help="number of ranks; default: one per idle GPU, one if others use GPUs, two without a GPU",
     )
-    start.add_argument("--name", metavar="NAME", help="its name; default: a random one")
-    start.add_argument("--gpus", metavar="2,3", help="these GPUs, one rank each")
+    start.add_argument("--name", metavar="NAME", help="name of the cluster; default: a random one")
+    start.add_argument("--gpus", metavar="2,3", help="use these GPUs, with one rank on each")
     add_place_options(start)
     start.add_argument(
         "--spares",
         type=int,
         default=0,
         metavar="N",
-        help="N devices in reserve on each host, for a rank whose own fails",
+        help="keep N spare devices on each host; a rank whose device fails moves to a spare",
     )
     start.add_argument(
         "--ttl",
         type=_duration,
         metavar="TIME",
-        help="end it after this time without notebook and cell: 30min, 12h (2h)",
+        help="end the cluster after this time without notebook and running cell: 30min, 12h (2h)",
     )
     start.add_argument(
         "--detach",
         action="store_true",
-        help="for --slurm, --launcher: do not wait. %%cluster list shows its state, %%cluster attach connects to it",
+        help="for --slurm, --launcher: return at once. %%cluster list shows the state, %%cluster attach waits",
     )
     start.add_argument(
         "--save-before",
         type=_duration,
         metavar="TIME",
-        help="for --slurm: save and end a training this long before the time limit (2min, at most a quarter of it)",
+        help="for --slurm: save and end a training this long before the time limit (2min, but at most a quarter of it)",
     )
     start.add_argument(
         "--requeue",
         action="store_true",
-        help="for --slurm: if Slurm ends the job, ask for another one, run the cells again, and continue the training",
+        help="for --slurm: if Slurm ends the job, submit a new one, run the cells again, and continue the training",
     )
     attach = verbs.add_parser("attach", help="connect this notebook to a running cluster")
     attach.add_argument("name", metavar="NAME")
-    attach.add_argument("--take", action="store_true", help="also if another notebook uses it")
+    attach.add_argument("--take", action="store_true", help="connect even if another notebook uses the cluster")
     attach.add_argument("--job", action="store_true", help="NAME is a program that listens: see docs/how-to/attach.md")
     add_json_option(attach)
     add_json_option(verbs.add_parser("status", help="show a table of the ranks"))
     stop = verbs.add_parser("stop", help="end the cluster")
-    stop.add_argument("name", nargs="?", metavar="NAME", help="default: the cluster of this notebook")
+    stop.add_argument("name", nargs="?", metavar="NAME", help="name of the cluster; default: this notebook's")
     add_json_option(verbs.add_parser("restart", help="end all ranks and start new ones on the same devices"))
     resize = verbs.add_parser("resize", help="change the number of ranks, also while a Trainer trains")
-    resize.add_argument("n", type=int, metavar="N", help="ranks; tp, pp and cp stay, and dp takes the rest")
     resize.add_argument(
-        "--strategy", nargs="+", default=[], metavar="WORD", help="also change the strategy: zero3, tp=2 pp=2"
+        "n", type=int, metavar="N", help="new number of ranks; tp, pp and cp keep their degrees, and dp changes"
     )
+    resize.add_argument("--strategy", nargs="+", default=[], metavar="WORD", help="new strategy: zero3, tp=2 pp=2")
     add_json_option(resize)
     sync = verbs.add_parser("sync", help="copy your files to hosts without a shared file system")
-    sync.add_argument("path", nargs="?", default=".", metavar="PATH", help="a folder of the notebook's directory (.)")
+    sync.add_argument("path", nargs="?", default=".", metavar="PATH", help="a folder in the notebook's directory (.)")
     add_json_option(verbs.add_parser("list", help="show all your clusters"))
-    verbs.add_parser("clean", help="remove what broken clusters have left")
+    verbs.add_parser("clean", help="remove files and processes that broken clusters have left")
     return parser
 
 
@@ -211,9 +220,13 @@ def strategy_parser() -> MagicParser:
         prog="%strategy",
         description="Show the panel, or switch: %strategy zero3, %strategy pp=2 schedule=1f1b microbatches=8.",
     )
-    parser.add_argument("strategy", nargs="*", help="a preset, or key=value; without: the panel")
+    parser.add_argument(
+        "strategy", nargs="*", help="a preset or items key=value; without a strategy, the magic shows the panel"
+    )
     parser.add_argument("--undo", action="store_true", help="go back to the strategy before the last switch")
-    parser.add_argument("--try", dest="steps", type=int, metavar="N", help="measure it for N steps, then go back")
+    parser.add_argument(
+        "--try", dest="steps", type=int, metavar="N", help="measure N steps under the strategy, then undo them"
+    )
     add_json_option(parser)
     return parser
 
@@ -222,10 +235,12 @@ def compare_parser() -> MagicParser:
     parser = MagicParser(
         prog="%compare",
         description="Measure strategies and the current one in turns, from the same state and on the same batches. "
-        "Then the training goes on as if nothing had happened: %compare tp zero3 'dp=2 tp=2'.",
+        "Then the training continues as if nothing had happened: %compare tp zero3 'dp=2 tp=2'.",
     )
-    parser.add_argument("strategies", nargs="+", metavar="strategy", help="a preset, or key=value, several in quotes")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each strategy (20)")
+    parser.add_argument(
+        "strategies", nargs="+", metavar="strategy", help="a preset or items key=value; quote several items"
+    )
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="number of steps of each strategy (20)")
     add_json_option(parser)
     return parser
 
@@ -233,43 +248,54 @@ def compare_parser() -> MagicParser:
 def train_parser() -> MagicParser:
     parser = MagicParser(prog="%train", description="Pause, steer, save or stop the running training.")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
-    verbs.add_parser("pause", help="pause it after its current step")
-    verbs.add_parser("resume", help="go on after pause")
-    rate = verbs.add_parser("lr", help="set the learning rate after its current step; a schedule keeps its shape")
-    rate.add_argument("value", type=float, metavar="RATE", help="of the first group; others keep their ratio to it")
+    verbs.add_parser("pause", help="pause the training after the current step")
+    verbs.add_parser("resume", help="continue a paused training")
+    rate = verbs.add_parser(
+        "lr", help="set the learning rate after the current step; factors of lr_schedule apply to the new rate"
+    )
+    rate.add_argument(
+        "value",
+        type=float,
+        metavar="RATE",
+        help="rate of the first parameter group; the other groups change by the same ratio",
+    )
     fit = verbs.add_parser("fit", help="after a step ran out of memory: continue with a setting that fits")
     fit.add_argument(
         "number", nargs="?", type=int, default=0, help="number of a row of the table (the first that fits)"
     )
-    save = verbs.add_parser("save", help="write a checkpoint after its current step")
-    save.add_argument("path", nargs="?", default="", help="where to (checkpoint, in the run's directory)")
-    verbs.add_parser("wait", help="wait for the detached cell; so Run All waits too")
-    verbs.add_parser("stop", help="end it after its current step")
+    save = verbs.add_parser("save", help="write a checkpoint after the current step")
+    save.add_argument("path", nargs="?", default="", help="directory to write (checkpoint, in the run's directory)")
+    verbs.add_parser("wait", help="wait until the detached cell has ended, so that Run All waits too")
+    verbs.add_parser("stop", help="end the training after the current step")
     return parser
 
 
 def push_parser() -> MagicParser:
     parser = MagicParser(prog="%push", description="Copy variables of the notebook to the ranks.")
     parser.add_argument("names", nargs="+", metavar="name")
-    parser.add_argument("--ranks", metavar="0,2-3", help="only on these ranks")
-    parser.add_argument("--force", action="store_true", help="also above 1 GB")
-    parser.add_argument("--queue", action="store_true", help="wait for the running cell, instead of an error")
+    parser.add_argument("--ranks", metavar="0,2-3", help="copy only to these ranks")
+    parser.add_argument("--force", action="store_true", help="copy even values above 1 GB")
+    parser.add_argument(
+        "--queue", action="store_true", help="if a cell is running, wait for its end instead of an error"
+    )
     return parser
 
 
 def pull_parser() -> MagicParser:
     parser = MagicParser(prog="%pull", description="Copy variables of a rank into the notebook, under the same names.")
     parser.add_argument("names", nargs="+", metavar="name")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="from this rank (0)")
-    parser.add_argument("--all", action="store_true", help="from all ranks, as a list")
-    parser.add_argument("--force", action="store_true", help="also above 1 GB")
-    parser.add_argument("--queue", action="store_true", help="wait for the running cell, instead of an error")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="copy from this rank (0)")
+    parser.add_argument("--all", action="store_true", help="copy from all ranks, as a list")
+    parser.add_argument("--force", action="store_true", help="copy even values above 1 GB")
+    parser.add_argument(
+        "--queue", action="store_true", help="if a cell is running, wait for its end instead of an error"
+    )
     return parser
 
 
 def board_parser() -> MagicParser:
     parser = MagicParser(prog="%board", description="Start TensorBoard, and show it in the notebook.")
-    parser.add_argument("logdir", nargs="?", help="folder of the runs (runs, or the one in nbkit.toml)")
+    parser.add_argument("logdir", nargs="?", help="folder of the runs (runs, or the folder in nbkit.toml)")
     parser.add_argument("--height", type=int, default=700, metavar="PIXELS", help="height of the frame (700)")
     parser.add_argument("--stop", action="store_true", help="end TensorBoard")
     return parser
@@ -278,9 +304,11 @@ def board_parser() -> MagicParser:
 def dashboard_parser() -> MagicParser:
     parser = MagicParser(prog="%dashboard", description="Show the training live: loss, steps, traffic, memory.")
     parser.add_argument("run", nargs="?", help="folder of a recorded run (the newest training of the cluster)")
-    parser.add_argument("--beside", metavar="RUN", help="folder of another run, whose curve is drawn too")
-    parser.add_argument("--pin", action="store_true", help="stay with this run when another training begins")
-    parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="show these steps, and stay with this run")
+    parser.add_argument("--beside", metavar="RUN", help="also draw the curve of the run in this folder")
+    parser.add_argument("--pin", action="store_true", help="keep showing this run when another training begins")
+    parser.add_argument(
+        "--steps", type=_steps, metavar="FIRST-LAST", help="show these steps, and keep showing this run"
+    )
     return parser
 
 
@@ -296,39 +324,45 @@ def _steps(text: str) -> tuple[int, int]:
 def nbkit_parser() -> MagicParser:
     parser = MagicParser(prog="%nbkit", description="Plan, export, report, trace or examine a training.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan = commands.add_parser("plan", help="rank the strategies for a model on some hardware")
+    plan = commands.add_parser("plan", help="predict every strategy for a model on some hardware")
     plan.add_argument(
         "model",
         nargs="?",
         metavar="NAME",
-        help="variable: a GPTConfig, a module or a callable that builds one; default: the training that runs",
+        help="variable with a GPTConfig, a module or a callable that builds one; default: the running training",
     )
-    plan.add_argument("--batch", type=int, metavar="ROWS", help="rows of a global batch; with NAME")
-    plan.add_argument("--on", metavar="HARDWARE", help="'128 x 8 H100': 128 nodes of 8; '8 A100': one; with NAME")
+    plan.add_argument("--batch", type=int, metavar="ROWS", help="rows of a global batch; required with NAME")
     plan.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="as a Trainer has it (bf16)"
+        "--on", metavar="HARDWARE", help="required with NAME: '128 x 8 H100' (128 nodes of 8 GPUs), '8 A100' (one node)"
     )
-    plan.add_argument("--example", metavar="NAME", help="variable: a batch to run the module on, or what makes one")
-    plan.add_argument("--loss", metavar="NAME", help="variable: the module's loss, as the Trainer's")
-    plan.add_argument("--optimizer", metavar="NAME", help="variable: what builds its optimizer (AdamW)")
-    plan.add_argument("--why", nargs=2, metavar=("A", "B"), help="explain the difference between two rows")
+    plan.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="as for a Trainer (bf16)")
+    plan.add_argument(
+        "--example", metavar="NAME", help="variable with a batch to run the module on, or a callable that makes one"
+    )
+    plan.add_argument("--loss", metavar="NAME", help="variable with the loss, as for a Trainer")
+    plan.add_argument("--optimizer", metavar="NAME", help="variable with a function that builds the optimizer (AdamW)")
+    plan.add_argument("--why", nargs=2, metavar=("A", "B"), help="explain the difference between two strategies")
     script = commands.add_parser("export", help="write the cells that the ranks have run as a script for torchrun")
-    script.add_argument("path", nargs="?", default="train.py", help="where to (train.py)")
-    add_slurm_options(script, "write an sbatch file beside it", nodes=True)
+    script.add_argument("path", nargs="?", default="train.py", help="script to write (train.py)")
+    add_slurm_options(script, "also write an sbatch file beside the script", nodes=True)
     report = commands.add_parser("report", help="write one page with every chart")
-    report.add_argument("path", nargs="?", default="run.html", help="where to (run.html)")
+    report.add_argument("path", nargs="?", default="run.html", help="file to write (run.html)")
     report.add_argument("--run", metavar="DIR", help="folder of a recorded run (the newest training of the cluster)")
     trace = commands.add_parser("trace", help="write the next steps of all ranks to one file for Perfetto")
-    trace.add_argument("steps", nargs="?", type=int, default=3, help="how many (3)")
-    trace.add_argument("path", nargs="?", help="where to (trace-RUN-FIRST-LAST.json.gz)")
-    why = commands.add_parser("why", help="say which rank is stuck where, and what every rank does")
+    trace.add_argument("steps", nargs="?", type=int, default=3, help="number of steps (3)")
+    trace.add_argument("path", nargs="?", help="file to write (trace-RUN-FIRST-LAST.json.gz)")
+    why = commands.add_parser("why", help="say which rank is stuck, where, and what every rank does")
     why.add_argument("--stacks", action="store_true", help="also show the stack of every thread")
-    why.add_argument("--job", metavar="NAME", help="a program that listens")
+    why.add_argument("--job", metavar="NAME", help="name of a listening program")
     add_json_option(plan)
     add_json_option(why)
     debug = commands.add_parser("debug", help="open pdb on a rank: at its breakpoint(), or where the last cell failed")
     debug.add_argument(
-        "rank", nargs="?", type=int, metavar="RANK", help="default: the rank that waits at a breakpoint or failed first"
+        "rank",
+        nargs="?",
+        type=int,
+        metavar="RANK",
+        help="rank to debug; default: the rank at a breakpoint, or the rank that failed first",
     )
     return parser
 

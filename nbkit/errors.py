@@ -1,19 +1,19 @@
 """Every error that nbkit raises on purpose. Each says what is wrong, the numbers, and what to type next.
 
     NbkitError
-    ├── UsageError            an argument that cannot mean anything          (also a ValueError)
-    ├── ClusterError          a cluster that cannot start, be found or be reached
+    ├── UsageError            an argument has no valid meaning               (also a ValueError)
+    ├── ClusterError          a cluster cannot start, be found or be reached
     │   ├── ClusterNotFound
     │   ├── ClusterExists
-    │   └── CellRunning       a cell was sent while another one runs
+    │   └── CellRunning       a cell was sent while another cell runs
     ├── CellError             a cell failed on some rank: .rank, .ranks, .traceback
     │   └── RankDied          the process of a rank ended
     ├── TransferError         push or pull refused
-    ├── StrategyError         a strategy that does not fit                   (also a ValueError)
-    ├── TrainingError         a job that cannot train as asked               (also a ValueError)
+    ├── StrategyError         a strategy does not fit                        (also a ValueError)
+    ├── TrainingError         a job cannot train as requested                (also a ValueError)
     │   ├── NotFinite         the loss became NaN or infinite: .step, .rank
-    │   ├── SwitchError       a change of strategy that failed; the old one goes on
-    │   └── TornCheckpoint    a checkpoint that is not whole, or not readable
+    │   ├── SwitchError       a change of strategy failed; the old one stays in force
+    │   └── TornCheckpoint    a checkpoint is incomplete, damaged or unreadable
     └── BoardError            TensorBoard could not be started
 
     Stopped                   a KeyboardInterrupt: the user asked a training to stop, at a step boundary
@@ -82,11 +82,11 @@ def _rebuild(kind: type[NbkitError], args: tuple[str, ...], state: dict[str, obj
 
 
 class UsageError(NbkitError, ValueError):
-    """An argument that cannot mean anything."""
+    """An argument has no valid meaning."""
 
 
 class ClusterError(NbkitError):
-    """A cluster that cannot start, be found or be reached."""
+    """A cluster cannot start, be found or be reached."""
 
 
 class ClusterNotFound(ClusterError):
@@ -94,15 +94,15 @@ class ClusterNotFound(ClusterError):
 
 
 class ClusterExists(ClusterError):
-    """The name is taken by a running cluster."""
+    """A running cluster has this name already."""
 
 
 class CellRunning(ClusterError):
-    """A cell was sent while another one runs."""
+    """A cell was sent while another cell runs."""
 
 
 class CellError(NbkitError):
-    """A cell failed. `rank` failed first; `ranks` are all that failed; `traceback` is the first one's, as text."""
+    """A cell failed. `rank` failed first, `ranks` are all that failed, `traceback` is the text of the first one."""
 
     def __init__(
         self,
@@ -127,15 +127,15 @@ class TransferError(NbkitError):
 
 
 class StrategyError(NbkitError, ValueError):
-    """A strategy that does not fit the world, the model or the batch."""
+    """A strategy does not fit the number of ranks, the model or the batch."""
 
 
 class TrainingError(NbkitError, ValueError):
-    """A job that cannot train as asked."""
+    """A job cannot train as requested."""
 
 
 class NotFinite(TrainingError):
-    """The loss became NaN or infinite. spoiled: True if the weights are not finite either: more steps do not help."""
+    """The loss became NaN or infinite. If `spoiled`, the weights are not finite either, so load a checkpoint."""
 
     def __init__(
         self, what: str, *, step: int, rank: int, spoiled: bool = False, numbers: str = "", hint: str = ""
@@ -157,7 +157,7 @@ class BoardError(NbkitError):
 
 
 class Stopped(KeyboardInterrupt):
-    """The user asked a training to stop. Raised on all ranks at the same step boundary; the state is intact."""
+    """The user stopped a training. All ranks raise it at the same step boundary, and the state is intact."""
 
 
 class CellStopped(KeyboardInterrupt):

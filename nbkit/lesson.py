@@ -60,11 +60,10 @@ def predict(
 ) -> Prediction:
     """Ask the reader for a number or a choice, and return the question.
 
-    key: the name of the question in files, such as "1.2" for the second question of lesson 1.
-    unit: shown after the number, such as "MB", "%" or "times".
-    between: the ends of a slider. Without it, the form has only a number field.
-    choices: the answers to choose from, for a question without a number.
-    within: the largest error of a correct guess: "2%" of the measured value, or a number in the unit.
+    key: the name of the question in files, such as "1.2" for the second question of lesson 1. unit: the unit of the
+    number, such as "MB", "%" or "times". between: the ends of a slider. Without it, the form has only a number field.
+    choices: the answers to choose from, for a question without a number. within: the largest error of a correct guess:
+    "2%" of the measured value, or a number in the unit.
 
     Raises UsageError for arguments that contradict each other, and if NBKIT_GUESSES cannot be read.
     """
@@ -74,13 +73,13 @@ def predict(
 
 
 def judge(own: Any) -> Judgement:
-    """Say whether code that a reader has written is right. If it is not, name the wrong number and the likely cause.
+    """Check code that a reader has written. If the code is wrong, name the wrong number and the likely cause.
 
     Call `nbkit.lesson.judge(MyDDP)` in a %%distributed cell. The result counts as True if the code is right.
 
     own: a class for `nbkit.techniques.use`, or a function for `nbkit.schedules.register`. A class runs on 2 and on 3
-    ranks, which are threads of this process. The results are compared with one process, and the sent bytes are counted.
-    A schedule is compared with 1F1B.
+    ranks, which are threads of this process. `judge` compares the results with one process, and counts the sent bytes.
+    It compares a schedule with 1F1B.
 
     Raises UsageError for any other object, and for a class if this process is not a rank.
     """
@@ -206,7 +205,7 @@ class Prediction:
 
     @property
     def within(self) -> str:
-        """Return in words how close a guess has to be to the measured value."""
+        """Return the largest error of a correct guess, in words."""
         return self._band.words(self.unit)
 
     def lock(self, guess: Guess) -> None:

@@ -61,7 +61,7 @@ class Mesh:
         shown = ":".join(map(str, self.places))
         if sorted(self.places) != list(range(self.size)):
             raise StrategyError(
-                "places= has the number of each rank in the mesh, each once.",
+                "places= must have the number of each rank exactly once.",
                 numbers=f"places={shown} for {self.size} ranks, numbers 0 to {self.size - 1}",
                 hint="places=" + ":".join(map(str, range(self.size))),
             )
@@ -69,7 +69,7 @@ class Mesh:
             for group in self.groups(axis):
                 if any(later < earlier for earlier, later in pairwise(group)):
                     raise StrategyError(
-                        f"Ranks along {axis} stand in ascending order, in which process groups number them.",
+                        f"Ranks along {axis} must be in ascending order, as in their process groups.",
                         numbers=f"places={shown} has ranks {', '.join(map(str, group))} along {axis}",
                         hint="places=" + ":".join(map(str, range(self.size))),
                     )

@@ -71,9 +71,8 @@ class Loading(_Option):
 
     shuffle: shuffle the data in each epoch. None (the default): shuffle if the data can be indexed. Iterable data keeps
     its own order. drop_last: leave out the last batch of an epoch if it is short (default: False). collate: a function
-    that makes a batch of a list of samples; None (the default): torch's default_collate. workers: processes beside each
-    rank that read ahead, also in shards (docs/reference/data.md); 0 (the default): the rank reads samples during the
-    step.
+    that makes a batch from a list of samples; None (the default): torch's default_collate. workers: processes for each
+    rank that read the next batches (docs/reference/data.md); 0 (the default): the rank reads samples during the step.
 
     Raises TrainingError if workers is not a number of processes.
     """
@@ -89,17 +88,17 @@ class Loading(_Option):
 
 @_option
 class Compute(_Option):
-    """Settings for the computation of a step. The first four trade time for memory (docs/reference/memory.md).
+    """Settings for the computation of a step. The first four save memory, but take time (docs/reference/memory.md).
 
-    microbatch_size: rows of a rank in one forward pass; None (the default): all of them at once. recompute: compute
+    microbatch_size: rows of a rank in one forward pass; None (the default): all rows of the rank. recompute: compute
     activations again in the backward pass (default: False). True: all of a block. "selective": all but matrix products,
-    attention and collectives, whose results are kept. loss_chunks: number of pieces in which head and cross
-    entropy are computed (default: 1). Only the logits of one piece are in memory. offload: "cpu" keeps the optimizer's
-    state in host memory (default: None). compile: compile each block, if the strategy and the model allow it (default:
-    False); a text is a mode of torch.compile. dropout: "keyed" makes dropout the same under every strategy (the default
-    on CPU ranks). "fused" lets attention kernels draw their own masks (the default on GPUs, because fused kernels take
-    no mask). grad_norm_every: steps between two gradient norms in the records of a Trainer that does not clip (default:
-    10).
+    attention and collectives, whose results are kept. loss_chunks: number of pieces in which the head and the
+    cross entropy are computed (default: 1). Only the logits of one piece are in memory. offload: "cpu" keeps the
+    optimizer's state in host memory (default: None). compile: compile each block, if the strategy and the model allow
+    it (default: False). A text is a mode of torch.compile. dropout: "keyed" makes dropout the same under every strategy
+    (the default on CPU ranks). "fused" lets attention kernels draw their own masks (the default on GPUs, because fused
+    kernels take no mask). grad_norm_every: steps between two gradient norms in the records, for a Trainer without
+    clip_norm (default: 10).
 
     Raises TrainingError for an invalid value.
     """
@@ -129,11 +128,11 @@ class Checkpoints(_Option):
 
     every: save during the training after this many steps, or after this much training time, such as "10min". None (the
     default): every 10 minutes in a detached cell, otherwise never. False: never. path: the directory; None (the
-    default): the folder checkpoint in the run's directory. keep: the largest number of checkpoints (3), their greatest
-    age ("2h"), or both ((3, "2h")). None (the default): one, which each save replaces. snapshot_every: steps between
-    snapshots in host memory, for `Trainer.rewind`; None (the default): no snapshots.
+    default): `checkpoint` in the run's directory. keep: the maximum number of checkpoints (3), their maximum age
+    ("2h"), or both ((3, "2h")). None (the default): one checkpoint, which each save replaces. snapshot_every: steps
+    between two snapshots in host memory, for `Trainer.rewind`; None (the default): no snapshots.
 
-    Raises TrainingError for a wrong number, and UsageError for a text that is not a length of time.
+    Raises TrainingError for an invalid number, and UsageError for a text that is not a length of time.
     """
 
     every: int | str | bool | None = None
@@ -178,18 +177,19 @@ class Recovery(_Option):
 
     on_failure: what to do when a rank dies. "replace" (the default): start a new rank in its place, if possible, and
     continue (docs/reference/clusters.md). "shrink": continue with the remaining ranks. "stop": end the training.
-    hang_timeout: in a cluster, the seconds after which a rank that all others wait for is killed and counts as dead. In
-    a script, the seconds after which a waiting rank ends the run. None (the default): never in a cluster, where the
-    cell reports a hang after 30 s; 600 in a script. float("inf"): never. on_oom: what to do when a step has run out of
-    memory and was undone (docs/reference/memory.md). "fit": repeat it with a setting that fits. "ask": ask you for the
-    setting (the default in a notebook). "raise": end `fit` with the error (the default elsewhere). balance: measure how
-    fast ranks compute. When this changes, switch to matching speeds= of the strategy. Under ep=, measure the tokens of
-    experts, and exchange experts between ranks (default: False). backup_every: steps between backups of state that only
-    one rank holds, to the host memory of another rank. None (the default): as often as possible below 5 % of the time,
-    if a rank can be replaced. 0: no backups; a replacement then needs a checkpoint.
+    hang_timeout: in a cluster, nbkit kills a rank when all others have waited for it this long. The rank then counts as
+    dead. In a script, a rank that has waited this long ends the run. None (the default): no limit in a cluster, where
+    the cell reports a hang after 30 s; 600 in a script. float("inf"): no limit. on_oom: what to do when a step has run
+    out of memory and was undone (docs/reference/memory.md). "fit": repeat the step with a setting that fits. "ask": ask
+    you for the setting (the default in a notebook). "raise": end `fit` with the error (the default elsewhere). balance:
+    measure how fast ranks compute. When their speeds change, switch to a strategy with matching speeds=. Under ep=,
+    measure the tokens of experts, and exchange experts between ranks (default: False). backup_every: steps between two
+    backups. A backup copies state that only one rank holds to the host memory of another rank. None (the default): as
+    often as possible within 5 % of the time, if a rank can be replaced. 0: no backups; a replacement then needs a
+    checkpoint.
 
-    A loop over `job.batches` takes only on_failure ("replace" or "stop") and backup_every. Raises TrainingError for an
-    invalid value.
+    For a loop over `job.batches`, only on_failure ("replace" or "stop") and backup_every are allowed. Raises
+    TrainingError for an invalid value.
     """
 
     on_failure: str = "replace"
@@ -210,14 +210,14 @@ class Recovery(_Option):
 
 @_option
 class ModelHints(_Option):
-    """Facts about a model that nbkit cannot find out itself.
+    """Facts about a model that nbkit cannot always find itself.
 
     stages: names of the modules that begin stages 1, 2, ... of a pipeline. tp_plan: how tensor parallelism splits
-    modules, by module name (with *). example: a small batch to run the model on. It is needed for data that cannot be
-    indexed, and in a loop of your own: for pipelines, for context parallelism, and for tensor parallelism of all but
+    modules, by module name (with *). example: a small batch to run the model on. nbkit needs it if the data cannot be
+    indexed, and in a loop of your own: for pipelines, for context parallelism, and for tensor parallelism, except for
     well-known classes.
 
-    If a hint is None (the default), nbkit finds it out as far as it can.
+    For a hint that is None (the default), nbkit tries to find the fact itself.
     """
 
     stages: Sequence[str] | None = None

@@ -122,3 +122,8 @@ def test_the_text_of_an_error_is_found_with_what_to_type() -> None:
 
     assert re.search(r"\| More ranks than idle GPUs\.", found)
     assert re.search(r"\| There is no such ZeRO stage\. \| `zero=3` \|", found)
+
+
+def test_what_a_class_describes_by_name_is_a_list() -> None:
+    assert "- `url`: " in "".join(generated.views())
+    assert "- `nodes`: " in "".join(generated.plugins())

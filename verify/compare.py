@@ -280,7 +280,7 @@ PARITY_HEAD = ("model", "strategy", "weights", "with", "steps", "gradients", "la
 def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
     """Return one line with the number of verdicts of each kind, and of those that `check` did not say."""
     off = sum(bool(verdict.check) for verdict in verdicts.values())
-    return f"{counted(verdicts)[:-1]}; nbkit.check said something else of {off}."
+    return f"{counted(verdicts)[:-1]}; nbkit.check predicted another result for {off}."
 
 
 def counted(verdicts: Mapping[Case, Verdict]) -> str:
@@ -288,7 +288,7 @@ def counted(verdicts: Mapping[Case, Verdict]) -> str:
     number = Counter(verdict.kind for verdict in verdicts.values())
     share = 100 * number["equal"] / max(len(verdicts), 1)
     kinds = ", ".join(f"{number[kind]} {kind}" for kind in KINDS)
-    return f"{len(verdicts)} cells: {kinds} ({share:.0f} % equal)."
+    return f"{len(verdicts)} cases: {kinds} ({share:.0f} % equal)."
 
 
 ZOO_TABLES = ((*ZOO_STRATEGIES, CHAINED), ZOO_EXPERTS)
@@ -325,7 +325,11 @@ def _table(verdicts: Mapping[Case, Verdict], columns: Sequence[str]) -> list[str
         rows.append(f"| {name} | {' | '.join(words)} |")
     rows += [""]
     for chain in (column for column in columns if " > " in column):
-        rows += [f"The chain is `{chain}`, a step in each. +check: `nbkit.check` said something else.", ""]
+        rows += [
+            f"The chain is `{chain}`, with one step under each strategy. *less*: these strategies were refused, and "
+            "the chain went on without them. *+check*: `nbkit.check` predicted another result.",
+            "",
+        ]
     return rows
 
 

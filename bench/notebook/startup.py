@@ -43,7 +43,7 @@ def run(settings: Settings) -> list[Row]:
             start, n = arms[arm]
             seconds[arm].append(_once(settings.folder / f"{number}-{arm}", start, n))
 
-    what = f"fresh kernel to {RANKS} ranks ready, parallel modules imported"
+    what = f"from a fresh kernel until {RANKS} ranks are ready and have imported torch's parallel modules"
     ours, again = seconds[fewer], seconds[f"{fewer}, again"]
     if absent:
         first = skipped(what, "nbdistributed", absent)

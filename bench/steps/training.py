@@ -229,6 +229,6 @@ def _cpu(ours: list[Block], theirs: list[Block]) -> str:
     rank = ratio([block.cpu for block in ours], [block.cpu for block in theirs])
     whole = ratio([block.whole_cpu for block in ours], [block.whole_cpu for block in theirs])
     return (
-        f"; CPU-seconds of rank 0 {rank.middle:.3f} x [{rank.low:.3f}, {rank.high:.3f}],"
+        f"; CPU-seconds of rank 0: {rank.middle:.3f} x [{rank.low:.3f}, {rank.high:.3f}],"
         f" of all processes {whole.middle:.3f} x [{whole.low:.3f}, {whole.high:.3f}]"
     )

@@ -3,7 +3,7 @@
 Both programs exist at the same time, each with its own ranks. One waits for orders while the other trains. They are the
 same but for `nbkit.listen()` in the line before `init_process_group`, which is all that `nbkit run` adds too. Where a
 process has its memory changes its seconds by some percent, as long as it lives. So the processes of both are started
-again after every `OF_ONE_START` pairs.
+again after every `OF_ONE_START` pairs, and the two programs take turns to start first.
 
 The cost is that of a step and its calls, and does not grow with what a step computes. A small model of as many layers
 makes the same calls, and its steps are so short that other programs hardly disturb them. So the cost is measured there
@@ -23,7 +23,7 @@ from bench.table import Row, absolute, compared
 from nbkit.records.records import LISTEN_EVERY
 
 STRATEGIES, RANKS = ("ddp", "zero3"), 2
-STARTS, OF_ONE_START, STEPS = 5, 20, 2 * LISTEN_EVERY
+STARTS, OF_ONE_START, STEPS = 10, 10, 2 * LISTEN_EVERY
 SMALL = steps.SIZE | {"width": 32, "block": 16}
 BAR, COST_S = 1.01, 1e-3  # of a step of 100 ms
 
@@ -52,11 +52,13 @@ def run(settings: Settings) -> list[Row]:
 def _starts(settings: Settings, strategy: str, size: dict[str, int]) -> list[dict[str, Spent]]:
     """Return, for each start of the processes, what the blocks of each arm took."""
     found = []
-    for _ in range(settings.count(STARTS)):
+    for number in range(settings.count(STARTS)):
+        first = number % 2 == 0
         with (
-            Ranks("telemetry.listening", RANKS, folder=settings.folder, listens=True, **size) as ours,
-            Ranks("telemetry.listening", RANKS, folder=settings.folder, listens=False, **size) as theirs,
+            Ranks("telemetry.listening", RANKS, folder=settings.folder, listens=first, **size) as one,
+            Ranks("telemetry.listening", RANKS, folder=settings.folder, listens=not first, **size) as other,
         ):
+            ours, theirs = (one, other) if first else (other, one)
             arms = {"listens": ours, "listens again": ours, "plain": theirs}
             spent: dict[str, Spent] = {name: [] for name in arms}
             for ranks in (ours, theirs):

@@ -70,7 +70,7 @@ def reform(generation: int, address: str, port: int) -> int:
     """Join generation `generation` of the world, whose store is at address:port. Returns the generation."""
     assert place is not None
     if dead:
-        raise ClusterError(f"Rank {min(dead)} has died, and a world has all ranks.", hint="%cluster restart")
+        raise ClusterError(f"Rank {min(dead)} has died, and a world needs all ranks.", hint="%cluster restart")
     listener = take_listener() if place.rank == 0 else None
     if (here := world.current()) is None:
         world.World.join(place, listen=listener, address=address, port=port, generation=generation)

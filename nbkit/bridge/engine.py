@@ -337,7 +337,7 @@ def _verify_device(pinned: str, device: str) -> None:
         return
     used = accelerator().uuid(accelerator().device(device))
     if not used.startswith(pinned):
-        raise ClusterError("A rank is on another GPU than it was given.", numbers=f"given {pinned}, torch uses {used}")
+        raise ClusterError("A rank is not on the GPU that it was given.", numbers=f"given {pinned}, torch uses {used}")
 
 
 def _fill_namespace(user_ns: dict[str, Any], place: RankPlace) -> None:

@@ -315,7 +315,7 @@ def _resume(owner: Any) -> dict[str, Any]:
 def _lr(owner: Any, value: float) -> dict[str, Any]:
     if not hasattr(owner, "lr"):
         raise UsageError(
-            "Only a Trainer takes a learning rate from outside.",
+            "Only a Trainer can get a learning rate from outside.",
             hint="%%distributed --at-step   and set it in your optimizer's param_groups",
         )
     if not 0 < value < math.inf:
@@ -331,7 +331,7 @@ def _fit(owner: Any, number: int = 0) -> dict[str, Any]:
 
 def _save(owner: Any, path: str = "") -> dict[str, Any]:
     if not hasattr(owner, "save"):
-        raise UsageError("Only a Trainer saves itself.", hint="save in your loop, between two steps")
+        raise UsageError("Only a Trainer can be saved from outside.", hint="save in your loop, between two steps")
     to = (user_path(path) if path else (owner.run_dir or Path()) / "checkpoint").absolute()
     owner.save(to, beside=step_boundary.training() is not None and not step_boundary.is_held())
     return {"path": str(to)}

@@ -18,7 +18,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     action.add_argument("folder", metavar="DIR", help="a directory that trainer.save has written, under any strategy")
     action.add_argument("file", metavar="FILE", help="the file to write, such as model.safetensors")
     action.epilog = (
-        "Load it with model.load_state_dict(safetensors.torch.load_file(FILE)). No cluster and no GPU is needed."
+        "Load FILE with model.load_state_dict(safetensors.torch.load_file(FILE)). You need no cluster and no GPU."
     )
     action.set_defaults(command=lambda given: ["export_safetensors", given.folder, given.file])
     text = "Write model, optimizer and step to a directory that plain FSDP2 or torchtitan loads."
@@ -27,7 +27,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     action.add_argument("target", metavar="TARGET", help="the directory to write, which must not exist yet")
     action.add_argument("--to", choices=("fsdp2", "torchtitan"), default="fsdp2", help="the layout (default: fsdp2)")
     action.epilog = (
-        "Load it with torch.distributed.checkpoint.load. trainer.load needs no conversion: it reads both layouts."
+        "Load TARGET with torch.distributed.checkpoint.load. trainer.load reads both layouts without a conversion."
     )
     action.set_defaults(command=lambda given: ["torch_layouts", given.folder, given.target, given.to])
 

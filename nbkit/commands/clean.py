@@ -12,7 +12,7 @@ from nbkit.notebook.cluster.job import AttachedJob
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "It ends only processes that the registry names, and checks pid and start time of each."
+    parser.epilog = "The command ends only processes of nbkit's clusters. It compares the pid and start time of each."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Train a GPT on real text in a notebook, and switch its strategy while it trains. About two minutes."""
+"""Train a GPT on real text in a notebook for about two minutes, and switch its strategy meanwhile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _VERDICT = re.compile(r"never switched: ([\d.e+-]+)")
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-n", type=int, metavar="N", help="ranks, an even number; default: the idle GPUs, else four on the CPU"
+        "-n", type=int, metavar="N", help="number of ranks: 2, 4, 6 or 8; default: one per idle GPU, or four on the CPU"
     )
     parser.add_argument("--cpu", action="store_true", help="use CPU ranks, even if there are GPUs")
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="training steps (150)")
@@ -180,7 +180,7 @@ def _indented(text: str) -> str:
 
 def _close(terminal: Terminal, story: Story, steps: int, output: Path, seconds: float) -> int:
     if story.apart is None:
-        raise NbkitError("The notebook has not said how far apart the curves are.", hint=f"see {output}")
+        raise NbkitError("The notebook has not printed the difference of the curves.", hint=f"see {output}")
     same = story.apart <= APART
     curves = f"{_beside_python('tensorboard')} --logdir runs"
     if importlib.util.find_spec("tensorboard") is None:

@@ -1,4 +1,4 @@
-"""List your programs that listen, so that nbkit can look into them."""
+"""List your listening programs: those that nbkit can examine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nbkit.notebook.json_text import add_json_option, json_text
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
-    parser.epilog = "A program listens if it was started with `nbkit run`, or calls nbkit.listen()."
+    parser.epilog = "A program listens if it was started with `nbkit run`, or if it calls nbkit.listen()."
 
 
 def run(arguments: argparse.Namespace) -> int:

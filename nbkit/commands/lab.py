@@ -21,13 +21,11 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("nbkit-lessons"),
         metavar="FOLDER",
-        help="where to write (%(default)s)",
+        help="folder to write (%(default)s)",
     )
     parser.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
     parser.add_argument("--port", type=int, metavar="PORT", help="port of the server; default: JupyterLab chooses")
-    parser.add_argument(
-        "--allow-root", action="store_true", help="allow to run as root, which JupyterLab refuses otherwise"
-    )
+    parser.add_argument("--allow-root", action="store_true", help="allow root, which JupyterLab refuses by default")
     parser.epilog = "Lessons that are already in the folder do not change. More options: jupyter lab --help"
 
 

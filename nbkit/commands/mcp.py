@@ -20,10 +20,12 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         "--allow",
         choices=("look", "steer", "code"),
         default="look",
-        help="what the agent may do: look (default); steer: also switch, pause, save, stop; code: also run code",
+        help="what the agent may do; look (default): read; steer: also switch, pause, save, stop; code: also run code",
     )
-    parser.add_argument("--dir", default=".", metavar="FOLDER", help="working directory, with runs/ and scripts (.)")
-    parser.epilog = "Each request and its result are a line in mcp.jsonl, in the folder of your clusters."
+    parser.add_argument(
+        "--dir", default=".", metavar="FOLDER", help="working directory, which has runs/ and scripts (.)"
+    )
+    parser.epilog = "The log is mcp.jsonl, in the folder of your clusters. It has each request and its result."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Run any torch.distributed program so that nbkit can look into it, for example with `nbkit why --job NAME`."""
+"""Run any torch.distributed program so that nbkit can examine it, for example with `nbkit why --job NAME`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from nbkit.wire.import_changes import change_when_imported
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", type=int, metavar="N", help="start N ranks on this host, by torchrun (this process)")
-    parser.add_argument("--job", metavar="NAME", help="name of the job; default: the program's name and four letters")
     parser.add_argument(
-        "--no-cells", action="store_true", help="run no live cells: nbkit can only look into the program"
+        "-n", type=int, metavar="N", help="start N ranks on this host with torchrun (only this process)"
     )
+    parser.add_argument("--job", metavar="NAME", help="name of the job; default: the program's name and four letters")
+    parser.add_argument("--no-cells", action="store_true", help="run no live cells: nbkit can only examine the program")
     parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is a module, as in python -m")
     parser.add_argument("program", metavar="PROGRAM", help="the script to run")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the program")
     parser.epilog = (
-        "Under a launcher: torchrun --nproc-per-node 4 -m nbkit run train.py; srun nbkit run train.py. "
-        "Or before one: nbkit run torchrun --nproc-per-node 4 train.py"
+        "With a launcher, type torchrun --nproc-per-node 4 -m nbkit run train.py, or srun nbkit run train.py. "
+        "You can also type nbkit run torchrun --nproc-per-node 4 train.py"
     )
 
 

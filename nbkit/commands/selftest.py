@@ -22,12 +22,17 @@ CPU_RANKS = 4
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", type=int, metavar="N", help="ranks; default: the idle GPUs, else four on the CPU")
+    parser.add_argument(
+        "-n", type=int, metavar="N", help="number of ranks; default: one per idle GPU, or four on the CPU"
+    )
     parser.set_defaults(gpus=None, spares=0, detach=False, requeue=False, save_before=None, rest=())
     add_place_options(parser)
     names = ", ".join(item.name for item in items(CPU_RANKS))
     parser.add_argument(
-        "--only", action="append", metavar="NAME", help=f"test only this item; may be repeated: {names}"
+        "--only",
+        action="append",
+        metavar="NAME",
+        help=f"test only this item; repeat the option for more items: {names}",
     )
     parser.add_argument(
         "--output",
@@ -38,8 +43,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     )
     add_json_option(parser)
     parser.epilog = (
-        "It takes about three minutes on the CPU, fifteen on GPUs. The exit status is 1 if an item fails. The report "
-        "has the results, versions, the output of nbkit doctor, and only environment variables of torch, NCCL and CUDA."
+        "The test takes about three minutes on the CPU, and fifteen on GPUs. The exit status is 1 if an item fails. "
+        "The report has the results, the versions, and the output of nbkit doctor. "
+        "Of the environment, it has only variables of torch, NCCL and CUDA."
     )
 
 

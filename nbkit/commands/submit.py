@@ -25,21 +25,21 @@ from nbkit.quoting import file_word, shell_words
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="the notebook to run; it does not change")
+    parser.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="the notebook to run, which does not change")
     parser.add_argument(
         "-p",
         dest="parameters",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="new value for the first assignment to NAME, in the cell tagged parameters if there is one",
+        help="replace the value in the first assignment to NAME, in the cell with the tag parameters if there is one",
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="notebook to write; default: the notebook's name and the time"
     )
     add_slurm_options(parser, "submit it as a job for one node, instead of running it here", nodes=False)
     parser.epilog = (
-        "It runs in the notebook's folder, and waits until all cells have ended. The exit status is 1 if a cell fails."
+        "Without --slurm, the command waits until all cells have ended. The exit status is 1 if a cell fails."
     )
 
 

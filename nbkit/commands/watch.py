@@ -36,13 +36,15 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        help="a cluster, a job (nbkit jobs), a run or a directory of runs; default: runs, or the one in nbkit.toml",
+        help="a cluster, a job (nbkit jobs), a run or a folder of runs (runs, or the folder in nbkit.toml)",
     )
     parser.add_argument("--once", action="store_true", help="print the state once and end")
     parser.add_argument(
         "--json", action="store_true", help="print the state once as JSON: see nbkit.read_run(...).snapshot"
     )
-    parser.epilog = "It reads the records in the run's directory. Ctrl-C ends the command, not the training."
+    parser.epilog = (
+        "The command reads the records in the run's directory. Ctrl-C ends only the command, not the training."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

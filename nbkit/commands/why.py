@@ -13,8 +13,12 @@ from nbkit.notebook.json_text import add_json_option, json_text
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the cluster; default: the only one that runs")
-    parser.add_argument("--job", nargs="?", const="", metavar="NAME", help="a program that listens: see nbkit jobs")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="name of the cluster; default: the running one, if there is only one"
+    )
+    parser.add_argument(
+        "--job", nargs="?", const="", metavar="NAME", help="name of a listening program: see nbkit jobs"
+    )
     parser.add_argument("--stacks", action="store_true", help="also show the stack of every thread")
     add_json_option(parser)
 

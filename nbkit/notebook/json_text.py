@@ -17,7 +17,7 @@ from typing import Any
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """Let a command or a verb take --json."""
-    parser.add_argument("--json", action="store_true", help="print JSON for programs, not a table")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs instead of a table")
 
 
 def json_text(value: Any) -> str:

@@ -166,15 +166,15 @@ def plan(
     optimizer: Callable[..., Any] | None = None,
     inputs: Sequence[str] | None = None,
 ) -> Plan:
-    """Return every strategy that fits, the best first, with its peak memory, seconds per step, and bytes sent.
+    """Return every strategy that fits, the fastest first, with its peak memory, seconds per step, and bytes sent.
 
-    model: a GPTConfig, a module, or a callable that builds one. A GPTConfig is not built and needs no torch. For the
-    others, two rows of `example` are run on the CPU. batch: rows of a global batch. on: the hardware, such as "128 x 8
-    H100". precision: as for a Trainer. example: a batch of any number of rows, or a callable that makes one. loss,
-    inputs: as for a Trainer. optimizer: as for a Trainer; None (the default): AdamW.
+    model: a GPTConfig, a module, or a callable that builds one. nbkit does not build a GPTConfig, and needs no torch
+    for it. It runs any other model on two rows of `example`, on the CPU. batch: rows of a global batch. on: the
+    hardware, such as "128 x 8 H100". precision: as for a Trainer. example: a batch of any number of rows, or a callable
+    that makes one. loss, inputs: as for a Trainer. optimizer: as for a Trainer; None (the default): AdamW.
 
     Callables run in their own process, unless this process has imported torch. `.rows[0]` is the recommendation.
-    `.refused` lists what does not fit, with the numbers. Raises UsageError for a request that cannot be planned, and
+    `.refused` lists the other strategies, with the numbers. Raises UsageError for a request that nbkit cannot plan, and
     any error of the model.
     """
     asked = _Asked(model, batch, Hardware.parse(on), precision, example, loss, optimizer, inputs)
@@ -277,13 +277,13 @@ class _Asked:
             return
         if not callable(self.model):  # a module is callable too
             raise UsageError(
-                "A plan is made of a GPTConfig, a module, or a callable that builds one.",
+                "A plan needs a GPTConfig, a module, or a callable that builds one.",
                 numbers=f"this is a {type(self.model).__name__}",
                 hint=_EXAMPLE,
             )
         if lacks := [name for name in ("example", "loss") if getattr(self, name) is None]:
             raise UsageError(
-                "A model that is no GPTConfig is run, to be looked at.",
+                "To plan a model that is no GPTConfig, nbkit must run it.",
                 numbers=f"without {' and '.join(f'{name}=' for name in lacks)}",
                 hint="nbkit.plan(model, example=batch, loss=loss_fn, batch=64, on='8 H100')",
             )

@@ -11,9 +11,9 @@ from nbkit.errors import UsageError
 class GPTConfig:
     """Sizes of a GPT.
 
-    vocab: the number of different tokens; 256 is one for each byte. block: the longest sequence that it sees at once.
-    layers: the number of blocks. heads: attention heads of a block; they divide `width`. width: features of a token.
-    dropout: the share of elements that are set to zero during training.
+    vocab: the number of different tokens; 256 is one for each byte. block: the maximum length of a sequence. layers:
+    the number of blocks. heads: the number of attention heads of a block; it must divide `width`. width: the number of
+    features of a token. dropout: the share of elements that are set to zero during training.
     """
 
     vocab: int = 256

@@ -429,7 +429,7 @@ def _part(total: int, parts: int, index: int) -> int:
 def _known(value: int | None, name: str) -> int:
     if value is None:
         raise StrategyError(
-            "The traffic of this strategy follows from numbers that are not known.",
+            "The traffic of this strategy depends on numbers that are not known.",
             numbers=f"{name} is unknown",
             hint=f"Facts({name}=...)",
         )

@@ -95,15 +95,15 @@ _listener: Listener | None = None
 
 
 def listen(job: str | None = None, *, cells: bool = True) -> str:
-    """Make this program visible to its user: `nbkit why --job NAME`, `%cluster attach --job NAME`. Return the NAME.
+    """Let nbkit examine this program: `nbkit why --job NAME`, `%cluster attach --job NAME`. Return the NAME.
 
-    Call it on every rank, before the process group is made. A second call changes nothing. In a cell of a cluster,
-    whose ranks are visible already, and in a process that a rank has spawned, it does nothing and returns "".
+    Call it on every rank, before the process group is made. A second call changes nothing. In a cell of a cluster, and
+    in a process that a rank has spawned, the call does nothing and returns "".
 
-    job: the name, the same on all ranks. By default, the name of the program and four letters that change with each
-    start. cells: allow the user to run live cells at the ends of steps.
+    job: the name, the same on all ranks. Default: the name of the program and four letters that change with each start.
+    cells: allow the user to run live cells between two steps.
 
-    Raises UsageError if the process group exists already, and ClusterError if others may use the job's folder.
+    Raises UsageError if the process group exists already, and ClusterError if other users can access the job's folder.
     """
     global _listener
     if _listener is not None:

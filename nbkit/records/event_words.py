@@ -6,8 +6,10 @@ marks. A page gets the words with each event.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from nbkit.figures import figure, seconds, size
@@ -19,6 +21,28 @@ Told = Mapping[str, Any]
 def brief(strategy: str) -> str:
     """Return a strategy without the numbers of its experts, which may take more room than all else."""
     return re.sub(r"(?<= experts=)\S+", "…", strategy)
+
+
+@lru_cache(maxsize=64)  # each step asks for that of the same strategy
+def recorded(strategy: str) -> str:
+    """Return a strategy as the record of a step has it: "dp=2 ep=2 experts=6-moved-1f0c2a9b".
+
+    The places of the experts of a large model take tens of KB. In place of them, the record has the number of experts
+    that are away from their own places, and a digest of the places. So records of different strategies differ. The
+    events run_started, switch and resized have the whole strategy. A strategy in this form stays as it is.
+    """
+    return re.sub(r"(?<= experts=)\d+:\S+", lambda places: _moved(places[0]), strategy)
+
+
+def _moved(places: str) -> str:
+    """Return "6-moved-1f0c2a9b" for "0:1-5,2-7+3:0-4"."""
+    experts = len(re.findall(r"\d+", places)) - places.count(":")  # the number before a colon is that of a layer
+    return f"{experts}-moved-{hashlib.sha256(places.encode()).hexdigest()[:8]}"
+
+
+def without_experts(strategy: str) -> str:
+    """Return a strategy with every expert at its own place."""
+    return re.sub(r" experts=\S+", "", strategy)
 
 
 def _switch(event: Told) -> tuple[str, str]:
@@ -51,9 +75,10 @@ def _replaced(event: Told) -> tuple[str, str]:
 
 
 def _resized(event: Told) -> tuple[str, str]:
+    old, new = (brief(str(event.get(side, ""))) for side in ("old", "new"))
     return f"{event.get('ranks', '')} ranks", (
-        f"{event.get('old_ranks', '')} → {event.get('ranks', '')} ranks {_after(event)}: {event.get('old', '')} → "
-        f"{event.get('new', '')}, {size(event.get('moved_bytes', 0))} moved, "
+        f"{event.get('old_ranks', '')} → {event.get('ranks', '')} ranks {_after(event)}: {old} → {new}, "
+        f"{size(event.get('moved_bytes', 0))} moved, "
         f"{seconds(event.get('pause_s', 0.0))} without a step"
     )
 

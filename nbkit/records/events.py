@@ -64,7 +64,8 @@ class LrChanged(Event):
 
 @dataclass(frozen=True)
 class LiveCell(Event):
-    """A cell ran on the ranks between two steps. what: its first line. seconds: how long the training waited for it."""
+    """A live cell ran between two steps. what: the first line of the cell. seconds: how long the training waited for
+    it."""
 
     kind: ClassVar[str] = "live_cell"
     what: str = ""
@@ -83,13 +84,13 @@ class Checkpointed(Event):
 
 @dataclass(frozen=True)
 class Switched(Event):
-    """The strategy changed. moved_bytes: sum over all ranks.
+    """The strategy changed. moved_bytes: bytes that all ranks together sent.
 
     beside_s: seconds of preparation in another thread during steps of the old strategy. They are not part of the pause.
-    pause_s: seconds without a step, not including proof_s. proof_s: seconds for which the training waited for the
-    proof. prepare_s: the part of pause_s before anything moved. identical: whether weights and optimizer state are the
-    same as before; None if not checked. in_place: True if memory did not hold both states, so that tensors were
-    replaced one by one.
+    pause_s: seconds without a step, not including proof_s. proof_s: seconds in which the training waited for the
+    comparison of old and new state. prepare_s: the part of pause_s before anything moved. identical: True if weights
+    and optimizer state are the same as before; None if not compared. in_place: True if memory did not hold both states,
+    so that tensors were replaced one by one.
     """
 
     kind: ClassVar[str] = "switch"
@@ -106,10 +107,10 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Rebalanced(Event):
-    """Ranks are slower or faster than assumed, or their experts get unequal work, so the work is divided again.
+    """nbkit has divided the work again, because ranks are slower or faster than assumed, or experts get unequal work.
 
     speeds: relative speed of each rank. gain: expected saving, as a share of the compute seconds of a step. experts:
-    how many experts have moved to another rank, in all layers.
+    number of experts that have moved to another rank, in all layers together.
     """
 
     kind: ClassVar[str] = "rebalanced"
@@ -120,11 +121,11 @@ class Rebalanced(Event):
 
 @dataclass(frozen=True)
 class Replaced(Event):
-    """Ranks died, new processes took their places, and the training went on.
+    """Ranks died, new processes took their places, and the training continued.
 
-    ranks: "2", or "1, 2". why: "rank 2 died (SIGKILL)". steps_lost: number of finished steps that were repeated.
-    seconds: time from the death until the next step could begin. devices: "rank 2 is on the spare GPU 3 now, since
-    ..."; "" if the new processes use the same devices as the old ones.
+    ranks: numbers of these ranks, such as "1, 2". why: the reason, such as "rank 2 died (SIGKILL)". steps_lost: number
+    of finished steps that were repeated. seconds: time from the death until the next step could begin. devices: a text
+    such as "rank 2 is on the spare GPU 3 now, since ..."; "" if the new processes use the devices of the old ones.
     """
 
     kind: ClassVar[str] = "replaced"
@@ -149,7 +150,8 @@ class Replaced(Event):
 class Resized(Event):
     """The training continues with another number of ranks.
 
-    old: the strategy before. new: the strategy after. moved_bytes: sum over all ranks. pause_s: seconds without a step.
+    old: the strategy before. new: the strategy after. moved_bytes: bytes that all ranks together sent. pause_s: seconds
+    without a step.
     """
 
     kind: ClassVar[str] = "resized"
@@ -174,10 +176,10 @@ class OutOfMemory(Event):
     """A step ran out of memory and was undone. A second event has the setting with which the training continues.
 
     rank: the rank that ran out of memory; None if several did. what: the first line of the error, and causes that nbkit
-    found. changes: the changed settings, such as "microbatch_size=4"; "" in the first of the two events. old_peak:
-    predicted bytes of the fullest rank in a step with the old setting. peak: the same with the new setting. room: bytes
-    that this rank can hold. step_s: predicted seconds of a step with the new setting; 0: not known. seconds: time until
-    the step is repeated.
+    found. changes: the changed settings, such as "microbatch_size=4"; "" in the first event. old_peak: predicted peak
+    bytes with the old setting, of the rank that needs most. peak: predicted peak bytes with the new setting. room:
+    bytes that this rank can hold. step_s: predicted seconds of a step with the new setting; 0: not known. seconds:
+    seconds until the step is made again.
     """
 
     kind: ClassVar[str] = "out_of_memory"
@@ -206,8 +208,8 @@ class OutOfMemory(Event):
 class Failed(Event):
     """An error ended a run, or a switch failed and the old strategy continued.
 
-    rank: the rank where it began; None if it was the same on all, or is not known. error: the name of the error's
-    class; "" on a rank that only heard of the error. what: the first line of the error.
+    rank: the rank where the error began; None if all ranks had the same error, or if the rank is not known. error: the
+    name of the error's class; "" on a rank that did not raise the error itself. what: the first line of the error.
     """
 
     kind: ClassVar[str] = "failure"

@@ -94,12 +94,17 @@ class Late:
         return bool(self.twins) and self.took - self.twins_took >= self.seconds / 2
 
     @property
+    def elsewhere(self) -> float:
+        """Return the seconds of the part on its twins, or on others if the twins are late too."""
+        return self.twins_took if self.alone else self.others_took
+
+    @property
     def longer(self) -> float:
-        """Return the seconds by which the part is longer than on its twins, or on others if the twins are late too.
+        """Return the seconds by which the part is longer than `elsewhere`.
 
         Both are first rounded to three digits, as they are shown, so that the shown numbers have this difference.
         """
-        return _shown(self.took) - _shown(self.twins_took if self.alone else self.others_took)
+        return _shown(self.took) - _shown(self.elsewhere)
 
 
 _FAULT_S = 1e-4

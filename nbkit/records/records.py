@@ -32,11 +32,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Header(Record):
-    """The first line of a record file. A rank's records are divided into parts, one file each.
+    """The first line of a record file. The records of a rank have several parts, with one file for each part.
 
     part: number of this part. clock: "host", or the kind of device that timed the steps. unix_s: seconds since 1970 by
-    the host's clock. clock_ns: ns of the rank's perf_counter at the same moment as unix_s. offset_ns: add this to the
-    rank's perf_counter to get rank 0's. base_bytes: memory of the process before the job.
+    the host's clock. clock_ns: the rank's perf_counter at the moment of unix_s, in ns. offset_ns: add this to the
+    rank's perf_counter to get the perf_counter of rank 0. base_bytes: bytes of the process in memory before the job.
     """
 
     kind: ClassVar[str] = "header"
@@ -63,7 +63,8 @@ class Header(Record):
 
 @dataclass(frozen=True)
 class Group(Record):
-    """A group of ranks. label: the same on all its ranks. members: global ranks, in the group's order."""
+    """A group of ranks. label: the group's name, the same on all its ranks. members: global ranks, in the group's
+    order."""
 
     kind: ClassVar[str] = "group"
     label: str
@@ -73,11 +74,11 @@ class Group(Record):
 
 @dataclass(frozen=True)
 class Traffic:
-    """The use of one operation on one group (with one peer) by one rank in one step.
+    """The calls of one operation on one group (with one peer), by one rank in one step.
 
     peer: global rank at the other end of messages, -1 for any rank; None for a collective. bytes: bytes that this rank
-    contributed. timed: number of calls with a measured duration. seconds: sum of these durations, with the waiting for
-    late ranks. blocked: seconds for which this rank stood still for the operation.
+    contributed. timed: number of calls with a measured duration. seconds: sum of these durations, including the wait
+    for late ranks. blocked: seconds in which this rank did nothing but wait for the operation.
     """
 
     op: str
@@ -95,13 +96,14 @@ class Traffic:
 class StepRecord(Record):
     """A finished step. In an overview file, a line is the mean of `span` steps, and `step` is the last of them.
 
-    start_ns: when it began. seconds: how long it took this rank. parts: seconds by the activity of the training thread:
-    compute, exposed (waiting for communication), bubble, data, optimizer, other. They add up to `seconds`. Empty if not
-    measured. numbers: loss, lr, tokens and the other values of the history. cpu_seconds: CPU time of all threads of
-    this process. own_seconds: seconds for measuring and writing records. examining: seconds for which the process
-    examined strategies for a panel, in parallel with the step. lost: number of calls that were overwritten before they
-    were read. faults: number of memory pages that the process waited for, because the system read them from disk.
-    experts: for each expert of this rank, the number of tokens that it computed, over all layers.
+    start_ns: time when the step began, in ns. seconds: duration of the step on this rank. parts: seconds of each
+    activity of the training thread: compute, exposed (waiting for communication), bubble, data, optimizer, other. They
+    add up to `seconds`. Empty if not measured. numbers: loss, lr, tokens and the other values of the history.
+    cpu_seconds: CPU time of all threads of this process. own_seconds: seconds in which nbkit measured and wrote
+    records. examining: seconds in which the process examined strategies for a panel, in parallel with the step. lost:
+    number of calls that are missing, because newer calls overwrote them. faults: number of memory pages that the system
+    read from disk while the process waited. experts: for each expert of this rank, the number of tokens that it
+    computed, over all layers.
     """
 
     kind: ClassVar[str] = "step"
@@ -133,9 +135,9 @@ class Outside(Record):
 class TimedCall:
     """A collective or message in a step.
 
-    place: number of the call in its group, the same on all ranks of the group (for a message, in its pair of ranks).
-    issued: time of the call, in ns. waited: time when this rank began to wait for it, in ns; None: not known. done:
-    time when it was complete, in ns; None: not known.
+    place: number of the call in its group, the same on all ranks of the group; for a message, its number in the pair of
+    ranks. issued: time of the call, in ns. waited: time when this rank began to wait for it, in ns; None: not known.
+    done: time when the call was complete, in ns; None: not known.
     """
 
     op: str
@@ -151,7 +153,7 @@ class TimedCall:
 
 @dataclass(frozen=True)
 class PipelineOp:
-    """A forward ("F") of a micro-batch, a backward ("B"), or half of a backward. Times in ns.
+    """A forward ("F") of a micro-batch, a backward ("B"), or half of a backward. Times are in ns.
 
     The halves are the gradient of the input ("I") and the gradients of the weights ("W").
     """
@@ -167,7 +169,8 @@ class PipelineOp:
 class Detail(Record):
     """All operations of one step. Only some steps are recorded in such detail.
 
-    laps: (state, start_ns, stop_ns) of the training thread, without gaps. calls: a row for each collective and message.
+    laps: (activity, start_ns, stop_ns) of the training thread, without gaps. calls: a row for each collective and
+    message.
     """
 
     kind: ClassVar[str] = "detail"
@@ -218,10 +221,11 @@ gradients of activations, and temporary tensors of an operation or of the optimi
 class MemoryRecord(Record):
     """Bytes of a rank after a backward pass. Tensors that share memory count once.
 
-    peak: the most bytes during a step, 0 if not counted. They are bytes in the device's allocator, or in live storages
-    (source "storages"). now: bytes in the allocator, or of the process, including Header.base_bytes. source: the kind
-    of the device, or "storages". In records of older releases it is "rss", and peak is the peak of the process. named:
-    the parts of the peak, the largest first; empty if only the sum is known.
+    peak: the largest number of bytes during a step; 0 if not counted. These are bytes in the device's allocator, or in
+    live storages (source "storages"). now: bytes in the device's allocator, or on the CPU bytes of the process,
+    including Header.base_bytes. source: the kind of the device, or "storages". In records of older releases, source is
+    "rss", and peak is the peak of the process. named: the parts of the peak, the largest first; empty if only the sum
+    is known.
     """
 
     kind: ClassVar[str] = "memory"
@@ -248,7 +252,8 @@ class MemoryRecord(Record):
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """The state of a GPU. None: not reported by the driver. busy: share of the time. slowed: why its clocks are low."""
+    """The state of a GPU. None: not reported by the driver. busy: share of time in use. slowed: why its clocks are
+    low."""
 
     uuid: str
     index: int
@@ -265,9 +270,9 @@ class GpuHealth:
 class HealthRecord(Record):
     """The state of a rank at one moment. The first rank of a host also records the host (cores > 0) and its GPUs.
 
-    cpu: cores that this process used on average since the last record. rss: bytes of the process in memory. gpu: UUID
-    of the rank's GPU, or "". load: mean number of processes of the host that were running or ready to run, over a
-    minute. mhz: mean clock of the cores, in MHz.
+    cpu: number of cores that this process used on average since the last record. rss: bytes of the process in memory.
+    gpu: UUID of the rank's GPU, or "". load: number of processes of the host that run or are ready to run, averaged
+    over a minute. mhz: mean clock of the cores, in MHz.
     """
 
     kind: ClassVar[str] = "health"

@@ -189,7 +189,7 @@ def _why(late: Late, step: float) -> str:
 
 
 def _beside_others(late: Late, step: float) -> str:
-    return f"{spoken(late.took)}, elsewhere {spoken(late.took - late.longer)}: {_more(late, step)}"
+    return f"{spoken(late.took)}, elsewhere {spoken(late.elsewhere)}: {_more(late, step)}"
 
 
 def _more(late: Late, step: float) -> str:

@@ -23,15 +23,15 @@ from nbkit.schedules.schedule import Kind, Op, names, rank_of, register
 
 
 def gpipe(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return all forwards, followed by all backwards (Huang et al. 2019, arXiv 1811.06965)."""
+    """Return all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
     forwards = [Op("F", rank, micro) for micro in range(microbatches)]
     return forwards + [Op("B", rank, micro) for micro in range(microbatches)]
 
 
 def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return each backward as soon as possible, so that rank r of n holds activations of at most n - r micro-batches.
+    """Return forwards and backwards in turns: rank r of n holds activations of at most n - r micro-batches.
 
-    This is PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.
+    Each backward runs as soon as possible. This is PipeDream-Flush (Narayanan et al. 2021, arXiv 2104.04473).
     """
     warm = min(microbatches, ranks - rank - 1)
     forwards = [Op("F", rank, micro) for micro in range(microbatches)]
@@ -42,8 +42,9 @@ def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
 def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
     """Return 1F1B with `stages_per_rank` stages on each rank: stage s is on rank s mod ranks.
 
-    Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2: a group of `ranks` micro-batches passes the stages of
-    this rank in turn, then the next group does.
+    Micro-batches form groups of `ranks`, the number of ranks. Each rank runs a whole group through its first stage,
+    then through its second stage, and so on. Then it takes the next group (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2.2).
     """
     groups = -(-microbatches // ranks)
     forwards, backwards = [], []
@@ -59,8 +60,8 @@ def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) 
 def dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
     """Return DualPipeV: stages r and 2 ranks - 1 - r are on rank r, and their forwards and backwards alternate.
 
-    These are the eight steps of DeepSeek's DualPipeV, the "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe).
-    DeepSeek runs a forward and a backward at the same time; here they run one after the other.
+    The order has eight parts, as in DeepSeek's DualPipeV, the "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe).
+    DeepSeek runs a forward and a backward at the same time. nbkit runs them one after the other.
     """
     return [op for op in _dualpipev(ranks, max(microbatches, 2 * ranks), rank) if op.micro < microbatches]
 

@@ -116,15 +116,16 @@ def register(
 
     stages_per_rank: stages on each rank. Stage s is on rank s mod ranks.
 
-    v_shaped: each rank has two stages. They run down the ranks and up again, so that the first and the last are on rank
-    0.
+    v_shaped: each rank has two stages. Stages go from rank 0 to the last rank and back, so that rank 0 has the first
+    and the last stage.
 
-    microbatches_per_rank: a strategy with fewer micro-batches than this times pp is refused.
+    microbatches_per_rank: the least number of micro-batches for each rank of the pipeline. nbkit refuses a strategy
+    with fewer.
 
-    check: check the operations of small pipelines now, and later those of each pipeline that a strategy uses.
+    check: check the operations of small pipelines now, and the operations of each pipeline that a strategy uses later.
 
-    Raises StrategyError, and registers nothing, if an operation is missing or occurs twice, or if the ranks would
-    deadlock.
+    Raises StrategyError if an operation is missing or occurs twice, or if the ranks would deadlock. Then nothing is
+    registered.
 
     A second call with the same name replaces the schedule. nbkit's own schedules cannot be replaced.
     """

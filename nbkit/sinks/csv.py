@@ -16,7 +16,7 @@ COLUMNS = (
 
 
 class CSV:
-    """Writes to `path`. If the file exists, it appends. pandas.read_csv(path) can read the file during the training.
+    """Writes rows to the file `path`, after those that it has. pandas.read_csv(path) can read it during the training.
 
     The columns are step, loss, lr, grad_norm, tokens_per_second, samples_per_second, step_seconds, memory_bytes,
     memory_peak_bytes, strategy, event and logged. `event` has the text of a row that is not a step. `logged` has values

@@ -1,4 +1,4 @@
-"""compress=int8: gradients are rounded to fewer bytes before they are sent. The error of their sums has a bound."""
+"""compress=int8: gradients are rounded to fewer bytes before they are sent. The error of the sums is bounded."""
 
 from __future__ import annotations
 

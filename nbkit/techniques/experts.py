@@ -19,7 +19,8 @@ Moved = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 
 
 class MovedExpertsKey(Key):
-    """Layers as ``0:1-5,2-7+3:0-4``: in layer 0, experts 1 and 5 have changed places, and so have 2 and 7.
+    """Layers, such as `0:1-5,2-7+3:0-4`. In this example, experts 1 and 5 of layer 0 have changed places, and experts 2
+    and 7 too. In layer 3, experts 0 and 4 have changed places.
 
     All other experts are at their own places.
     """

@@ -8,7 +8,7 @@ from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
 class MicrobatchesKey(Key):
-    """A whole number. The default is twice the ranks of the pipeline. Without a pipeline there is none."""
+    """A whole number. The default is twice the ranks of the pipeline. The key needs pp."""
 
     name = "microbatches"
     is_field = True

@@ -109,12 +109,12 @@ class MineKey(Key):
 
 
 def use(own: type) -> None:
-    """Train with a class of your own. Afterwards `strategy="mine"` stands for it. Call this on all ranks.
+    """Train with a class of your own. Afterwards `strategy="mine"` uses this class. Call this on all ranks.
 
     own: a class with the methods of one kind: `ready` and `finish` (ddp), `part`, `reduce` and `gather` (zero1), or
     `part`, `column` and `row` (tp).
 
-    It replaces an earlier class of the same kind. Raises UsageError for a class with other methods.
+    The class replaces an earlier one of the same kind. Raises UsageError for a class with other methods.
     """
     kind, known = kind_of(own), _key().classes
     known.pop(kind, None)  # "mine" means the class that was added last

@@ -8,7 +8,7 @@ from nbkit.techniques.key import AnyStrategy, Key
 
 
 class OrderKey(Key):
-    """The name of an axis. nbkit chooses one if it is not given."""
+    """The name of an axis. By default, nbkit chooses one."""
 
     name = "order"
     neutral = ""

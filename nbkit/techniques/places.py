@@ -8,7 +8,7 @@ from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
 class PlacesKey(Key):
-    """A number for each rank, with colons between them. Each rank is at its own place if it is not given."""
+    """A number for each rank, separated by colons. By default, each rank is at its own place."""
 
     name = "places"
     neutral: ClassVar[tuple[int, ...]] = ()

@@ -34,7 +34,7 @@ _built_in: list[str] = []
 def register(key: Key | type[Key]) -> None:
     """Add a key. Afterwards `ddp NAME=VALUE` is a strategy. Call this on all ranks, and in the notebook.
 
-    key: a subclass of `Key` or `GradientKey`, or an object of one.
+    key: a subclass of `Key` or `GradientKey`, or an instance of such a class.
 
     A second call with the same name replaces the key. nbkit's own keys cannot be replaced.
     """

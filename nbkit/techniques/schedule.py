@@ -7,7 +7,7 @@ from nbkit.techniques.key import AnyStrategy, Key
 
 
 class ScheduleKey(Key):
-    """The name of a schedule. The default is 1f1b. Without a pipeline there is none."""
+    """The name of a schedule. The default is 1f1b. The key needs pp."""
 
     name = "schedule"
     is_field = True

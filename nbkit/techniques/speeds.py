@@ -1,4 +1,4 @@
-"""speeds=2:1:1:1: the speeds of unequal ranks. Rows and stages are divided by them."""
+"""speeds=2:1:1:1: the speeds of unequal ranks. Rows and stages are divided in this ratio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sync_every=8: each replica makes 8 steps by itself, then weights are averaged. This sends an eighth of the bytes."""
+"""sync_every=8: each replica makes 8 steps alone, then the weights are averaged. This sends an eighth of the bytes."""
 
 from __future__ import annotations
 

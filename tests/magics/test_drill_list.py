@@ -10,12 +10,12 @@ from drill_list import DRILLS, Drill
 from kernel_client import Kernel
 
 SAMPLE = (
-    "an option that has another name now",
-    "one rank fails, the other waits for it",
-    "a recursion without an end",
-    "a message to a rank that is not there",
+    "an old name of an option",
+    "one rank fails, and the other waits for it",
+    "an endless recursion",
+    "a message to a rank that does not exist",
     "a barrier on one rank alone, and Stop",
-    "a push of an object whose class is the notebook's",
+    "a push of an object whose class the notebook defines",
     "a model that fails",
     "a live cell that fails",
 )

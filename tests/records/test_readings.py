@@ -244,6 +244,13 @@ def test_the_late_one_of_64_ranks_is_named() -> None:
     )
 
 
+def test_a_part_that_is_nearly_nothing_elsewhere_is_not_below_zero() -> None:
+    found = [Bar(0, 1.0, compute=0.6, waiting=0.4), Bar(1, 1.0, compute=0.6, data=0.30052)]
+    found[0] = replace(found[0], data=2e-6)
+
+    assert "(301 ms, elsewhere 2 µs: 301 ms more" in reading(found)
+
+
 def test_groups_give_their_members() -> None:
     assert readings.members_of([Group("a", "dp", (0, 1))]) == {"a": (0, 1)}
 

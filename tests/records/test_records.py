@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from nbkit.errors import UsageError
 from nbkit.records import record_file, records
+from nbkit.records.event_words import brief, recorded
 from nbkit.records.record_file import Overview, RecordFile, mean_of
 from nbkit.records.records import Group, Header, Record, StepRecord, Traffic
 
@@ -53,6 +55,16 @@ def test_a_record_comes_back_equal(record: Record) -> None:
 
     assert line.count("\n") == 1 and line.endswith("\n")
     assert records.from_line(line) == record
+
+
+def test_a_step_has_the_strategy_with_a_digest_of_its_experts() -> None:
+    place = "+".join(f"{layer}:{','.join(f'{n}-{n + 128}' for n in range(100))}" for layer in range(60))
+    short = recorded(f"dp=8 ep=8 experts={place} speeds=1:2")
+
+    assert len(place) > 40_000 and re.fullmatch(r"dp=8 ep=8 experts=12000-moved-[0-9a-f]{8} speeds=1:2", short)
+    assert recorded(short) == short and recorded("dp=8 ep=8 speeds=1:2") == "dp=8 ep=8 speeds=1:2"
+    one, other = (recorded(f"ep=2 experts=0:1-{n},2-7+3:0-4") for n in (5, 6))
+    assert one != other and one.startswith("ep=2 experts=6-moved-") and brief(one) == brief(other) == "ep=2 experts=…"
 
 
 def test_lines_that_cannot_be_read_are_passed_over_and_new_fields_ignored() -> None:

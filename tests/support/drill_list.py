@@ -40,56 +40,58 @@ _END = ("handle.stop()",)
 MAGICS = (
     _before("a cell before there is a cluster", "%cluster start -n 2", "%%distributed\nrank"),
     _before("%nbkit why before there is a cluster", "%cluster start -n 2", "%nbkit why"),
-    _before("attach to a cluster that is not there", "There is no cluster called 'nowhere'", "%cluster attach nowhere"),
+    _before(
+        "attach to a cluster that does not exist", "There is no cluster called 'nowhere'", "%cluster attach nowhere"
+    ),
     _before("an option that does not exist", "unrecognized arguments: --ranks 4", "%cluster start --ranks 4"),
-    _before("no ranks at all", "A cluster has at least one rank", "%cluster start -n 0"),
-    _before("GPUs of a machine that has none", "--cpu", "%cluster start --gpus 0,1"),
-    Drill("an option that has another name now", "--here", "%%distributed --local\n1"),
+    _before("a start with 0 ranks", "A cluster has at least one rank", "%cluster start -n 0"),
+    _before("GPUs on a machine without a GPU", "--cpu", "%cluster start --gpus 0,1"),
+    Drill("an old name of an option", "--here", "%%distributed --local\n1"),
     Drill("a second cluster, with other options", "%cluster stop   first", "%cluster start -n 4 --cpu"),
-    Drill("a rank that is not there", "%%rank 0-1", "%%rank 7\n1"),
-    Drill("ranks that cannot be read", "'0,x' does not name ranks", "%%distributed --ranks 0,x\n1"),
-    Drill("a time that is none", "'soon' is no length of time", "%%distributed --timeout soon\n1"),
-    Drill("results of a detached cell", "--detach results", "%%distributed --detach --as results\n1"),
+    Drill("a rank that does not exist", "%%rank 0-1", "%%rank 7\n1"),
+    Drill("--ranks 0,x", "'0,x' does not name ranks", "%%distributed --ranks 0,x\n1"),
+    Drill("--timeout soon", "'soon' is no length of time", "%%distributed --timeout soon\n1"),
+    Drill("--as together with --detach", "--detach results", "%%distributed --detach --as results\n1"),
     Drill("a verb that does not exist", "choose from 'pause'", "%train go"),
     Drill("%nbkit debug when nothing has failed", "No rank keeps the frames", "%nbkit debug", ("%%distributed\n1",)),
 )
 
 CELLS = (
     _on_ranks("a syntax error", "nothing has run on any rank", "for i in range(3)\n    print(i)"),
-    _on_ranks("a name that nobody has defined", "name 'undefined' is not defined, line 2", "print(undefined)"),
-    Drill("a name of the notebook, on the ranks", "%push mine", "%%distributed\nmine + 1", ("mine = 4",)),
+    _on_ranks("an undefined name", "name 'undefined' is not defined, line 2", "print(undefined)"),
+    Drill("a variable of the notebook, used on the ranks", "%push mine", "%%distributed\nmine + 1", ("mine = 4",)),
     _on_ranks(
-        "one rank fails, the other waits for it",
+        "one rank fails, and the other waits for it",
         "Rank 0: released at line 4",
         "if rank == 1:\n    raise ValueError('only here')\ndist.barrier()",
     ),
     _on_ranks("every rank fails in the same line", "Ranks 0-1 failed: IndexError", "[1, 2][5]"),
-    _on_ranks("an assertion without a text", "Ranks 0-1 failed: AssertionError, line 2", "assert rank < 0"),
-    _on_ranks("a recursion without an end", "frames are left out", "def again(n): return again(n + 1)\nagain(0)"),
+    _on_ranks("an assertion without a message", "Ranks 0-1 failed: AssertionError, line 2", "assert rank < 0"),
+    _on_ranks("an endless recursion", "frames are left out", "def again(n): return again(n + 1)\nagain(0)"),
     _on_ranks(
-        "an error whose text cannot be made",
+        "an error whose str() fails",
         "no text",
         "class Bad(Exception):\n    def __str__(self): raise RuntimeError('no text')\nraise Bad()",
     ),
     _on_ranks(
-        "an error whose text exits",
+        "an error whose str() calls sys.exit",
         "its text cannot be made: SystemExit",
         "import sys\nclass Bad(Exception):\n    def __str__(self): sys.exit(0)\nraise Bad()",
     ),
     _on_ranks(
-        "an error whose text never ends, and Stop",
+        "an error whose str() never ends, and Stop",
         "variables live on",
         "class Bad(Exception):\n    def __str__(self):\n        while True: pass\nraise Bad()",
         stop=0.7,
     ),
     _on_ranks(
-        "a value whose text never ends, and Stop",
+        "a value whose repr() never ends, and Stop",
         "variables live on",
         "class Bad:\n    def __repr__(self):\n        while True: pass\nBad()",
         stop=0.7,
     ),
     Drill(
-        "a pull of what never lets itself be sent, and Stop",
+        "a pull of an object whose pickling never ends, and Stop",
         "KeyboardInterrupt",
         "%pull stuck",
         ("%%distributed\nclass Stuck:\n    def __reduce__(self):\n        while True: pass\nstuck = Stuck()",),
@@ -114,7 +116,7 @@ CELLS = (
         stop=6,
     ),
     _on_ranks(
-        "a disk that takes nothing more",
+        "a full disk",
         "not kept on disk",
         "import resource\nlimit, before = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)\n"
         "resource.setrlimit(limit, (1, before[1]))\nimport threading\n"
@@ -129,7 +131,7 @@ CELLS = (
         "import pathlib, tempfile\npath = pathlib.Path(tempfile.mkdtemp()) / 'script.py'\n"
         "path.write_text('import math\\nmath.sqrt(-1)')\n%run {path}",
     ),
-    _on_ranks("a script that is not there", "nowhere.py", "%run nowhere.py"),
+    _on_ranks("a script that does not exist", "nowhere.py", "%run nowhere.py"),
     _on_ranks("a module that is not installed", "No module named 'not_installed'", "import not_installed"),
     _on_ranks("input() on a rank", "%push answer", "input('name? ')"),
     _on_ranks("an endless loop, and Stop", "variables live on", "while True: pass", stop=0.7),
@@ -140,7 +142,7 @@ CELLS = (
         stop=0.7,
     ),
     _on_ranks(
-        "Stop, which the code catches",
+        "Stop, and code that catches KeyboardInterrupt",
         "variables live on",
         "import time\nfor _ in range(3):\n    try:\n"
         "        time.sleep(500)\n    except KeyboardInterrupt:\n        print('caught')",
@@ -164,26 +166,33 @@ CELLS = (
     ),
     _on_ranks("memory runs out in a cell", "can't allocate memory", "torch.ones(1 << 50)"),
     _on_ranks(
-        "collectives of other sizes, and Stop", "variables live on", "dist.all_reduce(torch.ones(2 + rank))", stop=1
+        "collectives of different sizes, and Stop", "variables live on", "dist.all_reduce(torch.ones(2 + rank))", stop=1
     ),
     _on_ranks("a barrier on one rank alone, and Stop", "variables live on", "if rank == 0: dist.barrier()", stop=1),
     _on_ranks(
         "a receive without a send, and Stop", "variables live on", "if rank == 1: dist.recv(torch.ones(1), 0)", stop=1
     ),
-    _on_ranks("a message to a rank that is not there", "a group that has ranks 0 to 1", "dist.send(torch.ones(1), 5)"),
-    _on_ranks("the world is destroyed", "", "dist.destroy_process_group()", fails=False),
-    Drill("the world is destroyed by one rank", "", "%%rank 1\ndist.destroy_process_group()", fails=False),
-    Drill("a pull of a name that is not there", "name 'nowhere' is not defined", "%pull nowhere"),
-    Drill("a push of a name that is not there", "not defined in this notebook", "%push nowhere"),
-    Drill("a push of what cannot travel", "make it on the ranks", "%push lines", ("lines = (i for i in range(3))",)),
+    _on_ranks(
+        "a message to a rank that does not exist", "a group that has ranks 0 to 1", "dist.send(torch.ones(1), 5)"
+    ),
+    _on_ranks("destroy_process_group on all ranks", "", "dist.destroy_process_group()", fails=False),
+    Drill("destroy_process_group on one rank", "", "%%rank 1\ndist.destroy_process_group()", fails=False),
+    Drill("a pull of a name that does not exist", "name 'nowhere' is not defined", "%pull nowhere"),
+    Drill("a push of a name that does not exist", "not defined in this notebook", "%push nowhere"),
     Drill(
-        "a push of an object whose class is the notebook's",
+        "a push of an object that cannot be pickled",
+        "make it on the ranks",
+        "%push lines",
+        ("lines = (i for i in range(3))",),
+    ),
+    Drill(
+        "a push of an object whose class the notebook defines",
         "needs that class on the ranks too",
         "%push mine",
         ("class Mine: pass\nmine = Mine()",),
     ),
     Drill(
-        "a pull of what cannot travel",
+        "a pull of an object that cannot be pickled",
         "cannot pickle",
         "%pull lock",
         ("%%distributed\nimport threading; lock = threading.Lock()",),
@@ -213,25 +222,25 @@ def _trainer(name: str, words: str, options: str, then: str = "trainer.fit(2)") 
 
 TRAININGS = (
     _trainer("a strategy that does not exist", "'zero9' is not a preset", "strategy='zero9'"),
-    _trainer("a strategy for more ranks than there are", "degrees that divide 2", "strategy='tp=4'"),
+    _trainer("a strategy for more ranks than the cluster has", "degrees that divide 2", "strategy='tp=4'"),
     _trainer("a key of a strategy that does not exist", "'micro' is not a key", "strategy='pp=2 micro=4'"),
-    _trainer("a batch of no rows", "batch_size is a whole number, at least 1", "batch_size=0"),
-    _trainer("no data", "smaller than one global batch", "data=[]"),
+    _trainer("batch_size=0", "batch_size is a whole number, at least 1", "batch_size=0"),
+    _trainer("an empty dataset", "smaller than one global batch", "data=[]"),
     _trainer(
         "data whose rows differ in shape",
         "stack expects each tensor to be equal size",
         "data=[(torch.ones(4 + i % 2), torch.zeros(2)) for i in range(32)]",
     ),
-    _trainer("a loss that is no number", "The loss is not a scalar", "loss=lambda output, target: output - target"),
+    _trainer("a loss that is not a scalar", "The loss is not a scalar", "loss=lambda output, target: output - target"),
     _trainer(
         "a loss that does not depend on the model",
         "does not depend on the model's parameters",
         "loss=lambda output, target: torch.ones(()).mean()",
     ),
     _trainer("a model that fails", "mat1 and mat2 shapes cannot be multiplied", "model=lambda: torch.nn.Linear(5, 2)"),
-    _trainer("a model that is no module", "The model is not a torch module", "model=lambda: 3"),
+    _trainer("a model that is not a module", "The model is not a torch module", "model=lambda: 3"),
     _trainer(
-        "an optimizer of other parameters",
+        "an optimizer with the parameters of another model",
         "parameters that are not this model's",
         "optimizer=lambda model: torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1e-3)",
     ),
@@ -246,15 +255,20 @@ TRAININGS = (
         "optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e30)",
         "trainer.fit(20)",
     ),
-    _trainer("a checkpoint that is not there", "could not be read", "", "trainer.load('/nowhere/at/all')"),
-    _trainer("a checkpoint where none can be written", "could not be written", "", "trainer.save('/proc/nbkit')"),
+    _trainer("a checkpoint that does not exist", "could not be read", "", "trainer.load('/nowhere/at/all')"),
+    _trainer(
+        "a checkpoint in a place that cannot be written", "could not be written", "", "trainer.save('/proc/nbkit')"
+    ),
     _trainer("a callback that fails", "ZeroDivisionError", "callbacks=[lambda *_: 1 / 0]"),
     _trainer(
-        "steps that differ between ranks", "The ranks were not asked for the same", "", "trainer.fit(3 + 2 * rank)"
+        "fit with a different number of steps on each rank",
+        "The ranks were not asked for the same",
+        "",
+        "trainer.fit(3 + 2 * rank)",
     ),
     _trainer("a callback that raises StopIteration", "StopIteration", "callbacks=[lambda *_: next(iter(()))]"),
     Drill(
-        "one rank alone breaks a loop over batches",
+        "one rank alone leaves a loop over batches",
         "if job.stop_if(flag): break",
         "%%distributed\nfrom torch.utils.data import DataLoader\nmodel = torch.nn.Linear(4, 2)\n"
         "job = nbkit.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), log_dir=None,\n"
@@ -289,14 +303,14 @@ DEATHS = (
         renews=True,
     ),
     Drill(
-        "a value whose text ends the process",
+        "a value whose repr() ends the process",
         "it exited with code 3",
         "%%distributed\nimport os\nclass Bad:\n    def __repr__(self): os._exit(3)\nBad() if rank else None",
         after=_DEATHS,
         renews=True,
     ),
     Drill(
-        "a rank is killed when a switch has been asked for",
+        "a rank is killed after a switch is requested",
         "→ dp=2 zero=3",
         "%strategy zero3",
         (

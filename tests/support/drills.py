@@ -161,9 +161,10 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     right = [each for each in outcomes if not each.wrong]
     seconds = sorted(each.seconds for each in outcomes)
     return (
-        f"In {len(right)} of {len(outcomes)} drills the notebook showed the right answer, after "
-        f"{statistics.median(seconds):.2f} s (median) to {seconds[-1]:.1f} s (slowest). After each drill the next cell "
-        "ran on both ranks, and no process was left over. When the notebook had ended, no process was left either."
+        f"In {len(right)} of {len(outcomes)} drills the notebook showed the right answer: after "
+        f"{statistics.median(seconds):.2f} s in the median, and after {seconds[-1]:.1f} s at the latest. After each "
+        "drill, the next cell ran on both ranks, and no additional process was left. After the end of the notebook, no "
+        "process at all was left."
     )
 
 
@@ -185,7 +186,8 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = lambda text: pri
     say("\n".join(["", *lines]))
     if asked.out is not None:
         does = "After this page you know what a notebook shows after a mistake or a failure. `make drills` makes each"
-        does += " mistake or failure below in a real notebook with two ranks, and writes the table."
+        does += " mistake or failure below in a real notebook with two ranks, and writes the table. "
+        does += "Words after → say what to type next."
         head = ["# Drills", "", does, ""]
         asked.out.write_text("\n".join([*head, *lines]) + "\n")
     return int(any(each.wrong for each in outcomes))

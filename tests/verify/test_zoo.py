@@ -171,5 +171,5 @@ def test_a_chain_trains_on_without_what_it_was_refused_and_check_is_asked_about_
     assert verdict.check == "tp=2: fits"
     assert "equal less tp=2 +check" in "\n".join(zoo_table({replace(chain, strategy=CHAINED): verdict}))
     assert zoo_totals({chain: verdict}).startswith(
-        "1 cells: 1 equal, 0 refused, 0 wrong, 0 crash, 0 late (100 % equal)"
+        "1 cases: 1 equal, 0 refused, 0 wrong, 0 crash, 0 late (100 % equal)"
     )

@@ -201,7 +201,7 @@ class SurvivingRank:
                 continue
             if isinstance(message, GivenUp) and size is not None:
                 raise ClusterError(
-                    "The number of ranks stays what it was.",
+                    "The number of ranks does not change.",
                     numbers=message.why,
                     hint=f"%cluster resize {size.size}",
                 )
@@ -211,7 +211,7 @@ class SurvivingRank:
             if isinstance(message, FormWorld | FormResizedWorld | LeaveWorld):
                 return message
         raise ClusterError(
-            "A rank has died, and its replacement does not come.",
+            "A rank has died, and its replacement did not start.",
             numbers=f"waited {WORD_SECONDS:.0f} s",
             hint="%cluster restart, then trainer.load(path)",
         ) from error

@@ -117,10 +117,10 @@ _PINNED = [{"plugin": "scalars", "tag": tag} for tag in (tags.LOSS, tags.TOKENS_
 
 
 class Board:
-    """The TensorBoard of this notebook, created by `Board.start`. A notebook shows it as a page, a terminal as text.
+    """The TensorBoard of this notebook, created by `Board.start`. A notebook shows its page, a terminal shows a text.
 
-    logdir: absolute path. port: port on 127.0.0.1. url: the address to open in the browser. height: of the frame, in
-    pixels.
+    logdir: the absolute path of the runs. port: the port on 127.0.0.1. url: the address to open in a browser. height:
+    the height of the frame in pixels.
     """
 
     def __init__(self, logdir: Path, height: int) -> None:

@@ -225,14 +225,14 @@ class Cluster:
         n: number of ranks; None (the default): one per idle GPU, one if others use the GPUs, two without a GPU. name:
         the cluster's name; None (the default): nbkit makes one up. gpus: a choice of GPUs, such as "2,3". cpu: make CPU
         ranks even if there are GPUs. spares: number of GPUs, or sets of cores, that each host keeps in reserve. If the
-        device of a rank fails in a training, the rank gets a spare. Spares are taken from the end of `gpus`. ttl: how
-        long the cluster lives with no notebook and no running cell, in seconds or as "12h"; None (the default): two
-        hours, unless nbkit.toml says otherwise. on: a StartRequest, for a launcher with options of its own. It gives
-        the number of ranks. launcher: the name of a launcher (docs/reference/extensions.md). nodes: number of hosts for
-        the launcher. options: words for the launcher.
+        device of a rank fails in a training, the rank moves to a spare. The last GPUs of `gpus` are the spares. ttl:
+        how long the cluster lives without a notebook and without a running cell, in seconds or as "12h"; None (the
+        default): the value in nbkit.toml, or else two hours. on: a StartRequest, for a launcher with its own options.
+        It also gives the number of ranks. launcher: the name of a launcher (docs/reference/extensions.md). nodes:
+        number of hosts for the launcher. options: words that are passed to the launcher.
 
         Returns when every rank has answered and the process group has done an all-reduce. Raises ClusterError,
-        ClusterExists or UsageError, with nothing left running.
+        ClusterExists or UsageError. Then no process is left running.
         """
         check_platform()
         settings = site_settings.read()
@@ -272,10 +272,11 @@ class Cluster:
 
     @classmethod
     def submit(cls, on: StartRequest, *, name: str | None = None, ttl: str | float | None = None) -> ClusterList:
-        """Request the hosts of a cluster and return at once, with the list of clusters. `attach` connects to it.
+        """Request the hosts of a cluster, and return the list of clusters at once. `attach` connects to the new
+        cluster.
 
-        The cluster starts when the hosts are available, even if this notebook has ended. `ttl` counts from then. For
-        arguments and errors see `start`.
+        The cluster starts when the hosts are available, even if this notebook has ended. `ttl` begins then. For the
+        arguments and the errors, see `start`.
         """
         check_platform()
         ttl = site_settings.read().ttl_of(ttl)
@@ -288,9 +289,10 @@ class Cluster:
     def attach(cls, name: str, *, take: bool = False) -> Cluster:
         """Connect to a running cluster. Show the output of its running cell that this notebook has missed.
 
-        It waits for a submitted cluster, as `start` does. An interrupt leaves the cluster in the queue. take: attach
-        even if another notebook uses the cluster. Raises ClusterNotFound, with the names of the running clusters, and
-        ClusterError if another notebook uses it. (If two notebooks sent cells at once, ranks could deadlock.)
+        If the cluster was submitted, `attach` waits until it runs. An interrupt ends only the wait, and the cluster
+        stays in the queue. take: attach even if another notebook uses the cluster. Raises ClusterNotFound, with the
+        names of the running clusters, and ClusterError if another notebook uses the cluster. (If two notebooks sent
+        cells at once, ranks could deadlock.)
         """
         found = registry.running(name)
         if found.is_attached() and found.kernel.pid != os.getpid() and not take:
@@ -319,8 +321,8 @@ class Cluster:
     def resize(self, n: int, *, strategy: str = "") -> ControlResult:
         """Change the number of ranks to `n`.
 
-        While a Trainer makes steps, this happens between two of them, with the same global batch. strategy: the new
-        strategy; default: the current tp, pp and cp, and dp for the remaining ranks.
+        While a Trainer trains, this happens between two steps. The global batch stays the same. strategy: the new
+        strategy; default: tp, pp and cp keep their degrees, and only dp changes.
 
         New ranks receive the Trainer and the values that are equal on all ranks. Removed ranks lose their values.
         Raises UsageError for more ranks than devices, or for several hosts. Raises StrategyError or TrainingError if
@@ -406,12 +408,13 @@ class Cluster:
         queue: bool = False,
         tabs: bool = False,
     ) -> Any:
-        """Run source text on the ranks, show what they print as it comes, and return Results.
+        """Run the source text of a cell on the ranks, show output as soon as it is printed, and return Results.
 
-        ranks: such as "0,2-3"; None (the default): all. timeout: seconds, or "30s", after which the cell is stopped.
-        detach: do not wait, and return a CellHandle. at_step: run at the next step boundary of the running training, on
-        all ranks. queue: wait for a running cell instead of raising CellRunning. tabs: in a notebook, show each rank's
-        output in its own tab. Raises CellError (of the rank that failed first), CellRunning, UsageError.
+        ranks: numbers of ranks, such as "0,2-3"; None (the default): all. timeout: seconds, or "30s", after which the
+        cell is stopped. detach: do not wait, and return a CellHandle. at_step: run at the next step boundary of the
+        running training, on all ranks. queue: wait for a running cell instead of raising CellRunning. tabs: in a
+        notebook, show each rank's output in its own tab. Raises CellError with the error of the rank that failed first,
+        CellRunning or UsageError.
         """
         timeout = seconds_given(timeout)
         while queue and self.connection.busy():
@@ -471,8 +474,8 @@ class Cluster:
     def wait(self, timeout: str | float | None = None) -> Results | None:
         """Wait for the end of the running cell. Raises what the cell raised.
 
-        The stop button ends only the waiting, not the cell. So does `timeout` (seconds, or "30s"), which raises a
-        TimeoutError.
+        The stop button ends only the wait, not the cell. timeout: seconds, or "30s", after which the wait ends with
+        TimeoutError. The cell continues.
         """
         busy = self.connection.busy()
         return wait_for(self.connection, busy, timeout) if busy else None
@@ -488,7 +491,8 @@ class Cluster:
     # Values -------------------------------------------------------------------------------------------------------
 
     def push(self, values: dict[str, Any], ranks: Sequence[int] | str | None = None, *, force: bool = False) -> None:
-        """Assign values on the ranks. Raises TransferError above 1 GB unless forced, CellRunning, CellError."""
+        """Assign values by name on the ranks. Raises TransferError above 1 GB without `force`, CellRunning or
+        CellError."""
         self.connection.check_open()
         self.connection.check_idle("push")
         chosen = chosen_ranks(ranks, self.entry.n)
@@ -499,7 +503,7 @@ class Cluster:
         self.sent.append(sent)
 
     def pull(self, name: str, ranks: Sequence[int] | str | int | None = 0, *, force: bool = False) -> Any:
-        """Return the value of a name (or expression) on one rank. Several ranks, or None for all, give a list."""
+        """Return the value of a name or expression on one rank. For several ranks, or None (all), return a list."""
         self.connection.check_open()
         self.connection.check_idle("pull")
         chosen = chosen_ranks(ranks, self.entry.n)
@@ -508,7 +512,7 @@ class Cluster:
         return values[0] if isinstance(ranks, int) else values
 
     def sync(self, path: str | os.PathLike[str] = ".") -> Synced:
-        """Copy the files of a folder in the notebook's directory to hosts that do not share it.
+        """Copy the files of a folder in the notebook's directory to hosts that do not share this directory.
 
         `import` finds them there. `sync` leaves out unchanged files and files that .gitignore excludes. Raises
         UsageError if there is nothing to copy, or too much.
@@ -516,7 +520,7 @@ class Cluster:
         self.connection.check_open()
         self.connection.check_idle("sync")
         self.connection.check_alive(range(self.entry.n))
-        return sync(self.connection.client, self.entry.labels, project_at(path, Path.cwd()))
+        return sync(self.connection.client, self.entry.hosts, project_at(path, Path.cwd()))
 
     # What it knows ------------------------------------------------------------------------------------------------
 
@@ -538,9 +542,9 @@ class Cluster:
     def debug(self, rank: int | None = None) -> None:
         """Open a pdb prompt on a rank. It reads commands with `input()` until the user leaves it.
 
-        If a cell waits at a `breakpoint()`, the prompt is there. Otherwise it shows the frames of the cell that failed
-        last. rank: default: the first rank that waits or failed. Raises UsageError if no rank waits or failed, or if
-        nobody can type here.
+        If a cell waits at a `breakpoint()`, the prompt is at that line. Otherwise it shows the frames of the cell that
+        failed last. rank: the rank to debug; default: the first rank that waits or has failed. Raises UsageError if no
+        rank waits or has failed, or if nobody can type here.
         """
         self.connection.check_open()
         debug(self.connection, rank)

@@ -265,7 +265,7 @@ class AttachedJob:
         here = [rank for rank in ranks if rank.is_here and rank.is_alive()]
         if len(here) < self.size:
             raise ClusterError(
-                "A live cell runs on all ranks, and not all of them can be asked.",
+                "A live cell runs on all ranks, but some ranks cannot be reached.",
                 numbers=f"{len(here)} of {self.size} ranks run and listen on this host",
                 hint=f"nbkit why --job {self.name}",
             )

@@ -86,6 +86,13 @@ class ClusterEntry:
         """Return True if its ranks may be on other hosts than its controller; `parent` is their coordinator then."""
         return "on" in self.options
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Return the host of each rank. Labels name it if the cluster is spread."""
+        if self.is_spread:
+            return tuple(label.partition(":")[0] for label in self.labels)
+        return (self.host,) * self.n
+
     def is_alive(self) -> bool:
         """Return True if ranks and controller run. A cluster of another host is assumed to be alive."""
         return not self.is_here or (self.parent.is_alive() and self.controller.is_alive())
@@ -136,7 +143,7 @@ def check_home() -> Path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ClusterError(
-            "There is no folder for what belongs to a cluster: its keys, its logs, what ranks print.",
+            "There is no folder for the files of a cluster: keys, logs and output of ranks.",
             numbers=f"{folder}: {error.strerror or error}",
             hint=_ELSEWHERE,
         ) from None

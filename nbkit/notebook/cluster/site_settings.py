@@ -70,7 +70,7 @@ class Site:
             return self.ttl if self.max_ttl is None else min(self.ttl, self.max_ttl)
         if self.max_ttl is not None and asked > self.max_ttl:
             raise UsageError(
-                "So long a time to live is not allowed here.",
+                "This time to live is longer than allowed here.",
                 numbers=f"--ttl {asked:g}s, max_ttl is {text_of(self.max_ttl)} in {self.sources['max_ttl']}",
                 hint=f"--ttl {self.max_ttl:g}s",
             )

@@ -397,7 +397,7 @@ class TrainingClient:
                 known = time.monotonic()
             elif time.monotonic() - known > LOST_SECONDS:
                 raise ClusterError(
-                    "No rank knows of the request any more: those that did have died and were replaced.",
+                    "No rank has the request any more: the ranks that had it died and were replaced.",
                     numbers=f"asked for {LOST_SECONDS:.0f} s",
                     hint="%strategy   shows what is in force",
                 )

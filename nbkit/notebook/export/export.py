@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -171,7 +172,7 @@ def script_of(source: Source, name: str) -> Script:
 def _docstring(source: Source, name: str) -> str:
     order = "which they stand" if source.name else "which they ran"
     title = _quoted(source.name) or "a notebook"
-    run = f"torchrun --nproc-per-node {source.num_ranks} {_quoted(shell_words(file_word(name)))}"
+    run = f"{_torchrun(source)} {_quoted(shell_words(file_word(name)))}"
     lines = [
         f"{MARK}{title}: its cells for the ranks, in the order in {order}.",
         "",
@@ -185,6 +186,18 @@ def _docstring(source: Source, name: str) -> str:
         lines += ["", "# Left out:", *(f"#   {line}".rstrip() for line in left_out[:_MOST_LEFT_OUT])]
         lines += [f"#   and {more} more"] if more > 0 else []
     return "\n".join(lines)
+
+
+def _torchrun(source: Source) -> str:
+    """Return the torchrun command for as many ranks as the notebook had.
+
+    If it had several hosts with equal numbers of ranks, the command has to run on each of them. HOST is one of them.
+    """
+    hosts = source.ranks_of_hosts
+    if len(hosts) == 1 or len(set(hosts)) > 1:
+        return f"torchrun --nproc-per-node {source.num_ranks}"
+    meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun --nnodes {len(hosts)} --nproc-per-node {hosts[0]} {meeting}"
 
 
 def _quoted(text: str) -> str:
@@ -329,7 +342,7 @@ def _imported(source: Source) -> list[str]:
         return imported
     others = {name: why for part in parts if isinstance(part, Values) for name, why in part.others.items()}
     raise UsageError(
-        "The cells for the ranks use what no line of the script would define.",
+        "The cells for the ranks use names that no line of the script would define.",
         numbers="\n".join(f"{name} (cell {lacking[name]}{_why(name, others)})" for name in unknown),
         hint=f"{unknown[0]} = ...   in a %%distributed cell that ran before; what was pushed has to be a literal",
     )
@@ -385,34 +398,36 @@ def export(
     notebook: str | os.PathLike[str] | None = None,
     *,
     slurm: bool = False,
-    nodes: int = 1,
+    n: int | None = None,
+    nodes: int | None = None,
     partition: str = "",
     time: str = "",
     gpus: int | None = None,
     cpus: int | None = None,
     requeue: bool = False,
 ) -> Exported:
-    """Write the cells that the ranks have run as one script for torchrun, which needs no Jupyter.
+    """Write the cells that the ranks have run as one script for torchrun. The script needs no Jupyter.
 
-    path: the script to write. notebook: a saved notebook, whose cells are taken in file order. Default: the running
-    notebook, in the order in which its cells ran since the ranks were started. slurm: also write an sbatch file. nodes:
-    the number of nodes in this file, each with as many ranks as the notebook had. partition: Slurm's name for a set of
-    nodes. time: the time limit of the job, such as "4:00:00". gpus: GPUs of each node. cpus: cores of each node.
-    requeue: run the job again from a checkpoint if the time limit or another job ends it.
+    path: the script to write. notebook: a saved notebook; its cells keep the order of the file. Default: the running
+    notebook; its cells have the order in which they ran since the ranks were started. slurm: also write an sbatch file.
+    nodes: the number of nodes in the sbatch file; default: the number of hosts of the notebook. n: the number of ranks
+    on all nodes; default: each node has as many ranks as each host of the notebook. partition: the partition of Slurm.
+    time: the time limit of the job, such as "4:00:00". gpus: GPUs of each node. cpus: cores of each node. requeue: run
+    the job again from a checkpoint if the time limit or another job ends it.
 
-    If the notebook has switched its strategy, a file beside the script has the switches, for the script's option
-    --switches. A file that was not exported by nbkit is not overwritten. Raises UsageError, with nothing written, for
-    anything that a script cannot contain.
+    If the notebook has switched its strategy, nbkit also writes a file with the switches, for the script's option
+    --switches. It overwrites only files that it has exported itself. Raises UsageError, and then writes nothing, for
+    anything that a script cannot contain, and for ranks that cannot be divided evenly between the nodes.
     """
     to = user_path(os.fspath(path))
-    options = SlurmOptions(nodes, partition, time, gpus, cpus, requeue)
-    if not slurm and options != SlurmOptions():
-        raise UsageError("This is for an sbatch file.", numbers=f"{options}", hint="--slurm")
+    options = SlurmOptions(1 if nodes is None else nodes, partition, time, gpus, cpus, requeue)
+    if not slurm and (n is not None or options != SlurmOptions()):
+        raise UsageError("This option is for an sbatch file.", numbers=f"n={n}, {options}", hint="--slurm")
     _check_free(to)
     source = read_running(current()) if notebook is None else read_saved(user_path(os.fspath(notebook)))
     script = script_of(source, to.name)
     check_resumes(script.text, options)
-    run = f"torchrun --nproc-per-node {source.num_ranks} {shell_words(file_word(to))}"
+    run, notes = f"{_torchrun(source)} {shell_words(file_word(to))}", script.notes
     files = [(to, script.text, "")]
     if source.switches:
         plan = to.with_suffix(".switches.json")
@@ -420,11 +435,16 @@ def export(
         files.append((plan, json.dumps(_plan(source.switches), indent=2) + "\n", typed))
     if slurm:
         batch = to.with_suffix(".sbatch")
+        options = replace(options, nodes=len(source.ranks_of_hosts) if nodes is None else nodes)
+        ranks = _ranks_on_each(options.nodes, n, source.ranks_of_hosts)
         if source.gpus:
-            options = replace(options, gpus=gpus or source.num_ranks)
+            options = replace(options, gpus=gpus or ranks)
         elif source.threads:
-            options = replace(options, cpus=cpus or source.num_ranks * source.threads)
-        text = script_job(str(to), to.stem, source.num_ranks, options)
+            options = replace(options, cpus=cpus or ranks * source.threads)
+        if (total := options.nodes * ranks) != source.num_ranks:
+            said = f"the job has {total} ranks, the notebook had {source.num_ranks}: strategies have to fit {total}"
+            notes = (*notes, said)
+        text = script_job(str(to), to.stem, ranks, options)
         files.append((batch, text, f"sbatch {shell_words(file_word(batch))}"))
     for file, text, _ in files:
         write_file(file, text)
@@ -434,8 +454,26 @@ def export(
         sum(isinstance(part, Code) for part in source.parts),
         tuple((file, typed) for file, _, typed in files[1:]),
         source.left_out,
-        script.notes,
+        notes,
     )
+
+
+def _ranks_on_each(nodes: int, n: int | None, hosts: Sequence[int]) -> int:
+    """Return the number of ranks on each node: `n` divided by `nodes`, or as many as the notebook had on each host.
+
+    hosts: number of ranks on each host of the notebook. Raises UsageError if the number would not be the same on all
+    nodes.
+    """
+    if n is None and len(set(hosts)) == 1:
+        return hosts[0]
+    if n is not None and n > 0 and n % nodes == 0:
+        return n // nodes
+    ranks, numbers = sum(hosts), f"ranks on the hosts of the notebook: {', '.join(map(str, hosts))}"
+    if n is not None:
+        ranks, numbers = n, f"-n {n}, --nodes {nodes}"
+    even = nodes * max(math.ceil(ranks / nodes), 1)
+    hint = f"--slurm --nodes {nodes} -n {even}"
+    raise UsageError("Each node of a Slurm job has the same number of ranks.", numbers=numbers, hint=hint)
 
 
 def _check_free(to: Path) -> None:
@@ -444,7 +482,7 @@ def _check_free(to: Path) -> None:
     if not to.parent.is_dir():
         raise UsageError(f"There is no folder {to.parent}.", numbers=str(to), hint="%nbkit export train.py")
     if to.exists() and not to.read_text(encoding="utf-8", errors="replace").startswith(MARK):
-        raise UsageError(f"{to} is there, and nbkit has not written it.", hint="%nbkit export another.py")
+        raise UsageError(f"{to} exists, and nbkit has not written it.", hint="%nbkit export another.py")
 
 
 def _plan(switches: tuple[Switch, ...]) -> dict[str, str]:

@@ -29,15 +29,22 @@ def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: boo
     """Add nbkit's options for sbatch to `parser`. slurm: the help text of --slurm."""
     parser.add_argument("--slurm", action="store_true", help=slurm)
     if nodes:
-        parser.add_argument("--nodes", type=int, default=1, metavar="N", help="for --slurm: number of nodes (1)")
-    parser.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: the cluster's own")
+        parser.add_argument(
+            "--nodes", type=int, metavar="N", help="for --slurm: number of nodes; default: the hosts of the notebook"
+        )
+        parser.add_argument(
+            "-n", type=int, metavar="N", help="for --slurm: ranks in all; default: each node has those of a host"
+        )
+    parser.add_argument(
+        "--partition", default="", metavar="NAME", help="for --slurm: partition of the job; default: that of Slurm"
+    )
     parser.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: time limit of the job")
     parser.add_argument("--gpus", type=int, metavar="N", help="for --slurm: GPUs on each node")
     parser.add_argument("--cpus", type=int, metavar="N", help="for --slurm: cores on each node")
     parser.add_argument(
         "--requeue",
         action="store_true",
-        help="for --slurm: if the job must end early, save the training and queue the job again",
+        help="for --slurm: if Slurm ends the job early, save the training and put the job back in the queue",
     )
 
 

@@ -8,13 +8,15 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import builtins
 import json
 import re
 import shlex
 import symtable
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +24,8 @@ from typing import Any
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import Cluster
+from nbkit.notebook.cluster.hosts.launcher import LauncherRequest
+from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
 from nbkit.notebook.cluster.registry import chosen_ranks, notebook_number, notebook_shell
 from nbkit.notebook.cluster.sent_cells import SentCell, literal_text
 
@@ -264,19 +268,24 @@ class Switch:
 class Source:
     """A notebook.
 
-    name: of its file, "" if unknown. threads: number of threads of each CPU rank, 0 if unknown. imports: name -> import
-    statement, from cells that ran in the notebook itself.
+    name: of its file, "" if unknown. ranks_of_hosts: number of ranks on each host of its cluster. threads: number of
+    threads of each CPU rank, 0 if unknown. imports: name -> import statement, from cells that ran in the notebook
+    itself.
     """
 
     name: str
     parts: tuple[Code | Values, ...]
     left_out: tuple[LeftOut, ...]
-    num_ranks: int
+    ranks_of_hosts: tuple[int, ...]
     gpus: bool = False
     threads: int = 0
     switches: tuple[Switch, ...] = ()
     strategy: str = ""  # of the last switch
     imports: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.ranks_of_hosts)
 
 
 def code_of(
@@ -366,7 +375,7 @@ def read_running(cluster: Cluster) -> Source:
         name="",
         parts=tuple(parts),
         left_out=tuple(sorted([*left_out, *own], key=lambda each: each.number)),
-        num_ranks=cluster.entry.n,
+        ranks_of_hosts=tuple(Counter(cluster.entry.hosts).values()),
         gpus=gpus,
         threads=0 if gpus else threads,
         switches=tuple(
@@ -415,7 +424,7 @@ def _shown(source: str) -> str:
 
 
 _MOST_RANKS = 1 << 20
-_DEFAULT_RANKS = 2
+_DEFAULT_RANKS: tuple[int, ...] = (2,)
 _CONSTANT = (
     *(ast.Constant, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.Name, ast.expr_context),
     *(ast.operator, ast.unaryop, ast.JoinedStr, ast.FormattedValue),
@@ -438,7 +447,7 @@ def read_saved(path: Path) -> Source:
         name=path.name,
         parts=tuple(reading.parts),
         left_out=tuple(reading.left_out),
-        num_ranks=reading.num_ranks,
+        ranks_of_hosts=reading.ranks_of_hosts,
         switches=tuple(reading.switches),
         strategy=reading.strategies[-1] if reading.strategies else "",
         imports=reading.imports,
@@ -466,7 +475,7 @@ class _Reading:
         self.left_out: list[LeftOut] = []
         self.switches: list[Switch] = []
         self.strategies: list[str] = []
-        self.number, self.num_ranks, self.title = 0, _DEFAULT_RANKS, ""
+        self.number, self.ranks_of_hosts, self.title = 0, _DEFAULT_RANKS, ""
         self.known: dict[str, Any] = {}
         self.unknown: dict[str, str] = {}
         self.imports: dict[str, str] = {}
@@ -528,8 +537,8 @@ class _Reading:
         if magic == "%push":
             self._push(words)
             return True
-        if magic == "%cluster" and words[:1] == ["start"] and (found := re.search(r"-n[ =]*(\d+)", rest)):
-            self.num_ranks = int(found[1])
+        if magic == "%cluster" and words[:1] == ["start"]:
+            self.ranks_of_hosts = _requested_ranks(words[1:]) or self.ranks_of_hosts
         if magic == "%strategy" and words and words[0] != "--try":
             # --undo goes back to the strategy before.
             self.strategies += [" ".join(words)] if words[0] != "--undo" else self.strategies[-2:-1]
@@ -553,6 +562,21 @@ class _Reading:
             self.known.pop(name, None)
             self.unknown[name] = f"computed in cell {self.number}: {ast.unparse(node).partition(chr(10))[0]}"
         self.known.update(values)
+
+
+def _requested_ranks(words: Sequence[str]) -> tuple[int, ...]:
+    """Return the number of ranks on each host for the options of `%cluster start`; () if they do not say it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-n", type=int)
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--hosts")
+    try:
+        asked, _ = parser.parse_known_args(words)
+        if asked.hosts:
+            return tuple(count for _, count in read_hosts(asked.hosts))
+        return LauncherRequest("", asked.n, asked.nodes).ranks_of_hosts if asked.n else ()
+    except (argparse.ArgumentError, UsageError):  # a name in braces whose value is unknown
+        return ()
 
 
 def _constants(node: ast.stmt, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -23,27 +23,29 @@ _LIVE_S = 15.0
 
 
 def read_run(path: str | os.PathLike[str]) -> RunReader:
-    """Read the records of a run: what a training measured on every rank, also while it runs. Needs no cluster.
+    """Read the records of a run: what every rank of a training measured. It needs no cluster, and the training may
+    still run.
 
     The returned reader has three methods. Each call first reads newly written records.
 
     `snapshot()` returns plain values (dicts, lists, numbers): "state", "strategies", "points", "events", "step".
-    "points" has at most 4000 rows of 7 numbers, the oldest first. A row has the last step, the number of steps in the
-    row, seconds since the run began, tokens since then, loss, tokens per second, and an index into "strategies". NaN
-    means not recorded. "events" are dicts with "step", "time" (seconds since the run began), "kind" and the fields of
-    that kind.
+    "points" has at most 4000 rows of 7 numbers, the oldest first. Each row stands for one or more steps: the last step,
+    the number of steps, the seconds and the tokens since the run began, loss, tokens per second, and an index into
+    "strategies". NaN means not recorded. "events" are dicts with "step", "time" (seconds since the run began), "kind"
+    and the fields of that kind.
 
-    `picture(step)` returns one step on all ranks. Its list "ranks" is empty if no rank recorded the step. By default it
-    is the newest step. Then "ranks" and the sentence "reading" are medians of at most 20 steps, which "of" names.
-    "ranks" has rows of [rank, seconds, then seconds of compute, exposed communication, waiting for peers, pipeline
-    bubble, data, optimizer, other]. "table" has a dict for each operation and axis. Its "bytes" are those that all
-    ranks together pass to the operation, "sent" are the bytes that they send (a collective counts as a ring), and
-    "seconds" is the time. "memory" has a dict for each rank, in bytes. "numbers" has loss, lr and tokens of the step.
+    `picture(step)` returns one step on all ranks. Its list "ranks" is empty if no rank recorded the step. The default
+    is the newest step. "ranks" and the sentence "reading" are then medians of the steps that "of" names, at most 20. A
+    row of "ranks" has the rank, the seconds of its step, and the seconds of the parts: compute, exposed communication,
+    waiting for peers, pipeline bubble, data, optimizer, other. "table" has a dict for each operation and axis. "bytes"
+    counts what all ranks together pass to the operation. "sent" counts the bytes that they send (a collective counts as
+    a ring). "seconds" is the time. "memory" has a dict for each rank, in bytes. "numbers" has loss, lr and tokens of
+    the step.
 
-    `state()` returns name, world size, and whether the run is active.
+    `state()` returns the name, the world size, and whether the run is active.
 
-    path: the run's directory, for example "runs/NAME". Raises UsageError if it holds no records, or records of another
-    release.
+    path: the run's directory, for example "runs/NAME". Raises UsageError if it holds no records, or only records in
+    another format.
     """
     folder = user_path(path).absolute()
     if not rank_files(folder):

@@ -15,6 +15,7 @@ from nbkit.errors import NbkitError
 from nbkit.notebook.run.follower import PARTS, Run, short, strategy_of
 from nbkit.planner import forecast
 from nbkit.planner.exchange import orders
+from nbkit.records.event_words import recorded, without_experts
 from nbkit.records.readings import Bar, Late, TrafficRow, bars, busiest, late_rank, table, traffic_matrix, usual_bars
 from nbkit.records.records import (
     LISTEN_EVERY,
@@ -67,7 +68,7 @@ def _lines(run: Run, step: int, strategy: Strategy) -> list[tuple[int, ...]]:
 
 def _strategy(text: str, world_size: int) -> Strategy | None:
     try:
-        return Strategy.parse(text, world_size)
+        return Strategy.parse(without_experts(text), world_size)
     except NbkitError:
         return None
 
@@ -238,7 +239,7 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
     if not steps:
         return {"step": step, "ranks": []}
     first = steps[min(steps)]
-    strategy = strategy_of(steps) or (run.headers[min(run.headers)].strategy if run.headers else "")
+    strategy = recorded(strategy_of(steps) or (run.headers[min(run.headers)].strategy if run.headers else ""))
     # Only some steps time their calls, so look at earlier steps too.
     before = (run.picture_of(one) for one in range(step - 1, max(step - LISTEN_EVERY, 0), -1))
     alike = (one for one in before if strategy_of(one) == strategy_of(steps))
@@ -391,7 +392,7 @@ def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dic
             {
                 "rank": rank,
                 "step": record.step,
-                "strategy": predicted.strategy if predicted is not None else "",
+                "strategy": recorded(predicted.strategy) if predicted is not None else "",
                 "parameters": record.parameters,
                 "gradients": record.gradients,
                 "optimizer": record.optimizer,

@@ -108,7 +108,7 @@ class Hardware:
         names = {name.lower(): name for name in DEVICES}
         if found is None or found[3].lower() not in names or not int(found[2]) or found[1] == "0":
             raise UsageError(
-                f"{text!r} says no hardware that is known.",
+                f"{text!r} does not name known hardware.",
                 numbers=f"devices: {', '.join(DEVICES)}",
                 hint='on="128 x 8 H100", 128 nodes of 8; on="8 A100", one node',
             )
@@ -126,7 +126,7 @@ class Hardware:
             speed = _SPEED.fullmatch(found[4].strip())
             if speed is None or not float(speed[1]):
                 raise UsageError(
-                    f"{found[4].strip()!r} says no speed of a network.",
+                    f"{found[4].strip()!r} does not give the speed of a network.",
                     numbers="net=50GB/s or net=400Gbit/s, of each device",
                     hint=f'on="{text.removesuffix(found[4])} net=50GB/s"',
                 )

@@ -69,7 +69,7 @@ class Forming:
 forming = Forming()
 
 
-BROKEN_OFF = "The forming of a process group was broken off."
+BROKEN_OFF = "The formation of a process group was interrupted."
 
 
 class GroupRendezvous:

@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT: token ids (B, T) -> logits (B, T, V). config: its sizes."""
+    """A GPT: token ids (B, T) -> logits (B, T, V). config: the sizes of the model."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -37,15 +37,15 @@ _READ_BYTES = 16 << 20
 def from_pretrained(
     directory: str | Path, *, adapt: Callable[[nn.Module], nn.Module] | None = None, **overrides: Any
 ) -> Pretrained:
-    """Return the model in `directory`, for `Trainer(model=...)` or `prepare`.
+    """Return the model in `directory`, for `model=` of the Trainer or of `prepare`.
 
     Other keyword arguments replace settings of the config (dtype="float32", attn_implementation="sdpa", ...).
 
     directory: a folder with config.json and one or more safetensors files. Each rank reads only the weights that it
-    holds under the strategy. adapt: a function that takes the module and returns the one to train, for example lambda
-    model: peft.get_peft_model(model, peft.LoraConfig(...)). It initialises the weights that it adds.
+    holds under the strategy. adapt: a function that takes the module and returns the module to train, for example
+    lambda model: peft.get_peft_model(model, peft.LoraConfig(...)). The function initialises the weights that it adds.
 
-    The Trainer raises TrainingError if the directory does not hold every weight.
+    The Trainer raises TrainingError if the directory lacks a weight of the model.
     """
     return Pretrained(user_path(directory), adapt, overrides)
 

@@ -56,9 +56,10 @@ def _sources(folder: Path) -> Iterator[Path]:
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
     """Blocks of text. Item i is (x, y), both int64 of shape (block,). y is x shifted by one byte.
 
-    path: a text file; None takes the source code of Python's standard library. block: the length of an item. split:
-    "train" or "heldout". Every tenth section of 64 blocks is held out, so both splits have every kind of text and share
-    no byte. limit: the maximum number of bytes to use. Raises TrainingError if the text is too short for one block.
+    path: a text file; None (the default): the source code of Python's standard library. block: the length of an item.
+    split: "train" or "heldout". Every tenth section of 64 blocks belongs to "heldout". So both splits have every kind
+    of text, and share no byte. limit: the maximum number of bytes to use. Raises TrainingError if the text is too short
+    for one block.
     """
 
     def __init__(self, path: str | None = None, *, block: int = 128, split: str = "train", limit: int = 16_000_000):

@@ -27,7 +27,8 @@ from nbkit.rank.data.batch import check_inputs, pair, rows_of, take
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.fact_finder import FactFinder, ModelExample
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes, needed_facts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.compile import not_compiled
@@ -193,19 +194,21 @@ def check(
     hints: ModelHints = ModelHints(),
     loss: Loss | None = None,
 ) -> Check:
-    """Return how `strategy` would split `model`, module by module, and the reasons for what it does not split.
+    """Return how `strategy` would split `model`, module by module, and why it leaves modules unsplit.
 
-    It runs locally and does not change the model. `findings` of the result lists what does not fit.
+    It runs in this process and does not change the model. `findings` of the result lists what does not fit the
+    strategy.
 
-    model: the model, or a callable that builds it. strategy: a text such as "dp=2 tp=2", or a Strategy. batch: the
-    number of rows of a global batch, or such a batch; default: the example of `hints`. Two rows of it are run once, to
-    find where the model can be cut. Without a batch, nbkit guesses the blocks from the structure of the model. Stages
-    assume equal costs of all blocks, until a job has measured them. world_size: the number of ranks; default: the
-    current world, or else the product of the strategy's degrees. inputs, hints: as for the Trainer. loss: as for the
-    Trainer. If the strategy divides the rows of a batch, the model and this loss are run on some rows together and one
-    by one.
+    model: the model, or a callable that builds it. strategy: a text such as "dp=2 tp=2", or a Strategy. batch: a global
+    batch, or only its number of rows; default: the example of `hints`. nbkit runs two rows of the batch once, to find
+    where the model can be cut. Without a batch, it guesses the blocks from the structure of the model. It divides
+    stages as if all blocks had equal costs, because only a job measures the costs. world_size: the number of ranks;
+    default: the current world, or else the product of the strategy's degrees. inputs, hints: as for the Trainer. loss:
+    as for the Trainer. If the strategy divides the rows of a batch, nbkit runs the model and this loss on some rows
+    together and on each row alone.
 
-    Raises StrategyError for a strategy that cannot be parsed, and TrainingError if no part of a batch matches inputs=.
+    Raises StrategyError for a strategy that cannot be parsed, and TrainingError if the batch has no entry that inputs=
+    names.
     """
     check_options(hints=hints)
     check_inputs(inputs)

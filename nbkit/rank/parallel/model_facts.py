@@ -2,15 +2,14 @@
 ranks.
 
 fact_finder.py finds them by running the model. They can be sent to other ranks, except the shapes, which refer to
-modules that every rank has. `JobOptions` contains the user's choices besides the strategy. plan.py combines all three
-into a plan.
+modules that every rank has. plan.py combines them with the strategy and the user's other choices (job_options.py) into
+a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from hashlib import blake2b
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
@@ -28,6 +27,7 @@ from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
+from nbkit.rank.parallel.value_digest import digest_of
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.rank.rng.draw_plan import DrawPlan
@@ -293,45 +293,3 @@ def needed_facts(strategy: Strategy) -> frozenset[str]:
     if strategy.ep > 1:
         found.add("routed")
     return frozenset(found)
-
-
-def digest_of(value: Any) -> str:
-    """Return a digest of `value`, which consists of dataclasses, collections, errors and values with a stable repr."""
-    return blake2b(_spelled(value).encode(), digest_size=8).hexdigest()
-
-
-def _spelled(value: Any) -> str:
-    if isinstance(value, str | int | float | None):
-        return repr(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__name__}({_spelled([getattr(value, one.name) for one in fields(value) if one.compare])})"
-    if isinstance(value, Mapping):
-        return f"{{{','.join(sorted(f'{_spelled(key)}:{_spelled(each)}' for key, each in value.items()))}}}"
-    if isinstance(value, Set):
-        return f"{{{','.join(sorted(map(_spelled, value)))}}}"  # the order of a set differs between interpreters
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_spelled, value))}]"
-    return f"{type(value).__name__}({value})" if isinstance(value, Exception) else repr(value)
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """The choices of a user that decide, together with the strategy, what a rank computes.
-
-    tp_plan: see choose_plan.py. recompute: compute the activations of blocks again in the backward pass; see Compute.
-    cut: a rank splits its rows into several forward passes, with any strategy. loss_chunks: number of pieces of the
-    logits. compile: compile blocks where that is safe. adaptive: the size of the optimizer's steps does not grow with
-    the gradients, as with Adam. own_forward: the user calls the model. whole: parameters that the optimizer can only
-    update whole, as Muon does with matrices. whole_in_tp: these, and parameters that it can update if their rows are
-    split, but not if their columns are split.
-    """
-
-    tp_plan: Mapping[str, str] | None = None
-    recompute: bool | str = False
-    cut: bool = False
-    loss_chunks: int = 1
-    compile: bool | str = False
-    adaptive: bool = False
-    own_forward: bool = False
-    whole: frozenset[str] = frozenset()
-    whole_in_tp: frozenset[str] = frozenset()

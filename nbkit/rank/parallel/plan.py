@@ -19,9 +19,11 @@ from nbkit.errors import StrategyError
 from nbkit.planner.owners import owners
 from nbkit.planner.stages import spelled
 from nbkit.rank.parallel.device_mesh import groups_along
-from nbkit.rank.parallel.model_facts import JobOptions, Layouts, ModelFacts, digest_of, needed_facts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import Layouts, ModelFacts, needed_facts
 from nbkit.rank.parallel.module.compile import not_compiled
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
+from nbkit.rank.parallel.value_digest import digest_of
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.strategy import Strategy, divisors
@@ -385,7 +387,7 @@ def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOption
     """Raise StrategyError if replicas train independently while one rank updates tensors that are split over tp."""
     if strategy.tp > 1 and strategy.exchange.every > 1 and options.whole_in_tp:
         raise StrategyError(
-            f"{strategy} lets replicas train apart, and one rank would update tensors that tp cuts for all.",
+            f"{strategy} lets replicas train separately, but one rank would update tensors that tp splits for all.",
             numbers=f"{len(options.whole_in_tp)} tensors, {strategy.dp} replicas",
             hint=f"'tp={strategy.tp}' without sync_every, or an optimizer such as AdamW",
         )

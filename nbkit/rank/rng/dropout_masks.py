@@ -56,7 +56,7 @@ def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = Fa
         return [_along("sequence", shape[0], rows), rows.to(torch.int32), _along("feature", shape[2], rows)]
     if not shape or num == 0 or shape[0] % num or not shape[0]:
         raise TrainingError(
-            "Dropout on a tensor whose dim 0 is not the sample: which mask it gets would depend on the strategy.",
+            "Dropout on a tensor whose dim 0 is not the sample: its mask would depend on the strategy.",
             numbers=f"shape {tuple(shape)}, in a micro-batch of {num} samples",
             hint="expand it to (samples, ...) before the dropout; batch_first=True",
         )

@@ -275,7 +275,7 @@ def _recurrent(func: Draw, mask: Mask, *args: Any, **kwargs: Any) -> Any:
     if not train or dropout == 0:
         return func(*args, **kwargs)
     raise TrainingError(
-        "A recurrent layer drops inside of its kernel, where no strategy could make it drop the same elements.",
+        "A recurrent layer applies dropout inside its kernel, so the dropped elements would depend on the strategy.",
         numbers=f"dropout {dropout:g}",
         hint="single-layer nn.LSTM modules with nn.Dropout between them",
     )

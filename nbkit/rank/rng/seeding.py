@@ -135,7 +135,7 @@ def _refuse_kinds(module: nn.Module) -> None:
             )
         if isinstance(part, torch.jit.ScriptModule):
             raise TrainingError(
-                "A module is scripted or traced: its code cannot be cut for ranks, nor copied.",
+                "A module is scripted or traced: its code can neither be split over ranks nor copied.",
                 numbers=path or type(part).__name__,
                 hint="the module before torch.jit.script or torch.jit.trace; compute=nbkit.Compute(compile=True) "
                 "compiles blocks",

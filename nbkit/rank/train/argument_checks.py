@@ -78,7 +78,7 @@ def check_whole(numbers: StepNumbers, pending: Pending) -> None:
     """Raise TrainingError if the step's gradients were not summed over all ranks."""
     if not numbers.whole:
         raise TrainingError(
-            f"The reduction of step {pending.step} was broken off: its gradients are not those of all ranks.",
+            f"The reduction of step {pending.step} was interrupted: its gradients are not those of all ranks.",
             numbers="the weights have taken a step with them" if pending.made else "the weights have not been touched",
             hint="train again: the ranks go on from one that has whole weights",
         )

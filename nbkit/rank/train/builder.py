@@ -31,7 +31,8 @@ from nbkit.rank.parallel.check_model import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
 from nbkit.rank.parallel.fact_finder import FactFinder
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes, needed_facts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.copies import build_again, built_again, skeleton_of
 from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut, parallelize, parallelize_lean
 from nbkit.rank.parallel.plan import ParallelPlan, keeps_whole, make_plan, need_rows
@@ -441,13 +442,14 @@ class Builder:
         if follow(everyone, self.skeleton):
             self._ready, self._changes = None, self._changes + 1
 
-    def make_ready(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds) -> None:
+    def make_ready(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds, *, limit: int) -> None:
         """Prepare a switch from `old` to `new`: the exchange, the proof and the module. Sends nothing. From any thread.
 
+        limit: bytes of a round of the exchange. If ranks then agree on another one, the switch cuts the rounds again.
         The module is split only if no process group is missing. Raises as `ExchangeCache.exchange` and `cut` do.
         """
         began = time.perf_counter()
-        self.exchanges.exchange(old, new, kinds)
+        self.exchanges.exchange(old, new, kinds, limit=limit)
         if self.rank == 0:
             with suppress(NotAside):  # then `connect` makes the proof, between two steps
                 self._step_proof(new.strategy, beside=True)  # `connect` sends it to all ranks

@@ -134,7 +134,7 @@ def prepare(
     hints: ModelHints = ModelHints(),
     switches: SwitchSchedule = None,
 ) -> Job:
-    """Return a job, for a training loop that you write yourself. Collective: every rank calls it.
+    """Return a job for a training loop of your own. Collective: every rank calls it.
 
     model: an nn.Module, or a callable that builds one. optimizer: a function that gets the model and returns an
     optimizer, or a list or dict of several, as for the Trainer. If `model` is a module, you can also pass the
@@ -142,14 +142,13 @@ def prepare(
     computes the loss itself, with `rows`, `model` and `backward(loss)`. inputs: for dict batches, the names of the
     entries that the model takes; loss then gets (output, batch). forward_step: instead of loss and inputs, a function
     (model, batch) that calls the model once and returns a mean, or (sum, weight). It works under every strategy.
-    precision: None, "bf16" or "fp16".
-    hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on. Pipelines and context parallelism
-    need it. Tensor parallelism needs it for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
-    "replace" or "stop". With "replace", if a rank dies in a loop over `batches`, a new rank takes its place and helps
-    to save the job (docs/reference/clusters.md).
+    precision: None, "bf16" or "fp16". hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on.
+    Pipelines and context parallelism need it. Tensor parallelism needs it, except for well-known classes. recovery:
+    `nbkit.Recovery` with on_failure "replace" or "stop". With "replace", if a rank dies in a loop over `batches`, a new
+    rank takes its place, so that all ranks can save a checkpoint. Then the training ends (docs/reference/clusters.md).
 
-    The other arguments are those of the Trainer. Raises TrainingError or StrategyError if the job cannot train with
-    these arguments.
+    The arguments strategy, seed, name, log_dir, sinks, compute and switches mean the same as for the Trainer. Raises
+    TrainingError or StrategyError if the job cannot train with these arguments.
     """
     check_options(compute=compute, hints=hints, recovery=recovery)
     taken: Any = inputs
@@ -437,7 +436,7 @@ class Job:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Return one dict per finished step, the same on every rank. During a run it lacks the newest step."""
+        """Return one dict per finished step, the same on every rank. In a running loop, the newest step is missing."""
         if not self.is_running:
             self.ledger.settle()
         return self.ledger.records
@@ -446,10 +445,10 @@ class Job:
     def batches(self, loader: Iterable[Any], *, others: Sequence[Job] = ()) -> Iterator[Any]:
         """Return an iterator over the loader's batches, with a step boundary after each.
 
-        The loader gives global batches, in the same order on every rank. `backward` takes this rank's rows. The
-        iterator seeds the random numbers of a DataLoader or dataset, so that the ranks agree. others: more jobs that
-        train in this loop. They take over this job's strategy now and at each boundary, so one switch switches all of
-        them.
+        The loader gives global batches, in the same order on every rank. `backward` takes this rank's rows of a batch.
+        The iterator seeds the random numbers of a DataLoader or dataset, so that all ranks get the same batches.
+        others: more jobs that train in this loop. They use this job's strategy from now on, so one switch changes all
+        jobs.
         """
         argument_checks.check_loader(loader)
         self._leave_loop()
@@ -512,19 +511,19 @@ class Job:
     def draw(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Return `function(*args, **kwargs)`, a random function of torch, with random numbers that depend on the row.
 
-        They depend on the job's seed, the step, the number of the call in the step and each row's place in the global
-        batch. So they are the same under every strategy and on any number of ranks. Dim 0 of the result is the row:
-        `job.draw(torch.randn_like, x)`, `job.draw(torch.randint, 1000, (len(x),))`. Call it after `rows`, equally often
-        on every rank. Raises TrainingError for any other function.
+        The numbers depend on the job's seed, the step, the number of the call in the step, and each row's place in the
+        global batch. So they are the same under every strategy and on any number of ranks. Dim 0 of the result is the
+        row: `job.draw(torch.randn_like, x)`, `job.draw(torch.randint, 1000, (len(x),))`. Call it after `rows`, equally
+        often on every rank. Raises TrainingError for any other function.
         """
         drawn: Tensor = self.own_forward.draw(function, *args, **kwargs)
         return drawn
 
     def mean(self, value: Tensor | float, weight: Tensor | float | None = None) -> Tensor:
-        """Return the mean over the rows of all ranks, from `value`, the mean over this rank's rows. Collective.
+        """Return the mean over the rows of all ranks. `value` is the mean over this rank's rows. Collective.
 
-        The result is a 0-dimensional float64 tensor. weight: how many items `value` is the mean of; default: the number
-        of rows.
+        The result is a 0-dimensional float64 tensor. weight: the number of items over which `value` is a mean; default:
+        the number of rows.
         """
         return self.own_forward.mean(value, weight)
 
@@ -540,17 +539,17 @@ class Job:
         """Compute the gradients of a global batch (see `nbkit.prepare(loss=)`), or of a loss of your own.
 
         batch: a global batch, or this rank's Shard of it. Forward and backward run in micro-batches. Afterwards every
-        rank holds the gradients of the whole global batch, or its part of them. Or batch is a loss of this rank's rows:
-        a 0-dimensional tensor that requires a gradient.
+        rank holds the gradients of the whole global batch, or its part of these gradients. You can also pass a loss of
+        this rank's rows instead of a batch: a 0-dimensional tensor that requires a gradient.
 
         You may pass any number of losses before a step. Their gradients add up. `clip`, `grad_norm` or `optimizer.step`
-        sums them over the ranks. Only then is `loss` of the result known. The other arguments are for losses of your
-        own. weight: the number of rows, tokens, ... that the loss is the mean of on this rank; default: the rows of
-        `rows`. reduction: "sum" if the loss is a sum over the rows. retain_graph: as in torch. last: True if no other
-        loss follows in this step. Then the sum over the ranks begins during the backward pass.
+        sums the gradients over the ranks. After that, `loss` of the result is known. The other arguments are for losses
+        of your own. weight: the number of items (rows, tokens, ...) over which this rank's loss is a mean; default: the
+        number of rows from `rows`. reduction: "sum" if the loss is a sum over the rows. retain_graph: as in torch.
+        last: True if no other loss follows in this step. Then the sum over the ranks begins during the backward pass.
 
-        If the loss is not finite, CPU ranks raise NotFinite before the weights change. On GPUs, `at_boundary` raises it
-        one step later.
+        If the loss is not finite, CPU ranks raise NotFinite before the weights change. On GPUs, the loop over `batches`
+        raises it one step later.
         """
         if isinstance(batch, Tensor) and batch.ndim == 0:
             return self.own_forward.backward(
@@ -651,8 +650,8 @@ class Job:
     def evaluate(self, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any] = default_collate) -> float:
         """Return the mean loss over one pass of `data`, in eval mode. Collective, between two steps.
 
-        It works under any strategy. data: samples, as for a DataLoader. Each counts once. batch_size: rows of a global
-        batch. Raises TrainingError if the total weight of the samples is 0.
+        It works under any strategy. data: samples, as for a DataLoader. Each sample counts once. batch_size: rows of a
+        global batch. Raises TrainingError if the total weight of the samples is 0.
         """
         self._check_loss_is_known("job.evaluate")
         with self.ledger.clock.stopped():
@@ -663,10 +662,10 @@ class Job:
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
         """Continue under another strategy, with the same global batch. Collective, between two steps.
 
-        If the first step under the new strategy fails, the old strategy is used again. beside: compare the old and the
-        new state during the next step, if a Trainer makes this step and memory holds both. The returned event is not
-        proven yet, so do not change a weight before that step. If an earlier switch is not proven yet, it is proven
-        first.
+        If the first step under the new strategy fails, all ranks return to the old strategy. beside: compare the old
+        and the new state during the next step, and do not wait for the result. This works only if a Trainer makes that
+        step, and if memory holds both states. Otherwise nbkit compares the states at once. Do not change a weight
+        before that step. If an earlier switch was not compared yet, it is compared first.
 
         Raises StrategyError for a strategy that does not fit, and SwitchError if the switch failed on any rank. In both
         cases the old strategy stays, and nothing has changed.
@@ -680,8 +679,8 @@ class Job:
     def save(self, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        beside: copy the state to host memory and return. A thread writes the checkpoint: see checkpoint/writer.py.
-        then: a function that rank 0 calls when the checkpoint is complete.
+        beside: copy the state to host memory and return. A thread writes the checkpoint
+        (docs/reference/checkpoints.md). then: a function that rank 0 calls when the checkpoint is complete.
 
         Raises TrainingError on every rank if a rank could not write, the ranks do not share `path`, weights are not
         finite, or max_disk is reached. An earlier checkpoint at `path` then stays intact.
@@ -689,18 +688,18 @@ class Job:
         job_checkpoint.save(self, path, beside=beside, then=then)
 
     def opened(self, path: str | Path) -> Saved:
-        """Open the checkpoint at `path` for `load`, and check that it fits. Changes nothing. Collective.
+        """Open the checkpoint at `path` for `load`, and check that it fits the job. This changes nothing. Collective.
 
-        Raises TornCheckpoint on every rank if it cannot be read or is not complete, and TrainingError if it does not
-        fit.
+        Raises TornCheckpoint on every rank if the checkpoint cannot be read or is not complete, and TrainingError if it
+        does not fit.
         """
         return job_checkpoint.opened(self, path)
 
     def load(self, saved: Saved) -> None:
         """Load weights, optimizer, step, seed and history, but not the position in the data. Collective.
 
-        It loads in place, without a second copy. If a rank cannot read its part, an error says that no rank has whole
-        weights.
+        saved: what `opened` has returned. Its values go into the existing tensors, without a second copy. If a rank
+        cannot read its part, the weights are incomplete on all ranks, and an error says so.
         """
         job_checkpoint.load(self, saved)
 
@@ -769,7 +768,7 @@ class Job:
             if lost := accelerator().context_lost(error):
                 reason = self.ledger.ended_by(error)
                 raise TrainingError(
-                    f"The CUDA context of rank {self.rank} is gone, and with it what it holds on its GPU.",
+                    f"The CUDA context of rank {self.rank} is gone, and all data on its GPU is lost.",
                     numbers=lost,
                     hint="%cluster restart, then trainer.load(path). CPU ranks name an index out of range",
                 ) from error
@@ -820,7 +819,7 @@ class Job:
     def stop_if(self, flag: bool) -> bool:
         """Return True on every rank if `flag` is true on any rank: `if job.stop_if(loss < 0.1): break`. Collective.
 
-        Without it, the other ranks would wait for a rank that leaves the loop alone.
+        If one rank left the loop alone, the other ranks would wait for it.
         """
         meeting.meet("stop_if")
         return any_rank(bool(flag), device=self.device)

@@ -8,7 +8,6 @@ detail.
 
 from __future__ import annotations
 
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -33,6 +32,7 @@ from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.runs_dir import check_room, note_name
 from nbkit.rank.train.step_count import Counts
 from nbkit.rank.world import world
+from nbkit.records.event_words import without_experts
 from nbkit.records.events import RunStarted, Switched
 from nbkit.records.records import StepRecord
 from nbkit.strategy import Strategy
@@ -206,7 +206,7 @@ def _made_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) 
 
     Returns (path, "") or ("", the problem in words).
     """
-    short = re.sub(r" experts=\S+", "", strategy)  # a name has at most 255 bytes
+    short = without_experts(strategy)  # a name has at most 255 bytes
     words = [path_part(name) if name else time.strftime("%Y%m%d-%H%M%S"), short.replace("=", "").replace(" ", "-")]
     stem = "-".join([*words, f"b{batch}"] if batch else words)
     number = 1

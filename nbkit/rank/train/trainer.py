@@ -66,26 +66,27 @@ class Trainer:
     several, such as Muon for the matrices and AdamW for the rest. Each trainable parameter must be in exactly one of
     them. lr_schedule, checkpoints and switches treat them as one optimizer. `trainer.optimizer.optimizers` is the list
     or dict. data: a map-style or iterable dataset with items (input, target) or dicts. batch_size: rows of the global
-    batch, over all ranks. strategy: a text such as "dp=2 tp=2"; "auto" takes the first row of a plan
-    (docs/reference/planner.md) and prints it. precision: "bf16" and "fp16" run forward and loss under autocast. "fp16"
-    also scales the loss. None (the default): float32. clip_norm: the largest norm of the gradients, to which larger
-    gradients are scaled down; None (the default): no clipping. lr_schedule: a function of the number of finished steps
-    that returns a factor for the optimizer's lr. eval_data: data for evaluations. Their mean loss is `eval_loss` in
-    `history`. eval_every: steps between two evaluations. inputs: for dict batches, the names of the entries that the
-    model takes; `loss` then gets (output, batch). seed: the seed of weights, order and dropout. callbacks: functions
-    (trainer, record), called after each step. The host then waits for the GPU in each step, so that the model and the
-    record belong to the same step. `nbkit.WeightAverage` can be one of them. name: the name of the run. log_dir: the
-    parent of the run's directory. %dashboard and TensorBoard read it. None: keep no records. sinks: objects with a
-    method write(event). It gets each step and event on rank 0. progress: print a line that shows the progress.
+    batch, over all ranks. strategy: a text such as "dp=2 tp=2"; with "auto", nbkit lists the strategies that fit, then
+    prints and uses the first one (docs/reference/planner.md). precision: "bf16" and "fp16" run forward and loss under
+    autocast. "fp16" also scales the loss. None (the default): float32. clip_norm: the maximum norm of all gradients.
+    Larger gradients are scaled down. None (the default): no clipping. lr_schedule: a function that gets the number of
+    finished steps and returns a factor for the optimizer's lr. eval_data: data for evaluations. The mean loss is
+    `eval_loss` in `history`. eval_every: steps between two evaluations. inputs: for dict batches, the names of the
+    entries that the model takes; `loss` then gets (output, batch). seed: the seed of weights, order and dropout.
+    callbacks: functions (trainer, record) to call after each step. Before the calls, the host waits for the GPU, so
+    that the model and the record belong to the same step. `nbkit.WeightAverage` can be one of the callbacks. name: the
+    name of the run. log_dir: the parent of the run's directory. %dashboard and TensorBoard read it. None: keep no
+    records. sinks: objects with a method write(event). On rank 0, nbkit calls it for each step and event. progress:
+    print a line that shows the progress.
 
-    Less common settings are fields of option objects. Each option class has its own docstring.
-    loading: how to make batches from samples, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: when
-    and where to save automatically, `nbkit.Checkpoints(every= path= keep= snapshot_every=)`. compute: how to compute a
-    step, `nbkit.Compute(microbatch_size= recompute= loss_chunks= offload= compile= dropout= grad_norm_every=)`.
-    recovery: what to do when ranks die, hang, slow down or run out of memory, `nbkit.Recovery(on_failure= hang_timeout=
-    on_oom= balance= backup_every=)`. hints: facts about the model that nbkit cannot find out, `nbkit.ModelHints(stages=
-    tp_plan= example=)`. switches: for a training that nobody watches, a dict from numbers of finished steps to
-    strategies, or a JSON file with this dict. Step 0 gives the first strategy.
+    Less common settings are fields of option objects. Each option class has its own docstring. loading: how to make
+    batches from samples, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: when and where to save
+    automatically, `nbkit.Checkpoints(every= path= keep= snapshot_every=)`. compute: how to compute a step,
+    `nbkit.Compute(microbatch_size= recompute= loss_chunks= offload= compile= dropout= grad_norm_every=)`. recovery:
+    what to do when ranks die, hang, slow down or run out of memory, `nbkit.Recovery(on_failure= hang_timeout= on_oom=
+    balance= backup_every=)`. hints: facts about the model that nbkit cannot always find itself,
+    `nbkit.ModelHints(stages= tp_plan= example=)`. switches: planned switches: a dict from numbers of finished steps to
+    strategies, or a JSON file with such a dict. If it has step 0, the training begins with that strategy.
 
     Raises TrainingError or StrategyError, before anything trains, if it cannot train with these arguments.
     """
@@ -229,8 +230,8 @@ class Trainer:
     def history(self) -> list[dict[str, Any]]:
         """Return one dict per finished step, equal on every rank.
 
-        Inside `fit`, except in callbacks, the newest step is not there yet. Beyond 20,000 steps it keeps the newest
-        10,000. Of the steps before, it keeps every 2nd, 4th, ... (at most 10,000).
+        Inside `fit`, the newest step is missing, except in callbacks. After more than 20,000 steps, the history keeps
+        the newest 10,000 steps. Of the earlier steps, it keeps every 2nd, 4th, ... (at most 10,000).
         """
         return self.job.history
 
@@ -238,8 +239,8 @@ class Trainer:
     def lr(self) -> float:
         """The learning rate of the first parameter group. You can set it at any step boundary, on every rank.
 
-        Setting it scales the rates of the other groups by the same ratio. The factors of `lr_schedule` then apply to
-        the new rate.
+        If you set it, the rates of the other groups change by the same ratio. The factors of `lr_schedule` then apply
+        to the new rate.
         """
         return self._rate.value
 
@@ -254,12 +255,12 @@ class Trainer:
     def fit(self, steps: int | None = None, *, until: int | None = None, resume: str | None = None) -> Records:
         """Train for `steps` more steps, or until step `until` is finished. Return the records of these steps.
 
-        Use `until` in a script that runs again after `load`. It makes only the remaining steps. With resume="auto",
-        `fit` first loads the newest complete checkpoint in the path of `checkpoints`, or of the runs with this `name`.
-        Python's garbage is collected between two steps only, after the same steps on all ranks.
+        Use `until` in a script that runs again after `load`: `fit` then makes only the remaining steps. With
+        resume="auto", `fit` first loads the newest complete checkpoint in the path of `checkpoints`, or in the runs
+        with this `name`. Python collects garbage only between two steps, after the same steps on all ranks.
 
-        Raises Stopped if the user stops it, and NotFinite if the loss is not finite. All ranks raise it at the same
-        step boundary, and you may call `fit` again.
+        Raises Stopped if the user stops the training, and NotFinite if the loss is not finite. All ranks raise the
+        error at the same step boundary. You may call `fit` again.
         """
         joined, self._joined = self._joined, None
         if joined is None:
@@ -299,7 +300,7 @@ class Trainer:
         return stops
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
-        """Continue under another strategy, as `switch` of a job (docs/reference/prepare.md). Collective."""
+        """Continue under another strategy: see `switch` in docs/reference/prepare.md. Collective."""
         return self.job.switch(strategy, beside=beside)
 
     def undo(self, *, beside: bool = False) -> Switched:
@@ -316,7 +317,7 @@ class Trainer:
         return try_out(self.job, strategy, steps, self._update, again=self._stream.goes_back)
 
     def compare(self, *strategies: str, steps: int = 20) -> dict[str, Any]:
-        """Measure several strategies in alternation, and undo the steps: see switch/compare.py. Collective."""
+        """Measure several strategies in turns, and undo the steps (docs/reference/switching.md). Collective."""
         meeting.meet("compare")
         return compare(self.job, strategies, steps, self._update, again=self._stream.goes_back)
 
@@ -350,15 +351,15 @@ class Trainer:
     def save(self, path: str | Path, *, beside: bool = False) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        Any strategy on any number of ranks can load it. If the process is killed while it saves, an earlier checkpoint
-        at `path` stays intact. beside: copy the state to host memory and continue. A thread writes the checkpoint and
-        reports a failure. The end of `fit` and the next save wait for it.
+        A training under any strategy, on any number of ranks, can load the checkpoint. If the process is killed during
+        a save, an earlier checkpoint at `path` stays intact. beside: copy the state to host memory and continue. A
+        thread writes the checkpoint and reports a failure. The end of `fit` and the next save wait for this thread.
         """
         meeting.meet("save")
         self.saves.save(user_path(path), beside=beside)
 
     def load(self, path: str | Path) -> None:
-        """Load a checkpoint of `save`, from any number of ranks, or one of plain FSDP2 or torchtitan. Collective."""
+        """Load a checkpoint that `save`, plain FSDP2 or torchtitan wrote on any number of ranks. Collective."""
         path = user_path(path)
         meeting.meet("load")
         self.saves.collect(wait=True)
@@ -376,8 +377,8 @@ class Trainer:
     def rewind(self, step: int) -> int:
         """Go back to the newest snapshot at or before `step`, and return its step. Collective.
 
-        The strategy stays. Everything else has the values of that step, and the next steps are repeated exactly. Raises
-        TrainingError if there is no such snapshot.
+        The strategy stays. Everything else gets the values of that step, and the training repeats the following steps.
+        Raises TrainingError if there is no such snapshot.
         """
         meeting.meet("rewind")
         return self.snapshots.back_to(step)

@@ -389,7 +389,7 @@ class Guard:
             alarm.world.dirty = alarm.world.dirty or "a step failed, and the ranks did not come together"
             raise
         if unfit := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(said) if why]:
-            raise TrainingError("A device does not compute any more.", numbers=unfit[0], hint="%cluster restart")
+            raise TrainingError("A device no longer computes.", numbers=unfit[0], hint="%cluster restart")
         let_go(error)
         return Failures([text for text, _ in said])
 

@@ -37,7 +37,7 @@ class RankPlace:
         kind = find_kind(self.device)
         if (kind is None and self.device != CPU) or self.backend not in backends():
             raise UsageError(
-                "Nothing is known about this kind of device, or about this backend.",
+                "nbkit does not know this kind of device, or this backend.",
                 numbers=f"got {self.device}, {self.backend}; devices cpu, {', '.join(kind_names())}, "
                 f"backends {', '.join(sorted(backends()))}",
             )

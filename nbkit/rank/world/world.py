@@ -450,12 +450,12 @@ class World:
         # Poll, because a wait in C++ cannot be interrupted, and its time-out would apply to all later waits.
         while not work.is_completed():
             if forming.deadline is not None and time.monotonic() > forming.deadline:
-                raise ClusterError("The world formed, but its first all-reduce does not end.")
+                raise ClusterError("The world was formed, but its first all-reduce does not end.")
             time.sleep(0.0005)
         work.wait()
         if (total := int(one.item())) != self.place.world_size:
             raise ClusterError(
-                "The world formed, but its first all-reduce is wrong.",
+                "The world was formed, but its first all-reduce is wrong.",
                 numbers=f"sum of ones {total}, ranks {self.place.world_size}",
             )
         # The store gets the time-out of gloo and nccl, because nccl meets in the store at a communicator's first use.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ import pytest
 
 from nbkit.errors import CellError, UsageError
 from nbkit.notebook.cluster.cells.results import Results
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.notebook.cluster.sent_cells import SentCell, SentValues
 from nbkit.notebook.export import export as module
 from nbkit.notebook.export.export import export
 from nbkit.wire.cells import CellRequest
+from nbkit.wire.processes import Process
 
 
 def cell(number: int, source: str, outcome: str | Exception = "ok", *, ranks: Any = (0, 1), live: bool = False) -> Any:
@@ -32,11 +35,19 @@ def switch(do: str, step: int, old: str, new: str, **args: str) -> Any:
     return SimpleNamespace(do=do, step=step, strategy=new, args=args, result={"old": old, "new": new})
 
 
+def entry(*labels: str, **options: object) -> ClusterEntry:
+    """Return the entry of a cluster that has ranks with these labels. on=...: it is on several hosts."""
+    nobody = Process(0, 0)
+    known: dict[str, Any] = {"controller": nobody, "parent": nobody, "kernel": nobody, "reasons": labels}
+    known |= {"host": "here", "backend": "gloo", "ttl": 1.0, "born": 0.0, "options": options}
+    return ClusterEntry(name="calm-lark", n=len(labels), labels=labels, **known)
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
     pins = [SimpleNamespace(kind="cores", threads=4)]
     made = SimpleNamespace(
-        entry=SimpleNamespace(n=2, name="calm-lark", labels=("cores 0-3", "cores 4-7")),
+        entry=entry("cores 0-3", "cores 4-7"),
         sent=[],
         pinning=SimpleNamespace(pins=pins),
         training=SimpleNamespace(switched=[]),
@@ -83,6 +94,51 @@ def test_the_cells_that_ran_well_stand_in_their_order(cluster: Any, tmp_path: Pa
         "cell 7 ran inside a training (--at-step)",
         "cell 5 failed and is left out",
     ]
+
+
+def test_a_node_of_the_job_has_as_many_ranks_as_a_host_of_the_cluster(cluster: Any, tmp_path: Path) -> None:
+    cluster.sent.append(cell(1, "# %%distributed\nx = 1"))
+    cluster.entry = entry("a: GPU 0 H100", "a: GPU 1 H100", "b: GPU 0 H100", "b: GPU 1 H100", on={})
+
+    def asked(**options: int) -> list[str]:
+        export(tmp_path / "train.py", slurm=True, **options)
+        text = (tmp_path / "train.sbatch").read_text()
+        return re.findall(r"(?<=#SBATCH --nodes=)\d+|(?<=per-node=)[2-9]|(?<=--nproc-per-node )\d+", text)
+
+    assert asked() == asked(nodes=2) == ["2", "2", "2"]  # nodes, GPUs, ranks
+    assert asked(nodes=4) == ["4", "2", "2"]
+    assert asked(nodes=2, n=8) == ["2", "4", "4"]
+    assert asked(nodes=1, n=4) == ["1", "4", "4"]
+    cluster.entry = entry("GPU 0 H100", "GPU 1 H100")
+    assert asked(nodes=2) == ["2", "2", "2"] and asked() == ["1", "2", "2"]
+
+
+def test_a_job_with_another_number_of_ranks_is_named(cluster: Any, tmp_path: Path) -> None:
+    cluster.sent.append(cell(1, "# %%distributed\nx = 1"))
+    cluster.entry = entry("a: cores 0-1", "a: cores 2-3", "b: cores 0-1", "b: cores 2-3", on={})
+    same = export(tmp_path / "train.py", slurm=True)
+    more = export(tmp_path / "train.py", slurm=True, nodes=4)
+
+    typed = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    assert same.run == f"{typed} {tmp_path}/train.py" and f"    {typed} train.py\n" in same.path.read_text()
+    assert same.notes == () and "the job has 8 ranks, the notebook had 4" in more.notes[0]
+
+
+def test_ranks_that_no_even_division_gives_are_refused(cluster: Any, tmp_path: Path) -> None:
+    cluster.sent.append(cell(1, "# %%distributed\nx = 1"))
+    cluster.entry = entry("a: cores 0", "a: cores 1", "a: cores 2", "b: cores 0", on={})
+
+    def refused(**options: int) -> str:
+        with pytest.raises(UsageError) as error:
+            export(tmp_path / "train.py", slurm=True, **options)
+        assert not [*tmp_path.iterdir()]
+        return f"{error.value.numbers}   {error.value.hint}"
+
+    assert refused() == "ranks on the hosts of the notebook: 3, 1   --slurm --nodes 2 -n 4"
+    assert refused(nodes=2, n=7) == "-n 7, --nodes 2   --slurm --nodes 2 -n 8"
+    assert refused(nodes=2, n=0) == "-n 0, --nodes 2   --slurm --nodes 2 -n 2"
+    export(tmp_path / "train.py", slurm=True, nodes=2, n=4)
+    assert "--nproc-per-node 2 " in (tmp_path / "train.sbatch").read_text()
 
 
 def test_nothing_has_run_yet(cluster: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,23 @@ def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
     nbkit.export(tmp_path / "train.py", notebook)
     with pytest.raises(UsageError, match="for an sbatch file"):
         nbkit.export(tmp_path / "train.py", notebook, nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("typed", "each"),
+    [
+        ("-n 8", "nodes=1 8"),
+        ("--slurm -n 8 --nodes 2 --name n9 -- --mem=64G -n 3", "nodes=2 4"),
+        ("--launcher lsf -n8 --nodes=4", "nodes=4 2"),
+        ("--hosts node1:4,node2:4", "nodes=2 4"),
+        ("", "nodes=1 2"),
+    ],
+)
+def test_the_hosts_of_a_saved_notebook_are_those_that_it_asks_for(typed: str, each: str, tmp_path: Path) -> None:
+    nbkit.export(tmp_path / "train.py", saved(tmp_path, f"%cluster start {typed}", "%%distributed\nx = 1"), slurm=True)
+    batch = (tmp_path / "train.sbatch").read_text()
+
+    assert " ".join(re.findall(r"nodes=\d+|(?<=--nproc-per-node )\d+", batch)) == each
 
 
 def test_the_lessons_can_be_exported(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from nbkit.commands import main
 from nbkit.notebook.export.sbatch_file import SlurmOptions, script_job
 
 STAND_INS = {
-    "sbatch": 'shift; export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1 SLURM_NNODES=1; bash "$@" >job.log 2>&1; echo 7',
+    "sbatch": "shift; export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1; "
+    'export SLURM_NNODES=$(sed -n "s/^#SBATCH --nodes=//p" "$1"); bash "$@" >job.log 2>&1; echo 7',
     "scontrol": "echo localhost",
-    "srun": 'exec "$@"',
+    "srun": 'for node in $(seq "$SLURM_NNODES"); do "$@" & done; wait',
 }
 
 
@@ -42,11 +43,11 @@ def notebook(folder: Path, *sources: str, name: str = "my lesson") -> None:
 
 
 @pytest.mark.long
-def test_the_file_of_a_script_starts_its_ranks_and_hands_arguments_on(slurm: Path) -> None:
-    notebook(
-        slurm, "%cluster start -n 2", "STEPS = 3\n%push STEPS", "%%rank 1\nprint('steps', STEPS, 'of', world_size)"
-    )
-    script = nbkit.export("my train.py", "my lesson.ipynb", slurm=True, nodes=1, time="1:00")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_file_of_a_script_starts_its_ranks_and_hands_arguments_on(nodes: int, slurm: Path) -> None:
+    start = f"%cluster start --slurm -n 2 --nodes {nodes}"
+    notebook(slurm, start, "STEPS = 3\n%push STEPS", "%%rank 1\nprint('steps', STEPS, 'of', world_size)")
+    script = nbkit.export("my train.py", "my lesson.ipynb", slurm=True, time="1:00")
 
     subprocess.run(["sbatch", "--parsable", "my train.sbatch", "--steps", "4"], check=True, capture_output=True)
 

@@ -31,6 +31,7 @@ from nbkit.notebook.widgets.panel.view import (
     reduce,
     text_of,
 )
+from nbkit.records.event_words import recorded
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -378,6 +379,16 @@ def test_the_row_in_force_has_the_pace_of_the_headline_and_pays_back_and_the_cho
     assert rows["tp=4"]["payback"] == "never"  # 30 ms; by the table's 40 ms it would be 50 steps
     assert job_view(state)["recommended"] == "dp=4"  # within 2 % of the pipeline's 20 ms, and simpler
     assert rows_of(state_of(Looked(paced(0.02, strategy="tp=4"))))["dp=4"]["step"] == "40 ms"  # from before a switch
+
+
+def test_the_pace_of_a_step_belongs_to_the_strategy_with_its_experts_in_full() -> None:
+    answer, whole = paced(0.0201, 0.02, 0.0202), "dp=4 ep=2 experts=0:1-5"
+    rows = [answer["table"], *(row for row in answer["table"]["options"] if row["strategy"] == "dp=4")]
+    for one in rows:
+        one["strategy"] = whole
+    answer["progress"]["pace"]["strategy"] = recorded(whole)
+
+    assert rows_of(state_of(Looked(answer)))[whole]["step"] == "20.1 ms"
 
 
 def test_a_pace_that_changes_little_draws_no_new_table() -> None:

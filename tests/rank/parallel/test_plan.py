@@ -17,7 +17,8 @@ from nbkit.errors import StrategyError
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel import device_mesh, process_groups
 from nbkit.rank.parallel.context.context_parallel import Positionwise
-from nbkit.rank.parallel.model_facts import Coupled, JobOptions, ModelFacts, ModelShapes
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import Coupled, ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.plan import ParallelPlan, make_plan, refusals

@@ -20,7 +20,8 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel import grad_norm, process_groups, sharded_model, whole_step
 from nbkit.rank.parallel import whole_step as proof_of_step
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
-from nbkit.rank.parallel.model_facts import Coupled, JobOptions, ModelFacts, ModelShapes
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import Coupled, ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.plan import ParallelPlan, make_plan

@@ -19,10 +19,16 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.mesh import Mesh
+from nbkit.notebook.run.follower import Run
+from nbkit.notebook.run.step_picture import picture
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control.rebalance import Rebalancing
+from nbkit.rank.train.estimate import time_model
 from nbkit.rank.train.step.step import TrainingStep
 from nbkit.rank.train.step.step_stats import _imbalance
+from nbkit.records.event_words import recorded
+from nbkit.records.record_file import events_of, read_since
+from nbkit.records.records import StepRecord
 from nbkit.strategy import Strategy
 
 EXPERTS, WIDTH, LENGTH, BATCH, STEPS = 16, 8, 48, 16, 20
@@ -167,6 +173,54 @@ def taken_back(world: Any, folder: str) -> dict[str, Any]:
 def test_a_move_whose_first_step_fails_is_taken_back_and_not_made_again(tmp_path: Path) -> None:
     for one in run_ranks(taken_back, 2, str(tmp_path), timeout=120):
         assert one["strategy"] == "dp=2 ep=2" and len(one["records"]) == STEPS and one["failed"] == 1
+
+
+WHOLE = [f"dp=2 ep=2 experts=0:{cycles}+1:0-9" for cycles in ("0-8,1-9", "0-8,1-10")]
+
+
+def switched(world: Any, folder: str) -> dict[str, Any]:
+    trainer = nbkit.Trainer(
+        model=Model,
+        loss=F.cross_entropy,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        data=rows(),
+        batch_size=BATCH,
+        strategy="ep=2",
+        log_dir=folder,
+        progress=False,
+        switches={4: WHOLE[0], 8: WHOLE[1]},
+    )
+    trainer.fit(14)
+    trainer.save(f"{folder}/saved")
+    job = trainer.job
+    found = {
+        "history": [record["strategy"] for record in trainer.history],
+        "run": job.run_dir,
+        "paces": [job.ledger.paces.of(text) for text in ("dp=2 ep=2", *WHOLE)],
+        "parts": job.rank or time_model._parts(job),
+    }
+    trainer.load(f"{folder}/saved")
+    return found | {"loaded": str(trainer.strategy), "again": [record["strategy"] for record in trainer.history]}
+
+
+def test_records_of_steps_name_the_places_of_experts_by_a_digest(tmp_path: Path) -> None:
+    one, other = run_ranks(switched, 2, str(tmp_path), timeout=120)
+    short = [*map(recorded, WHOLE)]
+    file = one["run"] / "telemetry" / "rank0.jsonl"
+    records, _ = read_since(file)
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    run = Run(one["run"])
+    run.refresh()
+    shown = picture(run, 14)
+
+    assert one["history"] == one["again"] == other["history"] == ["dp=2 ep=2"] * 4 + [short[0]] * 4 + [short[1]] * 6
+    assert [step.numbers["strategy"] for step in steps] == one["history"] and short[0] != short[1]
+    assert one["loaded"] == WHOLE[1] and all(one["paces"]) and one["parts"] is not None
+    # Each switch has the strategy in full. So has the line that says in the run's folder what is predicted for it.
+    events = [record.event for record in events_of(file) if record.event["kind"] == "switch"]
+    assert [event["new"] for event in events] == WHOLE and events[1]["old"] == WHOLE[0]
+    assert [file.read_text().count(text) for text in WHOLE] == [2, 1]
+    assert shown["strategy"] == short[1] == shown["memory"][0]["strategy"]
 
 
 def test_ranks_that_joined_and_ranks_that_were_there_begin_alike() -> None:

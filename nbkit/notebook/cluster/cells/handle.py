@@ -166,8 +166,8 @@ class CellHandle:
     def wait(self, timeout: str | float | None = None) -> Results:
         """Wait until the cell is over.
 
-        The stop button ends only the waiting. To end the cell, use `stop()`. timeout: seconds, or "30s". Raises
-        CellError if the cell failed, TimeoutError after `timeout`.
+        The stop button ends only the wait. To end the cell, call `stop()`. timeout: the limit of the wait, in seconds
+        or as "30s". Raises CellError if the cell failed, TimeoutError after `timeout`.
         """
         return wait_for(self._connection, self._execution, timeout)
 
@@ -175,8 +175,8 @@ class CellHandle:
         """Stop the cell and wait for its end. A training stops at a step boundary with its state intact.
 
         If a rank does not end, a warning names it. If you then press the stop button, the process of this rank is
-        killed, and its variables are lost. end_after: kill it without a press, this many seconds (or "30s") after the
-        warning. This is for programs without a user.
+        killed, and its variables are lost. end_after: kill the process without a press, this many seconds (or "30s")
+        after the warning. Use it in programs without a user.
         """
         return stopped(self._connection, self._execution, seconds_given(end_after))
 

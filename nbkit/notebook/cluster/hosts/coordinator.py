@@ -314,7 +314,7 @@ class Gathering:
         devices = {one.host: one.device for one in facts}
         if len(set(devices.values())) > 1:
             raise ClusterError(
-                "Some hosts have GPUs for the ranks, and some have not.",
+                "Some hosts have GPUs for the ranks, and other hosts have none.",
                 numbers=", ".join(f"{host}: {device}" for host, device in devices.items()),
                 hint="--cpu   or   hosts that are alike",
             )
@@ -338,7 +338,7 @@ class Gathering:
             what,
             numbers=f"answered: {', '.join(here) or 'none'}; they have to reach {self._driver.address}, port "
             f"{self._port} and above\n{self._driver.log()}".strip(),
-            hint="a firewall between the hosts has to let their connections pass",
+            hint="a firewall between the hosts must allow their connections",
         )
 
 
@@ -394,7 +394,7 @@ class Coordinator:
         while not path.exists() or not path.stat().st_size or self._find_controller() is None:
             time.sleep(0.01)
             if self.ending or self._is_given_up():
-                raise ClusterError("The start was given up.")
+                raise ClusterError("The start was cancelled.")
         request = self.plan["request"]
         return json.dumps(
             {

@@ -69,7 +69,9 @@ class StartRequest:
 
     def __post_init__(self) -> None:
         if self.spares < 0:
-            raise UsageError("So many spares cannot be.", numbers=f"--spares {self.spares}", hint="--spares 1")
+            raise UsageError(
+                "This number of spares is not possible.", numbers=f"--spares {self.spares}", hint="--spares 1"
+            )
         object.__setattr__(self, "options", tuple(self.options))
 
     @property
@@ -131,15 +133,15 @@ class LauncherRequest(NodesRequest):
 class LauncherStatus:
     """The state of the processes or the job that a launcher has started.
 
-    state: "pending": it waits in a queue, without a time limit. "running": the agents must answer within 90 s.
-    "ending": it is being ended. "over": it has ended.
+    state: "pending": the job waits in a queue, without a time limit. "running": the job runs, so the agents must answer
+    within 90 s. "ending": something ends the job. "over": the job has ended.
 
-    words: a description for people. With "ending" it says who ends the job, unless nbkit does. error: an error ends the
-    start of a cluster, but not a running cluster.
+    words: a description for the user. If someone other than nbkit ends the job, the text says who. error: an error that
+    ends the start of a cluster, but not a running cluster.
 
-    save_at: time (as time.time()) at which a training must be saved, because its hosts will be taken away soon; inf if
-    no end is known. why: the reason. again: True if a batch system takes or took the hosts away without a user's
-    request. Then other hosts may be requested.
+    save_at: the time (as in time.time()) at which a training must be saved, because the job will end soon; inf if no
+    end is known. why: the reason for this end. again: True if a batch system ends the job without a user's request.
+    nbkit may then request other hosts.
     """
 
     state: Literal["pending", "running", "ending", "over"]
@@ -154,10 +156,10 @@ class Launcher:
     """Starts one command, the agent, on each host of a cluster. The agent then starts the ranks of its host.
 
     A subclass must define `start`. The other methods have defaults. If `start` does not use `run`, the class also needs
-    `poll` and `stop`. nbkit calls all methods in one process, from one thread. They must return soon.
+    `poll` and `stop`. One thread of the coordinator calls `start`, `poll` and `stop`. They must return soon.
 
-    n: number of ranks. nodes: number of hosts. options: the words behind `--`. request: all options of the user.
-    folder: the cluster's folder, for scripts and logs. Only its user can read it.
+    n: number of ranks. nodes: number of hosts. options: the words after `--`. request: all options of the user. folder:
+    the cluster's folder, for scripts and logs. Only the user can read this folder.
     """
 
     name: ClassVar[str] = ""

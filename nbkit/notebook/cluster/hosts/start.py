@@ -231,7 +231,7 @@ def _missing(entry: ClusterEntry, client: Client, state: StartProgress) -> Clust
         f"Ranks {missing} did not register in {_REGISTER_SECONDS:.0f} s.",
         numbers=f"{state.labels[missing[0]]}; the controller listens at {info['interface']}, port "
         f"{info['registration']} and others",
-        hint="a firewall between the hosts has to let their connections pass",
+        hint="a firewall between the hosts must allow their connections",
     )
 
 
@@ -245,7 +245,7 @@ def _form_world(entry: ClusterEntry, client: Client) -> None:
         raise ClusterError(
             "The ranks did not come together in a world.",
             numbers=str(error).strip().splitlines()[-1][:300],
-            hint="the hosts have to reach each other; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name a network",
+            hint="the hosts must reach each other; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name a network",
         ) from None
 
 

@@ -27,35 +27,45 @@ _OWN = {
 
 def add_place_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `%cluster start` that say where ranks run, and how they get there."""
-    parser.add_argument("--cpu", action="store_true", help="make CPU ranks, also if there are GPUs")
+    parser.add_argument("--cpu", action="store_true", help="make CPU ranks, even if there are GPUs")
     parser.add_argument(
         "--hosts",
         default="",
         metavar="node1:4,node2:4",
-        help="start ranks over SSH; or a file, with a host on each line",
+        help="start ranks on these hosts over SSH; also a file with one host per line",
     )
     parser.add_argument(
-        "--on", default="", metavar="NAME", help="a line in [clusters] of nbkit.toml; options typed here win"
+        "--on",
+        default="",
+        metavar="NAME",
+        help="use the options of this name in [clusters] of nbkit.toml; options typed here replace them",
     )
     parser.add_argument(
         "--slurm", action="store_true", help="start ranks in a Slurm job; see docs/reference/clusters.md"
     )
     parser.add_argument(
-        "--mpi", action="store_true", help="start ranks with mpirun: on --hosts, on those of a batch job, or here"
+        "--mpi",
+        action="store_true",
+        help="start ranks with mpirun: on --hosts, on the hosts of a batch job, or on this machine",
     )
     parser.add_argument(
         "--launcher",
         default="",
         metavar="NAME",
-        help="lsf, pbs, sge, or the name of your own; see docs/reference/clusters.md",
+        help="name of a launcher: lsf, pbs, sge, or your own; see docs/reference/clusters.md",
     )
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="for --slurm, --launcher: number of hosts; default: as few as possible"
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="number of hosts; default: with --slurm as few as possible, with --launcher one",
     )
-    parser.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: Slurm's own")
+    parser.add_argument(
+        "--partition", default="", metavar="NAME", help="for --slurm: partition of the job; default: that of Slurm"
+    )
     parser.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: time limit of the job")
     parser.add_argument(
-        "--python", default="", metavar="PATH", help="Python on the other hosts; default: that of the notebook"
+        "--python", default="", metavar="PATH", help="path of Python on the other hosts; default: the notebook's"
     )
     parser.add_argument(
         "--container",

@@ -104,11 +104,11 @@ def project_at(path: str | os.PathLike[str], root: Path) -> ProjectFiles:
     return ProjectFiles(root, files, tuple(left_out))
 
 
-def sync(client: Client, labels: Sequence[str], project: ProjectFiles) -> Synced:
-    """Copy `project` to the hosts of the ranks. labels: the label of each rank, from the cluster's entry."""
+def sync(client: Client, host_of: Sequence[str], project: ProjectFiles) -> Synced:
+    """Copy `project` to the hosts of the ranks. host_of: the host of each rank, from the cluster's entry."""
     ranks: dict[str, list[int]] = {}
-    for rank, label in enumerate(labels):
-        ranks.setdefault(label.partition(":")[0], []).append(rank)
+    for rank, name in enumerate(host_of):
+        ranks.setdefault(name, []).append(rank)
     contents = {name: (project.root / name).read_bytes() for name in project.files}
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     at, one_each = "nbkit.bridge.calls", [those[0] for those in ranks.values()]

@@ -126,10 +126,10 @@ def plan_pins(
     if n is not None and n < 1:
         raise UsageError("A cluster has at least one rank.", numbers=f"-n {n}", hint="-n 1")
     if spares < 0:
-        raise UsageError("So many spares cannot be.", numbers=f"--spares {spares}", hint="--spares 1")
+        raise UsageError("This number of spares is not possible.", numbers=f"--spares {spares}", hint="--spares 1")
     if cpu and gpus is not None:
         raise UsageError(
-            "GPUs are listed, and none shall be used.",
+            "The options list GPUs, but ask for CPU ranks.",
             numbers=f"--gpus {gpus} together with --cpu",
             hint=f"--gpus {gpus}   or   --cpu",
         )
@@ -225,7 +225,7 @@ def _on_gpus(
         chips = {gpu.chip: gpu.number for gpu in chosen}
         fewer = min(spares, len(chips) - 1)
         raise UsageError(
-            "A spare is a GPU of its own: it would fail with the rank that it is for.",
+            "A spare must be another GPU than that of the rank: otherwise both would fail together.",
             numbers=f"GPUs {', '.join(gpu.number for gpu in chosen)}, the last {spares} of them spare",
             hint=f"--gpus {','.join(chips.values())}{f' --spares {fewer}' * (fewer > 0)}",
         )
@@ -383,7 +383,7 @@ def pins_within(
             return replace(fewer, notes=(*plan.notes, f"{most - held} of {count} {noun} are taken, since {why}."))
         others = f"; {held} are taken by {', '.join(entry.name for entry in entries)}" if held else ""
         raise UsageError(
-            f"One user may not have so many {noun} here.",
+            f"One user may not have this many {noun} here.",
             numbers=f"{count} {noun} asked for, {why}{others}",
             hint=_ways_out(left, entries),
         )
@@ -419,7 +419,7 @@ def resized_pins(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
         return replace(now, pins=now.pins[:n], notes=())
     if more.backend != now.backend:
         raise UsageError(
-            "The ranks that are there and the new ones would need different backends.",
+            "The present ranks and the new ranks would need different backends.",
             numbers=f"{now.backend} now, {more.backend} for {n - here} more",
             hint=f"%cluster stop   and   %cluster start -n {n}",
         )

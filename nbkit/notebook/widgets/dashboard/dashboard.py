@@ -246,16 +246,16 @@ def _cpu_seconds(work: Callable[[], None]) -> float:
 
 
 class Dashboard:
-    """Follows the newest training of a cluster (default: the notebook's), or the run in a directory.
+    """Shows the newest training of a cluster (default: the notebook's), or the run in a directory.
 
-    Without a cluster, the default is the newest run in the folder of runs. beside: the directory of a second run. Its
-    curve is drawn over the first. On the page you can choose other runs of the same folder. pin: stay with the current
-    run, or with the next one if there is none, when another training begins. steps: the first and the last step to
-    show. This pins too. On the page, the button "pin" does both.
+    Without a cluster, the default is the newest run in the folder of runs. beside: the directory of a second run, whose
+    curve is drawn over the first. On the page you can choose other runs of the same folder. pin: keep showing this run
+    when another training begins. If there is no run yet, the next one is pinned. steps: the first and the last step to
+    show. This also pins the run. On the page, the button "pin" does both.
 
-    It updates itself until the cluster is stopped or `close()` is called, also while a cell runs and when another
-    training begins. Without widgets, it is shown as text and as an SVG picture. Raises ClusterError without a cluster,
-    UsageError without the run.
+    The dashboard updates itself, also while a cell runs, until the cluster is stopped or `close()` is called. Without
+    widgets, it is shown as text and as an SVG picture. Raises ClusterError if there is no cluster, and UsageError if
+    there is no such run.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class Dashboard:
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
         """Trace the next steps of the cluster's training: one file for Perfetto with all ranks. See Cluster.trace."""
         if self._cluster is None:
-            raise UsageError("What was recorded has no next step.", hint="%dashboard   of a cluster that trains")
+            raise UsageError("A recorded run has no next step.", hint="%dashboard   of a cluster that trains")
         return self._cluster.trace(steps, path)
 
     def snapshot(self) -> dict[str, Any]:

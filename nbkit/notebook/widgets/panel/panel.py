@@ -235,7 +235,8 @@ BEAT_SECONDS = 2.0  # after three missing beats, panel.js says that the kernel i
 class StrategyPanel:
     """Shows the training on a cluster's ranks and controls it, also while a `%%distributed` cell trains.
 
-    cluster: default: the notebook's. Several panels of one cluster show the same. `close()` ends one of them.
+    cluster: the cluster to show; default: the notebook's. All panels of one cluster show the same values. `close()`
+    ends only this panel.
     """
 
     def __init__(self, cluster: Cluster | None = None) -> None:

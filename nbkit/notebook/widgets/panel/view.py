@@ -17,6 +17,7 @@ from nbkit.notebook.cluster.status import text_table
 from nbkit.notebook.cluster.training_control import ControlResult, proof
 from nbkit.planner.choose.search import Choice, bounds_of, in_words, recommended
 from nbkit.planner.link_speed import ranks_of_node
+from nbkit.records.event_words import recorded
 from nbkit.strategy import Strategy
 
 RESULTS_KEPT = 5
@@ -322,7 +323,7 @@ def _headline(state: State) -> str:
 def _with_pace(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rows, with the newest pace in the current strategy's row. The table itself is updated less often."""
     options = _with_distinct_labels(table["options"])
-    if not pace or pace["strategy"] != table["strategy"]:
+    if not pace or pace["strategy"] != recorded(table["strategy"]):
         return options
     measured = {"step_s": pace["seconds"], "step_low_s": pace["low"], "step_high_s": pace["high"]}
     measured |= {"step_steps": pace["steps"], "step_ago": 0}

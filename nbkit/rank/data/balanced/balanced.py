@@ -125,7 +125,7 @@ class ByLoss(Difficulty):
     def __init__(self, sizes: Sequence[float]) -> None:
         if len(sizes) > MOST:
             raise TrainingError(
-                "A checkpoint does not hold the losses of so many samples.",
+                "A checkpoint cannot hold the losses of so many samples.",
                 numbers=f"{len(sizes):,} samples, at most {MOST:,}",
                 hint="cost='seconds', which keeps a number for each size; or cost=lambda sample: ...",
             )
@@ -137,7 +137,7 @@ class ByLoss(Difficulty):
     def of_order(self, epoch: int) -> Sequence[float]:
         if epoch < min(self._costs):
             raise TrainingError(
-                "The losses by which the order of an earlier epoch was drawn are held no more.",
+                "The losses that decided the order of an earlier epoch are no longer stored.",
                 numbers=f"epoch {epoch}, those of epochs {min(self._costs)} to {max(self._costs)} are held",
                 hint="trainer.load(path) of a checkpoint of that epoch",
             )
@@ -435,21 +435,20 @@ Group = Callable[[Any], Hashable] | Sequence[Hashable]
 
 
 class Balanced(Dataset[Any]):
-    """Data for a Trainer, divided so that in each batch all ranks have the same cost, and the same share of each group.
+    """Data for a Trainer. In each batch, all ranks get the same cost and the same share of each group.
 
     data: a map-style dataset. cost: a function of a sample that returns its cost, or a list with a number for each
-    sample, or the name of a cost that is learned during the training. "seconds" (the default) learns from the size of a
-    sample, which is the number of elements of its largest tensor. "loss" is the newest loss of each sample. group: a
-    function of a sample that returns a label, or a list of labels. With functions or sizes, the ranks together read all
-    of the data once, when the training is made.
+    sample, or the name of a cost that is learned during the training. "seconds" (the default): the seconds of a sample,
+    learned for each size. The size is the number of elements of the largest tensor. "loss": the newest loss of each
+    sample. group: a function of a sample that returns a label, or a list of labels. For functions and for sizes, the
+    ranks together read all data once, when the Trainer is created.
 
-    pack: pack documents into blocks of this many positions. Attention stays inside a document (see packing.Packed). The
-    function for cost then gets the token ids of a piece of a document (by default, the cost is their number), and group
-    labels a document.
+    pack: pack documents into blocks of this many positions. Attention stays inside a document. `cost` then gets the
+    token ids of a piece of a document; the default cost is their number. `group` gets a whole document.
 
-    Each sample comes once an epoch, shuffled by the Trainer's seed. Batch sizes differ by at most one sample, and
-    batches have about the same cost and groups. They do not depend on the strategy. Raises TrainingError for data that
-    cannot be read by index.
+    Each sample comes once in an epoch, shuffled by the Trainer's seed. Batch sizes differ by at most one sample. All
+    batches have about the same cost and mix of groups. The batches do not depend on the strategy. Raises TrainingError
+    for data that cannot be read by index.
     """
 
     @says_what_it_takes(hint="nbkit.Balanced(data, cost=lambda sample: len(sample))")
@@ -458,14 +457,14 @@ class Balanced(Dataset[Any]):
     ) -> None:
         if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
             raise TrainingError(
-                "What is balanced can be read by index.",
+                "nbkit.Balanced needs data that can be read by index.",
                 numbers=f"{type(data).__name__}: __len__ {hasattr(data, '__len__')}, "
                 f"__getitem__ {hasattr(data, '__getitem__')}",
                 hint="nbkit.Balanced(list(data)), or a map-style dataset",
             )
         if isinstance(cost, str) and cost not in LEARNED:
             raise TrainingError(
-                f"{'cost=' + repr(cost)} is nothing that is measured of a sample.",
+                f"{'cost=' + repr(cost)} is not a cost that nbkit measures.",
                 numbers=" ".join(LEARNED),
                 hint="cost='seconds', cost='loss', or cost=lambda sample: ...",
             )

@@ -57,7 +57,7 @@ def check_attention(module: nn.Module, *, tried: bool) -> None:
     could = getattr(module, "_supports_sdpa", True)
     if kind not in (None, "sdpa") and (could or not tried):
         raise StrategyError(
-            "Context parallelism gathers keys in scaled_dot_product_attention, and this model uses another one.",
+            "Context parallelism gathers keys in scaled_dot_product_attention, and this model uses another function.",
             numbers=f"attn_implementation={kind!r}",
             hint="attn_implementation='sdpa'"
             if could

@@ -12,9 +12,9 @@ that each rank sends per step, where the gradients (and the parameters) have S b
 With several micro-batches, ZeRO 1 and 2 reduce once, after the last one, and hold whole gradients until then. ZeRO 3
 sends its bytes for each micro-batch, or once if it keeps the parameters gathered. Frozen parameters are never reduced,
 and are gathered only by ZeRO 3. The root unit of ZeRO 3 (the parameters outside all units) is gathered once, not twice.
-Under autocast, parameters that only matrix products read are gathered in the dtype of autocast, with half the bytes
-(zero3/unit.py). Gradients are reduced in the dtype of the parameters. Keys of a strategy can change what ZeRO 0 sends:
-nbkit/techniques/.
+Under autocast, ZeRO 3 gathers parameters that only matrix products read in the dtype of autocast, with half the bytes
+(zero3/unit.py). ZeRO 1 and 2 gather all parameters in their own dtype (zero1_2.py says why). Gradients are reduced in
+the dtype of the parameters. Keys of a strategy can change what ZeRO 0 sends: nbkit/techniques/.
 """
 
 from __future__ import annotations

@@ -71,10 +71,10 @@ class GradientBucket(Bucket):
 
     flat: the whole tensor. gradients: the part of `flat` with the gradients.
 
-    The gradients are followed by counts: `used[i]` is the number of ranks that have a gradient of parameter i. If no
-    rank used a parameter, its `grad` stays None, as in one process, so that weight decay does not change it. The last
-    element is the canary. Ranks 0 and 1 contribute 1, the others 0. So it is ALIVE (2) if the sum was completed, and 1
-    or 0 if it was interrupted.
+    In `flat`, counts follow the gradients: `used[i]` is the number of ranks that have a gradient of parameter i. If no
+    rank used a parameter, its `grad` stays None, as in one process. So weight decay does not change the parameter. The
+    last element, the canary, shows whether the sum was completed. Ranks 0 and 1 contribute 1 to it, the others 0. It is
+    ALIVE (2) after a complete sum, and 1 or 0 after an interrupted one.
     """
 
     def __init__(self, params: list[nn.Parameter], setup: ReplicaSetup) -> None:

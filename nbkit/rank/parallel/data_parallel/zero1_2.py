@@ -10,6 +10,12 @@ bucket, with two buckets in flight, in the order in which they are sent. Until t
 dict of parameters. Reading from it waits for the parameters, whether the reader is the module's own forward, another
 module's forward, or a user's hook. So no code has to know which module reads which parameter, and no parameter is read
 before it has arrived.
+
+The slices are gathered in the dtype of the parameters, also under autocast, although ZeRO 3 then gathers most weights
+in 16 bits (zero3/unit.py). With ZeRO 1 and 2, a rank may use its weights between two steps without the other ranks. It
+may call the model outside of autocast, read `state_dict()`, or compute the norm of a weight in a callback. After a
+gather in 16 bits, every rank but the owner would read rounded values, and ranks would read different ones. A later
+gather in float32 would need all ranks. A switch to ddp sends no weights for the same reason: every rank has them.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def check_level(total: int, *, ranks: int, microbatch_size: int | None, parts: P
     numbers = f"{total} rows over {ranks} ranks: {most} or {fewest}, {forwards[1]} or {forwards[0]} forwards"
     if forwards[0] != forwards[1]:
         raise TrainingError(
-            "The ranks would make unequal numbers of forwards, and BatchNorm waits for all of them in each.",
+            "The ranks would make unequal numbers of forwards, but BatchNorm waits for all ranks in each forward.",
             numbers=numbers,
             hint="loading=nbkit.Loading(drop_last=True)",
         )

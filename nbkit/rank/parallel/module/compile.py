@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbkit.rank.parallel.model_facts import JobOptions
+from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper
 from nbkit.rank.rng.keyed_dropout import keyed
 from nbkit.schedules import Schedule

@@ -54,13 +54,13 @@ def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.M
     expected = _output(module, module, first, reads)
     if late:
         raise TrainingError(
-            f"The first forward registers {late[0]!r}, which no other rank or copy has then.",
+            f"The first forward registers {late[0]!r}, which other ranks and copies do not have.",
             numbers=f"{len(late)} more in state_dict() behind it",
             hint="self.register_buffer(...) in __init__, or one that is not persistent",
         )
     if reads.found:
         raise TrainingError(
-            "Calling model= again changes what the model that it built before computes with.",
+            "A second call of model= changes the model that the first call built.",
             numbers=f"it reads {next(iter(reads.found.values()))!r} of the second one, by a global name or a class?",
             hint="model=build(), the model itself; or keep its parts in itself alone",
         )

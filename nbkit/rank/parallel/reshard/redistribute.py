@@ -36,7 +36,11 @@ State = Mapping[str, tuple[Tensor, Layout]]
 """The shards that a rank holds: key -> (its part, the layout of this part in the whole tensor)."""
 
 ROUND_BYTES = 24 << 20
-"""Maximum bytes that a rank sends, and receives, in a round. The two buffers together take less than 64 MB."""
+"""Bytes that a rank sends, and receives, in a round at most, if the caller of Exchange gives no other limit.
+
+The two buffers together take less than 64 MB. A switch gives a larger limit if memory is free: see
+estimate/free_memory.py.
+"""
 
 
 def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> ExchangePlan:

@@ -63,7 +63,7 @@ class SequenceParallelBlock(Around):
         y = out[0] if isinstance(out, tuple) else out
         if y.ndim != 3 or y.shape[1] != part.shape[1]:
             raise TrainingError(
-                "A block returned other positions than it got, and those are split over the tensor axis.",
+                "A block returned other positions than it got, but positions are split over the tensor axis.",
                 numbers=f"{tuple(y.shape)}, from {tuple(part.shape)} of {total} positions",
                 hint=_HINT,
             )

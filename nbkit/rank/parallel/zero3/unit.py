@@ -656,7 +656,7 @@ def refuse_use(unit: Unit, slot: Slot, how: str, changed: bool) -> None:
 def changed_in_place(name: str, how: str) -> TrainingError:
     """Return the error for a parameter that the model changes while it runs. Freeing memory would lose the change."""
     return TrainingError(
-        f"The model changes its parameter {name!r} in place while it runs, and zero=3 lets go of it after that.",
+        f"The model changes its parameter {name!r} in place in its forward, and zero=3 would lose the change.",
         numbers=f"by {how}",
         hint="strategy='ddp'; or change it between two steps, in a callback of the Trainer",
     )

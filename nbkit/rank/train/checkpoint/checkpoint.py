@@ -68,7 +68,7 @@ def check_fits(
     there = about["groups"]
     if len(about["settings"]) != len(groups) or [set(each) for each in groups] != [set(each) for each in there]:
         raise TrainingError(
-            "The checkpoint is of an optimizer with other parameter groups.",
+            "The checkpoint comes from an optimizer with other parameter groups.",
             numbers=f"parameters per group: {list(map(len, there))} there, {list(map(len, groups))} here",
             hint="build the optimizer that was saved",
         )
@@ -76,7 +76,7 @@ def check_fits(
         for key, value in kept.items():
             if key in here and not _alike(here[key], value):
                 raise TrainingError(
-                    "The checkpoint is of an optimizer with other settings.",
+                    "The checkpoint comes from an optimizer with other settings.",
                     numbers=f"{key} is {value!r:.80} there, {here[key]!r:.80} here",
                     hint="build the optimizer that was saved",
                 )

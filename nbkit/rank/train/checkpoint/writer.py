@@ -96,7 +96,7 @@ class CheckpointWriter:
             error = refused
         except Exception as broken:  # for example, the connection to a rank that has died
             error = TrainingError(
-                f"The checkpoint {str(taken.path)!r} was not written to its end.",
+                f"The checkpoint {str(taken.path)!r} is incomplete.",
                 numbers=f"{type(broken).__name__}: {broken}",
             )
         else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,28 @@ _NEWEST = 8  # about so many newest steps show which experts are popular
 _FINE = 100  # the least speed of a rank is the speed of the fastest rank divided by this
 
 
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The tokens and seconds of experts in a step, equal on all ranks.
+
+    tokens: for each layer and expert, those of one group of ranks; the mean, if several groups have the layer.
+    tokens_of_ranks, seconds_of_ranks: for each rank and layer, the tokens that its experts computed, and the seconds of
+    their forward passes. compute, forward: seconds of forward and backward, and of forward, the mean over ranks.
+    """
+
+    tokens: list[list[float]]
+    tokens_of_ranks: list[list[float]]
+    seconds_of_ranks: list[list[float]]
+    compute: float
+    forward: float
+
+    def seconds_of_a_token(self, strategy: Strategy) -> float:
+        """Return the seconds that an expert needs for one token, forward and backward; 0 if they are not known."""
+        groups, _ = strategy.mesh.shard_groups(strategy.ep)
+        each = seconds_of_a_token(self.tokens_of_ranks, self.seconds_of_ranks, groups)
+        return each * self.compute / self.forward if self.forward else 0.0
+
+
 class Rebalancing:
     """Finds a better division of the work, equal on all ranks. device: the device for collectives."""
 
@@ -43,7 +65,7 @@ class Rebalancing:
         self._device = device
         self._step: StepPhases | None = None
         self._measured: list[tuple[float, ...]] = []
-        self._tokens: list[list[float]] = []  # per layer and expert, the mean of the newest steps
+        self._tokens: Tokens = []  # per layer and expert, the mean of the newest steps
         self._seen = 0  # number of these steps
         self._strategy: Strategy | None = None
         self._stays: Strategy | None = None  # a switch away from it was refused, or taken back
@@ -94,40 +116,64 @@ class Rebalancing:
 
     def _move_experts(self, job: Job, left: int) -> None:
         """Switch to other places of experts, if that pays within the `left` steps. Collective."""
-        strategy, counts = job.strategy, [layer.count for layer in job.builder.facts.routed.layers]
-        size, layers, compute = strategy.mesh.size, len(counts), self._seconds("forward", "backward")
-        step = self._step if self._step is not None and self._step.routed else None
-        routed = step.routed if step is not None else [{} for _ in counts]
-        spent = step.expert_seconds() if step is not None else [0.0] * layers
-        own = [[float(tokens.get(n, 0)) for n in range(count)] for tokens, count in zip(routed, counts, strict=True)]
-        rows = [[0.0] * (2 + 2 * layers) for _ in range(size)]
-        rows[job.rank] = [compute, self._seconds("forward"), *map(sum, own), *spent]
-        told = iter(self._summed([number for each in (*rows, *own) for number in each]))
-        rows = [[next(told) for _ in row] for row in rows]
-        copies = size // strategy.ep // strategy.pp  # groups that have the same layers
-        tokens = [[next(told) / copies for _ in range(count)] for count in counts]
-        before, self._seen = self._tokens, min(self._seen + 1, _NEWEST)
-        if not before:
-            self._tokens = tokens
+        strategy, load = job.strategy, self._expert_load(job)
+        popular = self._note_tokens(load.tokens)
+        if not popular:
             return
-        self._tokens = [
-            [old + (new - old) / self._seen for old, new in zip(*pair, strict=True)]
-            for pair in zip(before, tokens, strict=True)
-        ]
         if strategy != self._strategy:
             self._strategy = strategy  # do not use the first step under it, which is not typical
             return
         if job.step < self._judged_from:
             return
         self._judged_from = job.step + _NEWEST  # choosing among hundreds of experts may take seconds
-        compute, forward = (sum(row[column] for row in rows) / size for column in (0, 1))
-        sums, times = ([row[2 + at : 2 + at + layers] for row in rows] for at in (0, layers))
-        each = seconds_of_a_token(sums, times, strategy.mesh.shard_groups(strategy.ep)[0])
-        found = better_places(strategy, before, tokens, each * compute / forward if forward else 0.0, compute)
-        if found is not None:
-            new, saves, gain = found
-            if saves * left > self._pause(job, new) and self._switched(job, new):
-                job.ledger.emit(Rebalanced(job.step, experts=moved_experts(strategy, new, tokens), gain=gain))
+        found = better_places(strategy, popular, load.tokens, load.seconds_of_a_token(strategy), load.compute)
+        if found is None:
+            return
+        new, saves, gain = found
+        if saves * left > self._pause(job, new) and self._switched(job, new):
+            job.ledger.emit(Rebalanced(job.step, experts=moved_experts(strategy, new, load.tokens), gain=gain))
+
+    def _expert_load(self, job: Job) -> ExpertLoad:
+        """Return the load of the experts of all ranks in the last step. Collective."""
+        strategy, size = job.strategy, job.strategy.mesh.size
+        compute, forward = self._seconds("forward", "backward"), self._seconds("forward")
+        tokens, expert_seconds = self._own_experts([layer.count for layer in job.builder.facts.routed.layers])
+        # Each rank fills its own row of a table: its compute, its forward, then a number for each layer, twice.
+        own = [compute, forward, *map(sum, tokens), *expert_seconds]
+        rows = [own if rank == job.rank else [0.0] * len(own) for rank in range(size)]
+        summed = self._summed(*rows, *tokens)
+        rows, tokens, layers = summed[:size], summed[size:], len(tokens)
+        copies = size // strategy.ep // strategy.pp  # groups that have the same layers
+        return ExpertLoad(
+            tokens=[[number / copies for number in layer] for layer in tokens],
+            tokens_of_ranks=[row[2 : 2 + layers] for row in rows],
+            seconds_of_ranks=[row[2 + layers :] for row in rows],
+            compute=sum(row[0] for row in rows) / size,
+            forward=sum(row[1] for row in rows) / size,
+        )
+
+    def _own_experts(self, counts: Sequence[int]) -> tuple[list[list[float]], list[float]]:
+        """Return what this rank's experts did in the last step: tokens by layer and expert, forward seconds by layer.
+
+        counts: the number of experts of each layer. All are 0 if the step was not measured.
+        """
+        step = self._step
+        if step is None or not step.routed:
+            return [[0.0] * count for count in counts], [0.0] * len(counts)
+        layers = zip(step.routed, counts, strict=True)
+        return [[float(routed.get(n, 0)) for n in range(count)] for routed, count in layers], step.expert_seconds()
+
+    def _note_tokens(self, tokens: Tokens) -> Tokens:
+        """Include the tokens of a step in the mean of the newest steps. Return the mean before; [] at the first step.
+
+        The new step has the weight 1 / _NEWEST, or 1 / steps while there are fewer steps.
+        """
+        before, self._seen = self._tokens, min(self._seen + 1, _NEWEST)
+        self._tokens = tokens
+        if before:
+            layers = [zip(*layer, strict=True) for layer in zip(before, tokens, strict=True)]
+            self._tokens = [[mean + (new - mean) / self._seen for mean, new in layer] for layer in layers]
+        return before
 
     def _switched(self, job: Job, new: Strategy) -> bool:
         """Switch to `new`, and return True. If that is refused, the training goes on as it is. Collective."""
@@ -155,12 +201,13 @@ class Rebalancing:
             accelerator().wait_for_stream(self._device)
         return sum(stop - start for state, start, stop in step.intervals() if state in states) / 1e9
 
-    def _summed(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sums of `numbers` over the ranks. Collective."""
+    def _summed(self, *rows: Sequence[float]) -> list[list[float]]:
+        """Return the sums of the numbers of each row over the ranks. One all-reduce."""
+        numbers = [number for row in rows for number in row]
         told = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(told)
-        return told.tolist()  # type: ignore[no-any-return]
+        return [sums.tolist() for sums in told.cpu().split([len(row) for row in rows])]
 
     def due(
         self, strategy: Strategy, batch: int, costs: Sequence[float], *, movable: bool = True
@@ -171,7 +218,7 @@ class Rebalancing:
         """
         seconds = [0.0] * strategy.mesh.size
         seconds[dist.get_rank() if dist.is_initialized() else 0] = self._seconds("forward", "backward")
-        seconds = self._summed(seconds)
+        (seconds,) = self._summed(seconds)
         if strategy != self._strategy:
             # The first step under a strategy is not typical, because it makes buffers and proofs.
             self._strategy, self._measured = strategy, []

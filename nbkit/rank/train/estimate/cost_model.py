@@ -22,7 +22,8 @@ from nbkit.planner.link_speed import between_nodes
 from nbkit.planner.stages import best_places, place, ranks_of_stages
 from nbkit.planner.step import StepTraffic, StepUnit, link_seconds
 from nbkit.planner.traffic import Bytes, TrafficTerm, per_step, wire_bytes
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.module.forward_wrapper import wrapped_by
 from nbkit.rank.parallel.pipeline.layer_chain import LayerChain

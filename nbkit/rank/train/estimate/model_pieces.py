@@ -21,7 +21,8 @@ from nbkit.planner.peak import ModelPiece, Weights
 from nbkit.rank.data.batch import check_inputs, pair, rows_of, take
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.fact_finder import find_facts
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.block_discovery import experts_in
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.plan import make_plan
@@ -218,7 +219,7 @@ class ModelPieces:
         traced = self._peaks.traced(tp, cp)
         if traced is None:
             raise UsageError(
-                "The model does not run on tensors without memory, so what it takes could not be measured.",
+                "The model does not run on meta tensors, so its memory could not be measured.",
                 numbers=f"tp={tp} cp={cp}",
                 hint="strategy='auto' of a Trainer, on the ranks that are to train it",
             )

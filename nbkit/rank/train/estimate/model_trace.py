@@ -29,7 +29,8 @@ from nbkit.rank.data.batch import call, pair, pick, rows_of
 from nbkit.rank.forward_work import ForwardWork
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.copies import homes, parameter_like, replace_submodule
 from nbkit.rank.parallel.module.forward_wrapper import in_backward, marked
 from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut

@@ -21,7 +21,8 @@ from nbkit.planner.peak import ModelPiece, Peak, PeakLine, Updating, Weights, pe
 from nbkit.planner.stages import place
 from nbkit.rank.aside import NotAside
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.model_trace import ModelTrace, trace, updating
 from nbkit.rank.train.estimate.state_bytes import StateBytes

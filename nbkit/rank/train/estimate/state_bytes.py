@@ -19,7 +19,8 @@ from typing import Any
 from nbkit.mesh import Mesh
 from nbkit.planner.exchange import overlap
 from nbkit.planner.traffic import Rest
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.strategy import Strategy
 from nbkit.techniques.experts import experts_of

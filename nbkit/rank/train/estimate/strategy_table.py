@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from nbkit.errors import NbkitError
 from nbkit.planner.choose.search import keys_that_help, recommended
 from nbkit.planner.peak import during
 from nbkit.planner.traffic import wire_bytes
-from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.peak_bytes import largest
@@ -163,7 +164,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
             return {**found, "why": _told(proof.refusal)}
         found["proof"] = f"not all was compared: {proof.unproven}" if proof.unproven else _PROVEN
     after = [rest.total for rest in seen.later.at_rest(strategy)]
-    peak = _peak(holds, after, flow.received, left) if strategy != job.strategy else max(holds)
+    peak = _peak(job.device, holds, after, flow.received, left) if strategy != job.strategy else max(holds)
     found.update(
         ok=True,
         moved_bytes=flow.total,
@@ -235,9 +236,11 @@ def _levers(job: Job, seen: CostModel) -> dict[str, Any]:
     return {"strategy": str(plain), "step_s": took, "each": each} if each else {}
 
 
-def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], left: int | None) -> int:
+def _peak(
+    device: torch.device, now: Sequence[int], after: Sequence[int], received: Sequence[int], left: int | None
+) -> int:
     """Return the bytes of the fullest rank during a switch. Assumes that all ranks have as much room as this one."""
-    buffers = 2 * min(max(received, default=0), ROUND_BYTES)
+    buffers = 2 * min(max(received, default=0), free_memory.round_bytes(max(after), device, free=left))
     return max(during(now, after, buffers=buffers, left=[left] * len(now)).num_bytes)
 
 

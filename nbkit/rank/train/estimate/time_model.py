@@ -19,6 +19,7 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.state_bytes import ReshardTraffic, StateBytes
 from nbkit.rank.train.step.history import StepPace
+from nbkit.records.event_words import recorded
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 
@@ -166,7 +167,7 @@ def _parts(job: Job) -> Mapping[str, float] | None:
     Return None if there are no steps yet. Return {} if other programs compute on this rank's cores, because then
     seconds cannot be compared.
     """
-    text = str(job.strategy)
+    text = recorded(str(job.strategy))
     records = [one for one in job.recorder.recent if one.parts and one.numbers.get("strategy") == text][1:]
     if not records:
         return None

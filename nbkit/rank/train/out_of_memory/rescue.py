@@ -129,7 +129,9 @@ def answer(job: Job | None, number: int = 0) -> dict[str, Any]:
     row = rows[number - 1] if number else question.found.first
     if row is None:
         raise UsageError(
-            "Nothing fits by arithmetic.", numbers=question.text, hint=f"{COMMAND} 1 tries it all the same"
+            "No setting fits according to the computed memory.",
+            numbers=question.text,
+            hint=f"{COMMAND} 1 tries it all the same",
         )
     apply(job, row.setting, question.batch)
     put(None)

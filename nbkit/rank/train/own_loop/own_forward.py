@@ -199,7 +199,7 @@ class OwnForward:
         given = list(_here.given)
         if weight is None and reduction == "mean" and len({one.shares for one in given}) > 1:
             raise TrainingError(
-                "It is unclear which batch the loss is of, and this rank has different shares of them.",
+                "nbkit cannot tell to which batch the loss belongs, and this rank has different shares of the batches.",
                 numbers=f"{', '.join(str(one.total) for one in given)} rows, given by job.rows since the last loss",
                 hint="job.backward(loss, weight=len(x))   where x are the rows that the loss is the mean of",
             )
@@ -359,7 +359,7 @@ class OwnForward:
             return
         if self.losses:
             raise TrainingError(
-                f"Under {self._job.strategy} the weights are gathered within this step, and cannot be looked at.",
+                f"Under {self._job.strategy} the weights are gathered within this step, and cannot be read.",
                 numbers=f"step {self._job.step + 1}, after {self.losses} losses",
                 hint="after job.optimizer.step(); or job.optimizer.zero_grad(), which drops the gradients",
             )
@@ -406,7 +406,7 @@ class OwnForward:
         job, data = self._job, self._job.sharded_model.data
         if value is None and job.training_step.coupled:
             raise TrainingError(
-                "Nothing on this rank counts in the loss, and BatchNorm waits for its backward pass.",
+                "No target of this rank counts in the loss, but BatchNorm waits for its backward pass.",
                 numbers="weight 0, and a loss that is not finite",
                 hint="loss = (each * mask).sum() / mask.sum().clamp(min=1)",
             )
@@ -480,7 +480,7 @@ class OwnForward:
     def _refuse_empty(self, total: int, counts: Sequence[int]) -> None:
         if not min(counts):
             raise TrainingError(
-                "A rank would have no row, and its forward nothing to compute.",
+                "A rank would have no row for its forward pass.",
                 numbers=f"{total} rows over {len(counts)} data ranks",
                 hint="DataLoader(..., drop_last=True), and at least a row for each; or job.backward(batch)",
             )

@@ -102,7 +102,7 @@ def refuse_unsummed(job: Job) -> None:
     if any(p.grad is not None and bool(p.grad.any()) for p in job.sharded_model.data.leaves()):
         job.optimizer.zero_grad()
         raise TrainingError(
-            "There are gradients that no rank has summed: they are not of job.backward.",
+            "There are gradients that no rank has summed: they do not come from job.backward.",
             numbers=f"step {job.step + 1}, under {job.strategy}; they are dropped",
             hint="x, y = job.rows(batch); job.backward(loss_of(job.model(x), y))   in the place of loss.backward()",
         )

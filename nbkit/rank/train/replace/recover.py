@@ -173,7 +173,7 @@ def _check_owners(parts: Sequence[HeldPart | None], plan: ParallelPlan) -> None:
     found = [held.keys() for part, held in zip(parts, plan.layouts.held, strict=True) if part is not None]
     if lost := sorted(plan.owned.difference(*found)):
         raise TrainingError(
-            "Whole tensors have lost the rank that owned them.",
+            "The rank that owned whole tensors has died.",
             numbers=f"what the optimizer remembers of {len(lost)} tensors, the first {lost[0]!r}",
             hint="recovery=nbkit.Recovery(backup_every=1)",
         )

@@ -98,7 +98,7 @@ def carry_out(plan: ExchangePlan, state: JobState, target: JobState, *, rank: in
     Exchange(plan, rank).run(source, target, device=device)
     if digest(source, plan.old, rank=rank, device=device) != digest(target, plan.new, rank=rank, device=device):
         raise TrainingError(
-            "The state on the new number of ranks is not the one before.",
+            "The state on the new number of ranks differs from the state before.",
             numbers="the digests of weights and optimizer state differ",
             hint="trainer.load(path) of a checkpoint; please report this",
         )

@@ -27,6 +27,7 @@ from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step.failure import failure_of
 from nbkit.rank.train.step.step_stats import Pending, StepNumbers
+from nbkit.records.event_words import recorded
 from nbkit.records.events import Event, StepDone
 from nbkit.records.readings import MEDIAN_OF, STANDS, usual_steps
 
@@ -97,7 +98,7 @@ class Paces:
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._known: dict[str, _Pace] = {}
+        self._known: dict[str, _Pace] = {}  # strategy, as in records -> its pace
         self._step = self.trials = 0
         self._last = ""
         for record in records:
@@ -105,7 +106,7 @@ class Paces:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add the record of the next step."""
-        strategy, number = record["strategy"], record["step"]
+        strategy, number = recorded(record["strategy"]), record["step"]
         pace = self._known.get(strategy)
         if pace is None or strategy != self._last:
             pace = self._known[strategy] = _Pace(number, pace.now() if pace is not None else None)
@@ -116,7 +117,7 @@ class Paces:
 
     def measured(self, strategy: str, seconds: Sequence[float]) -> None:
         """Replace the pace of `strategy` by the seconds of a trial's steps, which are in no record."""
-        self._known[strategy] = _Pace(self._step, (pace_of(seconds), self._step))
+        self._known[recorded(strategy)] = _Pace(self._step, (pace_of(seconds), self._step))
         self.trials += 1
         self._forget()
 
@@ -132,7 +133,7 @@ class Paces:
 
         The first step does not count: it is slower, because it prepares things that later steps reuse.
         """
-        pace = self._known.get(strategy)
+        pace = self._known.get(recorded(strategy))
         found = pace.now() if pace is not None else None
         return replace(found[0], ago=self._step - found[1]) if found is not None else None
 

@@ -227,7 +227,7 @@ class OptimizerSpec:
         """
         if like is not None and len(like.param_groups) != len(self.groups):
             raise TrainingError(
-                "The optimizer has got parameter groups since the job was built, which a switch cannot follow.",
+                "The optimizer got parameter groups after the job was built, and a switch cannot handle them.",
                 numbers=f"{len(like.param_groups)} groups, {len(self.groups)} at the start",
                 hint="all groups in the optimizer's factory, frozen parameters included",
             )

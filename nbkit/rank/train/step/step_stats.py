@@ -32,6 +32,7 @@ from nbkit.rank.data.batch import Parts
 from nbkit.rank.device import Event, accelerator
 from nbkit.rank.parallel.data_parallel.ddp import ALIVE
 from nbkit.rank.train.control.step_boundary import READY
+from nbkit.records.event_words import recorded
 
 
 class DeviceScalar:
@@ -350,7 +351,7 @@ class Pending:
             "step": self.step,
             "loss": numbers.loss,
             "lr": ready(self.lr),
-            "strategy": self.strategy,
+            "strategy": recorded(self.strategy),
             "seconds": max(numbers.seconds),
             "samples": self.samples,
             "tokens": numbers.tokens,

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.plan import ParallelPlan
-from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_collectively
+from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange, plan_collectively
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState, by_name, bytes_per_element
 from nbkit.rank.train.estimate.cost_model import CostModel
-from nbkit.rank.train.estimate.free_memory import crowded, side_bytes
+from nbkit.rank.train.estimate.free_memory import crowded, left, round_bytes, side_bytes
 from nbkit.rank.train.switch.exchange_cache import ExchangeCache, Kinds
 from nbkit.rank.train.switch.model_edits import changes_of
 from nbkit.rank.train.transaction import Ballot
@@ -37,9 +37,14 @@ def planned(
     new: ParallelPlan,
     before: JobState,
     target: JobState,
+    *,
+    limit: int = ROUND_BYTES,
 ) -> tuple[Exchange, list[int]]:
-    """Return the exchange from `before` to `target` that this rank plans, and numbers to compare: see `agreed`."""
-    exchange = exchanges.exchange(old, new, kinds)
+    """Return the exchange from `before` to `target` that this rank plans, and numbers to compare: see `agreed`.
+
+    limit: bytes of a round, equal on all ranks.
+    """
+    exchange = exchanges.exchange(old, new, kinds, limit=limit)
     plan, rank = exchange.plan, exchanges.rank
     fits = _fits(before, plan.old[rank], kinds) and _fits(target, plan.new[rank], kinds)
     return exchange, [int(not fits), exchange.stamp, -exchange.stamp]
@@ -48,7 +53,8 @@ def planned(
 def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target: JobState, *, rank: int) -> Exchange:
     """Return the same exchange on every rank. compared: the maximum over all ranks of each number of `planned`.
 
-    If the tensors of a rank differ from its strategy, all layouts are gathered. In this case the call is collective.
+    If the tensors of a rank differ from its strategy, or a rank had no memory for large rounds, all layouts are
+    gathered, and rounds are small. In this case the call is collective.
     """
     different, most, least = compared
     if not different and most == -least:
@@ -95,12 +101,14 @@ class RankKnowledge:
     """Facts that ranks learn from each other before a switch.
 
     strategy: the new strategy, with an order of ranks that all ranks agree on. memory: the state of all optimizers.
-    crowded: a rank lacks room for the new sharded model beside the old one. alike: all ranks have made the same groups.
+    crowded: a rank lacks room for the new sharded model beside the old one. round_bytes: bytes of a round of the
+    exchange for which every rank has room. alike: all ranks have made the same groups.
     """
 
     strategy: Strategy
     memory: OptimizerMemory
     crowded: bool
+    round_bytes: int
     alike: bool
 
 
@@ -124,10 +132,12 @@ def gather(
         new = cost_model().placed(new, now=sharded_model.strategy)
         plan = builder.plan(new)
         kinds = bytes_per_element(sharded_model, optimizer, builder.skeleton, builder.template.groups)
+        num_bytes = side_bytes(builder, kinds, new, builder.rank)
         own = (
             changes_of(sharded_model, builder.skeleton),
             memory_of(sharded_model, optimizer, builder.names),
-            crowded(side_bytes(builder, kinds, new, builder.rank), ranks.device),
+            crowded(num_bytes, ranks.device),
+            round_bytes(num_bytes, ranks.device, free=left(ranks.device)),
             (plan.digest, builder.groups_made(plan)),
         )
     except StrategyError:
@@ -135,11 +145,11 @@ def gather(
     except Exception as error:
         failure = error
     everyone = ranks.gather(own, "looking at what there is", failure)
-    changes, runs, lacking, groups = zip(*everyone, strict=True)
+    changes, runs, lacking, sizes, groups = zip(*everyone, strict=True)
     builder.follow(changes)
     if len({digest for digest, _ in groups}) > 1:  # ranks know different optimizer states, so their plans may differ
         new = replace(asked, slowest="")
-    return RankKnowledge(new, unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
+    return RankKnowledge(new, unpacked(runs, builder.names), any(lacking), min(sizes), len(set(groups)) == 1)
 
 
 def memory_of(

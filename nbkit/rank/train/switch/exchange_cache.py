@@ -10,7 +10,7 @@ from torch import nn
 
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.parallel.plan import ParallelPlan
-from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange
 from nbkit.tensor_layout import Layout
 
 Kinds = dict[str, torch.dtype]
@@ -36,8 +36,11 @@ class ExchangeCache:
         """
         return self._kinds | {f"{key}/{name}": dtype for name, kinds in memory.items() for key, dtype in kinds.items()}
 
-    def exchange(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds) -> Exchange:
-        """Return the exchange from `old` to `new`. Raises TrainingError as `ExchangePlan.of` does."""
+    def exchange(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds, *, limit: int = ROUND_BYTES) -> Exchange:
+        """Return the exchange from `old` to `new`, in rounds of `limit` bytes.
+
+        Raises TrainingError as `ExchangePlan.of` does.
+        """
         known, exchange = self._kept.get((old, new), (None, None))
         if exchange is None or known != kinds:
             plan = ExchangePlan.of(
@@ -46,10 +49,14 @@ class ExchangeCache:
                 {key: dtype.itemsize for key, dtype in kinds.items()},
                 node_of=new.node_of,
             )
-            exchange = Exchange(plan, self.rank)
-            self._kept[old, new] = kinds, exchange
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+        elif exchange.limit != limit:
+            plan = exchange.plan
+        else:
+            return exchange
+        exchange = Exchange(plan, self.rank, limit=limit)
+        self._kept[old, new] = kinds, exchange
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
         return exchange
 
     def layouts_by_rank(self, plan: ParallelPlan, kinds: Kinds) -> list[dict[str, Layout]]:

@@ -27,6 +27,7 @@ from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import alike_in_groups, by_name
 from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.estimate.free_memory import left, round_bytes, side_bytes
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
 
@@ -106,7 +107,9 @@ def make_ready(job: Job, text: str) -> ParallelPlan:
     accelerator().choose_in_thread(job.device)
     builder = job.builder
     new = builder.plan(job.cost_model().placed(job.parsed(text), now=job.strategy))
-    builder.make_ready(job.sharded_model.plan, new, builder.exchanges.kinds(_expected(job)))
+    num_bytes = side_bytes(builder, job.bytes_per_element(), new.strategy, builder.rank)
+    limit = round_bytes(num_bytes, job.device, free=left(job.device))
+    builder.make_ready(job.sharded_model.plan, new, builder.exchanges.kinds(_expected(job)), limit=limit)
     return new
 
 

@@ -44,7 +44,7 @@ from nbkit.errors import SwitchError, TrainingError
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.process_groups import Connections
-from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange
 from nbkit.rank.parallel.reshard.state_digest import digest, scratch_bytes, sums
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
@@ -52,7 +52,7 @@ from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.estimate.free_memory import roomy
 from nbkit.rank.train.step.weight_average import refuse_shown
-from nbkit.rank.train.switch.consensus import OptimizerMemory, RankKnowledge, agreed, gather, planned
+from nbkit.rank.train.switch.consensus import RankKnowledge, agreed, gather, planned
 from nbkit.rank.train.switch.in_place import prepare_in_place, without_gradients
 from nbkit.rank.train.transaction import (
     Ballot,
@@ -84,30 +84,31 @@ class Prepared:
 
 
 def prepare(
-    left: TrainingState,
-    new: Strategy,
-    connections: Connections,
-    memory: OptimizerMemory,
-    builder: Builder,
-    ranks: Ballot,
+    left: TrainingState, gathered: RankKnowledge, connections: Connections, builder: Builder, ranks: Ballot
 ) -> Prepared:
     """Return the new sharded model with empty weights and state, and the exchange that fills it. Collective."""
+    memory, old = gathered.memory, left.sharded_model.plan
     before = job_state.state(left.sharded_model, left.optimizer)
     exchange: Exchange | None = None
     try:
         with ranks.all_or_none("building the new sharded model", numbers=3) as said:
-            sharded_model, inner = builder.build(builder.plan(new), connections, like=left.optimizer)
+            sharded_model, inner = builder.build(builder.plan(gathered.strategy), connections, like=left.optimizer)
             said.doing = "making room for the new sharded model"
             job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
             target = job_state.state(sharded_model, inner)
             said.doing = "planning the exchange"
             kinds = builder.exchanges.kinds(memory.kinds)
             exchange, said.numbers = planned(
-                builder.exchanges, kinds, left.sharded_model.plan, sharded_model.plan, before, target
+                builder.exchanges, kinds, old, sharded_model.plan, before, target, limit=gathered.round_bytes
             )
             said.doing = "making room for the exchange"
             if not said.numbers[0]:
-                _make_room(exchange, before, target, ranks.device)
+                try:
+                    _make_room(exchange, before, target, ranks.device)
+                except (MemoryError, RuntimeError):
+                    if exchange.limit <= ROUND_BYTES:
+                        raise
+                    said.numbers[0] = 1  # free memory may be in pieces: all ranks plan again, with small rounds
         if (other := agreed(exchange, said.largest, before, target, rank=builder.rank)) is not exchange:
             exchange.give_back()
             exchange = other
@@ -333,7 +334,7 @@ class Switcher:
         job, old, new = self._job, self._job.strategy, gathered.strategy
         left, beside_s = job.state, job.builder.beside(new)
         connections = job.builder.connect(new, alike=gathered.alike)
-        prepared = prepare(left, new, connections, gathered.memory, job.builder, ranks)
+        prepared = prepare(left, gathered, connections, job.builder, ranks)
         ready = time.perf_counter()
         # Not in `all_or_none`: a rank that raises here would wait for ranks that wait for its messages.
         prepared.exchange.run(prepared.before, prepared.target, device=job.device)

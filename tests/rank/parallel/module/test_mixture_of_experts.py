@@ -23,7 +23,8 @@ from nbkit.errors import NbkitError
 from nbkit.planner.exchange import overlap
 from nbkit.rank.parallel.experts import data_axis, dispatch
 from nbkit.rank.parallel.experts.find import find_routed
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.plan import ParallelPlan, make_plan
 from nbkit.rank.parallel.sharded_model import ShardedModel

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import nbkit
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.model_facts import JobOptions
+from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.module.compile import not_compiled
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step import optimizer_state as offloading

@@ -159,3 +159,32 @@ def test_no_bit_changes_and_half_the_bytes_are_gathered(
             assert gathered[1] - gathered[0] == pytest.approx(passes * 2 * size / 2, rel=0.01), case
             if case[0] == "zero3":
                 assert gathered == pytest.approx([cast["formula"], whole["formula"]], rel=0.01)
+
+
+def seen_alone(world: Any, strategy: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Make three steps. Return the weights that this rank sees alone, and those of the whole model."""
+    job = nbkit.prepare(
+        Tied,
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        loss=cross_entropy,
+        precision="bf16",
+        strategy=strategy,
+        hints=nbkit.ModelHints(example=BATCHES[0]),
+        log_dir=None,
+    )
+    for batch in BATCHES:
+        job.backward(batch)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    alone = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+    return alone, job.full_state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_zero1_and_2_keep_float32_weights_on_every_rank(strategy: str, known_to_be_right: None) -> None:
+    for alone, whole in run_ranks(seen_alone, 2, strategy):
+        assert MAPS <= alone.keys()
+        for name, weight in alone.items():
+            assert weight.dtype == torch.float32 and torch.equal(weight, whole[name]), name
+        rounded = [name for name in MAPS if torch.equal(whole[name], whole[name].bfloat16().float())]
+        assert rounded == []

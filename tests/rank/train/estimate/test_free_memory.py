@@ -13,6 +13,7 @@ from ranks import run_ranks
 
 from nbkit.errors import UsageError
 from nbkit.rank import host_memory
+from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.telemetry.health import bytes_held
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.run_recorder import Recorder
@@ -76,6 +77,23 @@ def test_a_limit_of_its_own_counts_from_what_the_rank_holds(monkeypatch: pytest.
     monkeypatch.setenv("NBKIT_MEMORY_LIMIT", "8GB")
     with pytest.raises(UsageError, match="number of bytes"):
         free_memory.left(CPU, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("spare", "size"),
+    [(None, 24), (-1000, 24), (0, 24), (8 * 48 - 1, 24), (8 * 48, 48), (8 * 96 - 1, 48), (8 * 768, 768), (10**6, 768)],
+)
+def test_on_a_gpu_a_round_takes_at_most_a_quarter_of_the_memory_beside_the_new_model(
+    spare: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = 5 * GB
+    free = None if spare is None else new + (spare << 20)
+
+    assert free_memory.round_bytes(new, CPU, free=free) == ROUND_BYTES
+    monkeypatch.setattr(free_memory, "accelerator", lambda: SimpleNamespace(holds=lambda device: True))
+    found = free_memory.round_bytes(new, CPU, free=free)
+    assert found == size << 20
+    assert spare is None or size == 24 or 2 * found <= (spare << 20) / 4
 
 
 def room_beside(job: Any, spare: int) -> bool:

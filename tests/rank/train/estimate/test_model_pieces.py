@@ -22,7 +22,8 @@ from nbkit.planner.choose.load import Hardware, Known
 from nbkit.planner.choose.search import search
 from nbkit.planner.peak import GPTPieces
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.train.estimate import model_pieces
 from nbkit.rank.train.estimate import model_trace as trace_model
 from nbkit.rank.train.estimate.model_trace import ModelTrace

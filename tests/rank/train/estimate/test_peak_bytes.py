@@ -18,7 +18,8 @@ from nbkit.planner.peak import GPTPieces, most
 from nbkit.rank.comm import link_probe
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.context.context_parallel import Positionwise
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.train.config import TrainConfig

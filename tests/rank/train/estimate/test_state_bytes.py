@@ -10,7 +10,8 @@ from torch import nn
 
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel.model_facts import JobOptions, ModelFacts, ModelShapes
+from nbkit.rank.parallel.job_options import JobOptions
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.plan import RankLayouts, make_plan

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,16 +19,25 @@ from nbkit.bridge.training_requests import TrainingRequestHandler
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import USUAL_BYTES, all_gather_objects
 from nbkit.rank.parallel import parallelize
+from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.train import transaction
+from nbkit.rank.train.estimate import free_memory
+from nbkit.rank.train.estimate.free_memory import side_bytes
 from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import prefetch
+from nbkit.rank.train.switch import switch as switching
 from nbkit.rank.train.switch.exchange_cache import ExchangeCache
+from tests.rank.parallel.reshard.test_redistribute import Wire
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def wide() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(6, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 3))
 
 
 def planned_in(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
@@ -259,6 +269,71 @@ def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
 def test_ranks_tell_what_they_cannot_know_in_a_few_hundred_bytes() -> None:
     for rank in run_ranks(in_few_bytes, 4, timeout=300):
         assert all(size < 600 and not more for size, more in rank), rank
+
+
+ROUND = 4096
+
+
+def in_rounds(world: Any) -> list[tuple[int, bool, dict[str, torch.Tensor]]]:
+    """Return for each switch the number of its messages, whether it was proven, and the weights after it."""
+    trainer, found = quiet(model=wide, optimizer=adam, data=points(40), strategy="zero3"), []
+    trainer.fit(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(free_memory, "ROUND_BYTES", ROUND)
+        patch.setattr(free_memory, "MOST_ROUND_BYTES", 32 * ROUND)
+        patch.setattr(switching, "ROUND_BYTES", ROUND)
+        patch.setattr(free_memory, "accelerator", lambda: SimpleNamespace(holds=lambda device: True))
+        for spares in SPARES:
+            spare = spares[world.place.rank]
+            new = side_bytes(
+                trainer.job.builder, trainer.job.bytes_per_element(), trainer.job.parsed("ddp"), world.place.rank
+            )
+            for module in (free_memory, joining):
+                patch.setattr(module, "left", lambda *_, free=new + spare: free)
+            if spares == IN_PIECES and world.place.rank == 1:
+                patch.setattr(Exchange, "make_room", without_large_pieces(Exchange.make_room))
+            with Wire() as wire:
+                identical = trainer.switch("ddp").identical
+            messages = [moved for operation, moved in wire if operation == "all_to_all"]
+            found.append((len(messages), bool(identical), trainer.full_state_dict()))
+            trainer.switch("zero3")
+    return found
+
+
+def without_large_pieces(make_room: Any) -> Any:
+    def refusing(self: Exchange, *args: Any, **kwargs: Any) -> None:
+        if self.limit == 32 * ROUND:
+            raise torch.OutOfMemoryError("planted: all free pieces are smaller")
+        make_room(self, *args, **kwargs)
+
+    return refusing
+
+
+IN_PIECES = (1 << 41, 1 << 41)
+SPARES = (
+    (8 * ROUND, 8 * ROUND),
+    (16 * ROUND, 1 << 40),
+    (1 << 40, 32 * ROUND),
+    (1 << 40, 1 << 40),
+    (2 * ROUND, 1 << 40),
+    IN_PIECES,
+)
+"""Memory of each of two ranks beside the new model."""
+
+
+def test_rounds_are_as_large_as_the_rank_with_the_least_free_memory_allows() -> None:
+    """Weights and moments take 12 bytes for each parameter, and a rank lacks half of them."""
+    lacks = 6 * sum(p.numel() for p in wide().parameters())
+    for found in run_ranks(in_rounds, 2, timeout=120):
+        *found, in_pieces = found
+        for (count, identical, weights), size in zip(found, (1, 2, 4, 32, 1), strict=True):
+            # Rounds are not quite full, because tensors are cut into pieces.
+            assert lacks / (size * ROUND) <= count <= 1.3 * lacks / (size * ROUND) + 1, size
+            assert identical
+            assert all(torch.equal(weights[name], value) for name, value in found[0][2].items())
+        # All ranks go back to rounds of 24 MB, which no constant of this test changes.
+        assert in_pieces[:2] == (1, True)
+        assert all(torch.equal(in_pieces[2][name], value) for name, value in found[0][2].items())
 
 
 def told_at_length(world: Any) -> list[Any]:

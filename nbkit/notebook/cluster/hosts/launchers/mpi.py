@@ -85,7 +85,7 @@ class MpiLauncher(Launcher):
         return ClusterError(
             "mpirun has ended before the cluster was ready.",
             numbers=f"the last lines of what it said:\n    {self.log().replace(chr(10), chr(10) + '    ')}",
-            hint=f"{self.program} hostname   (in a terminal);   what follows   --   goes to mpirun as it is",
+            hint=f"{self.program} hostname   (in a terminal);   what follows   --   is passed to mpirun unchanged",
         )
 
 
