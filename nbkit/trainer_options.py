@@ -19,6 +19,9 @@ from nbkit.unfit_calls import says_what_it_takes
 
 T = TypeVar("T")
 
+RECOMPUTE: tuple[bool | str, ...] = (False, "selective", True)
+"""The values of `Compute.recompute`, from the shortest step to the least memory."""
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def _option(kind: type[T]) -> type[T]:
@@ -88,7 +91,8 @@ class Compute(_Option):
     """Settings for the computation of a step. The first four save memory, but take time (docs/reference/memory.md).
 
     microbatch_size: rows of a rank in one forward pass; None (the default): all rows of the rank. recompute: compute
-    activations again in the backward pass (default: False). loss_chunks: number of pieces in which the head and the
+    activations again in the backward pass (default: False). True: all of a block. "selective": all but matrix products,
+    attention and collectives, whose results are kept. loss_chunks: number of pieces in which the head and the
     cross entropy are computed (default: 1). Only the logits of one piece are in memory. offload: "cpu" keeps the
     optimizer's state in host memory (default: None). compile: compile each block, if the strategy and the model allow
     it (default: False). A text is a mode of torch.compile. dropout: "keyed" makes dropout the same under every strategy
@@ -100,7 +104,7 @@ class Compute(_Option):
     """
 
     microbatch_size: int | None = None
-    recompute: bool = False
+    recompute: bool | str = False
     loss_chunks: int = 1
     offload: str | None = None
     compile: bool | str = False
@@ -114,6 +118,7 @@ class Compute(_Option):
         if self.offload not in (None, "cpu"):
             what = f"There is no place {self.offload!r} for the optimizer's state."
             self._refuse(what, "offload", "offload='cpu'", numbers="None, 'cpu'")
+        self._check_choice("recompute", RECOMPUTE, typical="selective")
         self._check_choice("dropout", (None, "keyed", "fused"), typical="keyed")
 
 

@@ -33,6 +33,7 @@ WRONG: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "no age": (lambda: nbkit.Checkpoints(keep=(3, "x")), "'x' is no length of time", "seconds", "2h"),
     "no snapshots": (lambda: nbkit.Checkpoints(snapshot_every=0), "whole", "snapshot_every=0", "snapshot_every=50)"),
     "no rows": (lambda: nbkit.Compute(microbatch_size=-1), "whole number", "microbatch_size=-1", "microbatch_size=8)"),
+    "no part": (lambda: nbkit.Compute(recompute="all"), "no recompute 'all'", "'selective', True", "='selective'"),
     "no norms": (lambda: nbkit.Compute(grad_norm_every=0), "whole number", "grad_norm_every=0", "grad_norm_every="),
     "no place": (lambda: nbkit.Compute(offload="disk"), "no place 'disk'", "None, 'cpu'", "Compute(offload='cpu')"),
     "no dropout": (lambda: nbkit.Compute(dropout="x"), "no dropout 'x'", "'keyed', 'fused'", "dropout='keyed'"),

@@ -51,7 +51,8 @@ class Case:
 
     model: a name in `verify.training.MODELS`, or a model that is not there. strategy: one, or several with " > "
     between them, to switch to. dtype: of the weights. layers: of the model, if their number can be chosen; a stage
-    takes one at least. extras: any of EXTRAS, and "bf16": forward and loss under autocast; "sgd": SGD with momentum,
+    takes one at least. extras: any of EXTRAS, and "bf16": forward and loss under autocast; "selective": recompute
+    only a part of each block; "sgd": SGD with momentum,
     whose weights can be compared, in place of AdamW, and data in its own order; "evaluate": on all data at the end.
     optimizer: a name in `verify.optimizers.OPTIMIZERS`, in the place of SGD.
     """
@@ -73,7 +74,7 @@ class Case:
     @property
     def truth(self) -> Case:
         """Return the case that one process trains. It keeps the extras that change the result."""
-        extras = self.extras - {"accumulate", "recompute", "tied"}
+        extras = self.extras - {"accumulate", "recompute", "selective", "tied"}
         steps = LONGEST if "sgd" in extras else self.steps
         return replace(self, strategy="", extras=extras, steps=steps, ranks=1)
 

@@ -206,7 +206,7 @@ def trainer_of(case: Case, **changed: Any) -> Trainer:
         "clip_norm": CLIP if "clip" in case.extras else None,
         "compute": nbkit.Compute(
             microbatch_size=2 if "accumulate" in case.extras else None,
-            recompute="recompute" in case.extras,
+            recompute="selective" if "selective" in case.extras else "recompute" in case.extras,
             grad_norm_every=1,
         ),
         "log_dir": None,

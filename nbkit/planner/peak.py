@@ -472,14 +472,14 @@ _FP32 = 4
 class GPTPieces:
     """The pieces of a GPT by formula.
 
-    element: bytes of an element of an activation (2 in bf16). parameter: bytes of an element of a weight. recompute:
-    True if blocks are recomputed in backward.
+    element: bytes of an element of an activation (2 in bf16). parameter: bytes of an element of a weight. recompute: as
+    in nbkit.Compute.
     """
 
     config: GPTConfig
     element: int = 4
     parameter: int = 4
-    recompute: bool = False
+    recompute: bool | str = False
 
     def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]:
         """Return one piece for each block, on a rank with these degrees."""
@@ -505,7 +505,18 @@ class GPTPieces:
         if cp > 1:
             # Attention has gathered all keys and values again, and computes their gradients.
             backward = (*backward, PeakLine(9 * square, 6 * part + 2 * hidden / cp + 5.5 * hidden / tp))
-        if self.recompute:
+        if self.recompute == "selective":
+            # The input; queries, keys and values; the outputs of attention and of the layers behind it and before the
+            # activation; under tp and cp also what was gathered, since no collective runs twice. Where a forward ends,
+            # the input and the output of the last layer are there, too. Under tp with cp, the output is there before
+            # and after it is summed.
+            gathered = 2 * hidden if tp > 1 and cp == 1 else 0  # under cp, ranks along tp do not divide positions
+            sums = _FP32 * of.block * of.heads / (tp * cp)
+            keys = 2 * hidden * (1 - 1 / cp) / tp
+            held = 8 * part + 2 * state + 3 * (cp > 1) * part + keys + gathered + sums
+            end = held + 4 * part + (3 if tp > 1 and cp > 1 else 1) * state + gathered
+            block = ModelPiece((PeakLine(0, end),), PeakLine(0, held), backward, PeakLine(0, state))
+        elif self.recompute:
             again = tuple(PeakLine(line.fixed, line.row + state) for line in backward)
             block = ModelPiece((PeakLine(0, top),), PeakLine(0, state), again, PeakLine(0, state))
         else:
@@ -563,8 +574,8 @@ class GPTPieces:
         """Return bytes per element. Weights and gradients are in fp32, also if nbkit trains in bf16."""
         return Bytes(self.parameter, self.parameter, 2 * self.parameter)
 
-    def recomputing(self, recompute: bool) -> GPTPieces:
-        """Return the same pieces, with blocks recomputed or not."""
+    def recomputing(self, recompute: bool | str) -> GPTPieces:
+        """Return the same pieces with this value of `recompute`."""
         return replace(self, recompute=recompute)
 
     def touched(self, tp: int = 1, cp: int = 1) -> float:

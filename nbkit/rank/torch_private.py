@@ -129,6 +129,12 @@ def _graph_task_by_frames() -> int:
     return -1
 
 
+active_saved_tensors_hooks: Callable[[bool], Any] = _symbol(
+    "torch._C._autograd:_top_saved_tensors_default_hooks",
+    "see which outputs a recomputed block needs for backward",
+    "recompute='selective' keeps the output of a block's last product too",
+    fallback=lambda _: None,
+)
 graph_task_id: Callable[[], int] = _symbol(
     "torch._C:_current_graph_task_id",
     "know whether a layer is computed again within backward",

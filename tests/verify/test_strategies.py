@@ -37,6 +37,7 @@ def _with(model: str, strategy: str, *extras: str, dtype: str = "float64") -> Ca
 SMALL = [
     *(Case("gpt", strategy, steps=2) for strategy in ("hsdp", "cp=4", "zero=3 dp=2 tp=2")),
     _with("gpt_tied", "cp=2 pp=2", "dropout", "recompute"),
+    _with("gpt", "tp=2 pp=2", "dropout", "selective"),
     _with("gpt_frozen", "dp=2 pp=2 schedule=zbv", "sgd", "clip"),
     _with("lora", "tp=2 pp=2", "sgd", "clip"),
 ]
@@ -51,6 +52,8 @@ SCHEDULES = [
 DEAR = [
     _with("gpt2", "dp=2 pp=2 schedule=zbv", "dropout", "mask", "ragged"),
     _with("llama_of_8_heads_tied", "tp=2 pp=2", "mask", "clip", "recompute"),
+    _with("llama_of_8_heads_tied", "dp=2 tp=2 zero=3", "mask", "clip", "selective"),
+    _with("gpt2", "cp=2 tp=2", "dropout", "selective"),
     Case("gpt", "dp=2 tp=2", "float32", 3, frozenset({"bf16"})),
     Case("gpt", "dp=2 tp=2 pp=2", steps=2),
 ]

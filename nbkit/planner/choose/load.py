@@ -166,8 +166,9 @@ class Load:
 
     flops: of the forward passes of all blocks, for one rank's part of each block. touched: bytes that all other
     operations in these passes read and write. again: the share of the forward passes that backward computes once more.
-    stages: each stage's share of the compute. terms: the traffic of the busiest rank. units, passes: see
-    nbkit.planner.step.Work. updated: bytes that the optimizer reads and writes.
+    touched_again: the same of `touched` alone; None: `again`. stages: each stage's share of the compute. terms: the
+    traffic of the busiest rank. units, passes: see nbkit.planner.step.Work. updated: bytes that the optimizer reads and
+    writes.
     """
 
     flops: float
@@ -178,6 +179,7 @@ class Load:
     updated: float
     units: Sequence[StepUnit] = ()
     passes: int = 1
+    touched_again: float | None = None
 
     @property
     def sent(self) -> dict[str, float]:
@@ -222,8 +224,10 @@ def seconds(
     lines: the result of `lines_of` for the same arguments, if it is known already.
     """
     device = on.device
-    forward = load.flops / (device.flops * rates.flops) + load.touched / (device.bandwidth * rates.bandwidth)
-    passes = 1 + _BACK + load.again
+    products, rest = load.flops / (device.flops * rates.flops), load.touched / (device.bandwidth * rates.bandwidth)
+    forward = products + rest
+    again = load.again * products + (load.again if load.touched_again is None else load.touched_again) * rest
+    passes = 1 + _BACK + again / forward
     work = Work(
         [[forward * passes * share for share in load.stages]],
         load.terms,
@@ -300,7 +304,7 @@ class PerElement(Protocol):
 
 
 class Subject(Protocol):
-    """A model, given by formulas or by measurements. recompute: True if its blocks are recomputed in backward.
+    """A model, given by formulas or by measurements. recompute: as in nbkit.Compute.
 
     flops, touched: for the forward of one row, on a rank with these degrees; see Load. costs: the compute of each
     piece, in any unit. refused: why the model cannot be split like this, as (what, numbers); None if it can.
@@ -312,7 +316,7 @@ class Subject(Protocol):
     def each(self) -> PerElement: ...
     @property
     def element(self) -> int: ...
-    def recomputing(self, recompute: bool) -> Subject: ...
+    def recomputing(self, recompute: bool | str) -> Subject: ...
     def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]: ...
     def weights(self, tp: int, cp: int) -> list[Weights]: ...
     def facts(self, batch: int) -> Facts: ...
@@ -326,13 +330,13 @@ class Subject(Protocol):
 class Candidate:
     """A strategy with its batch sizes.
 
-    rows: rows per rank in one forward. micros: forwards in a step. recompute: True if blocks are recomputed.
+    rows: rows per rank in one forward. micros: forwards in a step. recompute: as in nbkit.Compute.
     """
 
     strategy: Strategy
     rows: int
     micros: int
-    recompute: bool
+    recompute: bool | str
 
     @property
     def kind(self) -> tuple[int, ...]:
@@ -478,7 +482,8 @@ def load_of(known: Known, candidate: Candidate, facts: Facts) -> Load:
     return Load(
         flops=subject.flops(strategy.tp, strategy.cp) * rows,
         touched=subject.touched(strategy.tp, strategy.cp) * rows,
-        again=1.0 if candidate.recompute else 0.0,
+        again=1.0 if candidate.recompute is True else 0.0,
+        touched_again=1.0 if candidate.recompute else 0.0,
         stages=known.shares(strategy),
         terms=tuple(term for term in _terms(known, candidate, facts) if term.bytes),
         # Parameters and state are read and written; gradients are only read.
@@ -499,7 +504,7 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
     if strategy.dp > 1:
         yield from data_terms_of(known, strategy, micros, facts.node)
     if tp > 1:
-        yield from block_terms(tp, hidden, blocks, micros, again=candidate.recompute)
+        yield from block_terms(tp, hidden, blocks, micros, again=candidate.recompute is True)
         for op in ("all_gather", "reduce_scatter"):  # embedding and head, averaged over the pipeline places
             yield TrafficTerm("tp", op, tp, round(2 * micros / pp), round(2 * hidden / pp), "embedding and head")
     if pp > 1:
@@ -508,7 +513,7 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
         yield TrafficTerm("pp", "send", 2, 2 * stages * micros, size, "hidden states and their gradients")
     if cp > 1:
         whole, held = hidden * cp, known.held(strategy)
-        yield from key_value_terms(strategy, facts, whole, blocks, micros, again=candidate.recompute)
+        yield from key_value_terms(strategy, facts, whole, blocks, micros, again=candidate.recompute is True)
         yield TrafficTerm("cp", "all_gather", cp, micros, round((1 if pp > 1 else 2) * whole), "ends of the blocks")
         yield TrafficTerm("cp", "all_reduce", cp, 1, held, "gradients that are partial sums")
 

@@ -44,6 +44,7 @@ from nbkit.planner.step import Parts
 from nbkit.planner.traffic import Rest
 from nbkit.planner.validate import validate
 from nbkit.strategy import Strategy, divisors
+from nbkit.trainer_options import RECOMPUTE
 
 ALIKE = 1.02
 """Step times within this factor count as equal. Then the simpler strategy is recommended."""
@@ -191,8 +192,8 @@ def is_exact(word: str) -> bool:
 class PlanRow:
     """A strategy that fits.
 
-    strategy: as one types it. microbatch_size: rows of a forward, if there is no pipeline. recompute: True if blocks
-    are recomputed. peak: bytes of the fullest rank. seconds: the step time, with its parts and its bounds low and high.
+    strategy: as one types it. microbatch_size: rows of a forward, if there is no pipeline. recompute: as in
+    nbkit.Compute. peak: bytes of the fullest rank. seconds: the step time, with its parts and its bounds low and high.
     sent: bytes that the busiest rank sends in a step, by axis. between: the part of them that crosses nodes. rate:
     tokens per second, or samples if they have no positions. limit: the part that takes longest. levers: the step time
     with each key of nbkit/techniques/ that relieves a link for which the step waits. With such a key, except bucket=,
@@ -202,7 +203,7 @@ class PlanRow:
     strategy: str
     label: str
     microbatch_size: int | None
-    recompute: bool
+    recompute: bool | str
     peak: Peak
     seconds: float
     low: float
@@ -219,7 +220,7 @@ class PlanRow:
     def settings(self) -> str:
         """Return all settings of a Trainer for this row, in one line."""
         words = [self.strategy] + [f"microbatch_size={self.microbatch_size}"] * (self.microbatch_size is not None)
-        return " ".join(words + ["recompute"] * self.recompute)
+        return " ".join(words + [_spelled(self.recompute)] * bool(self.recompute))
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def search(subject: Subject, batch: int, on: Hardware, *, rates: Rates | None = 
     rates = rates or Rates()
     usable = memory or USABLE * on.device.memory
     facts = replace(subject.facts(batch), world=on.devices, node=on.node)
-    subjects = {recompute: Known(subject.recomputing(recompute)) for recompute in (False, True)}
+    subjects = {recompute: Known(subject.recomputing(recompute)) for recompute in RECOMPUTE}
     timed: list[tuple[tuple[float, ...], Candidate, Load, Rest]] = []
     refused: list[Refused] = []
     for strategy in _strategies(facts, on):
@@ -338,7 +339,7 @@ def search(subject: Subject, batch: int, on: Hardware, *, rates: Rates | None = 
 def _order(took: float, candidate: Candidate, number: int) -> tuple[float, ...]:
     of = candidate.strategy
     axes = sum(degree > 1 for degree in (of.dp, of.tp, of.pp, of.cp))
-    return round(_ALIKE * log(took)), of.cp > 1, candidate.recompute, axes, of.zero, number
+    return round(_ALIKE * log(took)), of.cp > 1, RECOMPUTE.index(candidate.recompute), axes, of.zero, number
 
 
 def _strategies(facts: Facts, on: Hardware) -> Iterator[Strategy]:
@@ -373,7 +374,7 @@ def _candidates(strategy: Strategy, batch: int, blocks: int) -> Iterator[Candida
         sizes.append(rows)
     # Large micro-batches come first: without a pipeline, fewer forwards are better.
     for micro in sorted(sizes, reverse=True):
-        for recompute in (False, True):
+        for recompute in RECOMPUTE:
             if strategy.pp == 1:
                 yield Candidate(strategy, micro, rows // micro, recompute)
                 continue
@@ -461,8 +462,13 @@ def _too_large(strategy: Strategy, rest: Rest, usable: float) -> Refused:
 def _over(candidate: Candidate, top: Peak, usable: float) -> Refused:
     sizes = f"parameters {_gb(top.parameters)} + gradients {_gb(top.gradients)} + optimizer {_gb(top.optimizer)}"
     more = f" + activations {_gb(top.activations)} + working {_gb(top.working)} = {_gb(top.total)} > {_gb(usable)}"
-    how = f" with {candidate.rows} row{'s' * (candidate.rows > 1)} a forward" + " and recompute" * candidate.recompute
+    how = f" with {candidate.rows} row{'s' * (candidate.rows > 1)} a forward"
+    how += f" and {_spelled(candidate.recompute)}" * bool(candidate.recompute)
     return Refused(str(candidate.strategy), f"It does not fit{how}.", sizes + more)
+
+
+def _spelled(recompute: bool | str) -> str:
+    return "recompute" if recompute is True else f"recompute={recompute}"
 
 
 def _gb(size: float) -> str:

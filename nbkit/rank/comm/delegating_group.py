@@ -146,6 +146,10 @@ class Broken:
         raise ClusterError(reason, numbers=numbers, hint=hint)
 
 
+before_collective: ContextVar[Callable[[Any], None] | None] = ContextVar("before_collective", default=None)
+"""Called with the arguments of each collective, which may write into them. torch does not show this to a mode."""
+
+
 class DelegatingGroup(ProcessGroup):
     """A process group that uses a replaceable inner group.
 
@@ -361,6 +365,8 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
     # This runs for every collective of a training. So constants are computed above, and the clock is read once.
     def issue(self: DelegatingGroup, *args: Any, **kwargs: Any) -> Any:
         global _last
+        if (tell_first := before_collective.get()) is not None:
+            tell_first(args)
         if _standing and (instead := self._instead(name)) is not None:
             return instead(*args, **kwargs)
         entered = now()

@@ -4,8 +4,8 @@
 2. tensor: layers are split while their parameters are still placeholders, so that no whole weight is ever allocated;
 3. experts: layers send tokens to the ranks that hold their experts, and other ranks drop these experts;
 4. context: attention gathers keys and values, around layers that are already split;
-5. recomputation: wraps blocks that contain their collectives, so that the second forward runs them too; or compilation
-of blocks that have no collectives; the head returns its logits in pieces;
+5. recomputation: wraps blocks that contain their collectives, so that the second forward runs them too, or uses their
+results (selective); or compilation of blocks that have no collectives; the head returns its logits in pieces;
 6. data: sums and shards whatever is left on this rank, as one flat set of local parameters.
 
 This is similar to torchtitan's `parallelize`. Here one function serves every model and every strategy.
@@ -192,7 +192,7 @@ def cut(
         notes += context.notes
     gathers = plan.gathers
     if options.recompute:
-        recompute(module, blocks)
+        recompute(module, blocks, selective=options.recompute == "selective")
     gathered = gathers.units if gathers is not None else ()
     head = ""
     if options.loss_chunks > 1:

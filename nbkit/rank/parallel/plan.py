@@ -529,7 +529,8 @@ def _steps(plan: ParallelPlan) -> Iterator[str]:
         count = len(facts.routed.layers)
         yield f"experts: those of {count} layer{'s' * (count != 1)} are spread over {strategy.ep} ranks"
     if plan.options.recompute:
-        yield "recomputation: blocks run again in the backward pass"
+        but = ", without matrix products, attention and collectives" * (plan.options.recompute == "selective")
+        yield f"recomputation: blocks run again in the backward pass{but}"
     if plan.options.loss_chunks > 1:
         yield f"loss: head and cross entropy in {plan.options.loss_chunks} pieces"
     if plan.options.compile and not not_compiled(plan.options, strategy):

@@ -12,13 +12,14 @@ import pytest
 
 from nbkit.errors import UsageError
 from nbkit.notebook.planning import explain, plan, planned
-from nbkit.planner.choose.load import Hardware, Known, Rates, calibrated, lines_of, load_of, seconds
-from nbkit.planner.choose.search import _candidates, undecided
+from nbkit.planner.choose.load import Hardware, Known, Rates, calibrated, lines_of, load_of, rest_of, seconds
+from nbkit.planner.choose.search import _candidates, _peak, search, undecided
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Weight
 from nbkit.planner.peak import GPTPieces
 from nbkit.planner.traffic import ADAM, TrafficTerm, per_step, wire_bytes
 from nbkit.strategy import Strategy
+from nbkit.trainer_options import RECOMPUTE
 
 SMALL = GPTConfig(vocab=50304, block=1024, layers=12, heads=12, width=768)
 SEVEN = GPTConfig(vocab=32000, block=4096, layers=32, heads=32, width=4096)
@@ -70,6 +71,31 @@ def test_seven_billion_parameters_are_sharded_on_eight_devices_and_what_does_not
     whole = next(one for one in made.refused if one.strategy == "dp=8")
     assert "parameters 26.9 GB + gradients 26.9 GB + optimizer 53.8 GB > 73.6 GB" in whole.numbers
     assert not {row.strategy for row in made.rows} & {one.strategy for one in made.refused}
+
+
+def test_a_block_is_recomputed_in_part_or_whole_only_where_nothing_cheaper_fits() -> None:
+    subject, on, strategy = GPTPieces(SEVEN, element=2), Hardware.parse("8 H100"), Strategy.parse("dp=8 zero=3", 8)
+    facts, found = subject.facts(8), {}
+    for candidate in _candidates(strategy, 8, 32):
+        known = Known(subject.recomputing(candidate.recompute))
+        load = load_of(known, candidate, facts)
+        took = seconds(load, strategy, on, Rates())
+        found[candidate.recompute] = _peak(known, candidate, rest_of(known, strategy)), took.compute, load.sent
+    plain, part, whole = (found[how] for how in RECOMPUTE)
+    # The part that runs again only reads and writes memory: much less than a whole forward, which is a third more.
+    assert 1 < part[1] / plain[1] < 1.1 and whole[1] / plain[1] == pytest.approx(4 / 3)
+    assert plain[2] == part[2] == whole[2]
+    sizes = [one[0].activations for one in (plain, part, whole)]
+    assert 0.55 < sizes[1] / sizes[0] < 0.7 and sizes[2] / sizes[0] < 0.2
+    for fitting, expected in ((plain, False), (part, "selective"), (whole, True)):
+        made = search(subject, 8, on, memory=fitting[0].total)
+        assert next(row.recompute for row in made.rows if row.strategy == str(strategy)) == expected
+    assert "dp=8 zero=3 recompute=selective" in repr(search(subject, 8, on, memory=part[0].total))
+    # Under tp, only whole blocks send their hidden states again.
+    split, sent = Strategy.parse("tp=8", 8), {}
+    for candidate in (one for one in _candidates(split, 8, 32) if one.micros == 1):
+        sent[candidate.recompute] = load_of(Known(subject), candidate, facts).sent["tp"]
+    assert sent[False] == sent["selective"] < sent[True]
 
 
 def test_the_largest_model_keeps_tp_within_a_node_and_has_a_pipeline() -> None:

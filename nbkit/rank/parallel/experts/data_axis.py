@@ -27,7 +27,7 @@ from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.experts.dispatch import SpreadLayer
 from nbkit.rank.parallel.module.block_discovery import within
 from nbkit.rank.parallel.module.copies import homes
-from nbkit.rank.parallel.module.forward_wrapper import is_recomputed
+from nbkit.rank.parallel.module.forward_wrapper import repeats_collectives
 from nbkit.rank.parallel.zero3.unit import Unit
 from nbkit.rank.parallel.zero3.zero3 import Pass, ShardedParameters, alone
 from nbkit.tensor_layout import Layout
@@ -162,7 +162,7 @@ class SpreadExperts(DataAxis):
             return ""
         path = self.layers[number].layer.name.split(".")
         around = (".".join(path[: depth + 1]) for depth in range(len(path)))
-        return next((name for name in around if is_recomputed(module.get_submodule(name))), "")
+        return next((name for name in around if repeats_collectives(module.get_submodule(name))), "")
 
     def begin_again(self) -> None:
         self._next = 0

@@ -31,6 +31,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.loss.output_tensors import with_leaves
 from nbkit.rank.parallel.experts.find import RoutedLayer, called_with, routing_of
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, in_backward, recomputing, wrap
+from nbkit.rank.parallel.module.kept_outputs import kept
 from nbkit.rank.rng.keyed_dropout import again
 from nbkit.rank.telemetry.phases import clock
 
@@ -121,6 +122,7 @@ class _Taken(torch.autograd.Function):
         return slots.view(ctx.count, ctx.times, grad.shape[1]).sum(1), None, None
 
 
+@kept
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     found = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
@@ -153,6 +155,7 @@ class SpreadLayer:
         """Return the numbers of all experts in the order in which their rows are sent."""
         return [number for theirs in self.held for number in theirs]
 
+    @kept
     def tell(self, counts: Tensor, like: Tensor | None) -> RowCounts:
         """Tell each rank the number of rows for its experts. All ranks of the group must call it.
 
@@ -253,6 +256,7 @@ class SpreadLayer:
         on = autocast < _OFF
         return torch.autocast(device.type, _DTYPES[autocast] if on else None, enabled=on)
 
+    @kept
     def _dtype_given(self, kinds: tuple[int, int], own: torch.dtype | None, device: torch.device) -> torch.dtype:
         """Return the dtype of the outputs, the same on all ranks. A collective until it is known for these `kinds`."""
         if kinds not in self._given:

@@ -21,6 +21,7 @@ from nbkit.rank.data.batch import Parts, numbers_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, wrap, wrapped_by
+from nbkit.rank.parallel.module.kept_outputs import kept
 from nbkit.rank.torch_private import BatchNorm, graph_task_id, sync_batch_norm
 
 
@@ -159,10 +160,8 @@ class _Normalize(torch.autograd.Function):
         channels = input.shape[1]
         variance, mean = torch.var_mean(input.double(), _summed(input), correction=0)
         own = torch.cat([torch.tensor([input.numel() / channels], dtype=torch.float64), mean, variance])
-        found = own.new_empty(dist.get_world_size(group) * len(own))
-        dist.all_gather_into_tensor(found, own, group=group)
         # (ranks, 1), (ranks, C), (ranks, C)
-        counts, means, variances = found.view(-1, len(own)).split((1, channels, channels), dim=1)
+        counts, means, variances = _gathered(own, group).split((1, channels, channels), dim=1)
         share = counts / (count := counts.sum())
         mean = (share * means).sum(0)
         variance = (share * (variances + (means - mean).square())).sum(0)  # biased
@@ -194,6 +193,14 @@ class _Normalize(torch.autograd.Function):
             None,
             None,
         )
+
+
+@kept
+def _gathered(own: Tensor, group: Any) -> Tensor:
+    """Return the vectors (N,) of all ranks, (ranks, N)."""
+    found = own.new_empty(dist.get_world_size(group), len(own))
+    _all_gather(found.view(-1), own, group=group)
+    return found
 
 
 def _summed(x: Tensor) -> list[int]:

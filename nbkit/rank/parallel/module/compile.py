@@ -2,7 +2,7 @@
 
 This is the case on the data axis and in a pipeline. ZeRO 3 gathers a block around its forward, in hooks that are not
 compiled. A block that contains smaller gathered units runs uncompiled. So do all blocks if layers contain collectives
-of nbkit (tp, cp), if a schedule splits the backward pass, and if blocks run twice (recompute=True): see `not_compiled`.
+of nbkit (tp, cp), if a schedule splits the backward pass, and if blocks run twice (recompute=): see `not_compiled`.
 
 A pass with keyed dropout runs uncompiled, because torch.compile would replace the dropout by its own. The first pass of
 a job, which detects dropout, runs uncompiled too. Evaluation and generation run uncompiled, because their shapes vary.
@@ -26,7 +26,7 @@ from nbkit.strategy import Strategy
 def not_compiled(options: JobOptions, strategy: Strategy) -> str:
     """Return why blocks are not compiled under `strategy` although this was requested, or ""."""
     if options.recompute:
-        return "with recompute=True, which runs blocks twice"
+        return f"with recompute={options.recompute!r}, which runs blocks twice"
     if strategy.tp > 1 or strategy.cp > 1:
         return f"under {strategy}, whose layers hold collectives, which torch.compile does not trace"
     if strategy.pp > 1:

@@ -6,12 +6,14 @@ not a closure over the original: a deep copy of the module must use its own weig
 
 Activation checkpointing (Chen et al. 2016): a block keeps only its inputs, and is computed again in backward.
 Everything else on which the computation depends is as it was the first time: extents, the positions of a context split,
-dropout (keyed, so it has the same mask), and torch's generators. The recomputation may run in any thread.
+dropout (keyed, so it has the same mask), and torch's generators. The recomputation may run in any thread. A selective
+recomputation repeats only a part of the block: see kept_outputs.py.
 
 Only `forward` is replaced, so names, hooks and signatures do not change. This determines the order of composition.
 Changes for tensor and context parallelism come first, so that their collectives are recomputed too. Ranks of a group
-recompute the same blocks in the same order. Hooks that gather a block's shards come last, on the block itself. They run
-once per forward and once before its backward. The recomputation in between finds the parameters whole.
+recompute the same blocks in the same order. (A selective recomputation runs no collectives.) Hooks that gather a
+block's shards come last, on the block itself. They run once per forward and once before its backward. The recomputation
+in between finds the parameters whole.
 
 Hooks can also be called where a backward pass enters a module and where it leaves it. Backward needs the parameters
 from the time when it reaches any output until the gradients of all inputs are computed.
@@ -23,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar, copy_context
 from dataclasses import fields, is_dataclass
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import StrategyError
+from nbkit.rank.parallel.module.kept_outputs import KeptOutputs
 from nbkit.rank.parallel.tensor.sharded_tensor import ShardedTensor
 from nbkit.rank.rng.keyed_dropout import again
 from nbkit.rank.torch_private import call_of_module, graph_task_id, tree_flatten, tree_unflatten
@@ -134,24 +137,29 @@ def marked_parts(module: nn.Module) -> str | None:
     return next((vars(part)[_MARK] for part in module.modules() if _MARK in vars(part)), None)
 
 
-def recompute(module: nn.Module, blocks: Iterable[str]) -> None:
-    """Make the named blocks keep no activations between forward and backward. In place."""
+def recompute(module: nn.Module, blocks: Iterable[str], *, selective: bool = False) -> None:
+    """Make the named blocks keep no activations between forward and backward. In place.
+
+    selective: keep those that take long to compute. A second call can change this for the following forward passes.
+    """
     for name in blocks:
         block = module.get_submodule(name)
-        if (outer := next((each for each in _wrappers(block) if each.encloses), None)) is not None:
-            outer.plain = forgetting(outer.plain)
+        if (before := next((each for each in _wrappers(block) if isinstance(each, _Forgetful)), None)) is not None:
+            before.selective = selective
+        elif (outer := next((each for each in _wrappers(block) if each.encloses), None)) is not None:
+            outer.plain = _Forgetful(outer.plain, selective)
         else:
-            block.forward = forgetting(block.forward)  # type: ignore[method-assign]
+            block.forward = _Forgetful(block.forward, selective)  # type: ignore[method-assign]
 
 
-def is_recomputed(module: nn.Module) -> bool:
-    """Return True if `recompute` was called for `module`."""
-    return wrapped_by(module, _Forgetful)
+def repeats_collectives(module: nn.Module) -> bool:
+    """Return True if the backward pass of `module` computes all of its forward again, with the collectives in it."""
+    return any(isinstance(each, _Forgetful) and not each.selective for each in _wrappers(module))
 
 
 def forgetting(compute: Callable[..., Any]) -> Wrapper:
     """Return a function that computes the same, keeps only its arguments, and recomputes in the backward pass."""
-    return _Forgetful(compute)
+    return _Forgetful(compute, selective=False)
 
 
 _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
@@ -163,22 +171,30 @@ def recomputing() -> bool:
 
 
 class _Forgetful(Wrapper):
+    """Computes the same, keeps only its arguments, and recomputes in the backward pass."""
+
+    def __init__(self, plain: Callable[..., Any], selective: bool) -> None:
+        super().__init__(plain)
+        self.selective = selective
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.plain
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         surroundings, replayed, first = copy_context(), again(), True
+        outputs = KeptOutputs() if self.selective else None
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
+            run = partial(forward, *args, **kwargs)
             if first:
                 first = False
-                return forward(*args, **kwargs)
+                return run() if outputs is None else outputs.record(run, _parts)
 
             def once_more() -> Any:
                 _recomputing.set(True)
                 with replayed():
-                    return forward(*args, **kwargs)
+                    return run() if outputs is None else outputs.replay(run)
 
             # Use a copy: backward may run this more than once (retain_graph), and only one thread can enter a context
             # at a time.
@@ -239,14 +255,19 @@ def is_nested(module: nn.Module) -> bool:
 
 def awaited(output: Any, wanted: Callable[..., None]) -> bool:
     """Call `wanted` when backward reaches any output tensor of a module. Return False if it never will."""
-    parts = [tensor.part if isinstance(tensor, ShardedTensor) else tensor for tensor in _tensors(output)]
-    waiting = [tensor for tensor in parts if tensor.requires_grad]
+    waiting = [tensor for tensor in _parts(output) if tensor.requires_grad]
     for tensor in waiting:
         tensor.register_hook(wanted)
         if tensor._base is not None and tensor._base.requires_grad:
             # If a view is changed in place, the view leaves the graph together with its hook.
             tensor._base.register_hook(wanted)
     return bool(waiting)
+
+
+def _parts(output: Any) -> Iterator[Tensor]:
+    """Yield all tensors in the output of a module; of those that are split, this rank's part."""
+    for tensor in _tensors(output):
+        yield tensor.part if isinstance(tensor, ShardedTensor) else tensor
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

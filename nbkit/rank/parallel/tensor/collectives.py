@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from nbkit.rank.parallel.module.kept_outputs import kept
 from nbkit.tensor_layout import Parting, Runs, contiguous, count
 
 # torch 2.13 renamed these functions, and warns about the old names.
@@ -121,6 +122,7 @@ class _ReduceScatter(_Split):
         return _reduce_scatter(x, group, dim, parting)
 
 
+@kept
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     # Copy, because autograd passes one gradient to several consumers.
     summed = x.clone(memory_format=torch.contiguous_format)
@@ -156,6 +158,7 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
 
+@kept
 def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parting: Parting) -> Tensor:
     """Gather the parts. Each is padded to the longest, with at most n - 1 slices of padding in total for n ranks."""
     size = group.size()
@@ -169,6 +172,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parti
     return together(received.unbind(0), dim, total, parting)
 
 
+@kept
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Parting) -> Tensor:
     size, total = group.size(), x.shape[dim]
     longest = -(-total // size)

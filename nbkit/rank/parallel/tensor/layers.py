@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, wrap
+from nbkit.rank.parallel.module.kept_outputs import used_up
 from nbkit.rank.parallel.tensor.collectives import gather_from, gather_seq, reduce_from, reduce_scatter_seq, split_to
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims
 from nbkit.rank.parallel.tensor.sharded_tensor import PositionShard, VocabShard, for_parts, whole
@@ -150,6 +151,7 @@ class PairState:
     def end(self, partial: Tensor, bias: Tensor | None) -> Tensor:
         """Note that the row map has run. Return the sum of `partial` over the ranks, plus the bias once."""
         self.leave()
+        used_up(partial)
         group = self.team.group
         y = reduce_scatter_seq(partial, group, 1) if self.sequence else reduce_from(partial, group)
         return y if bias is None else y + bias.to(y.dtype)
@@ -302,10 +304,16 @@ class Owner(Around):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for link in self._links:
             link.reset()
-        with restored(present()), self._sizes():
-            if self._attention is not None:
-                args, kwargs = _taken(self._attention, self._takes, args, kwargs)
-            out = self.plain(*args, **kwargs)
+        try:
+            with restored(present()), self._sizes():
+                if self._attention is not None:
+                    args, kwargs = _taken(self._attention, self._takes, args, kwargs)
+                out = self.plain(*args, **kwargs)
+        except BaseException:
+            # Recomputation stops early in this way. The tensors of the pair hold the activations of the whole block.
+            for link in self._links:
+                link.reset()
+            raise
         if any(link.begun != link.ended for link in self._links):
             raise StrategyError(
                 f"A {type(self.module).__name__} uses the weight of a linear map without calling the map.",

@@ -225,7 +225,7 @@ class CostModel:
             if (total := getattr(arithmetic, "total", None)) is None or not self.facts.routed.layers:
                 return []
             layers = self.facts.routed.layers
-            again = self.options.recompute
+            again = self.options.recompute is True  # a selective recomputation sends nothing
             routed = tuple(Routed(layer.slots, layer.width, layer.given, layer.count, again) for layer in layers)
             facts = replace(facts, batch=total, routed=routed)
         size, cuts = sizes.pop(), self._cuts(strategy)
@@ -305,9 +305,9 @@ class CostModel:
     def _facts(self) -> Facts:
         """Return the facts of a chain of transformer blocks; Facts() for any other model.
 
-        All parameters must be trained, in full precision and without recomputation.
+        All parameters must be trained, in full precision, and no recomputation may send again.
         """
-        plain = self.config.precision is None and not self.config.compute.recompute
+        plain = self.config.precision is None and self.config.compute.recompute is not True
         alike = len(self.trained) == len(self.kinds) and plain
         return transformer_facts(self.facts, self.options) if alike else Facts()
 

@@ -112,18 +112,24 @@ class Average:
 class ModelPieces:
     """A measured model as the subject of a plan; see planner.choose.load.Subject.
 
-    plain: the same model without recomputation, if this one recomputes its blocks. The two differ only in the measured
-    memory. say: called with messages about progress.
+    recompute: see Compute. plain: the same model without recomputation, if this one recomputes its blocks. The two
+    differ only in the measured memory. say: called with messages about progress.
     """
 
-    def __init__(self, of: MeasuredModel, say: Callable[[str], None], *, plain: ModelPieces | None = None) -> None:
-        self._of, self._say, self._plain = of, say, plain or self
+    def __init__(
+        self,
+        of: MeasuredModel,
+        say: Callable[[str], None],
+        *,
+        recompute: bool | str = False,
+        plain: ModelPieces | None = None,
+    ) -> None:
+        self._of, self._say, self._plain, self._recompute = of, say, plain or self, recompute
+        self._others: dict[bool | str, ModelPieces] = {}
         kinds = of.template.kinds(of.skeleton)
         trained = {name for name, p in of.skeleton.named_parameters() if p.requires_grad}
         self._kinds = kinds
-        self._peaks = PeakBytes(
-            of, StateBytes(of.facts, kinds, trained, options=of.options), recompute=plain is not None
-        )
+        self._peaks = PeakBytes(of, StateBytes(of.facts, kinds, trained, options=of.options), recompute=recompute)
 
     @property
     def name(self) -> str:
@@ -150,13 +156,12 @@ class ModelPieces:
         dtype = PRECISIONS.get(self._of.config.precision or "")
         return dtype.itemsize if dtype is not None else torch.get_default_dtype().itemsize
 
-    def recomputing(self, recompute: bool) -> ModelPieces:
-        """Return the same model, with or without recomputation of its blocks."""
-        return self._plain._again if recompute else self._plain
-
-    @cached_property
-    def _again(self) -> ModelPieces:
-        return ModelPieces(self._of, self._say, plain=self)
+    def recomputing(self, recompute: bool | str) -> ModelPieces:
+        """Return the same model with this value of `recompute`."""
+        plain = self._plain
+        if recompute and recompute not in plain._others:
+            plain._others[recompute] = ModelPieces(self._of, self._say, recompute=recompute, plain=plain)
+        return plain._others[recompute] if recompute else plain
 
     def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]:
         """Return one piece for each block, on a rank with these degrees."""
@@ -209,7 +214,7 @@ class ModelPieces:
 
     def _traced(self, tp: int, cp: int) -> ModelTrace:
         if not self._peaks.knows(tp, cp):
-            again = ", recomputed" * (self is not self._plain)
+            again = ", recomputed" * bool(self._recompute) + " in part" * (self._recompute == "selective")
             self._say(f"measures it on tensors without memory: tp={tp} cp={cp}{again}")
         traced = self._peaks.traced(tp, cp)
         if traced is None:

@@ -67,7 +67,7 @@ class PeakBytes:
         *,
         real: bool = False,
         before: PeakBytes | None = None,
-        recompute: bool | None = None,
+        recompute: bool | str | None = None,
     ) -> None:
         """before: an estimate of the same model, whose measurements are reused.
 

@@ -27,17 +27,18 @@ Job = Any  # nbkit.rank.train.job's, which imports this file
 
 
 def seconds_before_a_step(
-    model: CostModel, builder: Builder, strategy: Strategy, batch: int, *, recompute: bool | None = None
+    model: CostModel, builder: Builder, strategy: Strategy, batch: int, *, recompute: bool | str | None = None
 ) -> float | None:
     """Return the predicted seconds of a step of `batch` rows; None if a necessary measurement is missing.
 
-    recompute: recompute blocks in backward; default: as the builder does.
+    recompute: recompute blocks in backward; default: as the builder does. The time of a selective recomputation is left
+    out: it depends on the speed of memory, which is not measured.
     """
     link, costs, example = builder.link, builder.facts.costs, builder.config.hints.example
     if not costs or example is None:
         return None
     # The costs are the seconds of forward and backward of each block, without recomputation.
-    again = builder.options.recompute if recompute is None else recompute
+    again = (builder.options.recompute if recompute is None else recompute) is True
     compute = sum(costs) / rows_of(example) * batch
     if link is None:
         return (1 + FORWARD * again) * compute
@@ -93,7 +94,9 @@ def _flow(census: StateBytes, switched: Switched, world_size: int) -> ReshardTra
     return next((flow for flow in flows if flow.total == switched.moved_bytes), None)
 
 
-def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: bool | None = None) -> float | None:
+def predicted_step(
+    job: Job, seen: CostModel, strategy: Strategy, *, recompute: bool | str | None = None
+) -> float | None:
     """Return the predicted seconds of a step of a strategy that has not run; None if something is unknown.
 
     It is unknown on ranks that share cores, because their seconds depend on the other ranks. seen: the cost model of
@@ -106,18 +109,21 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: 
         return None
     if again != before and strategy.tp * strategy.cp > 1:
         return None  # the formulas do not include what recomputed blocks send again
+    if again != before and "selective" in (again, before):
+        return None  # its time depends on the speed of memory, which is not measured
     parts, batch = _parts(job), getattr(seen.fits(strategy), "total", None)
     if parts is None and batch is not None:
         return seconds_before_a_step(seen, job.builder, strategy, batch, recompute=again)
     if link is None:
-        more = (1 + FORWARD * again) / (1 + FORWARD * before) - 1
+        more = (1 + FORWARD * (again is True)) / (1 + FORWARD * (before is True)) - 1
         return sum(parts.values()) + more * parts["compute"] if parts else None
     then, here = seen.sends(strategy), job.cost_model().sends(now)
     chain = job.builder.facts.chain
     if not parts or then is None or here is None or (chain is None and max(strategy.pp, now.pp) > 1):
         return None
     costs = job.builder.facts.costs or (1.0,) * (len(chain) if chain is not None else 1)
-    return predicted(MeasuredStep(now, parts), here, strategy, then, link, costs, recomputed=(before, again)).total
+    recomputed = before is True, again is True
+    return predicted(MeasuredStep(now, parts), here, strategy, then, link, costs, recomputed=recomputed).total
 
 
 def unpredicted(job: Job) -> str:

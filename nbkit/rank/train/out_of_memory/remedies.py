@@ -1,8 +1,8 @@
 """Find remedies for a training that ran out of memory: settings that use less memory for the same global batch.
 
-The remedies: fewer rows in each forward pass, and more passes; recompute blocks in the backward pass; shard gradients,
-then also parameters, over the data axis; keep optimizer state in host memory; split layers over all ranks. A remedy
-that does not fit alone is combined with fewer rows in each forward pass.
+The remedies: fewer rows in each forward pass, and more passes; recompute a part of each block in the backward pass, or
+all of it; shard gradients, then also parameters, over the data axis; keep optimizer state in host memory; split layers
+over all ranks. A remedy that does not fit alone is combined with fewer rows in each forward pass.
 
 Seconds per step and peak bytes are computed as in the panel and in a plan. The remedy with the shortest step comes
 first. Remedies without known seconds come last, in the order above, which is from commonly cheap to expensive.
@@ -27,6 +27,7 @@ from nbkit.rank.train.estimate.time_model import predicted_step
 from nbkit.rank.train.job import Job
 from nbkit.schedules import type_of
 from nbkit.strategy import Strategy, divisors
+from nbkit.trainer_options import RECOMPUTE
 
 _LESS = 0.97
 """The room is at most this fraction of the predicted peak of the setting in force, because that did not fit."""
@@ -44,7 +45,7 @@ class Setting:
 
     strategy: Strategy
     microbatch_size: int
-    recompute: bool = False
+    recompute: bool | str = False
     offload: bool = False
 
     @classmethod
@@ -60,7 +61,7 @@ class Setting:
             words.append(str(self.strategy))
         if self.strategy.pp == 1 and self.microbatch_size < before.microbatch_size:
             words.append(f"microbatch_size={self.microbatch_size}")
-        words += ["recompute=True"] * (self.recompute and not before.recompute)
+        words += [f"recompute={self.recompute!r}"] * (self.recompute != before.recompute)
         words += ["offload='cpu'"] * (self.offload and not before.offload)
         return ", ".join(words)
 
@@ -141,7 +142,7 @@ class _Search:
                 recompute=again,
                 before=before if again == now else None,
             )
-            for again in (False, True)
+            for again in RECOMPUTE
         }
         self.now_peak = self.peak(self.now)
         self._room = room
@@ -173,9 +174,9 @@ class _Search:
         """Yield each kind of remedy by itself. Where possible, keep the number of rows in a forward pass."""
         now = self.now
         yield now
-        again = self._can_recompute and not now.recompute
-        if again:
-            yield replace(now, recompute=True)
+        more = RECOMPUTE[RECOMPUTE.index(now.recompute) + 1 :] if self._can_recompute else ()
+        for recompute in more:
+            yield replace(now, recompute=recompute)
         strategy = now.strategy
         others = alternatives(self.job)
         for other in others:
@@ -186,8 +187,9 @@ class _Search:
         for other in others:
             if not other.zero:
                 yield replace(now, strategy=other, microbatch_size=self.batch)
-        if again and strategy.dp > 1 and strategy.zero < 3:
-            yield replace(now, strategy=replace(strategy, zero=3, shard=0), recompute=True)
+        if strategy.dp > 1 and strategy.zero < 3:
+            for recompute in more:
+                yield replace(now, strategy=replace(strategy, zero=3, shard=0), recompute=recompute)
 
     @property
     def _can_recompute(self) -> bool:

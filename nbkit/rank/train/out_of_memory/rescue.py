@@ -60,8 +60,8 @@ def apply(job: Job, setting: Setting, batch: int) -> None:
     Raises SwitchError if the switch to its strategy fails. Then the old strategy stays, with the rest of `setting`.
     """
     now = Setting.of(job, batch)
-    if setting.recompute and not now.recompute:
-        _recompute(job)
+    if setting.recompute != now.recompute:
+        _recompute(job, setting.recompute)
     if setting.offload and not now.offload:
         offload(job.optimizer.inner)
         to_host(job.optimizer.inner)
@@ -80,11 +80,12 @@ def _cut(job: Job, setting: Setting) -> None:
     job.builder.choose(cut=True)
 
 
-def _recompute(job: Job) -> None:
-    job.configure(recompute=True)
-    job.builder.choose(recompute=True)
+def _recompute(job: Job, how: bool | str) -> None:
+    job.configure(recompute=how)
+    job.builder.choose(recompute=how)
     module, facts = job.sharded_model.module, job.builder.facts
-    recompute(module, blocks_held(module, facts, job.builder.skeleton, job.strategy))
+    blocks = blocks_held(module, facts, job.builder.skeleton, job.strategy)
+    recompute(module, blocks, selective=how == "selective")
 
 
 COMMAND = "%train fit"

@@ -33,6 +33,7 @@ from nbkit.rank.telemetry import collectives
 from nbkit.rank.train.estimate.state_bytes import StateBytes
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
+from nbkit.trainer_options import RECOMPUTE
 from verify.models.specimens import exact
 
 VOCAB, LENGTH, WIDTH, BATCH, STEPS = 48, 12, 16, 8, 2
@@ -462,10 +463,12 @@ def clipped(build: Callable[[], nn.Module], steps: int) -> tuple[list[float], li
     return losses, norms, model
 
 
-def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str, recompute: bool) -> dict[str, Any]:
+def through_the_chain(
+    world: Any, name: str, chain: Sequence[str], folder: str, recompute: bool | str
+) -> dict[str, Any]:
     """Train by switches, a save, a load and another strategy; return how far all of it is from one process.
 
-    recompute: blocks, in the backward pass.
+    recompute: as in nbkit.Compute.
     """
     asked: dict[str, Any] = {"data": rows(SHORT), "clip_norm": CLIP}
     losses, norms, model = clipped(MODELS[name], EPOCH * (len(chain) + 2))
@@ -508,18 +511,21 @@ def through_the_chain(world: Any, name: str, chain: Sequence[str], folder: str, 
         pytest.param("mixtral", CHAIN, False, marks=pytest.mark.long),
         pytest.param("top two", CHAIN[:5], True, marks=pytest.mark.long),
         pytest.param("mixtral", CHAIN[3:8], True, marks=pytest.mark.long),
+        pytest.param("top two", CHAIN[:5], "selective", marks=pytest.mark.long),
+        pytest.param("mixtral", CHAIN[3:8], "selective", marks=pytest.mark.long),
     ],
 )
 def test_spread_experts_train_as_on_one_process_through_switches(
-    name: str, chain: Sequence[str], recompute: bool, tmp_path: Path
+    name: str, chain: Sequence[str], recompute: bool | str, tmp_path: Path
 ) -> None:
     found = run_ranks(through_the_chain, 4, name, chain, str(tmp_path), recompute, timeout=300)
 
     away = found[0]["away"]
     assert {key: off for key, off in away.items() if not off < 1e-9} == {}
     assert len(away) == EPOCH * (len(chain) + 2) + 2
-    # Two layers send each token to two experts, and back, forward and backward; a recomputed forward does so again.
-    tokens = 2 * (6 if recompute else 4) * 2 * LENGTH * WIDTH * 8
+    # Two layers send each token to two experts, and back, forward and backward; a recomputed forward does so again. A
+    # selective recomputation sends nothing.
+    tokens = 2 * (6 if recompute is True else 4) * 2 * LENGTH * WIDTH * 8
     assert 1 <= sum(rank["sent"] for rank in found) / (SHORT * tokens) <= 1.01
     assert 1 <= found[0]["predicted"][0] / (BATCH * tokens) <= 1.02
     # Each rank computes what its half of the experts was sent; no token is lost on the way.
@@ -617,7 +623,7 @@ def test_recomputed_experts_and_experts_at_other_places_train_as_on_one_process(
     facts = facts_of((MODELS | MORE_MODELS)[name])
 
     for strategy in ("dp=4 ep=2 experts=0:0-3", "zero3 ep=4 experts=0:0-3-2"):
-        for recompute in (False, True):
+        for recompute in RECOMPUTE:
             assert stepped(facts, strategy, recompute=recompute) == StepProof(), (strategy, recompute)
 
 

@@ -79,17 +79,20 @@ def check(everyone: list[dict[str, tuple[int, int]]]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("recompute", [False, "selective"])
 @pytest.mark.parametrize(
     ("tp", "cp"), [(2, 1), (1, 2), (2, 2), *(pytest.param(1, cp, marks=pytest.mark.long) for cp in (1, 4))]
 )
-def test_the_formula_of_a_gpt_says_what_is_measured_of_it(tp: int, cp: int) -> None:
+def test_the_formula_of_a_gpt_says_what_is_measured_of_it(tp: int, cp: int, recompute: bool | str) -> None:
     config = GPTConfig(vocab=256, block=64, layers=3, heads=4, width=128)
     model, ids = GPT(config), torch.zeros(2, 64, dtype=torch.long)
     chain = find_chain(model, lambda: model(ids))
     facts = ModelFacts(ModelShapes(skeleton_of(model)), chain, positionwise=Positionwise(balanced=True))
-    made = trace(facts, JobOptions(), TrainConfig(loss, hints=nbkit.ModelHints(example=(ids, ids))), tp=tp, cp=cp)
-    assert made.flops == GPTPieces(config).flops(tp, cp)
-    for number, (said, measured) in enumerate(zip(GPTPieces(config).pieces(tp, cp), made.pieces, strict=True)):
+    hints = nbkit.ModelHints(example=(ids, ids))
+    made = trace(facts, JobOptions(recompute=recompute), TrainConfig(loss, hints=hints), tp=tp, cp=cp)
+    by_formula = GPTPieces(config, recompute=recompute)
+    assert made.flops == by_formula.flops(tp, cp)
+    for number, (said, measured) in enumerate(zip(by_formula.pieces(tp, cp), made.pieces, strict=True)):
         for rows in (4, 64):
             assert said.kept.at(rows) == pytest.approx(measured.kept.at(rows), rel=0.02), (number, rows)
             assert most(said.backward, rows) == pytest.approx(most(measured.backward, rows), rel=0.08), (number, rows)

@@ -156,7 +156,7 @@ def asked(world: Any) -> list[dict[str, Any]]:
 
 def test_the_user_is_asked_and_the_training_waits_for_the_answer(expected: list[float]) -> None:
     for row, strategy, ended in run_ranks(asked, 2, timeout=200):
-        assert row["changes"] == ["", "recompute=True"] and row["results"] == ["UsageError", ""]
+        assert row["changes"] == ["", "recompute='selective'"] and row["results"] == ["UsageError", ""]
         assert strategy["changes"] == ["", "dp=2 zero=3"] and strategy["results"] == ["", ""]
         assert row["waits"] == strategy["waits"] == "out of memory: %train fit"
         assert "%train fit 2" in ended["text"] and "recompute=True" in ended["text"]
