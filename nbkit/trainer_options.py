@@ -44,7 +44,7 @@ class _Option:
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
             self._refuse(what or f"{name} is a whole number, at least {least}.", name, f"{name}={typical}")
 
-    def _check_choice(self, name: str, choices: Sequence[str | None], *, typical: str) -> None:
+    def _check_choice(self, name: str, choices: Sequence[bool | str | None], *, typical: str) -> None:
         value = getattr(self, name)
         if value not in choices:
             numbers = ", ".join(map(repr, choices))
