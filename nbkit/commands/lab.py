@@ -31,7 +31,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     first, *others = write_lessons(arguments.folder)
-    print(f"{len(others) + 1} lessons in {arguments.folder}", flush=True)
+    print(f"{len(others) + 1} notebooks in {arguments.folder}", flush=True)
     if importlib.util.find_spec("jupyterlab") is None:
         hint = f"{shell_words(sys.executable)} -m pip install 'nbkit-train[lab]'"
         raise NbkitError("JupyterLab is not installed.", numbers=f"{sys.executable} has none", hint=hint)

@@ -82,7 +82,7 @@ def assert_serves(python: Path, folder: Path) -> None:
     try:
         served = _answer(lab, log)
         assert served["content"]["cells"]
-        assert f"{len(list(NOTEBOOKS.glob('*.ipynb')))} lessons in nbkit-lessons" in log.read_text()
+        assert f"{len(list(NOTEBOOKS.glob('*.ipynb')))} notebooks in nbkit-lessons" in log.read_text()
     finally:
         lab.send_signal(signal.SIGTERM)
         lab.wait(30)
