@@ -30,7 +30,7 @@ from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.gloo import interruptible_wait
 from nbkit.rank.comm.group_creation import breaking_off
 from nbkit.rank.world import failure_alarm, world
-from nbkit.wire.activity import Operation
+from nbkit.wire.activity import ANYONE, Operation
 from nbkit.wire.user_code import is_users
 
 PARTED = "the ranks have parted"
@@ -206,7 +206,7 @@ def _own(here: world.World, does: str, purpose: str) -> dict[str, Any]:
         "does": f"rank {here.place.rank}{':' * (does == purpose)} {does}{_line(sys._getframe())}",
         "for": purpose,
         "run": None if run is None else [run[0], run[1]()],
-        "counts": {group.label: group.count for group in delegating_group.registered()},
+        "counts": delegating_group.fingerprint(),
     }
 
 
@@ -335,19 +335,19 @@ def _apart(here: world.World, store: Store, number: int) -> tuple[int, str] | No
                     return number, f"{at['does']}; rank {rank} {how}"
         return None
     for key in (f"at/{number + 1}", f"left/{_here.run[0]}" if _here.run is not None else ""):
-        if key and store.check([key]) and (does := _cannot_come(other := json.loads(store.get(key)))):
+        if key and store.check([key]) and (does := _cannot_come(other := json.loads(store.get(key)), mine)):
             return number + 1, f"{other['does']}; rank {mine} {does}"
     # Look for this only while steps are made. Outside of a run the user may call a collective by hand, and
     # `%nbkit why` explains the wait.
     if _here.run is not None and store.check([f"ended-in/{cell}"]) and (waits := _awaited()) is not None:
-        members = [rank for rank in waits.members if rank != mine and (not cell or rank in inside)]
-        for rank, how in _ended(store, members, lambda ended: ended["counts"].get(waits.group, 0) < waits.number):
+        partners = [rank for rank in _partners(waits) if rank != mine and (not cell or rank in inside)]
+        for rank, how in _ended(store, partners, lambda ended: _lacks(ended["counts"], waits, mine)):
             return number + 1, f"rank {mine} waits in {waits.op}{_line()}; rank {rank} {how}"
     return None
 
 
-def _cannot_come(other: dict[str, Any]) -> str:
-    """Return what this rank does instead of coming to where `other` waits; "" if it may still come."""
+def _cannot_come(other: dict[str, Any], mine: int) -> str:
+    """Return what this rank, `mine`, does instead of coming to where `other` waits; "" if it may still come."""
     run = _here.run
     if run is not None and other["run"] is not None and other["run"][0] == run[0]:
         # A load or a rewind changes the step too, and another rank may finish it long before this rank does. So this
@@ -355,18 +355,38 @@ def _cannot_come(other: dict[str, Any]) -> str:
         step = run[1]()
         if step > other["run"][1] and step != _here.step:
             return f"makes step {step}{_line()}"
-    if other["for"] and (waits := _awaited()) is not None and other["rank"] in waits.members:
-        if waits.number > other["counts"].get(waits.group, 0):
+    if other["for"] and (waits := _awaited()) is not None and other["rank"] in _partners(waits):
+        if _lacks(other["counts"], waits, mine):
             return f"waits in {waits.op}{_line()}"
     return ""
 
 
+def _partners(waits: Operation) -> tuple[int, ...]:
+    """Return the ranks that take part in an operation: the members of its group, or the other end of a message."""
+    return waits.members if waits.peer is None else (waits.peer,)
+
+
+def _lacks(counts: dict[str, int], waits: Operation, mine: int) -> bool:
+    """Return True if a partner with these counts (see `fingerprint`) has not issued its part of `waits`.
+
+    mine: this rank.
+    """
+    key = waits.group
+    if waits.peer is not None:
+        here, there = waits.members.index(mine), waits.members.index(waits.peer)
+        key += f": {here}->{there} received" if waits.op == "send" else f": {there}->{here} sent"
+    return counts.get(key, 0) < waits.number
+
+
 def _awaited() -> Operation | None:
-    """Return the collective in which the main thread has waited for a while; None if that wait ends by itself."""
+    """Return the operation in which the main thread has waited for a while; None if that wait ends by itself.
+
+    A message from any rank is left out, because every rank may still send it.
+    """
     from nbkit.rank.world.activity import awaited
 
     waits = awaited()
-    if waits is None or waits.peer is not None or waits.seconds <= _SURE_SECONDS:
+    if waits is None or waits.peer == ANYONE or waits.seconds <= _SURE_SECONDS:
         return None
     return waits if waits.op != "monitored_barrier" else None  # it reports the missing ranks itself
 
@@ -389,8 +409,7 @@ def _ended(store: Store, ranks: Iterable[int], lacks: Callable[[dict[str, Any]],
 
 def _say_whether_ended(here: world.World, *, ended: bool) -> None:
     store, cell = _store(here), _here.cell[0]
-    counts = {group.label: group.count for group in delegating_group.registered()}
-    own = {"cell": cell, "ended": ended, "number": _here.number, "counts": counts}
+    own = {"cell": cell, "ended": ended, "number": _here.number, "counts": delegating_group.fingerprint()}
     store.set(f"ended/{here.place.rank}", json.dumps(own))
     if ended:
         store.set(f"ended-in/{cell}", "")

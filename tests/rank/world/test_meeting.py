@@ -140,16 +140,16 @@ def alone(world: Any, how: str) -> list[str]:
             dist.barrier()
 
     def left_waiting() -> None:
-        # Rank 1 waits in a collective of the user's own, because rank 0 has left the loop.
+        # Rank 1 waits in an operation of the user's own, because rank 0 has left the loop.
         for batch in trainer.job.batches([trainer.loop.collate(points(8))] * 4):
             trainer.job.backward(batch)
             trainer.job.optimizer.step()
             trainer.job.optimizer.zero_grad()
             if rank == 0:
                 break
-            dist.all_reduce(torch.ones(1))
+            dist.all_reduce(torch.ones(1)) if how == "own" else dist.recv(torch.ones(1), 0)
 
-    said = [told(left_waiting if how == "own" else cell)]
+    said = [told(left_waiting if how in ("own", "message") else cell)]
     meeting.end_cell(finished=said == ["done"])
     next_generation(world)
     return [*said, f"{len(trainer.fit(1))} step"]
@@ -163,12 +163,13 @@ def alone(world: Any, how: str) -> list[str]:
         "barrier": ["rank 0: fit at line", "rank 1 waits in barrier at line"],
         "cell": ["rank 0: fit at line", "rank 1 has ended this cell"],
         "own": ["rank 1 waits in all_reduce at line", "rank 0 has ended this cell"],
+        "message": ["rank 1 waits in recv at line", "rank 0 has ended this cell"],
     }.items(),
 )
 def test_a_rank_that_waits_alone_is_told_and_so_is_the_one_that_waits_for_it(how: str, texts: list[str]) -> None:
     ranks = run_ranks(alone, 2, how, generations=2)
     for rank, (said, again) in enumerate(ranks):
-        if (how == "cell" and rank == 1) or (how == "own" and rank == 0):
+        if (how == "cell" and rank == 1) or (how in ("own", "message") and rank == 0):
             assert said == "done"
         else:
             assert all(text in said for text in texts), said
