@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,11 +109,23 @@ def by_a_job() -> bool:
 
 @contextmanager
 def other_jobs_left_out() -> Iterator[None]:
-    """Let no job notice calls of its model inside: nbkit makes them for a new job, which may take the same model."""
-    with ExitStack() as stack:
-        for own in _here.jobs:
-            stack.enter_context(own.left_out())
+    """Let no job notice calls of its model inside: nbkit makes them for a new job, which may take the same model.
+
+    Holds no reference to a job, so that a job which the user has deleted can be freed inside.
+    """
+    before, inside = [(weakref.ref(own), own._inside) for own in _here.jobs], _here.inside
+    _set_left_out(((ref, True) for ref, _ in before), inside or bool(before))
+    try:
         yield
+    finally:
+        _set_left_out(before, inside)
+
+
+def _set_left_out(jobs: Iterable[tuple[weakref.ref[OwnForward], bool]], inside: bool) -> None:
+    for ref, left_out in jobs:
+        if (own := ref()) is not None:
+            own._inside = left_out
+    _here.inside = inside
 
 
 class OwnForward:
