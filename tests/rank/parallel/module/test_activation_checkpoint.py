@@ -208,6 +208,7 @@ def with_own_collectives(world: Any) -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.long
 def test_a_collective_of_the_model_itself_may_write_into_an_output() -> None:
     for plain, *others in run_ranks(with_own_collectives, 2):
         for ours in others:
@@ -276,7 +277,8 @@ SEND_AGAIN = ("tp", "cp")
 @pytest.mark.parametrize(
     ("num_ranks", "strategies"),
     [
-        (2, ["ddp", "zero3", "tp", "cp=2", "pp microbatches=2"]),
+        (2, ["zero3", "tp", "cp=2"]),
+        pytest.param(2, ["ddp", "pp microbatches=2"], marks=pytest.mark.long),
         pytest.param(4, ["zero1", "zero2", "dp=2 tp=2 zero=3", "pp=2 tp=2 microbatches=2"], marks=pytest.mark.long),
     ],
 )
