@@ -7,14 +7,15 @@ down. The model and the loader sleep, so that load of the machine changes little
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+
+import psutil
 
 from bench.rigs.kernel import environment
 from bench.settings import Settings
@@ -129,7 +130,10 @@ def _running(folder: Path, program: str, *command: str) -> Iterator[Callable[[],
     try:
         yield goes_on
     finally:
-        os.killpg(started.pid, signal.SIGKILL)
+        # torchrun starts its workers in sessions of their own. One that is left would use the link of the next program.
+        with suppress(psutil.NoSuchProcess):  # it has ended by itself
+            for process in (*psutil.Process(started.pid).children(recursive=True), started):
+                process.kill()
         started.wait()
 
 

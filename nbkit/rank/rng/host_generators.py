@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 from dataclasses import dataclass
@@ -55,5 +56,9 @@ class OtherGenerators:
 
 
 def numpy_random() -> Any:
-    """Return numpy.random; None if it is not imported, so that nobody can have drawn from it."""
-    return sys.modules.get("numpy.random")
+    """Return numpy.random; None if numpy is not imported, so that nobody can have drawn from it.
+
+    numpy imports `numpy.random` at its first use. This function imports it, so that a first draw inside a model is
+    seeded too.
+    """
+    return importlib.import_module("numpy.random") if "numpy" in sys.modules else None

@@ -6,6 +6,8 @@ Seeding the streams is a small part of a step, and gives the same numbers again.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,6 +176,15 @@ def test_what_the_model_draws_is_found_and_named() -> None:
     said = str(check(Other(), "dp=2", [x[:2], torch.zeros(2, dtype=torch.long)]))
     assert "not keyed by row" in said and "torch's randperm" in said and "fits" in said
     assert find_draws(nn.Linear(WIDTH, 3), lambda rows: None) is None
+
+
+def test_numbers_of_numpy_are_seeded_before_its_generator_is_used_for_the_first_time() -> None:
+    code = (
+        "import sys, numpy; assert 'numpy.random' not in sys.modules; "
+        "from nbkit.rank.rng.host_generators import seed_others; seed_others(3); print(numpy.random.rand())"
+    )
+    drawn = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert float(drawn) == np.random.RandomState(3).rand()
 
 
 def test_a_part_of_a_tensor_gets_its_part_of_the_numbers() -> None:
