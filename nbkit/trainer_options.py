@@ -46,7 +46,7 @@ class _Option:
 
     def _check_choice(self, name: str, choices: Sequence[bool | str | None], *, typical: str) -> None:
         value = getattr(self, name)
-        if value not in choices:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
             numbers = ", ".join(map(repr, choices))
             self._refuse(f"There is no {name} {value!r}.", name, f"{name}={typical!r}", numbers=numbers)
 

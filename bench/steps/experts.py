@@ -47,7 +47,9 @@ Spent = list[tuple[float, float]]  # (CPU-seconds of all ranks, seconds) of a st
 def run(settings: Settings) -> list[Row]:
     """Return two rows for each pair: CPU-seconds of all ranks, and wall seconds."""
     why = _without_peer()
-    spent = _measure(settings, [*dict.fromkeys(arm for pair in PAIRS for arm in pair[:2] if arm != PEER or not why)])
+    spent = _measure(
+        settings, [*dict.fromkeys(arm for pair in PAIRS if not (why and PEER in pair) for arm in pair[:2])]
+    )
     rows = []
     for ours, beside, bar in PAIRS:
         what = f"step, {ours}, {RANKS} ranks, {EXPERTS} experts a layer"

@@ -131,8 +131,11 @@ def _running(folder: Path, program: str, *command: str) -> Iterator[Callable[[],
         yield goes_on
     finally:
         # torchrun starts its workers in sessions of their own. One that is left would use the link of the next program.
+        workers: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):  # it has ended by itself
-            for process in (*psutil.Process(started.pid).children(recursive=True), started):
+            workers = psutil.Process(started.pid).children(recursive=True)
+        for process in (started, *workers):
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
         started.wait()
 

@@ -191,7 +191,8 @@ def _docstring(source: Source, name: str) -> str:
 def _torchrun(source: Source) -> str:
     """Return the torchrun command for as many ranks as the notebook had.
 
-    If it had several hosts with equal numbers of ranks, the command has to run on each of them. HOST is one of them.
+    If it had several hosts with equal numbers of ranks, the command has to run on each of them. HOST stands for the
+    name of one of these hosts. If the numbers differ, the command starts all ranks on one host.
     """
     hosts = source.ranks_of_hosts
     if len(hosts) == 1 or len(set(hosts)) > 1:
@@ -428,6 +429,8 @@ def export(
     script = script_of(source, to.name)
     check_resumes(script.text, options)
     run, notes = f"{_torchrun(source)} {shell_words(file_word(to))}", script.notes
+    if (hosts := len(source.ranks_of_hosts)) > 1 and "--nnodes" in run and not slurm:
+        notes = (*notes, f"type the torchrun command on each of the {hosts} hosts; HOST is the name of one of them")
     files = [(to, script.text, "")]
     if source.switches:
         plan = to.with_suffix(".switches.json")

@@ -1,4 +1,4 @@
-"""sbatch files: for a script, with one task on each node and torchrun in it; for a notebook, on one node.
+"""Write sbatch files. A script gets one task on each node, which runs torchrun. A notebook runs on one node.
 
 With --requeue, Slurm signals the shell of the file before the time limit. The shell tells the ranks to save and end,
 and requeues its job. Without the shell, Slurm would signal every process, and the signal kills most of them.
@@ -30,10 +30,16 @@ def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: boo
     parser.add_argument("--slurm", action="store_true", help=slurm)
     if nodes:
         parser.add_argument(
-            "--nodes", type=int, metavar="N", help="for --slurm: number of nodes; default: the hosts of the notebook"
+            "--nodes",
+            type=int,
+            metavar="N",
+            help="for --slurm: number of nodes; default: as many as the notebook had hosts",
         )
         parser.add_argument(
-            "-n", type=int, metavar="N", help="for --slurm: ranks in all; default: each node has those of a host"
+            "-n",
+            type=int,
+            metavar="N",
+            help="for --slurm: number of ranks on all nodes; default: each node has as many as a host of the notebook",
         )
     parser.add_argument(
         "--partition", default="", metavar="NAME", help="for --slurm: partition of the job; default: that of Slurm"

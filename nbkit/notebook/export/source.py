@@ -1,7 +1,7 @@
 """Read a notebook into frozen values (`Source`), from which a script is made.
 
 - `plain_code` and `code_of` turn a cell into plain Python. They remove lines that only notebooks understand, and list
-  them. Until then, lines keep their numbers, so that statements can be found in the text.
+  them. Until then, `masked` puts `pass` in their place, so that all other lines keep their numbers.
 - `read_running` reads the running notebook: the cells that its cluster was sent, in order, and the rest of its history.
 - `read_saved` reads a notebook's file: its cells in file order, and facts from their stored outputs.
 """
@@ -575,7 +575,7 @@ def _requested_ranks(words: Sequence[str]) -> tuple[int, ...]:
         if asked.hosts:
             return tuple(count for _, count in read_hosts(asked.hosts))
         return LauncherRequest("", asked.n, asked.nodes).ranks_of_hosts if asked.n else ()
-    except (argparse.ArgumentError, UsageError):  # a name in braces whose value is unknown
+    except (argparse.ArgumentError, OSError, ValueError):  # a name in braces whose value is unknown
         return ()
 
 

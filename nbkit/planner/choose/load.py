@@ -165,10 +165,10 @@ class Load:
     """The work that a step gives the ranks.
 
     flops: of the forward passes of all blocks, for one rank's part of each block. touched: bytes that all other
-    operations in these passes read and write. again: the share of the forward passes that backward computes once more.
-    touched_again: the same of `touched` alone; None: `again`. stages: each stage's share of the compute. terms: the
-    traffic of the busiest rank. units, passes: see nbkit.planner.step.Work. updated: bytes that the optimizer reads and
-    writes.
+    operations in these passes read and write. again: the share of `flops` that backward computes once more.
+    touched_again: the share of `touched` that backward reads and writes once more. stages: each stage's share of the
+    compute. terms: the traffic of the busiest rank. units, passes: see nbkit.planner.step.Work. updated: bytes that the
+    optimizer reads and writes.
     """
 
     flops: float
@@ -179,7 +179,7 @@ class Load:
     updated: float
     units: Sequence[StepUnit] = ()
     passes: int = 1
-    touched_again: float | None = None
+    touched_again: float = 0.0
 
     @property
     def sent(self) -> dict[str, float]:
@@ -226,7 +226,7 @@ def seconds(
     device = on.device
     products, rest = load.flops / (device.flops * rates.flops), load.touched / (device.bandwidth * rates.bandwidth)
     forward = products + rest
-    again = load.again * products + (load.again if load.touched_again is None else load.touched_again) * rest
+    again = load.again * products + load.touched_again * rest
     passes = 1 + _BACK + again / forward
     work = Work(
         [[forward * passes * share for share in load.stages]],

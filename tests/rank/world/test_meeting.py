@@ -120,6 +120,9 @@ def test_ranks_that_come_for_different_things_are_told_both_and_can_go_on(tmp_pa
         assert f"rank 0: {one} at line" in said and f"rank 1: {other} at line" in said, said
 
 
+OWN = ("own", "receives", "sends")
+
+
 def alone(world: Any, how: str) -> list[str]:
     """Return what each rank is told where rank 0 alone comes to a place of all."""
     rank = world.place.rank
@@ -147,9 +150,14 @@ def alone(world: Any, how: str) -> list[str]:
             trainer.job.optimizer.zero_grad()
             if rank == 0:
                 break
-            dist.all_reduce(torch.ones(1)) if how == "own" else dist.recv(torch.ones(1), 0)
+            waits = {
+                "own": lambda: dist.all_reduce(torch.ones(1)),
+                "receives": lambda: dist.recv(torch.ones(1), 0),
+                "sends": lambda: dist.send(torch.ones(1 << 24), 0),  # so large that it is not over at once
+            }
+            waits[how]()
 
-    said = [told(left_waiting if how in ("own", "message") else cell)]
+    said = [told(left_waiting if how in OWN else cell)]
     meeting.end_cell(finished=said == ["done"])
     next_generation(world)
     return [*said, f"{len(trainer.fit(1))} step"]
@@ -163,13 +171,14 @@ def alone(world: Any, how: str) -> list[str]:
         "barrier": ["rank 0: fit at line", "rank 1 waits in barrier at line"],
         "cell": ["rank 0: fit at line", "rank 1 has ended this cell"],
         "own": ["rank 1 waits in all_reduce at line", "rank 0 has ended this cell"],
-        "message": ["rank 1 waits in recv at line", "rank 0 has ended this cell"],
+        "receives": ["rank 1 waits in recv at line", "rank 0 has ended this cell"],
+        "sends": ["rank 1 waits in send at line", "rank 0 has ended this cell"],
     }.items(),
 )
 def test_a_rank_that_waits_alone_is_told_and_so_is_the_one_that_waits_for_it(how: str, texts: list[str]) -> None:
     ranks = run_ranks(alone, 2, how, generations=2)
     for rank, (said, again) in enumerate(ranks):
-        if (how == "cell" and rank == 1) or (how in ("own", "message") and rank == 0):
+        if (how == "cell" and rank == 1) or (how in OWN and rank == 0):
             assert said == "done"
         else:
             assert all(text in said for text in texts), said

@@ -4,8 +4,9 @@ Keys and values of the block's own positions are gathered. Causal masks and give
 queries. Other keys (the output of an encoder) are whole on every rank, and are not gathered.
 
 Gathered keys and values are freed after attention. For backward, a rank keeps only its own part, and gathers the others
-again. Gathering and attention are one node of autograd (`_AttentionToAll`). So every rank sends the same things in the
-same order in backward, whatever else its graph contains.
+again. A kernel that copies keys saves its copy of all of them: torch's attention without a fused kernel, and on a GPU
+head sizes that are no multiple of 8. Gathering and attention are one node of autograd (`_AttentionToAll`). So every
+rank sends the same things in the same order in backward, whatever else its graph contains.
 
 A run of consecutive causal queries uses the keys up to its last position: q queries up to position p cost q x p pairs.
 No kernel gets a mask for it. On a GPU, torch's `causal_lower_right` is used. On the CPU, two calls are made, for the
@@ -333,7 +334,8 @@ class _AttentionToAll(torch.autograd.Function):
             )
         joined = _joined(outputs, query)
         same = [(x, x) for x in (query, *masks) if x is not None]
-        parts = [joined[..., call.queries, :] for call in calls] if len(calls) > 1 else [joined]
+        alone = joined.detach()  # a view of `joined` would refer back to this node: a cycle that is never freed
+        parts = [alone[..., call.queries, :] for call in calls]
         same += zip(outputs, parts, strict=True)
         ctx.save_for_backward(key, value, *saved.taken(same))
         return joined
@@ -411,8 +413,9 @@ class _Saved:
         """Return the tensors and forget them.
 
         same: pairs of tensors with equal values. A tensor with the memory of the first one is replaced by the second,
-        for two reasons. The output of a kernel is not kept beside the joined output. And autograd gives hooks a tensor
-        that only shares the memory. The original also counts changes in place, so that backward raises an error.
+        for two reasons. First, the output of a kernel need not exist beside the joined output. Second, a tensor that
+        autograd passes to a hook shares the memory, but does not count changes in place. The tensor that replaces it
+        counts them, so backward raises an error after a change.
         """
         tensors, self.tensors, self.whole = self.tensors, [], ()
         return [next((_instead(x, *pair) for pair in same if _same_memory(x, pair[0])), x) for x in tensors]

@@ -1,15 +1,15 @@
 """Send tokens to the ranks that hold their experts, and the outputs back.
 
 A layer makes one dispatch and one combine, each an all-to-all of exactly the routed rows. Before that, ranks tell each
-other the number of rows for each expert. The backward pass makes the same two exchanges in the other direction. With T
-tokens of k experts, W features of b bytes and n ranks, a rank sends (n - 1) / n of T k W b bytes each time, if the
-router is balanced.
+other the number of rows for each expert. The backward pass makes the same two exchanges in the other direction. A
+rank has T tokens, each token goes to k experts, and a token consists of W numbers of b bytes. If the router is
+balanced, each of n ranks then sends (n - 1) / n T k W b bytes in each exchange.
 
 Every rank makes every exchange, whatever is routed to it. So no rank waits for a rank without tokens. A rank that runs
 no forward, because it has no rows, calls `absent` for each layer instead.
 
-An expert that no token chose is not called, and has no gradient, as in one process. Then stacked experts have a
-gradient of zeros, also as in one process.
+An expert that no token chose is not called, and has no gradient. If experts are stacked, its part of the gradient is
+zero. Both are as in one process.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ recomputation repeats only a part of the block: see kept_outputs.py.
 
 Only `forward` is replaced, so names, hooks and signatures do not change. This determines the order of composition.
 Changes for tensor and context parallelism come first, so that their collectives are recomputed too. Ranks of a group
-recompute the same blocks in the same order. (A selective recomputation runs no collectives.) Hooks that gather a
-block's shards come last, on the block itself. They run once per forward and once before its backward. The recomputation
-in between finds the parameters whole.
+recompute the same blocks in the same order. (A selective recomputation runs no collectives in the first backward pass.)
+Hooks that gather a block's shards come last, on the block itself. They run once per forward and once before its
+backward. The recomputation in between finds the parameters whole.
 
 Hooks can also be called where a backward pass enters a module and where it leaves it. Backward needs the parameters
 from the time when it reaches any output until the gradients of all inputs are computed.

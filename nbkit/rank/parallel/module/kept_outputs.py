@@ -2,16 +2,17 @@
 
 A block keeps the outputs of matrix products with a weight, of convolutions and of attention kernels, and the results of
 collectives. Backward computes everything else again: norms, activations, dropout, rotary positions, casts and sums.
-These operations read and write memory, and take little time. No collective runs twice.
+These operations read and write memory, and take little time. No collective runs twice, except in a second backward pass
+through the same graph.
 
-This joins two known forms. Korthikanti et al. (2022) compute the core of attention again, because its scores take most
-memory. A fused attention kernel stores no scores, so nothing would be saved there. The selective checkpointing of
-torchtitan keeps the outputs of products, of kernels and of collectives. Here, products of two activations are computed
-again, too. So attention without a kernel does not keep its scores.
+Two forms of this are known. Korthikanti et al. (2022) compute the core of attention again, because its scores take most
+memory. A fused attention kernel stores no scores, so this would save nothing there. The selective checkpointing of
+torchtitan keeps the outputs of matrix products, attention kernels and collectives. nbkit does the same, but computes a
+product of two activations again. So attention without a kernel does not keep its scores.
 
-torch's `create_selective_checkpoint_contexts` cannot be used. nbkit's collectives write into their arguments, and it
-would skip the writing. It raises an error if the model changes a kept output in place. And it keeps outputs that
-backward does not read: the last product of a block, and what each rank adds to a sum.
+nbkit does not use torch's `create_selective_checkpoint_contexts`, for three reasons. In backward, it would skip nbkit's
+collectives, which write their results into their arguments. It raises an error if the model changes a kept output in
+place. And it keeps outputs that backward does not read: the last product of a block, and what each rank adds to a sum.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class KeptOutputs:
 def kept(collective: Callable[P, T]) -> Callable[P, T]:
     """Wrap a collective so that a selective recomputation does not call it again, but uses its first result.
 
-    The result may be a tensor, or any object that holds no tensors.
+    The result may be a tensor, or another object. Tensors inside of an object have no gradient, and do not change.
     """
 
     @wraps(collective)
@@ -239,7 +240,7 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _is_weight(x: Any) -> bool:
-    """Return True if `x` is a parameter, or a view or cast of one. Scores and other activations come of two tensors."""
+    """Return True if `x` is a parameter, or a view or cast of one. Activations come from several tensors."""
     node = x.grad_fn
     while node is not None and len(node.next_functions) == 1:
         node = node.next_functions[0][0]

@@ -40,7 +40,7 @@ _FINE = 100  # the least speed of a rank is the speed of the fastest rank divide
 class ExpertLoad:
     """The tokens and seconds of experts in a step, equal on all ranks.
 
-    tokens: for each layer and expert, those of one group of ranks; the mean, if several groups have the layer.
+    tokens: for each layer and expert, the tokens in one group of ranks; the mean of the groups that have the layer.
     tokens_of_ranks, seconds_of_ranks: for each rank and layer, the tokens that its experts computed, and the seconds of
     their forward passes. compute, forward: seconds of forward and backward, and of forward, the mean over ranks.
     """
@@ -155,7 +155,7 @@ class Rebalancing:
     def _own_experts(self, counts: Sequence[int]) -> tuple[list[list[float]], list[float]]:
         """Return what this rank's experts did in the last step: tokens by layer and expert, forward seconds by layer.
 
-        counts: the number of experts of each layer. All are 0 if the step was not measured.
+        counts: the number of experts of each layer. All results are 0 if the step was not measured.
         """
         step = self._step
         if step is None or not step.routed:

@@ -1,8 +1,8 @@
 """Find how much memory a rank can still allocate. A switch uses this to decide if two models fit beside each other.
 
 On a GPU: the driver's free memory plus the reserve of torch's allocator. On CPU ranks: the memory that the kernel or
-the tightest cgroup has available, divided by the ranks of the node. NBKIT_MEMORY_LIMIT=BYTES sets a lower limit for
-each rank, for a shared machine, for tests and for benchmarks. NBKIT_TENSOR_LIMIT: see tensor_limit.py.
+the tightest cgroup has available, divided by the ranks of the node. NBKIT_MEMORY_LIMIT=BYTES limits each rank to
+fewer bytes, on a shared machine, in tests and in benchmarks. NBKIT_TENSOR_LIMIT: see tensor_limit.py.
 """
 
 from __future__ import annotations

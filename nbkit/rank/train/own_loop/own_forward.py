@@ -109,7 +109,7 @@ def by_a_job() -> bool:
 
 @contextmanager
 def other_jobs_left_out() -> Iterator[None]:
-    """Let no job notice calls of its model inside: nbkit makes them for a new job, which may take the same model.
+    """Make existing jobs ignore calls of their models inside. nbkit calls a model to build a new job with it.
 
     Holds no reference to a job, so that a job which the user has deleted can be freed inside.
     """

@@ -241,7 +241,8 @@ class OptimizerHandle(torch.optim.Optimizer):
 
 def _misfit(numbers: str) -> TrainingError:
     return TrainingError(
-        "This state does not belong to what the optimizer updates here. A strategy that splits gives each rank a part.",
+        "This state is not for the tensors that the optimizer updates here. "
+        "A strategy that splits gives each rank a part.",
         numbers=numbers,
         hint="trainer.load(path) of what trainer.save(path) wrote: it goes under any strategy",
     )

@@ -2,7 +2,7 @@
 
 Before a switch all ranks gather a short description of each rank's optimizer state, and the digest of the plan. The
 plan says which rank holds which part, so this is not gathered. But only a rank that holds a parameter knows which state
-its optimizer keeps for it. Most parameters have the same state, so it is sent once for each run of equal parameters.
+its optimizer keeps for it. Most parameters have the same state, so ranks send it once for consecutive equal parameters.
 """
 
 from __future__ import annotations

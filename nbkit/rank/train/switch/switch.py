@@ -105,8 +105,8 @@ def prepare(
             if not said.numbers[0]:
                 try:
                     _make_room(exchange, before, target, ranks.device)
-                except (MemoryError, RuntimeError):
-                    if exchange.limit <= ROUND_BYTES:
+                except Exception as error:
+                    if exchange.limit <= ROUND_BYTES or not accelerator().out_of_memory(error):
                         raise
                     said.numbers[0] = 1  # free memory may be in pieces: all ranks plan again, with small rounds
         if (other := agreed(exchange, said.largest, before, target, rank=builder.rank)) is not exchange:

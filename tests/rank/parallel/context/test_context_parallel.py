@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -279,6 +281,25 @@ def _kept(world: Any, names: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
+def dropped(world: Any) -> bool:
+    """Return True if the input of a block is freed when the loss is deleted without a backward pass."""
+    specimen, inputs = ZOO["gpt"], []
+    value, target = specimen.batch(2)
+    model = specimen.build()
+    context_parallel(model, Axes.of(Mesh(cp=2), world.place.rank), specimen.blocks, tried=BALANCED)
+    block = model.get_submodule(specimen.blocks[1])
+    block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    loss = specimen.loss(call(model, value), target)
+    assert inputs[0]() is not None and loss.requires_grad
+    del loss
+    gc.collect()
+    return inputs[0]() is None
+
+
+def test_a_forward_without_a_backward_pass_is_freed() -> None:
+    assert run_ranks(dropped, 2) == [True, True]
+
+
 KEEPING = ("gpt", "llama", "documents", "causal encoder", "encoder")
 
 
@@ -286,7 +307,7 @@ KEEPING = ("gpt", "llama", "documents", "causal encoder", "encoder")
 def test_a_rank_keeps_no_keys_and_values_of_others_for_backward(pretended: bool) -> None:
     # A block of a GPT keeps 16 tensors with this rank's positions. Keys and values of three other ranks were 6 more.
     for found in run_ranks(kept_by_a_block, 4, pretended, KEEPING, join=not pretended):
-        assert {name: share for name, share in found.items() if share > 1.05} == {}
+        assert {name: share for name, share in found.items() if not 0.8 < share <= 1.05} == {}
 
 
 def sent(world: Any) -> dict[str, dict[str, int]]:
