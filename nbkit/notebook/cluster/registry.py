@@ -88,7 +88,7 @@ class ClusterEntry:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Return the host of each rank. Labels name it if the cluster is spread."""
+        """Return the host of each rank. In a cluster on several hosts, a label begins with the host."""
         if self.is_spread:
             return tuple(label.partition(":")[0] for label in self.labels)
         return (self.host,) * self.n

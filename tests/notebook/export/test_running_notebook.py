@@ -121,6 +121,8 @@ def test_a_job_with_another_number_of_ranks_is_named(cluster: Any, tmp_path: Pat
 
     typed = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     assert same.run == f"{typed} {tmp_path}/train.py" and f"    {typed} train.py\n" in same.path.read_text()
+    alone = export(tmp_path / "train.py")
+    assert alone.notes == ("type the torchrun command on each of the 2 hosts; HOST is the name of one of them",)
     assert same.notes == () and "the job has 8 ranks, the notebook had 4" in more.notes[0]
 
 

@@ -279,9 +279,9 @@ breaking_off.append(_break_off)
 def _imbalance(routed: Sequence[Sequence[int]], mesh: Mesh, ep: int) -> float:
     """Return the tokens that the slowest rank of each layer computed, summed over the layers, over those of the mean.
 
-    In every layer, the ranks that share experts wait for the one that was sent most. So the layers add up: one in which
-    this rank is the slowest does not make up for another in which that rank is. The worst stage of a pipeline counts,
-    and in it the worst group. routed: the tokens of each layer, by rank. ep: the ranks that share experts.
+    In every layer, the ranks that share experts wait for the one that was sent most. So the layers add up: a layer in
+    which one rank is the slowest does not make up for a layer in which another rank is. The worst stage of a pipeline
+    counts, and in it the worst group. routed: the tokens of each layer, by rank. ep: the ranks that share experts.
     """
     stages: dict[int, list[tuple[int, float]]] = {}
     for group in mesh.shard_groups(ep)[0]:
