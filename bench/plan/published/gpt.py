@@ -58,6 +58,7 @@ def _case(line: dict[str, str]) -> Case:
         flops=forward * rows / tp,
         touched=(shared if not spread else touched) * rows / tp,
         again=again,
+        touched_again=again,
         stages=[sum(costs[i * each : (i + 1) * each]) / sum(costs) for i in range(layers // each)],
         terms=terms,
         # fp32 master weights and moments, fp16 weights and gradients: all are read and written.

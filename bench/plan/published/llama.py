@@ -92,8 +92,6 @@ def _case(line: Mapping[str, str]) -> Case:
     on = Hardware(dp * tp // NODE, NODE, {**DEVICES, **OWN}[line["hardware"]])
     tokens = rows * model.sequence
     maps = {"none": 0.0, "full": 1.0, "selective": 2 * model.layers * model.again / model.flops}[line["recompute"]]
-    rest = float(line["recompute"] != "none")
-    touched = model.touched(line["compiled"] == "yes") * (3 + rest) / (3 + maps)
     # Weights and gradients are fp32. A gather sends bf16, half of these bytes. The ends are the root of FSDP.
     block, ends = FULL * model.block // tp, FULL * model.ends // tp
     share = model.block + model.sequence * model.width
@@ -110,8 +108,9 @@ def _case(line: Mapping[str, str]) -> Case:
         terms.append(TrafficTerm("tp", "all_gather", tp, calls, calls * tokens * model.width * HALF, "hidden states"))
     load = Load(
         flops=model.flops * tokens / tp,
-        touched=touched * tokens / tp,
+        touched=model.touched(line["compiled"] == "yes") * tokens / tp,
         again=maps,
+        touched_again=float(line["recompute"] != "none"),
         stages=[1.0],
         terms=terms,
         # fp32 weights and two moments are read and written; gradients are read.

@@ -174,12 +174,12 @@ class Load:
     flops: float
     touched: float
     again: float
+    touched_again: float
     stages: Sequence[float]
     terms: Sequence[TrafficTerm]
     updated: float
     units: Sequence[StepUnit] = ()
     passes: int = 1
-    touched_again: float = 0.0
 
     @property
     def sent(self) -> dict[str, float]:
