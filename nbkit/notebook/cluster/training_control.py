@@ -159,14 +159,14 @@ def verdict(rows: Sequence[Mapping[str, Any]], now: str) -> str:
         return f"No other strategy could be measured beside {now}."
     best = min(known, key=lambda row: row["step_s"])
     if None in (best["high_s"], here["low_s"]):
-        return (
-            f"Too few steps were measured to tell the strategies apart: {now} takes {seconds(here['step_s'])} a step."
-        )
+        return f"Too few steps were measured to tell the strategies apart: {now} took {seconds(here['step_s'])} a step."
     if best["high_s"] < here["low_s"]:
         times = f"{here['step_s'] / best['step_s']:.2f}"
         took = f"{seconds(best['step_s'])} a step, {times} times as fast as {now}"
-        return f"{best['strategy']} is the fastest of the {len(known)} that were measured: {took}, which runs now."
-    return f"No strategy is measurably faster than {now}, which runs now and takes {seconds(here['step_s'])} a step."
+        return f"{best['strategy']} was the fastest of the {len(known)} that were measured: {took}, which runs now."
+    # In the past tense, because the panel also shows the newest steps of the strategy that runs.
+    took = f"it took {seconds(here['step_s'])} a step in this comparison"
+    return f"No strategy was measurably faster than {now}, which runs now: {took}."
 
 
 def _compared(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -124,10 +124,13 @@ def test_a_comparison_is_shown_as_a_table() -> None:
     [
         (
             (0.2, 0.19, 0.21),
-            "tp=2 is the fastest of the 2 that were measured: 200 ms a step, 2.50 times as fast",
+            "tp=2 was the fastest of the 2 that were measured: 200 ms a step, 2.50 times as fast",
         ),
-        ((0.48, 0.39, 0.6), "No strategy is measurably faster than zero3, which runs now and takes 500 ms a step."),
-        ((0.7, 0.69, 0.71), "No strategy is measurably faster than zero3"),
+        (
+            (0.48, 0.39, 0.6),
+            "No strategy was measurably faster than zero3, which runs now: it took 500 ms a step in this comparison.",
+        ),
+        ((0.7, 0.69, 0.71), "No strategy was measurably faster than zero3"),
         ((0.2, None, None), "Too few steps were measured"),
     ],
 )
