@@ -179,7 +179,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fake = sys.modules.setdefault("fake_run", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(fake)
     folder = tmp_path_factory.mktemp("reports")
-    for name, world, strategy, steps in (("small", 4, "dp=4", 60), ("big", 64, "dp=16 pp=4 ep=4 schedule=1f1b", 6)):
+    for name, world, strategy, steps in (
+        ("small", 4, "dp=4", 60),
+        ("late", 4, "dp=4", 20),
+        ("big", 64, "dp=16 pp=4 ep=4 schedule=1f1b", 6),
+    ):
         run = fake.FakeRun(folder / name, world, strategy, late=2)
         run.of_rows = name == "big"
         for number in range(steps):
@@ -193,6 +197,22 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.close()
         write_report(folder / name, folder / f"{name}.html")
     return folder
+
+
+def test_a_late_rank_and_the_rest_of_a_peak_are_named(browser: Any, reports: Path) -> None:
+    told, count = re.subn(
+        r'"modules":\[\[.*?\]\]',
+        '"modules":[["parameters","blocks.*",1000]]',
+        (reports / "late.html").read_text(),
+    )
+    assert count == 4
+    (reports / "parts.html").write_text(told)
+    page = browser.new_page()
+    page.goto(f"file://{reports / 'parts.html'}")
+    page.wait_for_selector(".nbkit-dashboard .modules td")
+    assert page.locator(".late").inner_text().startswith("· rank 2 is late: ")
+    first, last = (line.split() for line in page.locator(".modules tr").all_inner_texts())
+    assert first[:4] == ["blocks.*", "parameters", "1", "kB"] and last[:3] == ["all", "other", "modules"]
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.long), "dark"])
@@ -360,7 +380,7 @@ def test_no_word_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) 
     assert page.evaluate("cut") == []
     # A long strategy is shortened to its axes if there is no room for the rest.
     assert {"⇄ pp=4", "dp=4"} < set(page.evaluate("drawn"))
-    assert any(words.startswith("planned: zbv, bubble ") for words in page.evaluate("drawn"))
+    assert any(words.startswith("planned: zbv, ") and "for all passes" in words for words in page.evaluate("drawn"))
     # The end of the axis of steps, the name of that of bars, and memory as numbers.
     assert {"60", "time"} < set(page.evaluate("drawn"))
     assert sum(" at rest, peak " in words for words in set(page.evaluate("drawn"))) > 0

@@ -494,6 +494,7 @@ def test_margins_and_why_nothing_is_predicted_and_what_is_recommended_stand_in_t
     title = page.locator(".words").inner_text()
     assert "is not known yet, and cannot be predicted (the ranks share cores): the button below measures it." in title
     assert "Recommended: ddp, not measurably slower than pp, and it runs now." in title
+    assert title.endswith("No pause is predicted: the first switch shows it.")
     mark = page.locator("tr.now .recommended")
     assert mark.count() == 1 and mark.get_attribute("title").startswith("not measurably slower than pp")
     pause = page.locator("tr[data-strategy='dp=4 zero=1'] td.pause")

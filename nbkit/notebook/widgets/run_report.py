@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbkit.figures import size
+from nbkit.figures import figure, size
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.user_files import write_file
 from nbkit.notebook.widgets.javascript import joined, style
@@ -28,6 +28,9 @@ main {{ max-width: 1300px; margin: auto; }}
 show(document.getElementById("run"), JSON.parse(document.getElementById("data").textContent));
 </script></body></html>
 """
+
+
+_STEERED = "run_started", "switch", "lr_changed"  # what has to be typed again
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,15 @@ def about(snapshot: dict[str, Any]) -> list[tuple[str, str]]:
     facts = started[-1].get("about") if started else None
     if not facts:
         return []
-    batch = started[-1]["arithmetic"]
+    batch = f"{started[-1]['arithmetic']}, under {started[-1]['strategy']}" if started[-1]["arithmetic"] else ""
     first = f'Trainer(..., strategy="{started[0]["strategy"]}", seed={facts["seed"]})'
-    done = [event for event in snapshot["events"] if event["kind"] in ("run_started", "switch")]
+    done = [event for event in snapshot["events"] if event["kind"] in _STEERED]
     again = [first]
     for event in done:
         if event["kind"] == "switch":
             again.append(f"after step {event['step']:,}: %strategy {event['new']}")
+        elif event["kind"] == "lr_changed":
+            again.append(f"after step {event['step']:,}: trainer.lr = {figure(event['new'])}")
         else:
             again.append(
                 f"trainer.fit({event['total'] or '...'})" + f"   after step {event['step']:,}" * (event["step"] > 0)

@@ -22,6 +22,7 @@ from nbkit.notebook.widgets.panel.view import (
     Lost,
     State,
     SwitchedElsewhere,
+    _to_measure,
     checked,
     family_of,
     in_table,
@@ -463,3 +464,15 @@ def test_without_evidence_nothing_is_recommended_and_a_button_measures_what_fits
 def test_why_no_second_is_predicted_is_said_once() -> None:
     table = table_of(unpredicted="the ranks share cores")
     assert text_of(state_of(Looked(answer_of(table)))).count("No step time is predicted: the ranks share cores") == 1
+
+
+def test_the_button_measures_first_what_has_no_measured_step() -> None:
+    table = {"strategy": "dp=4", "limit_bytes": None}
+    row = {"ok": True, "peak_bytes": 1, "step_bytes": 5, "step_s": 0.1, "predicted_step_s": None, "switch_s": None}
+    options = [row | {"strategy": name} for name in ("dp=4", *map(str, range(14)))]
+    asked = _to_measure(options, table, None)
+    assert len(asked["strategies"]) == 12 and asked["label"].startswith("Measure 12 of 14 that fit")
+    options[3]["step_s"] = options[14]["step_s"] = None
+    asked = _to_measure(options, table, None)
+    assert asked["strategies"] == ["2", "13"] and asked["label"].startswith("Measure the other 2")
+    assert _to_measure(options[:5], table, None)["label"].startswith("Measure all that fit")

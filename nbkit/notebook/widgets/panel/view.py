@@ -364,15 +364,20 @@ _MEASURED_STEPS, _MEASURED_AT_MOST = 8, 12
 def _to_measure(options: Sequence[Mapping[str, Any]], table: Mapping[str, Any], limit: float | None) -> dict[str, Any]:
     """Return what the button "Measure all that fit" measures: {"strategies", "steps" of each, "label"}, or {}.
 
-    If there are too many strategies, measure those that send the fewest bytes.
+    If there are too many strategies, measure those without a measured step first, and then those that send the fewest
+    bytes.
     """
     now = next((row for row in options if row["strategy"] == table["strategy"]), None)
     room = math.inf if limit is None else limit
     fits = [row for row in options if row["ok"] and row is not now and (row["peak_bytes"] or 0) <= room]
     if now is None or not fits:
         return {}
-    chosen = sorted(fits, key=lambda row: row["step_bytes"] or math.inf)[:_MEASURED_AT_MOST]
-    what, took = "all that fit" if len(chosen) == len(fits) else f"{len(chosen)} of {len(fits)} that fit", ""
+    unknown = [row for row in fits if row["step_s"] is None]
+    some = unknown if unknown and len(fits) > _MEASURED_AT_MOST else fits
+    chosen = sorted(some, key=lambda row: row["step_bytes"] or math.inf)[:_MEASURED_AT_MOST]
+    what, took = f"{len(chosen)} of {len(some)} that fit", ""
+    if len(chosen) == len(some):
+        what = "all that fit" if some is fits else f"the other {len(chosen)}"
     if now["step_s"] is not None:
         # Each strategy has two turns, each with two warm-up steps and a switch to it and back.
         steps = [row["step_s"] or row["predicted_step_s"] or now["step_s"] for row in (now, *chosen)]

@@ -473,7 +473,7 @@ export class Curves {
     if (this.log.dataset.shown === shown) return;
     this.log.dataset.shown = shown;
     this.log.hidden = !this.marks.length;
-    this.log.querySelector("summary").textContent = `${this.marks.length} mark${this.marks.length > 1 ? "s" : ""} on the curve`;
+    this.log.querySelector("summary").textContent = this.marks.length ? `${this.marks.length} mark${this.marks.length > 1 ? "s" : ""} on the curve; the newest: ${this.marks.at(-1).text.split(", ")[0]}` : "";
     this.log.querySelector("ul").replaceChildren(...[...this.marks].reverse().slice(0, 200).map((mark) => {
       const line = document.createElement("li");
       line.textContent = `${mark.sign} ${mark.text}`;

@@ -9,7 +9,7 @@
 import { drawBars, drawMemory, memoryLegend, memoryNote } from "./charts.js";
 import { Curves, LOSS, STEP, STRATEGY } from "./curves.js";
 import { drawMoments, drawTraffic } from "./grids.js";
-import { COLOURS, MEMORY, MEMORY_WORDS, PARTS, PASSES, Picture, SPOKEN, bytes, dark, familiesOf, number, percent, seconds, shade } from "./paint.js";
+import { COLOURS, MEMORY, MEMORY_WORDS, PARTS, PASSES, Picture, SPOKEN, bytes, dark, familiesOf, lateWords, number, percent, seconds, shade } from "./paint.js";
 import { axisNote, drawAxes, drawExperts, drawRanks } from "./rows.js";
 import { healthRows } from "./health.js";
 
@@ -33,7 +33,7 @@ const LAYOUT = `
     <span class="buttons"><button data-do="png" title="save the picture">PNG</button><button data-do="svg" title="save the picture, for print">SVG</button><button data-do="csv" title="save the values in sight">CSV</button></span></div>
   <div class="curves"></div><div class="legend families"></div>
   <details class="marks" hidden><summary></summary><ul></ul></details></section>
-<section><h3><span class="at">The step</span>, one bar per rank <small>measured</small>
+<section><h3><span class="at">The step</span>, one bar per rank <small>measured</small> <small class="late"></small>
   <span class="buttons"><button class="trace" title="the next 3 steps of all ranks as one file for Perfetto">trace next 3 steps</button></span></h3><p class="traced"></p><div class="legend parts"></div><div class="ranks"></div></section>
 <section><h3><span class="what"></span> <small class="whatnote"></small>
   <span class="buttons pick"><button data-pick="pipeline">pipeline</button><button data-pick="traffic">traffic</button></span></h3>
@@ -182,6 +182,7 @@ export function view(el, story, ask) {
     const share = (part) => step.ranks.reduce((sum, row) => sum + row[2 + PARTS.indexOf(part)], 0) / whole;
     $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), Object.fromEntries(there.map((part) => [part, `${SPOKEN[part]} ${Math.round(100 * share(part))} %`])));
     $("at").textContent = step.of;
+    $("late").textContent = step.late ? `· rank ${step.late.rank} is late: ${lateWords(step.late)}` : "";
     const turn = step.ranks.length > 16 ? () => { chosen.all = !chosen.all; draw(); } : null;
     if (chosen.all && turn) drawBars(pictures.ranks, step.ranks, step.late);
     else drawRanks(pictures.ranks, step.ranks, step.late, turn);
@@ -241,6 +242,11 @@ export function view(el, story, ask) {
       line.insertCell().textContent = MEMORY_WORDS[kind] ?? kind;
       line.insertCell().textContent = bytes(size);
       line.insertCell().textContent = percent(size / row.peak);
+    }
+    const rest = row.peak - row.modules.reduce((sum, [, , size]) => sum + size, 0);
+    if (rest > 0.005 * row.peak) {
+      const line = table.insertRow();
+      for (const text of ["all other modules", "", bytes(rest), percent(rest / row.peak)]) line.insertCell().textContent = text;
     }
     $("modules").replaceChildren(title, table);
   }

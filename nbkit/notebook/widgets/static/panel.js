@@ -27,7 +27,7 @@ const COLUMNS = [
 const LOOSE = { before: "before blocks", after: "after blocks" }; // parameters outside of blocks
 const UNTOLD = "The model has not been examined for this strategy.";
 const UNKNOWN = "This job has not measured it yet. Try 10 steps measures it.";
-const READ_PICTURE = "● measured  ○ predicted  ◎ runs now. Dashed line: no other strategy needs less memory and less time.";
+const READ_PICTURE = "● measured  ○ predicted  × step time not known  ◎ runs now. Dashed line: no other strategy needs less memory and less time.";
 const APART = [
   ["pause", "Pause", "", "pause"],
   ["save", "Save", "", "save"],
@@ -465,7 +465,7 @@ function render({ model, el }) {
         drawChoice();
       });
       return chip;
-    }), make("span", "count", only.size ? shown : "a click shows only these; dark bars: at rest, pale: while it switches"));
+    }), make("span", "count", only.size ? shown : "a click shows only these; bars: dark at rest, pale while it switches"));
     if (focused) chips.querySelector(`[data-family="${focused}"]`)?.focus();
   }
 
@@ -512,6 +512,7 @@ function render({ model, el }) {
       `${all.length} strategies.`,
       unexamined ? `${unexamined} are not examined yet; a switch runs the model on a few rows first.` : "",
       unknown ? `The step time of ${unknown} is not known yet${why}: the button below measures it.` : "",
+      all.some((row) => row.pause && row.pause !== "unknown") || !job().unpredicted_pause ? "" : `No pause is predicted: ${job().unpredicted_pause}.`,
     ];
     words.replaceChildren(
       make("b", "", first ? `Recommended: ${first.label}, ${job().because}. ` : ""),
@@ -697,7 +698,7 @@ function render({ model, el }) {
     point.dataset.strategy = row.strategy;
     point.append(shape("circle", { r: 11, class: "chosen" }));
     if (row.current) point.append(shape("circle", { r: 8.5, class: "ring" }));
-    point.append(shape("circle", { r: known ? 5 : 3, class: "dot" }));
+    point.append(known ? shape("circle", { r: 5, class: "dot" }) : shape("path", { d: "M-3 -3 3 3M-3 3 3 -3", class: "dot" }));
     return point;
   }
 

@@ -103,6 +103,9 @@ function drawChanges(picture, shown, x, y1) {
 
 const SIGNS = { run_started: "▸", run_stopped: "■" }; // other events have their own sign: nbkit/records/event_words.py
 
+// Returns what the signs above the chart mean: "⇄ switch".
+export const signWords = (events) => [...new Set(events.map((e) => `${e.sign || SIGNS[e.kind] || "•"} ${e.kind.replaceAll("_", " ")}`))].join(" ");
+
 // begun: the strategy at the left end. It is named if there is room before the next event.
 function drawEvents(picture, events, begun, x, y0, y1) {
   picture.canvas.dataset.events = events.map((e) => e.kind).join(" ");

@@ -109,15 +109,18 @@ export function drawMoments(picture, moments) {
     `rank ${rank}, stage ${one[1]}\n${NAMES[one[0]]} of micro-batch ${one[2]}\n${seconds(one[4] - one[3])}, from ${seconds(one[3])}`;
   let top = 18;
   if (planned) {
-    picture.words(`planned: ${moments.schedule}, bubble ${percent(moments.planned_bubble)}, ${seconds(moments.planned_span)}`, 58, 8, { colour: ink() });
+    picture.words(`planned: ${moments.schedule}, ${passes(moments.planned_span, moments.planned_bubble)}`, 58, 8, { colour: ink() });
     picture.spot(58, 0, picture.width - 58, 16, () => "as the schedule orders it, with the measured cost of each stage and no transfers");
     drawRows(picture, planned, ranks, moments.planned_span, span, top, height, colour, text, label);
     top += block + 30;
   }
-  picture.words(`measured in step ${moments.step}: bubble ${percent(moments.measured_bubble)}, ${seconds(moments.measured_span)}`, 58, top - 10, { colour: ink() });
+  picture.words(`measured in step ${moments.step}: ${passes(moments.measured_span, moments.measured_bubble)}`, 58, top - 10, { colour: ink() });
   drawRows(picture, moments.measured, ranks, moments.measured_span, span, top, height, colour, text, label);
   drawTime(picture, span, top + block + 6);
 }
+
+// A step also takes time before and after the passes, so its share of bubble is smaller.
+const passes = (span, bubble) => `${seconds(span)} for all passes, ${percent(bubble)} of them bubble`;
 
 function lapColour(state) {
   if (state === "forward") return PASSES.F;

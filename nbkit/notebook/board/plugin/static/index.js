@@ -1,6 +1,6 @@
 // The tab "Communication": requests new data each second, and draws the run and one of its steps.
 
-import { drawBars, drawMemory, drawTimeline, memoryLegend, memoryNote } from "./charts.js";
+import { drawBars, drawMemory, drawTimeline, memoryLegend, memoryNote, signWords } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { healthRows } from "./health.js";
 import { COLOURS, PARTS, PASSES, Picture, SPOKEN, familiesOf, lateWords, percent, seconds, shade } from "./paint.js";
@@ -180,7 +180,7 @@ function draw() {
   if (nothing) return;
   const there = PARTS.filter((_, i) => state.points.some((point) => point[3 + i] > 0)); // no legend for parts that are not drawn
   $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), SPOKEN);
-  $("families").innerHTML = `strategy: ${swatches(familiesOf(state.points.map((point) => point[point.length - 1])), {})}`;
+  $("families").innerHTML = `strategy: ${swatches(familiesOf(state.points.map((point) => point[point.length - 1])), {})} ${signWords(state.events)}`;
   drawTimeline(pictures.timeline, state.points, state.events, { window: state.only, chosen: state.step?.asked ?? 0, other: state.other, unit: state.runs.find((run) => run.name === state.run)?.unit ?? "tokens", pick });
   drawRuns(state.runs, state.run, choose);
   drawLateness(state.lateness);
