@@ -176,7 +176,7 @@ class Recovery(_Option):
     """Settings for ranks that die, hang, slow down or run out of memory.
 
     on_failure: what to do when a rank dies. "replace" (the default): start a new rank in its place, if possible, and
-    continue (docs/reference/clusters.md). "shrink": continue with the remaining ranks. "stop": end the training.
+    continue (docs/reference/dead-ranks.md). "shrink": continue with the remaining ranks. "stop": end the training.
     hang_timeout: in a cluster, nbkit kills a rank when all others have waited for it this long. The rank then counts as
     dead. In a script, a rank that has waited this long ends the run. None (the default): no limit in a cluster, where
     the cell reports a hang after 30 s; 600 in a script. float("inf"): no limit. on_oom: what to do when a step has run

@@ -2,7 +2,7 @@
 
 The module is built on torch.accelerator, so ROCm works like CUDA. torch calls both of them cuda. `DeviceKind` has what
 torch.accelerator lacks: the backend between devices, environment variables, names, texts of errors. Another kind is one
-subclass. A package can provide it by an entry point of the group "nbkit.devices": see docs/reference/extensions.md.
+subclass. A package can provide it by an entry point of the group "nbkit.devices": see docs/reference/own-launchers.md.
 """
 
 from __future__ import annotations

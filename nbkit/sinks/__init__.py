@@ -3,7 +3,7 @@
     trainer = nbkit.Trainer(..., sinks=[nbkit.sinks.CSV("runs/loss.csv"), nbkit.sinks.WandB(project="gpt")])
 
 `nbkit.prepare` takes them too. They are called on rank 0, in a thread, so no step waits for them. See
-docs/reference/extensions.md for a sink of your own. Like nbkit itself, this package imports a sink only when it is
+docs/reference/own-sinks.md for a sink of your own. Like nbkit itself, this package imports a sink only when it is
 used. A tracker is imported when its run begins.
 """
 

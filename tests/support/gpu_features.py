@@ -158,7 +158,7 @@ FEATURES: dict[str, tuple[Feature, float]] = {
 """Name -> (what trains, how far from one process it may be, relatively)."""
 
 DATA_ONLY = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-"""BatchNorm under a split model, or a pipeline, is refused or needs no sums: see docs/reference/models.md."""
+"""BatchNorm under a split model, or a pipeline, is refused or needs no sums: see docs/reference/refused.md."""
 
 
 def check_features(

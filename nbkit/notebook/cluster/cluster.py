@@ -228,7 +228,7 @@ class Cluster:
         device of a rank fails in a training, the rank moves to a spare. The last GPUs of `gpus` are the spares. ttl:
         how long the cluster lives without a notebook and without a running cell, in seconds or as "12h"; None (the
         default): the value in nbkit.toml, or else two hours. on: a StartRequest, for a launcher with its own options.
-        It also gives the number of ranks. launcher: the name of a launcher (docs/reference/extensions.md). nodes:
+        It also gives the number of ranks. launcher: the name of a launcher (docs/reference/own-launchers.md). nodes:
         number of hosts for the launcher. options: words that are passed to the launcher.
 
         Returns when every rank has answered and the process group has done an all-reduce. Raises ClusterError,

@@ -145,7 +145,8 @@ def prepare(
     precision: None, "bf16" or "fp16". hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on.
     Pipelines and context parallelism need it. Tensor parallelism needs it, except for well-known classes. recovery:
     `nbkit.Recovery` with on_failure "replace" or "stop". With "replace", if a rank dies in a loop over `batches`, a new
-    rank takes its place, so that all ranks can save a checkpoint. Then the training ends (docs/reference/clusters.md).
+    rank takes its place, so that all ranks can save a checkpoint. Then the training ends. See
+    docs/reference/dead-ranks.md.
 
     The arguments strategy, seed, name, log_dir, sinks, compute and switches mean the same as for the Trainer. Raises
     TrainingError or StrategyError if the job cannot train with these arguments.

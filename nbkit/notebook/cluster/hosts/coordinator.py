@@ -332,7 +332,7 @@ class Gathering:
         here, total = [host.name for host in hosts], self._places.total
         what = f"{total - len(here)} of {total} hosts did not answer within {ANSWER_SECONDS:.0f} s."
         if self._refused and not all_there:  # the launcher gave two agents the same number
-            hint = "the launcher has to set NBKIT_HOST_INDEX, from 0, for each host: docs/reference/extensions.md"
+            hint = "the launcher has to set NBKIT_HOST_INDEX, from 0, for each host: docs/reference/own-launchers.md"
             return ClusterError(what, numbers="; ".join(self._refused), hint=hint)
         return ClusterError(
             what,

@@ -40,9 +40,7 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="use the options of this name in [clusters] of nbkit.toml; options typed here replace them",
     )
-    parser.add_argument(
-        "--slurm", action="store_true", help="start ranks in a Slurm job; see docs/reference/clusters.md"
-    )
+    parser.add_argument("--slurm", action="store_true", help="start ranks in a Slurm job; see docs/reference/slurm.md")
     parser.add_argument(
         "--mpi",
         action="store_true",
@@ -52,7 +50,7 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         default="",
         metavar="NAME",
-        help="name of a launcher: lsf, pbs, sge, or your own; see docs/reference/clusters.md",
+        help="name of a launcher: lsf, pbs, sge, or your own; see docs/reference/launchers.md",
     )
     parser.add_argument(
         "--nodes",
