@@ -180,13 +180,13 @@ class Recovery(_Option):
     hang_timeout: in a cluster, nbkit kills a rank when all others have waited for it this long. The rank then counts as
     dead. In a script, a rank that has waited this long ends the run. None (the default): no limit in a cluster, where
     the cell reports a hang after 30 s; 600 in a script. float("inf"): no limit. on_oom: what to do when a step has run
-    out of memory and was undone (docs/reference/memory.md). "fit": repeat the step with a setting that fits. "ask": ask
-    you for the setting (the default in a notebook). "raise": end `fit` with the error (the default elsewhere). balance:
-    measure how fast ranks compute. When their speeds change, switch to a strategy with matching speeds=. Under ep=,
-    measure the tokens of experts, and exchange experts between ranks (default: False). backup_every: steps between two
-    backups. A backup copies state that only one rank holds to the host memory of another rank. None (the default): as
-    often as possible within 5 % of the time, if a rank can be replaced. 0: no backups; a replacement then needs a
-    checkpoint.
+    out of memory and was undone (docs/reference/out-of-memory.md). "fit": repeat the step with a setting that fits.
+    "ask": ask you for the setting (the default in a notebook). "raise": end `fit` with the error (the default
+    elsewhere). balance: measure how fast ranks compute. When their speeds change, switch to a strategy with matching
+    speeds=. Under ep=, measure the tokens of experts, and exchange experts between ranks (default: False).
+    backup_every: steps between two backups. A backup copies state that only one rank holds to the host memory of
+    another rank. None (the default): as often as possible within 5 % of the time, if a rank can be replaced. 0: no
+    backups; a replacement then needs a checkpoint.
 
     For a loop over `job.batches`, only on_failure ("replace" or "stop") and backup_every are allowed. Raises
     TrainingError for an invalid value.

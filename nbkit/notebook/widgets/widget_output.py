@@ -5,7 +5,7 @@ whole output. So the picture is a separate output. It is updated while the widge
 at any moment.
 
 This module also knows which kernels receive messages from pages during a cell, and the text to show for the others. The
-tests are in docs/reference/measurements.md, "Where the panel answers". The facts about VS Code come from bug reports.
+tests are in docs/reference/views.md, "Clicks while a cell runs". The facts about VS Code come from bug reports.
 For other cases, the page itself notices that a click is not answered.
 """
 
