@@ -78,7 +78,7 @@ def perform(kernel: Kernel, drill: Drill) -> Outcome:
         wrong += [] if "Out[0-1]: 2" in last.text else [f"the next cell: {last.text[-200:]}"]
         if not drill.renews and (left := _new(kernel, before)):
             wrong.append(f"left running: {left}")
-    return Outcome(drill, sentence(cell), cell.seconds, "; ".join(wrong))
+    return Outcome(drill, sentence(cell, drill.words), cell.seconds, "; ".join(wrong))
 
 
 def processes(kernel: Kernel) -> set[psutil.Process]:
@@ -124,14 +124,18 @@ def _new(kernel: Kernel, before: set[psutil.Process]) -> list[str]:
     return words
 
 
-def sentence(cell: Cell) -> str:
-    """Return the lines of a cell that say what is wrong and what to type: those of its error, else its last lines."""
+def sentence(cell: Cell, words: str) -> str:
+    """Return the lines of a cell that say what is wrong and what to type.
+
+    These are the lines of its error, else the first line with `words`, else its last lines.
+    """
     errors = [content for _, kind, content in cell.messages if kind == "error"]
     text = "\n".join(errors[-1]["traceback"]) if errors else cell.text
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
     hints = [line.strip() for line in cell.text.splitlines() if line.strip().startswith("→")]
     lines += [hint for hint in dict.fromkeys(hints[:1]) if hint not in lines]  # a rank's error
-    shown = " ".join(lines[-4:] if not errors or len(lines) > 6 else lines)
+    found = [line for line in lines if words and words in line and not errors]
+    shown = " ".join(found[:1] or (lines[-4:] if not errors or len(lines) > 6 else lines))
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 1]}…"
 
 
