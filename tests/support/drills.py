@@ -127,7 +127,7 @@ def _new(kernel: Kernel, before: set[psutil.Process]) -> list[str]:
 def sentence(cell: Cell, words: str) -> str:
     """Return the lines of a cell that say what is wrong and what to type.
 
-    These are the lines of its error, else the first line with `words`, else its last lines.
+    These are the lines of its error, else the first line with `words` and what to type, else its last lines.
     """
     errors = [content for _, kind, content in cell.messages if kind == "error"]
     text = "\n".join(errors[-1]["traceback"]) if errors else cell.text
@@ -135,7 +135,11 @@ def sentence(cell: Cell, words: str) -> str:
     hints = [line.strip() for line in cell.text.splitlines() if line.strip().startswith("→")]
     lines += [hint for hint in dict.fromkeys(hints[:1]) if hint not in lines]  # a rank's error
     found = [line for line in lines if words and words in line and not errors]
-    shown = " ".join(found[:1] or (lines[-4:] if not errors or len(lines) > 6 else lines))
+    if found:
+        lines = list(dict.fromkeys([found[0], *hints[:1]]))
+    elif not errors or len(lines) > 6:
+        lines = lines[-4:]
+    shown = re.sub(r"<[\w/|]+>", "", " ".join(lines))  # a kind of output, as Kernel writes it
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 1]}…"
 
 
