@@ -37,6 +37,7 @@ START = "%cluster start -n 2 --cpu"
 HEALTHY = "%%distributed\nx = torch.ones(1); dist.all_reduce(x); int(x.item())"
 GONE_SECONDS = 20.0  # for processes that are being ended, on a busy machine too
 SHOWN_CHARACTERS = 220
+ALL_FAILED = "CellError: Ranks 0-1 failed: "
 
 PAGES = {
     "drills-commands": {"Commands": MAGICS, "Push and pull": TRANSFERS},
@@ -169,10 +170,11 @@ def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the outcomes as lines of a Markdown table. Long runs of one character are shortened."""
+    """Return the outcomes as lines of a Markdown table. Shorten long runs of one character, and leave out ALL_FAILED."""
     lines = ["| mistake or failure | answer in the notebook | seconds |", "|---|---|---|"]
     for outcome in outcomes:
-        shown = re.sub(r"(\w)\1{9,}…?", r"\1\1\1…", outcome.shown).replace("|", "\\|") or "nothing: the cell ends well"
+        shown = re.sub(r"(\w)\1{9,}…?", r"\1\1\1…", outcome.shown.removeprefix(ALL_FAILED)).replace("|", "\\|")
+        shown = shown or "nothing: the cell ends well"
         answer = f"**{outcome.wrong}** {shown}" if outcome.wrong else shown
         lines.append(f"| {outcome.drill.name} | {answer} | {outcome.seconds:.2f} |")
     return lines
@@ -205,7 +207,7 @@ def pages(outcomes: Sequence[Outcome]) -> dict[str, str]:
         lines = [f"# {_title(page)}", f"On this page you find what a notebook shows after {SUBJECTS[page]}."]
         lines += [
             "The words after → say what to type next. The last column has the seconds until the answer is complete. "
-            "[Drills](drills.md) says how these answers were made."
+            f"The words `{ALL_FAILED.strip()}` are left out. [Drills](drills.md) says how these answers were made."
         ]
         for heading, drills in groups.items():
             lines += [f"## {heading}"] if len(groups) > 1 else []
