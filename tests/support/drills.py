@@ -170,7 +170,7 @@ def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the outcomes as lines of a Markdown table. Shorten long runs of one character, and leave out ALL_FAILED."""
+    """Return the outcomes as lines of a Markdown table. ALL_FAILED is left out, and a long run of one character is short."""
     lines = ["| mistake or failure | answer in the notebook | seconds |", "|---|---|---|"]
     for outcome in outcomes:
         shown = re.sub(r"(\w)\1{9,}…?", r"\1\1\1…", outcome.shown.removeprefix(ALL_FAILED)).replace("|", "\\|")
@@ -207,8 +207,10 @@ def pages(outcomes: Sequence[Outcome]) -> dict[str, str]:
         lines = [f"# {_title(page)}", f"On this page you find what a notebook shows after {SUBJECTS[page]}."]
         lines += [
             "The words after → say what to type next. The last column has the seconds until the answer is complete. "
-            f"The words `{ALL_FAILED.strip()}` are left out. [Drills](drills.md) says how these answers were made."
+            "[Drills](drills.md) says how these answers were made."
         ]
+        if any(of[drill].shown.startswith(ALL_FAILED) for drills in groups.values() for drill in drills):
+            lines[-1] += f" At the beginning of an answer, `{ALL_FAILED.strip()}` is left out."
         for heading, drills in groups.items():
             lines += [f"## {heading}"] if len(groups) > 1 else []
             lines += ["\n".join(table([of[drill] for drill in drills]))]
