@@ -170,7 +170,7 @@ def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the outcomes as lines of a Markdown table. ALL_FAILED is left out, and a long run of one character is short."""
+    """Return the outcomes as lines of a Markdown table. ALL_FAILED and long runs of a character are left out."""
     lines = ["| mistake or failure | answer in the notebook | seconds |", "|---|---|---|"]
     for outcome in outcomes:
         shown = re.sub(r"(\w)\1{9,}…?", r"\1\1\1…", outcome.shown.removeprefix(ALL_FAILED)).replace("|", "\\|")
