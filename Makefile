@@ -117,7 +117,7 @@ why: $(READY)
 
 # All of it is stored; a part only printed:  make drills D="strategy Stop"
 drills: $(READY)
-	@$(BIN)/python -m tests.support.drills $(if $(D),$(D),--out docs/evidence/drills.md)
+	@$(BIN)/python -m tests.support.drills $(if $(D),$(D),--out docs/evidence)
 
 # Some of it, from a seed on:  make chaos C="faults N=20 SEED=40"     make chaos C=kill     make chaos C=pairs
 # By its name alone, 40 minutes:  make chaos C="goodput MINUTES=20"

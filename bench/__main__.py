@@ -3,7 +3,7 @@
 python -m bench                    run everything: more than an hour; writes bench/results.json and .md
 python -m bench cells startup      run these only; writes nothing without --out
 python -m bench --join A.json ...  join the results of separate runs; writes bench/results, or --out
-python -m bench --docs             copy the comparisons of bench/results.md into docs/evidence/measured.md
+python -m bench --docs             copy the comparisons of bench/results.md into the manual's pages compared-*.md
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bench.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+COMPARED = sorted((ROOT / "docs" / "evidence").glob("compared-*.md"))
 GROUPS = {
     "notebook": (
         "loadext",
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, help="of `long_run`: until so many steps are made, such as 1000000; hours")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md (a full run: bench/results)")
     parser.add_argument("--join", nargs="+", type=Path, metavar="A.json", help="write these into OUT; measure nothing")
-    parser.add_argument("--docs", action="store_true", help="write the table of the page of figures; measure nothing")
+    parser.add_argument("--docs", action="store_true", help="write the tables of the manual; measure nothing")
     asked = parser.parse_args(arguments)
     unknown = set(asked.names) - {*BENCHMARKS, *BY_NAME}
     if unknown:
@@ -80,9 +81,8 @@ def main(arguments: list[str]) -> int:
             f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join((*BENCHMARKS, *BY_NAME))}"
         )
     if asked.docs:
-        table.quote(
-            ROOT / "docs" / "evidence" / "measured.md", table.comparisons(RESULTS.with_suffix(".md").read_text())
-        )
+        for page in COMPARED:
+            table.quote(page, RESULTS.with_suffix(".md").read_text())
         return 0
     if asked.join:
         table.write(*table.joined(asked.join), asked.out or RESULTS)

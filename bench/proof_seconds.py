@@ -26,7 +26,7 @@ def run(settings: Settings) -> list[Row]:
     found: dict[str, list[tuple[float, float]]] = {strategy: [] for strategy in STRATEGIES}
     for order in shuffled(STRATEGIES, settings.count(ROUNDS)):
         for strategy in order:
-            command = [sys.executable, "-m", "bench.proof.proof_seconds", strategy]
+            command = [sys.executable, "-m", "bench.proof_seconds", strategy]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
             found[strategy].append(json.loads(said.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""The table of results: one row per figure, as markdown and as JSON, and its copy in docs/evidence/measured.md."""
+"""The table of results: one row per figure, as markdown and as JSON, and its parts on pages of the manual."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from bench.stats import Interval, meets, quantile, ratio
 
-START, END = "<!-- bench -->", "<!-- /bench -->"
+_PLACE = re.compile(r"(<!-- bench: (.*?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+"""A place of a page for rows of the table: those whose first cell matches the pattern."""
 _FACTORS = {"ms": 1000.0, "s": 1.0, "x": 1.0}
 
 
@@ -134,21 +135,20 @@ def joined(parts: Sequence[Path]) -> tuple[list[Row], str]:
     return [Row(**row) for run in runs for row in run["rows"]], runs[0]["machine"]
 
 
-def comparisons(table: str) -> str:
-    """Return a markdown table without the rows that lack a ratio or its A/A. Text around the table stays."""
-    lines = table.splitlines(keepends=True)
-    return "".join(
-        line for line in lines if not line.startswith("| ") or all(cell.strip() for cell in line.split("|")[4:6])
-    )
+def comparisons(table: str, pattern: str = "") -> str:
+    """Return the head of a markdown table, and its rows that have a ratio with its A/A and match `pattern`."""
+    head, rule, *rows = (line for line in table.splitlines(keepends=True) if line.startswith("|"))
+    cells = ([cell.strip() for cell in row.split("|")[1:]] for row in rows)
+    kept = [row for row, each in zip(rows, cells, strict=True) if all(each[3:5]) and re.search(pattern, each[0])]
+    return "".join([head, rule, *kept])
 
 
 def quote(page: Path, table: str) -> None:
-    """Put the table between the markers of a page. Raises ValueError if the page has none."""
-    text = page.read_text()
-    if START not in text or END not in text:
-        raise ValueError(f"{page} has no {START} ... {END}")
-    between = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
-    page.write_text(between.sub(lambda _: f"{START}\n{table}{END}", text, count=1))
+    """Put comparisons of `table` into the marked places of a page. Raises ValueError if the page has none."""
+    text, places = _PLACE.subn(lambda place: f"{place[1]}{comparisons(table, place[2])}{place[3]}", page.read_text())
+    if not places:
+        raise ValueError(f"{page} has no <!-- bench: PATTERN --> ... <!-- /bench -->")
+    page.write_text(text)
 
 
 def _plain(value: float, unit: str) -> str:

@@ -46,7 +46,8 @@ def run(settings: Settings) -> list[Row]:
     for name in NAMES:
         for ranks in sizes:
             ratios = {m: [s / _ideal(name, ranks, m) for s, _ in timed[name, ranks, m, UNIT]] for m in MICROBATCHES}
-            what = f"pipeline step, {name}, {ranks} ranks, stages that sleep / ideal of its list, worst micro-batches"
+            compared = "stages that sleep / ideal time of the schedule, worst number of micro-batches"
+            what = f"pipeline step, {name}, {ranks} ranks, {compared}"
             beside = max(quantile(some).middle - 1 for some in ratios.values()) * UNIT
             rows.append(_worst(what, ratios, BAR, note=f"; {beside * 1e3:.2g} ms beside an operation"))
 

@@ -115,7 +115,7 @@ def strategies(ranks: int) -> list[str]:
 
 
 def run(settings: Settings) -> list[Row]:
-    """Return rows about bytes, pairs that need nothing, pauses and identity, for each number of ranks."""
+    """Return rows about bytes, pairs that move no bytes, pauses and identity, for each number of ranks."""
     if not settings.isolated:
         return [skipped("bytes of a switch", "lower bound", "no private network namespace here")]
     rows = []
@@ -187,7 +187,7 @@ def _lack(before: Layout | None, after: Layout) -> int:
 def _rows(ranks: int, clicked: list[Visit], called: list[Visit]) -> list[Row]:
     measured = clicked + called
     moving, still = [one for one in measured if one.bound], [one for one in clicked if not one.bound]
-    of = f"{len(clicked)} pairs of strategies, asked for while it trains and between steps, {ranks} ranks"
+    of = f"{len(clicked)} pairs of strategies, live and between steps, {ranks} ranks"
     above = [one.wire - BYTES_FACTOR * one.bound - BYTES_PER_RANK * ranks for one in measured]
     factors = sorted(one.wire / one.bound for one in moving)
     planned = all(one.moved == one.bound for one in measured)
@@ -206,7 +206,7 @@ def _rows(ranks: int, clicked: list[Visit], called: list[Visit]) -> list[Row]:
             {"wire": [float(one.wire) for one in measured], "bound": [float(one.bound) for one in measured]},
         ),
         Row(
-            f"the {len(still)} of them that need nothing, asked for while it trains, wire bytes and pause",
+            f"the {len(still)} of them that move no bytes, live, wire bytes and pause",
             f"at most {max(one.wire for one in still) / ranks / 1024:.0f} KB per rank; "
             f"slowest {max(one.pause for one in still) * 1e3:.0f} ms",
             "nothing",
@@ -217,12 +217,12 @@ def _rows(ranks: int, clicked: list[Visit], called: list[Visit]) -> list[Row]:
             and max(one.pause for one in still) <= PAUSE_SECONDS,
             {"wire": [float(one.wire) for one in still], "pause": [one.pause for one in still]},
         ),
-        _pause(f"asked for while it trains, {ranks} ranks", [one for one in clicked if one.bound]),
+        _pause(f"live, {ranks} ranks", [one for one in clicked if one.bound]),
         _pause(f"called between two steps, {ranks} ranks", [one for one in called if one.bound]),
         Row(
             f"state identical after a switch, {of}",
             f"{sum(one.identical for one in measured)}/{len(measured)}",
-            "digest before",
+            "state before the switch",
             "",
             "",
             "all",
@@ -242,7 +242,7 @@ def _pause(of: str, moving: list[Visit]) -> Row:
         f"before anything moves, {beside:.0f} ms beside the training, then {proof:.0f} ms for the proof; "
         f"slowest beside its bar {slow.old} -> {slow.new}: "
         f"{slow.pause * 1e3:.0f} ms",
-        f"one raw all-to-all of the same bytes, there {slow.raw * 1e3:.0f} ms",
+        f"one plain all-to-all of the same bytes, there {slow.raw * 1e3:.0f} ms",
         f"{float(np.median([one.pause / one.raw for one in moving])):.2f}",
         "",
         f"≤ {PAUSE_FACTOR:g} x + {PAUSE_SECONDS * 1e3:.0f} ms",

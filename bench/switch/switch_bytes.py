@@ -149,7 +149,7 @@ PAUSE_FACTOR, PAUSE_SECONDS = 1.5, 0.150
 
 
 def run(settings: Settings) -> list[Row]:
-    """Return rows about bytes, pairs that need nothing, time and identity, for each number of ranks."""
+    """Return rows about bytes, pairs that move no bytes, time and identity, for each number of ranks."""
     rows = []
     for ranks in settings.sizes(RANKS):
         if not settings.isolated:
@@ -226,7 +226,7 @@ def _rows(ranks: int, measured: Measured, bounds: dict[tuple[str, str], int]) ->
             {"wire / bound": factors},
         ),
         Row(
-            f"the {len(still)} of them that need nothing",
+            f"the {len(still)} of them that move no bytes",
             f"at most {max(row[3] for row in still):,} bytes",
             "nothing",
             "",
@@ -238,7 +238,7 @@ def _rows(ranks: int, measured: Measured, bounds: dict[tuple[str, str], int]) ->
         Row(
             f"exchange of a switch, {of}",
             f"{sum(quick)}/{len(quick)} within; slowest {max(row[4] for row in measured) * 1e3:.0f} ms",
-            "one raw all-to-all of the same bytes",
+            "one plain all-to-all of the same bytes",
             f"{slowdowns[len(slowdowns) // 2]:.2f}",
             "",
             f"≤ {PAUSE_FACTOR:g} x + {PAUSE_SECONDS * 1e3:.0f} ms",
@@ -248,7 +248,7 @@ def _rows(ranks: int, measured: Measured, bounds: dict[tuple[str, str], int]) ->
         Row(
             f"state identical after a switch, {of}",
             f"{sum(same)}/{len(same)}",
-            "digest before",
+            "state before the switch",
             "",
             "",
             "all",

@@ -217,9 +217,9 @@ def _finding(recorded: Recorded, spans: Sequence[Span], delay: Delay, strategy: 
 def _row(found: Finding, of: str) -> Row:
     delay, figure = found.delay, quantile(found.longer)
     return Row(
-        f"{DELAY * 1e3:g} ms {delay.words}, {of}: {'of it found' if found.right else 'NOT found'} in {delay.part}",
+        f"{DELAY * 1e3:g} ms {delay.words}, {of}: delay {'found' if found.right else 'NOT found'} in {delay.part}",
         f"{figure.middle * 1e3:.1f} ms [{figure.low * 1e3:.1f}, {figure.high * 1e3:.1f}]",
-        f"named of {STEPS} steps: {', '.join(map(_spoken, found.named))}",
+        f"named in blocks of {STEPS} steps: {', '.join(map(_spoken, found.named))}",
         f"{figure.middle / DELAY:.3f}",
         "",
         f"1 ± {WITHIN:g}; named each time",

@@ -1,4 +1,4 @@
-"""The table: what stands in a row, and its copy in docs/evidence/measured.md."""
+"""The table: what stands in a row, and which rows the pages of the manual have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import COMPARED, RESULTS
 from bench.table import absolute, compared, comparisons, joined, markdown, quote, skipped, write
 
 
@@ -39,22 +40,35 @@ def test_a_peer_that_could_not_run_is_named_with_the_reason() -> None:
     assert "| a cell |  | nbdistributed: not installed |" in markdown([row], "a machine")
 
 
-def test_a_page_gets_the_table_between_its_markers_and_nothing_else_changes(tmp_path: Path) -> None:
+def test_each_place_of_a_page_gets_the_rows_of_its_pattern_and_nothing_else_changes(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
+    text = "before\n<!-- bench: ^a -->\n{}<!-- /bench -->\nbetween\n<!-- bench: ^b -->\n{}<!-- /bench -->\nafter\n"
+    page.write_text(text.format("old", ""))
+    rows = [compared(f"{name} \\1", [0.005] * 4, "peer", [0.01] * 4, [0.005] * 4, 1, "ms") for name in "ab"]
+    table = markdown(rows, "a machine")
+    first, second = (comparisons(table, pattern) for pattern in ("^a", "^b"))
 
-    quote(page, "new \\1\n")
-    quote(page, "new \\1\n")
+    quote(page, table)
+    quote(page, table)
 
-    assert page.read_text() == "before\n<!-- bench -->\nnew \\1\n<!-- /bench -->\nafter\n"
+    assert ("a \\1" in first, "b \\1" in first) == (True, False)
+    assert page.read_text() == text.format(first, second)
 
 
-def test_a_page_without_markers_is_an_error(tmp_path: Path) -> None:
+def test_a_page_without_places_is_an_error(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing here\n")
 
-    with pytest.raises(ValueError, match="<!-- bench -->"):
+    with pytest.raises(ValueError, match="<!-- bench: PATTERN -->"):
         quote(page, "new\n")
+
+
+def test_each_comparison_of_the_results_is_on_one_page_of_the_manual() -> None:
+    stored = comparisons(RESULTS.with_suffix(".md").read_text()).splitlines()[2:]
+    shown = [line for page in COMPARED for line in page.read_text().splitlines() if line in stored]
+
+    assert len(stored) > 40
+    assert sorted(shown) == sorted(stored)
 
 
 def test_runs_that_were_made_apart_are_joined_and_page_shows_what_has_a_ratio(tmp_path: Path) -> None:
@@ -70,4 +84,4 @@ def test_runs_that_were_made_apart_are_joined_and_page_shows_what_has_a_ratio(tm
 
     assert (rows, machine) == (list(apart), "machine 0")
     assert "| start |" in table and "| start |" not in comparisons(table)
-    assert "| a cell |" in comparisons(table) and comparisons(table).startswith("machine 0\n\n| what |")
+    assert "| a cell |" in comparisons(table) and comparisons(table).startswith("| what |")

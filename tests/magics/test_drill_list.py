@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import drills
 import pytest
 from drill_list import DRILLS, Drill
 from kernel_client import Kernel
 
+EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence"
 SAMPLE = (
     "an old name of an option",
     "one rank fails, and the other waits for it",
@@ -28,6 +30,15 @@ def test_a_drill_is_answered_and_leaves_nothing(kernel: Kernel, name: str) -> No
 
 def test_there_are_sixty_drills_and_no_two_of_one_name() -> None:
     assert len({drill.name for drill in DRILLS}) == len(DRILLS) >= 60
+
+
+def test_each_drill_is_on_one_page_of_the_manual() -> None:
+    pages = [(EVIDENCE / f"{page}.md").read_text() for page in drills.PAGES]
+    shown = [line.split(" | ")[0] for page in pages for line in page.splitlines() if line.startswith("| ")]
+    named = sorted(name.removeprefix("| ") for name in shown if name != "| mistake or failure")
+
+    assert named == sorted(drill.name for drill in DRILLS)
+    assert drills.pages([drills.Outcome(drill, "", 0.0) for drill in DRILLS]).keys() == {"drills", *drills.PAGES}
 
 
 def test_the_ranks_are_among_the_processes_that_are_looked_at(kernel: Kernel) -> None:

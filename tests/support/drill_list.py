@@ -165,6 +165,9 @@ CELLS = (
         fails=False,
     ),
     _on_ranks("memory runs out in a cell", "can't allocate memory", "torch.ones(1 << 50)"),
+)
+
+COLLECTIVES = (
     _on_ranks(
         "collectives of different sizes, and Stop", "variables live on", "dist.all_reduce(torch.ones(2 + rank))", stop=1
     ),
@@ -177,6 +180,9 @@ CELLS = (
     ),
     _on_ranks("destroy_process_group on all ranks", "", "dist.destroy_process_group()", fails=False),
     Drill("destroy_process_group on one rank", "", "%%rank 1\ndist.destroy_process_group()", fails=False),
+)
+
+TRANSFERS = (
     Drill("a pull of a name that does not exist", "name 'nowhere' is not defined", "%pull nowhere"),
     Drill("a push of a name that does not exist", "not defined in this notebook", "%push nowhere"),
     Drill(
@@ -332,4 +338,4 @@ DEATHS = (
     ),
 )
 
-DRILLS = (*MAGICS, *CELLS, *TRAININGS, *DEATHS)
+DRILLS = (*MAGICS, *CELLS, *COLLECTIVES, *TRANSFERS, *TRAININGS, *DEATHS)

@@ -1,7 +1,8 @@
 """Mistakes and failures in a real notebook: the answer that is shown, how long it takes, and what is left.
 
 python -m tests.support.drills                    all of them
-python -m tests.support.drills WORD ...           those with a word in their name; --out FILE writes the table
+python -m tests.support.drills WORD ...           those with a word in their name
+python -m tests.support.drills --out docs/evidence    all of them, and writes the pages of the manual
 
 All drills share a kernel and a cluster of two ranks. After each drill, the next cell must run a collective on both
 ranks, and no new process may be left. After the last drill, no process at all may be left.
@@ -27,7 +28,7 @@ _folder = Path(__file__).parent
 if str(_folder) not in sys.path:
     sys.path.insert(0, str(_folder))
 
-from drill_list import DRILLS, Drill  # noqa: E402
+from drill_list import CELLS, COLLECTIVES, DEATHS, DRILLS, MAGICS, TRAININGS, TRANSFERS, Drill  # noqa: E402
 from kernel_client import Cell, Kernel  # noqa: E402
 
 from nbkit.notebook.cluster import registry  # noqa: E402
@@ -36,6 +37,19 @@ START = "%cluster start -n 2 --cpu"
 HEALTHY = "%%distributed\nx = torch.ones(1); dist.all_reduce(x); int(x.item())"
 GONE_SECONDS = 20.0  # for processes that are being ended, on a busy machine too
 SHOWN_CHARACTERS = 220
+ALL_FAILED = "CellError: Ranks 0-1 failed: "
+
+PAGES = {
+    "drills-commands": {"Commands": MAGICS, "Push and pull": TRANSFERS},
+    "drills-cells": {"Cells": CELLS},
+    "drills-trainings": {"Collectives": COLLECTIVES, "Trainings": TRAININGS, "Ranks that die": DEATHS},
+}
+"""A page of the manual -> its headings, and the drills under each."""
+SUBJECTS = {
+    "drills-commands": "a wrong command, and after a `%push` or `%pull` that fails",
+    "drills-cells": "an error, a Stop or too much output in a cell",
+    "drills-trainings": "a mistake in a training or a collective, and after the death of a rank",
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,7 @@ def perform(kernel: Kernel, drill: Drill) -> Outcome:
         wrong += [] if "Out[0-1]: 2" in last.text else [f"the next cell: {last.text[-200:]}"]
         if not drill.renews and (left := _new(kernel, before)):
             wrong.append(f"left running: {left}")
-    return Outcome(drill, sentence(cell), cell.seconds, "; ".join(wrong))
+    return Outcome(drill, sentence(cell, drill.words), cell.seconds, "; ".join(wrong))
 
 
 def processes(kernel: Kernel) -> set[psutil.Process]:
@@ -111,14 +125,22 @@ def _new(kernel: Kernel, before: set[psutil.Process]) -> list[str]:
     return words
 
 
-def sentence(cell: Cell) -> str:
-    """Return the lines of a cell that say what is wrong and what to type: those of its error, else its last lines."""
+def sentence(cell: Cell, words: str) -> str:
+    """Return the lines of a cell that say what is wrong and what to type.
+
+    These are the lines of its error, else the first line with `words` and what to type, else its last lines.
+    """
     errors = [content for _, kind, content in cell.messages if kind == "error"]
     text = "\n".join(errors[-1]["traceback"]) if errors else cell.text
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
     hints = [line.strip() for line in cell.text.splitlines() if line.strip().startswith("→")]
     lines += [hint for hint in dict.fromkeys(hints[:1]) if hint not in lines]  # a rank's error
-    shown = " ".join(lines[-4:] if not errors or len(lines) > 6 else lines)
+    found = [line for line in lines if words and words in line and not errors]
+    if found:
+        lines = list(dict.fromkeys([found[0], *hints[:1]]))
+    elif not errors or len(lines) > 6:
+        lines = lines[-4:]
+    shown = re.sub(r"<[\w/|]+>", "", " ".join(lines))  # a kind of output, as Kernel writes it
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 1]}…"
 
 
@@ -148,12 +170,13 @@ def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the outcomes as lines of a Markdown table."""
-    lines = ["| | what is done | what is then shown | seconds |", "|---|---|---|---|"]
-    for number, outcome in enumerate(outcomes, 1):
-        shown = outcome.shown.replace("|", "\\|")
+    """Return the outcomes as lines of a Markdown table. ALL_FAILED and long runs of a character are left out."""
+    lines = ["| mistake or failure | answer in the notebook | seconds |", "|---|---|---|"]
+    for outcome in outcomes:
+        shown = re.sub(r"(\w)\1{9,}…?", r"\1\1\1…", outcome.shown.removeprefix(ALL_FAILED)).replace("|", "\\|")
+        shown = shown or "nothing: the cell ends well"
         answer = f"**{outcome.wrong}** {shown}" if outcome.wrong else shown
-        lines.append(f"| {number} | {outcome.drill.name} | {answer} | {outcome.seconds:.2f} |")
+        lines.append(f"| {outcome.drill.name} | {answer} | {outcome.seconds:.2f} |")
     return lines
 
 
@@ -161,11 +184,42 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     right = [each for each in outcomes if not each.wrong]
     seconds = sorted(each.seconds for each in outcomes)
     return (
-        f"In {len(right)} of {len(outcomes)} drills the notebook showed the right answer: after "
-        f"{statistics.median(seconds):.2f} s in the median, and after {seconds[-1]:.1f} s at the latest. After each "
-        "drill, the next cell ran on both ranks, and no additional process was left. After the end of the notebook, no "
-        "process at all was left."
+        f"In {len(right)} of {len(outcomes)} drills, the notebook showed the right answer. The median time until the "
+        f"answer was complete is {statistics.median(seconds):.2f} s, and the longest is {seconds[-1]:.1f} s. After "
+        "each drill on a cluster, the next cell ran on both ranks, and no additional process was left. After the end "
+        "of the notebook, no process at all was left."
     )
+
+
+def pages(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Return the pages of the manual: their names and their text."""
+    of = {outcome.drill: outcome for outcome in outcomes}
+    what = (
+        "A drill makes one mistake or failure in a real notebook, on a cluster of two ranks. "
+        "`make drills` makes all drills, and writes these pages.",
+        summary(outcomes),
+    )
+    first = "On these pages you find what a notebook shows after each of {} mistakes and failures."
+    rows = [f"| {subject} | [{_title(page)}]({page}.md) |" for page, subject in SUBJECTS.items()]
+    lines = ["# Drills", first.format(len(outcomes)), *what, "\n".join(["| after | page |", "|---|---|", *rows])]
+    written = {"drills": lines}
+    for page, groups in PAGES.items():
+        lines = [f"# {_title(page)}", f"On this page you find what a notebook shows after {SUBJECTS[page]}."]
+        lines += [
+            "The words after → say what to type next. The last column has the seconds until the answer is complete. "
+            "[Drills](drills.md) says how these answers were made."
+        ]
+        if any(of[drill].shown.startswith(ALL_FAILED) for drills in groups.values() for drill in drills):
+            lines[-1] += f" At the beginning of an answer, `{ALL_FAILED.strip()}` is left out."
+        for heading, drills in groups.items():
+            lines += [f"## {heading}"] if len(groups) > 1 else []
+            lines += ["\n".join(table([of[drill] for drill in drills]))]
+        written[page] = lines
+    return {page: "\n\n".join(lines) + "\n" for page, lines in written.items()}
+
+
+def _title(page: str) -> str:
+    return page.replace("-", ": ", 1).capitalize()
 
 
 def main(arguments: Sequence[str], say: Callable[[str], None] = lambda text: print(text, flush=True)) -> int:
@@ -174,8 +228,10 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = lambda text: pri
         prog="python -m tests.support.drills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*", metavar="word", help="only drills with one of these in their name")
-    parser.add_argument("--out", type=Path, help="write the table there")
+    parser.add_argument("--out", type=Path, help="the folder for the pages of the manual; takes no words")
     asked = parser.parse_args(arguments)
+    if asked.out is not None and asked.words:
+        parser.error("--out needs all drills")
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="drills") as home:
         for outcome in performed(all_of(asked.words), Path(home)):
@@ -185,11 +241,8 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = lambda text: pri
     lines = [summary(outcomes), "", *table(outcomes)]
     say("\n".join(["", *lines]))
     if asked.out is not None:
-        does = "After this page you know what a notebook shows after a mistake or a failure. `make drills` makes each"
-        does += " mistake or failure below in a real notebook with two ranks, and writes the table. "
-        does += "Words after → say what to type next."
-        head = ["# Drills", "", does, ""]
-        asked.out.write_text("\n".join([*head, *lines]) + "\n")
+        for page, text in pages(outcomes).items():
+            (asked.out / f"{page}.md").write_text(text)
     return int(any(each.wrong for each in outcomes))
 
 

@@ -248,7 +248,7 @@ def _be_rank(
     try:
         if join:
             address, port = bound[0].getsockname()
-            backend = os.environ.get("NBKIT_CHECK_REAL_GPU", "")  # see docs/evidence/on-a-gpu.md
+            backend = os.environ.get("NBKIT_CHECK_REAL_GPU", "")  # see docs/evidence/gpu-runs.md
             if backend:
                 os.environ["NCCL_HOSTID"] = f"host-of-rank-{rank}"  # NCCL refuses two ranks of one host on one GPU
             place = RankPlace(rank, n, rank, n, "cuda" if backend else "cpu", backend or "gloo")

@@ -142,7 +142,7 @@ class Hardware:
 _DELAY = 20e-6
 """Seconds that a collective needs to start."""
 _CALIBRATED = 0.13
-"""The largest error of a calibrated prediction. All but one published step in docs/evidence/planner.md is within it."""
+"""The largest error of a calibrated prediction, for all steps in docs/evidence/published.md but one."""
 _BACK = 2.0
 """A backward pass computes this many times the flops of its forward pass."""
 
