@@ -201,6 +201,21 @@ def test_the_hosts_of_a_saved_notebook_are_those_that_it_asks_for(typed: str, ea
     assert " ".join(re.findall(r"nodes=\d+|(?<=--nproc-per-node )\d+", batch)) == each
 
 
+def test_a_file_of_hosts_is_looked_for_in_the_folder_of_the_notebook_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, here = tmp_path / "book", tmp_path / "here"
+    for folder, hosts in ((book, "node1 slots=4\nnode2 slots=4\n"), (here, "node1 slots=8\n")):
+        folder.mkdir()
+        (folder / "hosts.txt").write_text(hosts)
+    monkeypatch.chdir(here)
+    notebook = saved(book, "%cluster start --hosts hosts.txt", "%%distributed\nx = 1")
+
+    assert "--nnodes 2 --nproc-per-node 4" in nbkit.export("train.py", notebook).run
+    (book / "hosts.txt").unlink()
+    assert "--nproc-per-node 8" in nbkit.export("train.py", notebook).run
+
+
 def test_the_lessons_can_be_exported(tmp_path: Path) -> None:
     for path in sorted((Path(nbkit.__file__).parents[1] / "notebooks").glob("*.ipynb")):
         script = nbkit.export(tmp_path / f"lesson{path.stem[:2]}.py", path)
