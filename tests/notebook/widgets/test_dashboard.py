@@ -30,7 +30,7 @@ from nbkit.notebook.widgets.javascript import joined
 from nbkit.notebook.widgets.run_report import about, write_report
 from nbkit.notebook.widgets.training_card import card_text
 from nbkit.records.event_words import GREAT, mark_of
-from nbkit.records.events import Event, Rebalanced, RunStarted, RunStopped, StepDone, Switched
+from nbkit.records.events import Event, Rebalanced, Resized, RunStarted, RunStopped, StepDone, Switched
 from nbkit.records.record_file import newest_run
 from nbkit.records.records import EventRecord, Header, StepRecord
 
@@ -511,10 +511,14 @@ def test_a_rank_that_was_replaced_is_told_in_text_and_picture(run: Any) -> None:
 
 def test_another_number_of_ranks_is_told_in_text_and_picture(run: Any) -> None:
     reader = RunReader(run.folder)
-    run.event("resized", old_ranks=4, ranks=2, old="dp=4", new="dp=2 zero=3", moved_bytes=1, pause_s=1.2)
+    changed = {"old_ranks": 4, "ranks": 2, "moved_bytes": 1, "pause_s": 1.2}
+    changed |= {"old": "dp=4 ep=4 experts=0:1-5,2-7+3:0-4", "new": "dp=2 ep=2 experts=0:1-5,2-7+3:0-4"}
+    run.event("resized", **changed)
     snapshot = reader.snapshot()
     said = plain(lines_of(snapshot))
-    assert "4 → 2 ranks after step 20: dp=4 → dp=2 zero=3, 1 B moved, 1.2 s without a step" in said, said
+    short = "4 → 2 ranks after step 20, now dp=2 ep=2 experts=…: 1 B moved, 1.2 s without a step"
+    assert short in said, said
+    assert Resized(20, **changed).said == f"{short}."
     assert "⤢ 2 ranks" in svg_of(snapshot)
 
 
