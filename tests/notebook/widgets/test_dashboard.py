@@ -8,8 +8,10 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from array import array
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,7 +24,7 @@ from nbkit.commands import main
 from nbkit.durations import text_of
 from nbkit.errors import UsageError
 from nbkit.notebook.run.follower import COLUMNS, Curve, Run, packed
-from nbkit.notebook.run.reader import RunReader
+from nbkit.notebook.run.reader import RunReader, read_run
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard, RefreshThread
 from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
@@ -392,8 +394,37 @@ def test_a_dashboard_of_a_recorded_run_shows_itself_as_text(run: Any) -> None:
         assert "step 20" in bundle["text/plain"] and "step 20" in drawn_in(bundle)
     finally:
         board.close()
-    with pytest.raises(UsageError, match="no such run"):
-        Dashboard(run.folder / "nowhere")
+
+
+def test_a_run_that_does_not_exist_is_refused_with_the_newest_five_that_do(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(act: Callable[[], object]) -> tuple[str, str]:
+        with pytest.raises(UsageError, match="There is no such run") as caught:
+            act()
+        return caught.value.numbers, caught.value.hint
+
+    here = run.folder.parent
+    monkeypatch.chdir(here)
+    name = run.folder.name
+    for number in range(5):
+        copy = shutil.copytree(run.folder, here / f"older {number}")
+        for file in (copy / "telemetry").iterdir():
+            os.utime(file, (number, number))
+    exist = f"runs that exist, the newest first: {name}, older 4, older 3, older 2, older 1 and 1 more"
+    assert refused(lambda: read_run("none")) == (f"none; {exist}", f"nbkit.read_run({name!r})")
+    assert refused(lambda: Dashboard("none")) == (f"none; {exist}", f"%dashboard {name}")
+    assert refused(lambda: Dashboard(run.folder, beside="none")) == (f"none; {exist}", f"%dashboard --beside {name}")
+    assert main(["watch", "none", "--once"]) == 2
+    assert f"none; {exist}\n→ nbkit watch {name}\n" in capsys.readouterr().err
+    shutil.rmtree(run.folder)
+    assert refused(lambda: Dashboard("none"))[1] == "%dashboard 'older 4'"
+    monkeypatch.chdir(here.parent)
+    shutil.rmtree(here)
+    assert refused(lambda: read_run("none")) == (
+        f"none; no run exists in {here.parent / 'runs'}",
+        "trainer.fit(...)   in a %%distributed cell records a run",
+    )
 
 
 def test_the_picture_has_the_curve_the_switches_and_a_bar_for_each_part_of_each_rank(run: Any) -> None:
