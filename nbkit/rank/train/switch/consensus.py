@@ -133,11 +133,12 @@ def gather(
         plan = builder.plan(new)
         kinds = bytes_per_element(sharded_model, optimizer, builder.skeleton, builder.template.groups)
         num_bytes = side_bytes(builder, kinds, new, builder.rank)
+        free = left(ranks.device)  # read once: the size of rounds relies on the room that `crowded` has found
         own = (
             changes_of(sharded_model, builder.skeleton),
             memory_of(sharded_model, optimizer, builder.names),
-            crowded(num_bytes, ranks.device),
-            round_bytes(num_bytes, ranks.device, free=left(ranks.device)),
+            crowded(num_bytes, free=free),
+            round_bytes(num_bytes, ranks.device, free=free),
             (plan.digest, builder.groups_made(plan)),
         )
     except StrategyError:
