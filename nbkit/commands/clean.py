@@ -1,6 +1,6 @@
-"""Remove files and processes that broken clusters of this machine have left, and forget jobs that have ended.
+"""End the processes that a broken cluster has left on this machine, delete its files, and forget jobs that have ended.
 
-Running clusters and jobs are not touched.
+A cluster is broken if its controller or the parent of its ranks has died. Running clusters and jobs are not touched.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from nbkit.notebook.cluster.job import AttachedJob
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "The command ends only processes of nbkit's clusters. It compares the pid and start time of each."
+    parser.epilog = (
+        "The command ends only processes that nbkit has started. Before it ends a process, it checks its ID and its "
+        "start time."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -37,7 +37,10 @@ _VERDICT = re.compile(r"never switched: ([\d.e+-]+)")
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-n", type=int, metavar="N", help="number of ranks: 2, 4, 6 or 8; default: one per idle GPU, or four on the CPU"
+        "-n",
+        type=int,
+        metavar="N",
+        help=f"number of ranks: even, at most {MOST_RANKS}; default: one per idle GPU, or {CPU_RANKS} on the CPU",
     )
     parser.add_argument("--cpu", action="store_true", help="use CPU ranks, even if there are GPUs")
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="training steps (150)")

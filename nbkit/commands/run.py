@@ -19,7 +19,10 @@ from nbkit.wire.import_changes import change_when_imported
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-n", type=int, metavar="N", help="start N ranks on this host with torchrun (only this process)"
+        "-n",
+        type=int,
+        metavar="N",
+        help="start N ranks on this host with torchrun; default: one rank, without torchrun",
     )
     parser.add_argument("--job", metavar="NAME", help="name of the job; default: the program's name and four letters")
     parser.add_argument("--no-cells", action="store_true", help="run no live cells: nbkit can only examine the program")

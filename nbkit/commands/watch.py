@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from nbkit import job_folder
-from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.newest_run import recorded_by
 from nbkit.notebook.json_text import json_text
-from nbkit.notebook.run.reader import RunReader, read_run
+from nbkit.notebook.run.reader import RunReader, no_run, read_run
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
-from nbkit.quoting import user_path
+from nbkit.quoting import shell_words, user_path
 from nbkit.records.record_file import check_format, newest_run
 
 _EVERY_S = 1.0
@@ -101,7 +100,7 @@ def _run_of(what: str) -> Path:
     else:
         found = recorded_by(entry) if entry is not None else newest_run(job_folder.folder_of(what))
     if found is None:
-        raise UsageError("There is no recorded run.", numbers=str(what), hint="nbkit watch runs/NAME")
+        raise no_run(what, lambda run: shell_words("nbkit", "watch", run))
     check_format(found)
     return found
 

@@ -157,6 +157,7 @@ def items(n: int) -> tuple[Item, ...]:
         Item("communicators", communicators),
         Item("bandwidth", bandwidth),
         *(Item(f"speed-{name}", partial(speed, name)) for name in _PEERS),
+        Item("speed-cp", context),
     )
 
 
@@ -333,6 +334,26 @@ def speed(strategy: str, at: SelftestCluster) -> str:
     model = f"{found['parameters'] / 1e6:,.1f} M parameters in {'bf16' if found['bf16'] else 'fp32'}"
     beside = f"a step takes {median(ratios):.3f} x torch's {peer} [{min(ratios):.3f}, {max(ratios):.3f}]"
     return f"{beside}; {pace}; {model}"
+
+
+def context(at: SelftestCluster) -> str:
+    """Return how long attention takes under cp, beside one device with as many tokens; nothing is judged."""
+    _needs(2, at)
+    said = []
+    for degree in (degree for degree in (2, 4) if at.n % degree == 0):
+        every = at.cell(f"speed.context({degree})").values
+        first = every[0]
+        ratios = [cp / one for cp, one in zip(first["cp"], first["one"], strict=True)]
+        known = [one["hidden"] for one in every.values() if one["hidden"] is not None]
+        hidden = f"{median(known):.0%} of its time hidden" if known else "not timed"
+        said.append(
+            f"cp={degree}: {seconds(median(first['cp']))}, {median(ratios):.3f} x one "
+            f"{'CPU rank' if at.kind == CPU else 'GPU'} [{min(ratios):.3f}, {max(ratios):.3f}]; "
+            f"{size(first['sent'])} sent, {hidden}"
+        )
+    if not said:
+        raise ItemSkipped(f"{at.n} ranks are not divided by 2 or 4")
+    return f"{'; '.join(said)}; {first['tokens']:,} tokens a rank"
 
 
 def _all_answer(at: SelftestCluster, source: str = "") -> Mapping[int, Any]:

@@ -74,13 +74,17 @@ def _replaced(event: Told) -> tuple[str, str]:
     )
 
 
-def _resized(event: Told) -> tuple[str, str]:
-    old, new = (brief(str(event.get(side, ""))) for side in ("old", "new"))
-    return f"{event.get('ranks', '')} ranks", (
-        f"{event.get('old_ranks', '')} → {event.get('ranks', '')} ranks {_after(event)}: {old} → {new}, "
-        f"{size(event.get('moved_bytes', 0))} moved, "
-        f"{seconds(event.get('pause_s', 0.0))} without a step"
+def resized(event: Told) -> str:
+    """Return the numbers of ranks, the strategy in force now, and what the change took."""
+    return (
+        f"{event.get('old_ranks', '')} → {event.get('ranks', '')} ranks {_after(event)}, "
+        f"now {brief(str(event.get('new', '')))}: "
+        f"{size(event.get('moved_bytes', 0))} moved, {seconds(event.get('pause_s', 0.0))} without a step"
     )
+
+
+def _resized(event: Told) -> tuple[str, str]:
+    return f"{event.get('ranks', '')} ranks", resized(event)
 
 
 def _rebalanced(event: Told) -> tuple[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from nbkit.records.event_words import resized
+
 
 @dataclass(frozen=True)
 class Event:
@@ -165,10 +167,7 @@ class Resized(Event):
     @property
     def said(self) -> str:
         """A sentence about the event."""
-        return (
-            f"{self.old_ranks} → {self.ranks} ranks after step {self.step}: {self.old} → {self.new}, "
-            f"{self.moved_bytes / 1e6:.3g} MB moved, {self.pause_s:.1f} s without a step."
-        )
+        return f"{resized(asdict(self))}."
 
 
 @dataclass(frozen=True)

@@ -177,9 +177,15 @@ def overview_lines(path: Path) -> list[bytes]:
 
 def newest_run(parent: Path) -> Path | None:
     """Return the run in a directory that has the newest step, or the directory itself if it is a run, or None."""
-    folders = [parent, *sorted(parent.glob("*"))] if parent.is_dir() else []
-    found = [(written(file), folder) for folder in folders for file in folder.glob("telemetry/rank*.jsonl")]
-    return max(found)[1] if found else None
+    return next(iter(runs_in(parent)), None)
+
+
+def runs_in(parent: Path) -> list[Path]:
+    """Return the runs in a directory, and the directory itself if it is a run. The newest step comes first."""
+    folders = [parent, *parent.glob("*")] if parent.is_dir() else []
+    files = {folder: list(folder.glob("telemetry/rank*.jsonl")) for folder in folders}
+    newest = sorted(((max(map(written, of)), folder) for folder, of in files.items() if of), reverse=True)
+    return [folder for _, folder in newest]
 
 
 def _part(path: Path, cursor: Cursor) -> tuple[int | None, bytes | None]:

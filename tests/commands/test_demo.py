@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pty
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from forked_parents import forked_parents_of_kernels
 
+from nbkit.commands import demo as command
 from nbkit.notebook.cluster import registry
 
 # The same notebook with half the batch, a smaller model, and a reader who does not wait between two switches. The
@@ -42,6 +44,16 @@ def smaller(path, read=demo.read_notebook):
 demo.BATCH, demo.PACE_SECONDS, demo.read_notebook = 8, 0.3, smaller
 sys.exit(main(sys.argv[1:]))
 """
+
+
+def test_its_help_names_the_numbers_of_ranks_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "MOST_RANKS", 12)
+    monkeypatch.setattr(command, "CPU_RANKS", 6)
+    parser = argparse.ArgumentParser()
+    command.prepare_parser(parser)
+    text = " ".join(parser.format_help().split())
+
+    assert "number of ranks: even, at most 12; default: one per idle GPU, or 6 on the CPU" in text
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -26,6 +26,7 @@ from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.cluster.output.display import NoScreen
 from nbkit.notebook.tracing import TraceFile, trace
+from nbkit.records.event_words import resized
 from nbkit.wire.messages import ControlTraining, GetControlResult, GetStatus, GetStrategies, GetStrategyRow, Request
 
 _DONE = {"pause": "paused", "resume": "going on", "save": "saved", "stop": "stopped"}
@@ -86,10 +87,7 @@ class ControlResult:
             then = "going on" if self.result["goes_on"] else "trainer.fit(...) goes on"
             return f"{self.result['changes']} after step {self.step}: {then}"
         if self.do == "resize" and "moved_bytes" in self.result:
-            told = self.result
-            moved = f"{size(told['moved_bytes'])} moved, {seconds(told['pause_s'])} without a step"
-            ranks = f"{told['old_ranks']} → {told['ranks']} ranks after step {told['step']}"
-            return f"{ranks}, {told['old']} → {told['new']}: {moved}"
+            return resized(self.result)
         if self.do == "resize":
             return f"{self.result['ranks']} ranks; nothing trains on them"
         if self.do == "lr":

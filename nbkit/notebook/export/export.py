@@ -172,12 +172,13 @@ def script_of(source: Source, name: str) -> Script:
 def _docstring(source: Source, name: str) -> str:
     order = "which they stand" if source.name else "which they ran"
     title = _quoted(source.name) or "a notebook"
-    run = f"{_torchrun(source)} {_quoted(shell_words(file_word(name)))}"
+    script = _quoted(shell_words(file_word(name)))
+    run = f"{_torchrun(source)} {script}"
     lines = [
         f"{MARK}{title}: its cells for the ranks, in the order in {order}.",
         "",
         f"    {run}",
-        f"    {run} --help",
+        f"    python {script} --help",
         '"""',
     ]
     left_out = [_line(f"cell {each.number:<3} {each.text}", each.why) for each in source.left_out]

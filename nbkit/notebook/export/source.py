@@ -434,7 +434,7 @@ _SWITCHED = re.compile(r"^(\S.*) → (\S.*) after step (\d+)$", re.MULTILINE)
 
 def read_saved(path: Path) -> Source:
     """Read a saved notebook. Raises UsageError if it is not a notebook, or has no cell for the ranks."""
-    reading = _Reading()
+    reading = _Reading(path.parent)
     for cell in cells_of(path):
         reading.take(cell)
     if not any(isinstance(part, Code) for part in reading.parts):
@@ -468,9 +468,13 @@ def cells_of(path: Path) -> list[dict[str, Any]]:
 
 
 class _Reading:
-    """The state of reading a notebook. known: values of the notebook's names that are constants in its text."""
+    """The state of reading a notebook.
 
-    def __init__(self) -> None:
+    folder: the notebook's. known: values of the notebook's names that are constants in its text.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.parts: list[Code | Values] = []
         self.left_out: list[LeftOut] = []
         self.switches: list[Switch] = []
@@ -538,7 +542,7 @@ class _Reading:
             self._push(words)
             return True
         if magic == "%cluster" and words[:1] == ["start"]:
-            self.ranks_of_hosts = _requested_ranks(words[1:]) or self.ranks_of_hosts
+            self.ranks_of_hosts = _requested_ranks(words[1:], self.folder) or self.ranks_of_hosts
         if magic == "%strategy" and words and words[0] != "--try":
             # --undo goes back to the strategy before.
             self.strategies += [" ".join(words)] if words[0] != "--undo" else self.strategies[-2:-1]
@@ -564,8 +568,11 @@ class _Reading:
         self.known.update(values)
 
 
-def _requested_ranks(words: Sequence[str]) -> tuple[int, ...]:
-    """Return the number of ranks on each host for the options of `%cluster start`; () if they do not say it."""
+def _requested_ranks(words: Sequence[str], folder: Path) -> tuple[int, ...]:
+    """Return the number of ranks on each host for the options of `%cluster start`; () if they do not say it.
+
+    folder: the notebook's. A file of hosts is looked for there first, because a notebook starts in its folder.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-n", type=int)
     parser.add_argument("--nodes", type=int)
@@ -573,7 +580,7 @@ def _requested_ranks(words: Sequence[str]) -> tuple[int, ...]:
     try:
         asked, _ = parser.parse_known_args(words)
         if asked.hosts:
-            return tuple(count for _, count in read_hosts(asked.hosts))
+            return tuple(count for _, count in read_hosts(asked.hosts, folder))
         return LauncherRequest("", asked.n, asked.nodes).ranks_of_hosts if asked.n else ()
     except (argparse.ArgumentError, OSError, ValueError):  # a name in braces whose value is unknown
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
@@ -13,13 +13,15 @@ from typing import Any
 
 from nbkit.durations import text_of
 from nbkit.errors import UsageError
+from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.run.follower import Curve, Run, short
 from nbkit.notebook.run.step_picture import picture
 from nbkit.quoting import user_path
 from nbkit.records.readings import MEDIAN_OF, STANDS, usual_steps
-from nbkit.records.record_file import changed, check_format, rank_files
+from nbkit.records.record_file import changed, check_format, rank_files, runs_in
 
 _LIVE_S = 15.0
+_NAMED = 5  # runs, in an error
 
 
 def read_run(path: str | os.PathLike[str]) -> RunReader:
@@ -49,9 +51,27 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
     """
     folder = user_path(path).absolute()
     if not rank_files(folder):
-        raise UsageError("There are no records of a run.", numbers=str(path), hint='nbkit.read_run("runs/NAME")')
+        raise no_run(path, lambda run: f"nbkit.read_run({run!r})")
     check_format(folder)
     return RunReader(folder)
+
+
+def no_run(path: str | os.PathLike[str], typed: Callable[[str], str]) -> UsageError:
+    """Return the error for a run that does not exist. It names the five newest runs of those that exist.
+
+    path: what the user typed. They are looked for in this folder, in the folder around it, and in the user's folder of
+    runs. typed: returns the line to type for the path of a run.
+    """
+    folder, usual = user_path(path).absolute(), user_path(site_settings.read().runs).absolute()
+    runs = next((runs for place in (folder, folder.parent, usual) if (runs := runs_in(place))), [])
+    names = [min(str(run), os.path.relpath(run), key=len) for run in runs[:_NAMED]]
+    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+    exist = f"runs that exist, the newest first: {', '.join(names)}{more}" if names else f"no run exists in {usual}"
+    return UsageError(
+        "There are no records of a run." if folder.is_dir() else "There is no such run.",
+        numbers=f"{path}; {exist}",
+        hint=typed(names[0]) if names else "trainer.fit(...)   in a %%distributed cell records a run",
+    )
 
 
 class RunReader:

@@ -1,6 +1,7 @@
 """Compares the seconds of a step under nbkit and under torch's own implementations, with a model that fits.
 
-It also measures what a communicator costs, and trains a model that is large for one device.
+It also times attention under context parallelism, measures what a communicator costs, and trains a model that is large
+for one device.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ from nbkit.planner.gpt_config import GPTConfig
 from nbkit.rank.comm.group_creation import split_from_world
 from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.device import accelerator
-from nbkit.rank.models.gpt import GPT
+from nbkit.rank.models.gpt import GPT, Attention
+from nbkit.rank.parallel.context.attention import ContextAttentionMode
+from nbkit.rank.parallel.context.peers import Peers
 from nbkit.rank.selftest.small_job import mean_loss
+from nbkit.rank.telemetry.collectives import ring
 from nbkit.rank.telemetry.health import bytes_held, reset_peak
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.world import World
+from nbkit.records.readings import sent_bytes
+from nbkit.tensor_layout import head_and_tail
 
 PAIRS, WARM = 12, 2
 _CPU_MODEL = GPTConfig(vocab=256, block=64, layers=4, heads=4, width=128)
@@ -72,6 +78,63 @@ def compare(strategy: str, folder: str | None = None) -> dict[str, Any]:
     flops = (6 * num + 12 * config.layers * config.width * config.block) * tokens
     used = flops / median(found["nbkit"]) / place.world_size
     return found | {"tokens": tokens, "parameters": num, "bf16": bf16, "mfu": used / peak if peak else None}
+
+
+def context(degree: int, sizes: tuple[int, int] | None = None) -> dict[str, Any]:
+    """Time the attention of a block, forward and backward, under cp=`degree` and on one device, in turns. Collective.
+
+    degree: divides the number of ranks. sizes: (tokens of a rank under cp and of the one device, width). A query of a
+    rank attends to `degree` times as many keys as one of the device.
+    Returns the seconds of a step of both, for each turn, and the number of tokens. sent: bytes that this rank sends in
+    a step under cp. hidden: share of the time of its collectives in which it did not wait for them; None if none was
+    timed.
+    """
+    place = World.join_from_env().place
+    device = accelerator().device(place.device)
+    on_device = accelerator().holds(device)
+    tokens, width = sizes or ((4096, 1024) if on_device else (64, 128))
+    steps = 5 if on_device else 2
+    groups = [dist.new_group(range(first, first + degree)) for first in range(0, place.world_size, degree)]
+    peers = Peers(groups[place.rank // degree], head_and_tail)
+    kind = torch.bfloat16 if on_device and not accelerator().emulates_bf16(device) else torch.float32
+    attention = Attention(GPTConfig(heads=width // 64, width=width)).to(device, kind)
+    x = torch.randn(1, tokens, width, device=device, dtype=kind, requires_grad=True)
+    grad = torch.randn_like(x)
+
+    def refuse(what: str, numbers: str) -> Exception:
+        return AssertionError(f"{what} {numbers}")
+
+    def train(split: bool) -> float:
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            split_over = ContextAttentionMode(peers, degree * tokens, frozenset(), refuse) if split else nullcontext()
+            with split_over:
+                output = attention(x)
+            output.backward(grad)
+        _wait(device)
+        return (time.perf_counter() - began) / steps
+
+    train(True), train(False)
+    found: dict[str, list[float]] = {"cp": [], "one": []}
+    for pair in range(PAIRS):
+        for name in ("cp", "one") if pair % 2 == 0 else ("one", "cp"):
+            dist.barrier()
+            found[name].append(train(name == "cp"))
+    first = ring.end
+    train(True)
+    calls, _ = ring.between(first, ring.end)
+    sent = sum(sent_bytes(call.op, call.bytes, degree) for call in calls) / steps
+    for call in calls:
+        if call.on_device is not None:
+            call.on_device.resolve()
+    timed = [(call.seconds, call.blocked_seconds) for call in calls]
+    known = [(took, waited) for took, waited in timed if took and waited is not None]
+    hidden = 1 - sum(min(waited, took) for took, waited in known) / sum(took for took, _ in known) if known else None
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return found | {"tokens": tokens, "sent": sent, "hidden": hidden}
 
 
 def bandwidth() -> dict[str, tuple[float, float]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,32 @@ def test_the_hosts_of_a_saved_notebook_are_those_that_it_asks_for(typed: str, ea
     batch = (tmp_path / "train.sbatch").read_text()
 
     assert " ".join(re.findall(r"nodes=\d+|(?<=--nproc-per-node )\d+", batch)) == each
+
+
+def test_a_file_of_hosts_is_looked_for_in_the_folder_of_the_notebook_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, here = tmp_path / "book", tmp_path / "here"
+    for folder, hosts in ((book, "node1 slots=4\nnode2 slots=4\n"), (here, "node1 slots=8\n")):
+        folder.mkdir()
+        (folder / "hosts.txt").write_text(hosts)
+    monkeypatch.chdir(here)
+    notebook = saved(book, "%cluster start --hosts hosts.txt", "%%distributed\nx = 1")
+
+    assert "--nnodes 2 --nproc-per-node 4" in nbkit.export("train.py", notebook).run
+    (book / "hosts.txt").unlink()
+    assert "--nproc-per-node 8" in nbkit.export("train.py", notebook).run
+
+
+def test_help_of_a_script_for_several_hosts_is_shown_by_one_process(tmp_path: Path) -> None:
+    text = exported(tmp_path, "%cluster start --hosts node1:2,node2:2", "%%distributed\nm = d = None", TRAINER)
+    (typed,) = (line.strip() for line in text.splitlines() if line.endswith(" --help"))
+    shown = subprocess.run(
+        [sys.executable, *typed.split()[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert typed == "python train.py --help" and shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("usage: train.py ") and "--strategy" in shown.stdout
 
 
 def test_the_lessons_can_be_exported(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from array import array
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,7 +24,7 @@ from nbkit.commands import main
 from nbkit.durations import text_of
 from nbkit.errors import UsageError
 from nbkit.notebook.run.follower import COLUMNS, Curve, Run, packed
-from nbkit.notebook.run.reader import RunReader
+from nbkit.notebook.run.reader import RunReader, read_run
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard, RefreshThread
 from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
@@ -30,7 +32,7 @@ from nbkit.notebook.widgets.javascript import joined
 from nbkit.notebook.widgets.run_report import about, write_report
 from nbkit.notebook.widgets.training_card import card_text
 from nbkit.records.event_words import GREAT, mark_of
-from nbkit.records.events import Event, Rebalanced, RunStarted, RunStopped, StepDone, Switched
+from nbkit.records.events import Event, Rebalanced, Resized, RunStarted, RunStopped, StepDone, Switched
 from nbkit.records.record_file import newest_run
 from nbkit.records.records import EventRecord, Header, StepRecord
 
@@ -397,8 +399,37 @@ def test_a_dashboard_of_a_recorded_run_shows_itself_as_text(run: Any) -> None:
         assert "step 20" in bundle["text/plain"] and "step 20" in drawn_in(bundle)
     finally:
         board.close()
-    with pytest.raises(UsageError, match="no such run"):
-        Dashboard(run.folder / "nowhere")
+
+
+def test_a_run_that_does_not_exist_is_refused_with_the_newest_five_that_do(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(act: Callable[[], object]) -> tuple[str, str]:
+        with pytest.raises(UsageError, match="There is no such run") as caught:
+            act()
+        return caught.value.numbers, caught.value.hint
+
+    here = run.folder.parent
+    monkeypatch.chdir(here)
+    name = run.folder.name
+    for number in range(5):
+        copy = shutil.copytree(run.folder, here / f"older {number}")
+        for file in (copy / "telemetry").iterdir():
+            os.utime(file, (number, number))
+    exist = f"runs that exist, the newest first: {name}, older 4, older 3, older 2, older 1 and 1 more"
+    assert refused(lambda: read_run("none")) == (f"none; {exist}", f"nbkit.read_run({name!r})")
+    assert refused(lambda: Dashboard("none")) == (f"none; {exist}", f"%dashboard {name}")
+    assert refused(lambda: Dashboard(run.folder, beside="none")) == (f"none; {exist}", f"%dashboard --beside {name}")
+    assert main(["watch", "none", "--once"]) == 2
+    assert f"none; {exist}\n→ nbkit watch {name}\n" in capsys.readouterr().err
+    shutil.rmtree(run.folder)
+    assert refused(lambda: Dashboard("none"))[1] == "%dashboard 'older 4'"
+    monkeypatch.chdir(here.parent)
+    shutil.rmtree(here)
+    assert refused(lambda: read_run("none")) == (
+        f"none; no run exists in {here.parent / 'runs'}",
+        "trainer.fit(...)   in a %%distributed cell records a run",
+    )
 
 
 def test_the_picture_has_the_curve_the_switches_and_a_bar_for_each_part_of_each_rank(run: Any) -> None:
@@ -516,10 +547,14 @@ def test_a_rank_that_was_replaced_is_told_in_text_and_picture(run: Any) -> None:
 
 def test_another_number_of_ranks_is_told_in_text_and_picture(run: Any) -> None:
     reader = RunReader(run.folder)
-    run.event("resized", old_ranks=4, ranks=2, old="dp=4", new="dp=2 zero=3", moved_bytes=1, pause_s=1.2)
+    changed = {"old_ranks": 4, "ranks": 2, "moved_bytes": 1, "pause_s": 1.2}
+    changed |= {"old": "dp=4 ep=4 experts=0:1-5,2-7+3:0-4", "new": "dp=2 ep=2 experts=0:1-5,2-7+3:0-4"}
+    run.event("resized", **changed)
     snapshot = reader.snapshot()
     said = plain(lines_of(snapshot))
-    assert "4 → 2 ranks after step 20: dp=4 → dp=2 zero=3, 1 B moved, 1.2 s without a step" in said, said
+    short = "4 → 2 ranks after step 20, now dp=2 ep=2 experts=…: 1 B moved, 1.2 s without a step"
+    assert short in said, said
+    assert Resized(20, **changed).said == f"{short}."
     assert "⤢ 2 ranks" in svg_of(snapshot)
 
 

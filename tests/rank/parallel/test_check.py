@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 import nbkit
 from nbkit.errors import StrategyError
@@ -82,6 +82,47 @@ def test_what_stands_in_the_way_is_said_with_its_numbers() -> None:
         assert found.ok == fits, (name, str(found))
     with pytest.raises(StrategyError, match="takes the world"):
         nbkit.check(frozen, "ddp")
+
+
+class Weighs(nn.Module):
+    """A block whose attention returns its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x)[0]
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class ModelThatWeighs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.blocks = nn.ModuleList(Weighs() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_attention_that_returns_its_weights_is_refused_with_the_reason_under_tp_and_cp_together() -> None:
+    def model() -> nn.Module:
+        return ModelThatWeighs().double()
+
+    ids = torch.randint(32, (8, 12), generator=torch.Generator().manual_seed(0))
+    batch = [ids, ids.roll(-1, 1)]
+    found = nbkit.check(model, "tp=2 cp=2", batch, 4, loss=ZOO["gpt"].loss)
+
+    assert not found.ok
+    assert "returns its weights cannot be split by heads and by positions" in str(found)
+    assert "need_weights=False; or a strategy with tp or cp alone" in str(found)
+    assert nbkit.check(model, "tp=2", batch, 2, loss=ZOO["gpt"].loss).ok
+    assert nbkit.check(model, "cp=2", batch, 2, loss=ZOO["gpt"].loss).ok
 
 
 def told(world: Any) -> dict[str, Any]:

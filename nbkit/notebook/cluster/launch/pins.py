@@ -222,11 +222,12 @@ def _on_gpus(
 ) -> Pinning:
     count = len(chosen) - spares
     if any(sum(gpu.chip == spare.chip for gpu in chosen) > 1 for spare in chosen[count:]):
+        numbers = [gpu.number for gpu in chosen]
         chips = {gpu.chip: gpu.number for gpu in chosen}
         fewer = min(spares, len(chips) - 1)
         raise UsageError(
-            "A spare must be another GPU than that of the rank: otherwise both would fail together.",
-            numbers=f"GPUs {', '.join(gpu.number for gpu in chosen)}, the last {spares} of them spare",
+            "A spare needs a GPU of its own. Otherwise the GPU fails for the rank and for the spare.",
+            numbers=f"for ranks: GPU {', '.join(numbers[:count])}; spare: GPU {', '.join(numbers[count:])}",
             hint=f"--gpus {','.join(chips.values())}{f' --spares {fewer}' * (fewer > 0)}",
         )
     shares = share_cores_near([gpu.near for gpu in chosen], cores)

@@ -23,7 +23,7 @@ from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.cluster import Cluster, current
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.run.follower import packed
-from nbkit.notebook.run.reader import RunReader
+from nbkit.notebook.run.reader import RunReader, no_run
 from nbkit.notebook.tracing import TraceFile
 from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
@@ -31,7 +31,7 @@ from nbkit.notebook.widgets.javascript import joined, style
 from nbkit.notebook.widgets.run_report import write_report
 from nbkit.notebook.widgets.svg import image
 from nbkit.notebook.widgets.widget_output import display_until_stopped, hear_always, here, lost_words, with_widget
-from nbkit.quoting import user_path
+from nbkit.quoting import shell_words, user_path
 from nbkit.records.record_file import newest_run
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
@@ -276,7 +276,7 @@ class Dashboard:
         self._refresh = RefreshThread(self._directory, self._send)
         self.widget = _widget(self._refresh, self._trace if self._cluster is not None else None)
         if beside is not None:
-            self._refresh.choose(beside=_always(beside)())
+            self._refresh.choose(beside=_always(beside, "--beside")())
         if pin or steps is not None:
             self._refresh.pin(steps)
         if self.widget is not None:
@@ -357,10 +357,10 @@ def _newest() -> Cluster | Path:
         return run
 
 
-def _always(folder: str | Path) -> Callable[[], Path]:
+def _always(folder: str | Path, *option: str) -> Callable[[], Path]:
     path = user_path(folder).absolute()
     if not path.is_dir():
-        raise UsageError("There is no such run.", numbers=str(folder), hint="%dashboard runs/NAME")
+        raise no_run(folder, lambda run: shell_words("%dashboard", *option, run))
     return lambda: path
 
 

@@ -37,6 +37,8 @@ from nbkit.rank.telemetry.phases import clock
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NONE, _OFF = -1, len(_DTYPES)
+_NEGATIVE = (_OFF + 1) ** 2
+"""Larger than the numbers of all dtypes: what a rank tells whose router chose an expert with a negative number."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +158,13 @@ class SpreadLayer:
         return [number for theirs in self.held for number in theirs]
 
     @kept
-    def tell(self, counts: Tensor, like: Tensor | None) -> RowCounts:
+    def tell(self, counts: Tensor, like: Tensor | None, negative: Tensor | None = None) -> RowCounts:
         """Tell each rank the number of rows for its experts. All ranks of the group must call it.
 
         counts: this rank's rows for each expert, int64, in the order in which they are sent; -1 for an expert that is
-        not called. like: a tensor with the dtype of the rows; None if this rank makes no forward.
+        not called. like: a tensor with the dtype of the rows; None if this rank makes no forward. negative: a bool
+        scalar, true if a token of this rank chose an expert with a negative number. Raises TrainingError on all ranks
+        of the group if it is true on one.
         """
         kind = _NONE  # an absent rank does not know the dtypes
         if like is not None:
@@ -176,6 +180,8 @@ class SpreadLayer:
             kind = _DTYPES.index(like.dtype) * (_OFF + 1) + cast
         sizes, mine = [len(theirs) for theirs in self.held], len(self.held[self.index])
         last = counts.new_full((1,), kind)
+        if negative is not None:
+            last.masked_fill_(negative, _NEGATIVE)
         given = torch.cat([part for own in counts.split(sizes) for part in (own, last)])
         heard = counts.new_empty(len(sizes), mine + 1)
         into = [mine + 1] * len(sizes)
@@ -186,6 +192,12 @@ class SpreadLayer:
         every = [rest[at : at + mine + 1] for at in range(0, len(rest), mine + 1)]
         # If no rank of the group has rows, any dtype will do.
         kind = max(each.pop() for each in every)
+        if kind == _NEGATIVE:
+            raise TrainingError(
+                f"The router of {self.layer.name!r} chose an expert with a negative number.",
+                numbers=f"the experts have the numbers 0 to {self.layer.count - 1}",
+                hint=f"give a token that no expert computes the number {self.layer.count}; or the strategy without ep",
+            )
         dtype, autocast = divmod(kind, _OFF + 1) if kind != _NONE else (_DTYPES.index(torch.get_default_dtype()), _OFF)
         ends = [*accumulate(sizes)]
         sent = [_total(here[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
@@ -309,7 +321,8 @@ class _Stacked(Wrapper):
         tokens, chosen, weights = routing
         places, order = self._places(chosen.reshape(-1)).sort(stable=True)
         ends = torch.searchsorted(places, torch.arange(self.layer.count + 1, device=places.device))
-        row_counts = self.spread.tell(ends.diff(), tokens)
+        # One process may raise an error for a negative number, or count it from the last expert: so it is refused.
+        row_counts = self.spread.tell(ends.diff(), tokens, (chosen < 0).any())
         order = order[: sum(row_counts.sent)]  # the others chose no expert
         outputs, _ = self.spread(_Taken.apply(tokens, order, chosen.shape[1]), row_counts)
         slots = outputs.new_zeros(chosen.numel(), self.layer.given).index_copy_(0, order, outputs)
@@ -318,7 +331,7 @@ class _Stacked(Wrapper):
     def _places(self, chosen: Tensor) -> Tensor:
         """Return the place of each chosen expert in the order in which rows are sent, or the last place for no expert.
 
-        A negative number, or one larger than those of all experts, means no expert.
+        A number larger than those of all experts means no expert. `tell` refuses negative ones.
         """
         assert self.spread is not None
         count = self.layer.count

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.planner.exchange import ExchangePlan
-from nbkit.planner.exchange_rounds import RankRound, rounds, steps
+from nbkit.planner.exchange_rounds import RankRound, Round, rounds, steps
 from nbkit.rank.comm.agree import any_rank
 from nbkit.tensor_layout import Layout
 
@@ -86,9 +86,7 @@ class Exchange:
         self._steps = steps(plan, self.rounds, rank)
         self._room = room_of(self._steps)
         self.buffer_bytes = sum(self._room)
-        # A hash of the values that must be equal on all ranks. Otherwise ranks would wait for messages that are never
-        # sent.
-        self.stamp = zlib.crc32(repr((plan.bytes, plan.sent, [each.num_bytes for each in self.rounds])).encode())
+        self.stamp = _stamp(plan, self.rounds)
         self._ready: tuple[Tensor, Tensor] | None = None
 
     def make_room(self, source: State, target: State, *, device: torch.device) -> None:
@@ -120,6 +118,12 @@ class Exchange:
         new = {key: tensor for key, (tensor, _) in target.items()}
         for step in self._steps:
             carry_out(step, old, new, buffers, group)
+
+
+def _stamp(plan: ExchangePlan, made: Sequence[Round]) -> int:
+    """Return a hash of the values that must be equal on all ranks. Otherwise ranks would wait for messages that are
+    never sent."""
+    return zlib.crc32(repr((plan.bytes, plan.sent, [each.num_bytes for each in made])).encode())
 
 
 def room_of(made: Sequence[RankRound]) -> tuple[int, int]:
@@ -343,7 +347,7 @@ class TensorMemory(Protocol):
 class InPlace:
     """The execution of a plan in place on one rank. Raises TrainingError like Exchange.
 
-    buffer_bytes: memory that a run takes besides tensors.
+    buffer_bytes: memory that a run takes besides tensors. stamp: as of Exchange.
     """
 
     def __init__(self, plan: ExchangePlan, rank: int, *, limit: int = IN_PLACE_BYTES) -> None:
@@ -351,6 +355,7 @@ class InPlace:
         self.plan = plan = plan.without_relays()
         self.rank, self.limit = rank, limit
         self.rounds = rounds(plan, limit=limit, in_place=limit)
+        self.stamp = _stamp(plan, self.rounds)
         self._steps = steps(plan, self.rounds, rank)
         self._room = room_of(self._steps)
         self.buffer_bytes = sum(self._room)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from nbkit.errors import TrainingError
+from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.parallel.tensor.layers import Around, PairState
 from nbkit.rank.parallel.tensor.plan.plan import Heads, Pair
-from nbkit.rank.rng.draw_plan import extent, gathered
+from nbkit.rank.rng.draw_plan import extent, extent_of, gathered
 from nbkit.rank.torch_private import canonical_mask, dtype_of
 
 
@@ -131,6 +131,12 @@ def _attend(
     if sequence:
         with gathered("sequence"):
             return _attend(q, k, v, mask, drop, is_causal=is_causal, explicit=explicit, sequence=False)
+    if explicit and extent_of("sequence") is not None:
+        raise StrategyError(
+            "An nn.MultiheadAttention that returns its weights cannot be split by heads and by positions.",
+            numbers="need_weights=True; tp splits the heads, and cp splits the positions",
+            hint="need_weights=False; or a strategy with tp or cp alone",
+        )
     if not explicit:
         return F.scaled_dot_product_attention(q, k, v, mask, drop, is_causal)
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)

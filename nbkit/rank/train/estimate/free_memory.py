@@ -35,12 +35,12 @@ At 300 GB/s, 24 MB take 0.08 ms, which is less than the host needs to start a ro
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
-def crowded(num_bytes: int, device: torch.device) -> bool:
+def crowded(num_bytes: int, *, free: int | None) -> bool:
     """Return True if this rank lacks room for a sharded model of `num_bytes` beside the one in force.
 
-    Raises UsageError if NBKIT_MEMORY_LIMIT is not a number of bytes.
+    free: see `left`.
     """
-    return not fits(num_bytes, buffers=2 * min(ROUND_BYTES, num_bytes), left=left(device))
+    return not fits(num_bytes, buffers=2 * min(ROUND_BYTES, num_bytes), left=free)
 
 
 def round_bytes(num_bytes: int, device: torch.device, *, free: int | None) -> int:

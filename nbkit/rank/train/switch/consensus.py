@@ -9,49 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.plan import ParallelPlan
-from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange, plan_collectively
+from nbkit.rank.parallel.reshard.redistribute import Exchange, InPlace, plan_collectively
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState, by_name, bytes_per_element
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.free_memory import crowded, left, round_bytes, side_bytes
-from nbkit.rank.train.switch.exchange_cache import ExchangeCache, Kinds
+from nbkit.rank.train.switch.exchange_cache import Kinds
 from nbkit.rank.train.switch.model_edits import changes_of
 from nbkit.rank.train.transaction import Ballot
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
+AnyExchange = TypeVar("AnyExchange", Exchange, InPlace)
 
-def planned(
-    exchanges: ExchangeCache,
-    kinds: Kinds,
-    old: ParallelPlan,
-    new: ParallelPlan,
-    before: JobState,
-    target: JobState,
-    *,
-    limit: int = ROUND_BYTES,
-) -> tuple[Exchange, list[int]]:
-    """Return the exchange from `before` to `target` that this rank plans, and numbers to compare: see `agreed`.
 
-    limit: bytes of a round, equal on all ranks.
-    """
-    exchange = exchanges.exchange(old, new, kinds, limit=limit)
-    plan, rank = exchange.plan, exchanges.rank
+def numbers_of(exchange: Exchange | InPlace, before: JobState, target: JobState, kinds: Kinds) -> list[int]:
+    """Return the numbers of this rank's exchange from `before` to `target` that ranks compare: see `agreed`."""
+    plan, rank = exchange.plan, exchange.rank
     fits = _fits(before, plan.old[rank], kinds) and _fits(target, plan.new[rank], kinds)
-    return exchange, [int(not fits), exchange.stamp, -exchange.stamp]
+    return [int(not fits), exchange.stamp, -exchange.stamp]
 
 
-def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target: JobState, *, rank: int) -> Exchange:
-    """Return the same exchange on every rank. compared: the maximum over all ranks of each number of `planned`.
+def agreed(exchange: AnyExchange, compared: Sequence[int], before: JobState, target: JobState) -> AnyExchange:
+    """Return the same exchange on every rank. compared: the maximum over all ranks of each of `numbers_of`.
 
     If the tensors of a rank differ from its strategy, or a rank had no memory for large rounds, all layouts are
     gathered, and rounds are small. In this case the call is collective.
@@ -59,7 +47,8 @@ def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target
     different, most, least = compared
     if not different and most == -least:
         return exchange
-    return Exchange(plan_collectively(before, {key: layout for key, (_, layout) in target.items()}), rank)
+    plan = plan_collectively(before, {key: layout for key, (_, layout) in target.items()})
+    return type(exchange)(plan, exchange.rank)
 
 
 def _fits(held: JobState, planned: Mapping[str, Layout], kinds: Kinds) -> bool:
@@ -133,11 +122,12 @@ def gather(
         plan = builder.plan(new)
         kinds = bytes_per_element(sharded_model, optimizer, builder.skeleton, builder.template.groups)
         num_bytes = side_bytes(builder, kinds, new, builder.rank)
+        free = left(ranks.device)  # read once: the size of rounds relies on the room that `crowded` has found
         own = (
             changes_of(sharded_model, builder.skeleton),
             memory_of(sharded_model, optimizer, builder.names),
-            crowded(num_bytes, ranks.device),
-            round_bytes(num_bytes, ranks.device, free=left(ranks.device)),
+            crowded(num_bytes, free=free),
+            round_bytes(num_bytes, ranks.device, free=free),
             (plan.digest, builder.groups_made(plan)),
         )
     except StrategyError:

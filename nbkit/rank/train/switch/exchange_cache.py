@@ -27,7 +27,8 @@ class ExchangeCache:
         kept = skeleton.state_dict().keys()
         self._kinds: Kinds = {f"weight/{name}": p.dtype for name, p in skeleton.named_parameters()}
         self._kinds |= {f"buffer/{name}": each.dtype for name, each in skeleton.named_buffers() if name in kept}
-        self._kept: OrderedDict[tuple[ParallelPlan, ParallelPlan], tuple[Kinds, Exchange]] = OrderedDict()
+        self._kept: OrderedDict[tuple[ParallelPlan, ParallelPlan], tuple[Kinds, ExchangePlan, Exchange | None]]
+        self._kept = OrderedDict()
 
     def kinds(self, memory: Mapping[str, Mapping[str, torch.dtype]]) -> Kinds:
         """Return the dtype of every tensor of the job.
@@ -41,23 +42,35 @@ class ExchangeCache:
 
         Raises TrainingError as `ExchangePlan.of` does.
         """
-        known, exchange = self._kept.get((old, new), (None, None))
-        if exchange is None or known != kinds:
-            plan = ExchangePlan.of(
-                self.layouts_by_rank(old, kinds),
-                self.layouts_by_rank(new, kinds),
-                {key: dtype.itemsize for key, dtype in kinds.items()},
-                node_of=new.node_of,
-            )
-        elif exchange.limit != limit:
-            plan = exchange.plan
-        else:
-            return exchange
-        exchange = Exchange(plan, self.rank, limit=limit)
-        self._kept[old, new] = kinds, exchange
+        plan, exchange = self._known(old, new, kinds)
+        if exchange is None or exchange.limit != limit:
+            exchange = Exchange(plan, self.rank, limit=limit)
+            self._keep(old, new, kinds, plan, exchange)
+        return exchange
+
+    def plan(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds) -> ExchangePlan:
+        """Return the plan of the exchange from `old` to `new`, which is not cut into rounds. Raises as `exchange`."""
+        return self._known(old, new, kinds)[0]
+
+    def _known(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds) -> tuple[ExchangePlan, Exchange | None]:
+        known, plan, exchange = self._kept.get((old, new), (None, None, None))
+        if plan is not None and known == kinds:
+            return plan, exchange
+        plan = ExchangePlan.of(
+            self.layouts_by_rank(old, kinds),
+            self.layouts_by_rank(new, kinds),
+            {key: dtype.itemsize for key, dtype in kinds.items()},
+            node_of=new.node_of,
+        )
+        self._keep(old, new, kinds, plan, None)
+        return plan, None
+
+    def _keep(
+        self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds, plan: ExchangePlan, exchange: Exchange | None
+    ) -> None:
+        self._kept[old, new] = kinds, plan, exchange
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
-        return exchange
 
     def layouts_by_rank(self, plan: ParallelPlan, kinds: Kinds) -> list[dict[str, Layout]]:
         """Return, for each rank, key -> layout."""

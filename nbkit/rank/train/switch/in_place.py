@@ -21,7 +21,7 @@ from nbkit.rank.parallel.reshard.state_digest import digest
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.estimate.free_memory import trim
-from nbkit.rank.train.switch.consensus import OptimizerMemory, agreed, planned
+from nbkit.rank.train.switch.consensus import OptimizerMemory, agreed, numbers_of
 from nbkit.rank.train.transaction import Ballot, Savepoint, TrainingState
 from nbkit.strategy import Strategy
 
@@ -161,10 +161,11 @@ def prepare_in_place(
     to = dict(target.state)
     with ranks.all_or_none("planning the exchange", numbers=3) as said:
         kinds = builder.exchanges.kinds(memory.kinds)
-        own, said.numbers = planned(builder.exchanges, kinds, left.sharded_model.plan, sharded_model.plan, before, to)
-    plan = agreed(own, said.largest, before, to, rank=builder.rank).plan
+        own = InPlace(builder.exchanges.plan(left.sharded_model.plan, sharded_model.plan, kinds), builder.rank)
+        said.numbers = numbers_of(own, before, to, kinds)
+    exchange = agreed(own, said.largest, before, to)
     with ranks.all_or_none("planning the way"):
-        exchange, old = InPlace(plan, builder.rank), SourceStorage(before, left.sharded_model.data.tensors())
+        old = SourceStorage(before, left.sharded_model.data.tensors())
         exchange.check(old, target)
     there = left.under(sharded_model, inner)
     return MoveInPlace(job, (left, there), (old, target), exchange)

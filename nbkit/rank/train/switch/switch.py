@@ -52,7 +52,7 @@ from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.estimate.free_memory import roomy
 from nbkit.rank.train.step.weight_average import refuse_shown
-from nbkit.rank.train.switch.consensus import RankKnowledge, agreed, gather, planned
+from nbkit.rank.train.switch.consensus import RankKnowledge, agreed, gather, numbers_of
 from nbkit.rank.train.switch.in_place import prepare_in_place, without_gradients
 from nbkit.rank.train.transaction import (
     Ballot,
@@ -98,9 +98,8 @@ def prepare(
             target = job_state.state(sharded_model, inner)
             said.doing = "planning the exchange"
             kinds = builder.exchanges.kinds(memory.kinds)
-            exchange, said.numbers = planned(
-                builder.exchanges, kinds, old, sharded_model.plan, before, target, limit=gathered.round_bytes
-            )
+            exchange = builder.exchanges.exchange(old, sharded_model.plan, kinds, limit=gathered.round_bytes)
+            said.numbers = numbers_of(exchange, before, target, kinds)
             said.doing = "making room for the exchange"
             if not said.numbers[0]:
                 try:
@@ -109,7 +108,7 @@ def prepare(
                     if exchange.limit <= ROUND_BYTES or not accelerator().out_of_memory(error):
                         raise
                     said.numbers[0] = 1  # free memory may be in pieces: all ranks plan again, with small rounds
-        if (other := agreed(exchange, said.largest, before, target, rank=builder.rank)) is not exchange:
+        if (other := agreed(exchange, said.largest, before, target)) is not exchange:
             exchange.give_back()
             exchange = other
             with ranks.all_or_none("making room for the exchange"):

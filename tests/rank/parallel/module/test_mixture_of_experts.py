@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -724,6 +725,44 @@ def test_experts_that_cannot_be_spread_are_refused_with_the_reason() -> None:
     assert "it calls an expert twice" in refusal(lambda: Language(Twice), "ep=2")
     assert "layer 1, expert 6; the model has 6 experts" in refusal(Language, "ep=2 experts=0:1-5+1:2-6")
     assert "compute=nbkit.Compute(recompute=True) does the same" in refusal(Checkpointed, "ep=2")
+
+
+class Indexed(nn.Module):
+    """Stacked experts whose numbers are indices, so that one process counts a negative number from the last expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return torch.einsum("tw,tkwv,tk->tv", tokens, self.weight[chosen], weights)
+
+
+class RoutesToIndexed(nn.Module):
+    negative = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 4), Indexed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        return x + self.experts(tokens, chosen - 4 if self.negative else chosen, weights).view_as(x)
+
+
+def negative_later(world: Any) -> str:
+    trainer = made(lambda: Language(RoutesToIndexed, 1), "ep=2")
+    trainer.fit(1)
+    trainer.model.layers[0].negative = dist.get_rank() == 0  # type: ignore[index, union-attr]
+    return said(lambda: trainer.fit(1))
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_a_negative_number_of_an_expert_is_refused_on_all_ranks() -> None:
+    for text in run_ranks(negative_later, 2):
+        assert text.startswith("The router of 'layers.0.experts' chose an expert with a negative number.")
+        assert "the experts have the numbers 0 to 3" in text
 
 
 def in_bf16(world: Any) -> dict[str, list[float]]:

@@ -23,6 +23,7 @@ from nbkit.rank.data.batch import shard_of
 from nbkit.rank.train import builder
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.step_boundary import newest
+from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.job import Job, prepare
 from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import switch as switching
@@ -119,7 +120,28 @@ def losses_of(owner: Trainer | Job) -> list[float]:
 def memory(patch: pytest.MonkeyPatch, room: str) -> None:
     """Set the memory that a switch finds. room: for "both" sides and a step, for both "sides" alone, or for "one"."""
     patch.setattr(switching, "roomy", lambda *_: room == "both")
-    patch.setattr(joining, "crowded", lambda *_: room == "one")
+    patch.setattr(joining, "crowded", lambda *_, **__: room == "one")
+
+
+def reads_of_free_memory(world: object) -> int:
+    """Return how often a rank reads its free memory before it says what room it has for a switch."""
+    trainer, reads = trainer_of(), []
+    trainer.fit(1)
+
+    def gather(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            for reader in (joining, free_memory):
+                patch.setattr(reader, "left", lambda *_, **__: reads.append(1))
+            return joining.gather(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(switching, "gather", gather)
+        trainer.switch(ZERO3)
+    return len(reads)
+
+
+def test_whether_a_switch_goes_in_place_and_the_size_of_its_rounds_come_from_one_reading_of_memory() -> None:
+    assert run_ranks(reads_of_free_memory, 2) == [1, 1]
 
 
 def heard_by(owner: Trainer | Job) -> Heard:

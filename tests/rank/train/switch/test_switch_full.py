@@ -20,10 +20,9 @@ from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
 from nbkit.rank.telemetry.health import storage_bytes
 from nbkit.rank.train import builder
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.free_memory import side_bytes
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.switch import in_place
+from nbkit.rank.train.switch import consensus, exchange_cache, in_place, prefetch
 from nbkit.rank.train.switch.consensus import gather
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.train.transaction import Ballot
@@ -72,6 +71,30 @@ def through_all(world: Any, through: list[str]) -> dict[str, Any]:
         beside = job.switch("zero3").in_place
     job.fit(1)
     return {"said": said, "losses": losses(job), "beside": beside, "kept": kept, "now": weights_of(job)}
+
+
+def cuts_of_rounds(world: Any) -> tuple[bool, list[int]]:
+    """Return whether a switch goes in place, and the limits with which it cuts rounds of the prepared exchange."""
+    job, limits = trainer(), []
+    job.fit(1)
+    job.job.builder.finder.sync([Strategy.parse("zero3", 2)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefetch, "round_bytes", lambda *_, **__: 2 * moving.ROUND_BYTES)
+        prefetch.make_ready(job.job, "zero3")
+
+    def cut(*args: Any, limit: int) -> Any:
+        limits.append(limit)
+        return moving.Exchange(*args, limit=limit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_cache, "Exchange", cut)
+        patch.setenv("NBKIT_MEMORY_LIMIT", "1")
+        event = job.switch("zero3")
+    return event.in_place, limits
+
+
+def test_a_switch_in_place_does_not_cut_the_rounds_of_a_prepared_exchange_again() -> None:
+    assert run_ranks(cuts_of_rounds, 2) == [(True, [])] * 2
 
 
 def weights_of(job: Trainer) -> float:
@@ -186,7 +209,7 @@ def runs_out(patch: pytest.MonkeyPatch) -> None:
 
 
 STAGES = {
-    "asking": lambda patch: patch.setattr(free_memory, "left", planted),
+    "asking": lambda patch: patch.setattr(consensus, "left", planted),
     "building": lambda patch: patch.setattr(builder, "parallelize", planted),
     "planning": lambda patch: patch.setattr(in_place, "InPlace", planted),
     "the first tensor": lambda patch: once(patch, TargetStorage, "take"),

@@ -360,7 +360,7 @@ class SlurmLauncher(Launcher):
             raise ClusterError(
                 "Slurm has refused the job.",
                 numbers=" ".join(done.stderr.split()),
-                hint="what follows   --   goes to sbatch as it is; sinfo   (in a terminal) shows the partitions",
+                hint="sinfo   in a terminal lists the partitions; options for sbatch come last, after   --",
             )
         self.job = done.stdout.strip().partition(";")[0]
 

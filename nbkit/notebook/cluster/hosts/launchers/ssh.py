@@ -26,15 +26,18 @@ _OWN_ERROR = 255  # the exit code of ssh itself
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *_ALIVE)
 
 
-def read_hosts(text: str) -> tuple[tuple[str, int], ...]:
+def read_hosts(text: str, folder: Path | None = None) -> tuple[tuple[str, int], ...]:
     """Return (host, number of ranks) of each host, from "node1:4,node2:4" or a file with a line for each host.
 
-    A host without a number has one rank. Raises UsageError for other text.
+    folder: where the file is looked for before the current folder. A host without a number has one rank. Raises
+    UsageError for other text.
     """
     path = user_path(text)
+    places = [path] if folder is None else [folder / path, path]
+    file = next((place for place in places if place.is_file()), None)
     parts = text.split(",")
-    if "," not in text and path.is_file():
-        lines = (line.partition("#")[0] for line in path.read_text().splitlines())
+    if "," not in text and file is not None:
+        lines = (line.partition("#")[0] for line in file.read_text().splitlines())
         parts = [line.replace(" slots=", ":") for line in lines if line.strip()]
     found = []
     for part in parts:
