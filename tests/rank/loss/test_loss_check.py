@@ -320,7 +320,7 @@ def test_what_is_no_mean_over_rows_is_refused_before_the_first_step() -> None:
 
 
 class Weights:
-    """What a callback changes during the training: the weight of another term of the loss."""
+    """The weight of another term of the loss, which a callback changes during the training."""
 
     other = 0.0
 

@@ -692,9 +692,12 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 
 def _targets_of_rows(node: Any, rows: int) -> Tensor | None:
     """Return how much the targets of each row weigh in a mean cross entropy; None if `node` is none of `rows` rows."""
-    if not node.name().startswith("NllLoss") or node._saved_reduction != 1:
+    if not node.name().startswith("NllLoss") or getattr(node, "_saved_reduction", None) != 1:
         return None
-    target, weight = node._saved_target, node._saved_weight
+    try:
+        target, weight = node._saved_target, node._saved_weight
+    except RuntimeError:  # the user has freed this part of the graph
+        return None
     if target.numel() % rows:
         return None
     counts = target != node._saved_ignore_index
