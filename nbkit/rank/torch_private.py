@@ -204,6 +204,10 @@ _attributes(
     "split a backward pass into input and weight gradients", "zb, zbv and dualpipev are refused", at_use=True,
 )  # fmt: skip
 _attributes(
+    "torch.autograd.graph:Node.", "_saved_reduction _saved_target _saved_weight _saved_ignore_index",
+    "see over which targets a cross entropy is a mean", "a loss without weight= is not refused", at_use=True,
+)  # fmt: skip
+_attributes(
     "torch:UntypedStorage.", "_cdata", "tell storages apart", "nothing else tells them apart on meta", at_use=True
 )
 unsafe_view: Any = _symbol(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import on_device, pick, rows_of, shapes_of
 from nbkit.rank.data.split.data_shards import data_shards
 from nbkit.rank.data.stream import is_map_style
@@ -53,9 +54,18 @@ class Sample:
         pairs = zip(leaves(one).values(), leaves(again).values(), strict=True)
         return len(set(alone)) > 1 and all(torch.equal(a, b) for a, b in pairs)
 
+    @cached_property
+    def has_only_rows(self) -> bool:
+        """Return False if the batch has an entry for all rows together, such as the number of its tokens."""
+        try:
+            pick(self.batch, [0], rows=self.rows)
+        except TrainingError:
+            return False
+        return True
+
     def part(self, numbers: Sequence[int], device: torch.device) -> Any:
         """Return the batch of a rank that gets only the rows `numbers`."""
-        if self.is_padded and self.collate is not None:
+        if self.collate is not None and (self.is_padded or not self.has_only_rows):
             return on_device(self.collate([self.samples[i] for i in numbers]), device)
         return on_device(pick(self.batch, numbers, rows=self.rows), device)
 

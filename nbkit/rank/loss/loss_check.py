@@ -64,7 +64,7 @@ _WHOLE = (
     "nbkit.Compute(microbatch_size=...)"
 )
 
-_HINTS = {
+LOSS_HINTS = {
     "sum": "divide it by the rows of the whole batch: return loss.sum(), len(target)",
     "weights": f"return the sum and what it is divided by, {_COUNTED}, as in "
     "F.cross_entropy(logits, target, reduction='sum'), (target != -100).sum()   "
@@ -74,6 +74,7 @@ _HINTS = {
     "inside": f"compute it from the model's output, as a sum and what it is divided by: {_COUNTED}; {_WHOLE}; a "
     "load-balancing term trains, with a warning, where the output names it: output.aux_loss, or output['aux_loss']",
 }
+"""What to write instead of a loss with a defect: kind -> text. See `advice`."""
 
 
 def advice(kind: str, seen: Measured, batch: Any, inputs: Sequence[str] | None) -> str:
@@ -83,7 +84,7 @@ def advice(kind: str, seen: Measured, batch: Any, inputs: Sequence[str] | None) 
     for `batch`.
     """
     line = _labels_line(seen, batch, inputs or ()) if kind == "inside" else ""
-    return line or _HINTS[kind]
+    return line or LOSS_HINTS[kind]
 
 
 def _labels_line(seen: Measured, batch: Any, inputs: Sequence[str]) -> str:

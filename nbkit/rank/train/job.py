@@ -168,6 +168,7 @@ def prepare(
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
     job.own_loop = replace(OWN_LOOP, recovery=replace(recovery, on_oom="raise"))
     job.own_forward.possible = True
+    user_gradients.watch_steps(job)
     job.check_plan()
     job.record(log_dir, name=name)
     job.listen(sinks, name=name)

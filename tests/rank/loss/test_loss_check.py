@@ -60,6 +60,12 @@ def pad(rows: list[Row]) -> list[Tensor]:
     return [pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True)]
 
 
+def counted(rows: list[Row]) -> dict[str, Tensor]:
+    """Return a batch with the number of its targets, as collators for language models do."""
+    ids, labels = (torch.stack(list(part)) for part in zip(*rows, strict=True))
+    return {"ids": ids, "labels": labels, "num": (labels != -100).sum()}
+
+
 class Words(nn.Module):
     """A prediction for each token by itself. zero: the head begins at zero, so that all tokens lose the same."""
 
@@ -169,6 +175,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no pair": ({"loss": lambda o, t: (F.cross_entropy(o, t), 1), **SEVEN}, ["(loss * mask).sum(), mask.sum()"]),
     "padded to the longest": (
         {"model": series_net, "data": ragged(), "loading": PADDED, "loss": F.mse_loss},
+        ["no mean over rows", "mask.sum()"],
+    ),
+    "divided by a number of the batch": (
+        {
+            "inputs": ["ids"],
+            "loading": nbkit.Loading(shuffle=False, collate=counted),
+            "loss": lambda o, b: tokens(o, b["labels"], reduction="sum") / b["num"],
+        },
         ["no mean over rows", "mask.sum()"],
     ),
     "labels inside, divided by hand": (
@@ -299,10 +313,80 @@ def test_what_is_no_mean_over_rows_is_refused_before_the_first_step() -> None:
         loops = LOOPS if name in LOOPED_IN_ALL else LOOPS[:1]
         for how in ("trainer", "stream", *(f"loop {strategy}" for strategy in loops)):
             said = found[0].get((how, name), "")
-            if name == "padded to the longest" and how.startswith("loop"):
-                continue  # the loader has padded the whole batch
+            if name in ("padded to the longest", "divided by a number of the batch") and how.startswith("loop"):
+                continue  # the loader has padded the whole batch, or such a number cannot be cut
             wanted = ["no mean over rows"] if how == "loop zero3" else [word for word in words if "dp=2" not in word]
             assert [word for word in wanted if word not in said] == [], (how, name, said)
+
+
+class Weights:
+    """The weight of another term of the loss, which a callback changes during the training."""
+
+    other = 0.0
+
+
+def summed_later(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target) + Weights.other * output.square().sum()
+
+
+def compared_later(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target) + Weights.other * (output @ output.T).square().mean()
+
+
+def row_by_row(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target) + Weights.other * output.square().mean()
+
+
+def ignoring(output: Tensor, target: Tensor) -> Tensor:
+    return tokens(output, target) * (1 + Weights.other)
+
+
+def penalised_later(output: Tensor, target: Tensor) -> Tensor:
+    """Return a mean over targets plus, later, a mean over rows. The first check sees only the mean over targets."""
+    return tokens(output, target) + Weights.other * output.square().mean()
+
+
+def annealed(world: Any, loss: Any, asked: dict[str, Any]) -> tuple[str, int, list[Any]]:
+    def raise_weight(_: Any, record: dict[str, Any]) -> None:
+        Weights.other = 0.01 * max(record["step"] - 1, 0)
+
+    Weights.other = 0.0
+    trainer = made({**asked, "loss": loss}, callbacks=[raise_weight])
+    states, said = [], ""
+    try:
+        for _ in range(4):
+            trainer.fit(1)
+            states.append(trainer.full_state_dict())
+    except NbkitError as error:
+        said = str(error)
+        assert all(torch.equal(old, new) for old, new in zip(states[-1].values(), held(trainer), strict=True))
+    return said, trainer.step, [record["loss"] for record in trainer.history]
+
+
+def held(trainer: Any) -> Any:
+    return trainer.model.state_dict().values()
+
+
+@pytest.mark.parametrize(
+    ("loss", "asked", "hint"),
+    [(summed_later, SEVEN, "len(target)"), (compared_later, SEVEN, "contrastive"), (penalised_later, {}, "mask.sum()")],
+)
+def test_a_loss_that_stops_being_a_mean_ends_the_training_before_a_wrong_step(
+    loss: Any, asked: dict[str, Any], hint: str
+) -> None:
+    for said, steps, _ in run_ranks(annealed, 2, loss, asked):
+        assert steps == 2
+        assert "'Weights.other' 0 -> 0.01" in said and "no mean over rows since" in said and hint in said
+
+
+@pytest.mark.parametrize(("loss", "asked"), [(row_by_row, SEVEN), (ignoring, {})])
+def test_a_weight_that_changes_during_the_training_is_no_reason_to_end_it(loss: Any, asked: dict[str, Any]) -> None:
+    found = run_ranks(annealed, 2, loss, asked)
+    (alone,) = run_ranks(annealed, 1, loss, asked)
+
+    for said, steps, losses in found:
+        assert (said, steps) == ("", 4)
+        assert losses == pytest.approx(alone[2])
 
 
 def alone(world: Any) -> dict[str, Any]:

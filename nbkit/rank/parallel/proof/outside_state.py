@@ -280,6 +280,29 @@ class OutsideState:
                 if tensor._version != version and content is not None:
                     tensor.detach().copy_(content)
 
+    def readings(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that reads the current numbers, texts and versions of tensors, by name. It keeps no copies.
+
+        Random generators and containers of more than 256 values are left out.
+        """
+        reads = [
+            (place.name, place.read)
+            for place in self._places
+            if not (place.draws or place.hooks or place.cache) and len(place.before) <= _LONG
+        ]
+
+        def read() -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for name, slots in reads:
+                for key, value in slots().items():
+                    if isinstance(value, _PLAIN):
+                        found[_spelled(name, key)] = value
+                    elif isinstance(value, Tensor) and not value.is_inference():
+                        found[_spelled(name, key)] = (id(value), value._version)
+            return found
+
+        return read
+
     def set_numbers(self) -> dict[tuple[str, str], Callable[[], None]]:
         """Return the numbers and strings that a pass set in module attributes. A switch carries only these over.
 

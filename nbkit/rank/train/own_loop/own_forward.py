@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from nbkit.rank.parallel.proof.observe import tensors_in
 from nbkit.rank.rng.dropout_masks import key_of
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.train.control.rank_sync import EVERY
 from nbkit.rank.train.step.step_stats import StepReduction, StepResult
 from nbkit.rank.world import meeting
 
@@ -40,6 +42,7 @@ Job = Any  # nbkit.rank.train.job's, which imports this file
 _CALL = "_compiled_call_impl"  # if a module has it, torch calls it instead of the module's hooks and forward
 _OUTPUT = "output of a job's model"  # a mark on nodes of the autograd graph
 _ROWS = "x, y = job.rows(batch)   before the forward"
+_STEPS, _NODES = 4, 64  # the number of steps, and of nodes of the graph of a loss, that `_refuse_targets` looks at
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ class OwnForward:
         self._begun = self._called = self._started = False
         self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
         self._trains: list[bool] = []
+        self._versions: list[int] = []  # of the weights after the newest loss, if ranks have different rows
         self._logged: dict[str, Any] = {}
         self._reduction: StepReduction | None = None
 
@@ -216,6 +220,9 @@ class OwnForward:
         self._check_loss(loss, weight, reduction)
         rows = self._rows("job.backward(loss)")
         self._refuse_draws(rows)
+        self._refuse_changed()
+        if weight is None and reduction == "mean" and rows.share < 1:
+            self._refuse_targets(loss, len(rows.numbers))
         self._begin()
         given = list(_here.given)
         if weight is None and reduction == "mean" and len({one.shares for one in given}) > 1:
@@ -251,6 +258,7 @@ class OwnForward:
         self._mark = zlib.crc32(f"{self._mark} {reduction} {[one.fingerprint for one in given]}".encode())
         _here.rows = rows
         _here.given.clear()
+        self._versions = [p._version for p in job.sharded_model.data.leaves()] if rows.share < 1 else []
         assert self._reduction is not None
         return StepResult(self._reduction)
 
@@ -344,6 +352,7 @@ class OwnForward:
         if not self.waits or job.waits_for_update:
             return
         self._refuse_summed()
+        self._refuse_changed()
         self._begin()
         reduction, request = self._reduction, step.next_request
         assert reduction is not None
@@ -354,7 +363,8 @@ class OwnForward:
         counts = job.sharded_model.counts
         try:
             with job.order(), phase("backward"):
-                if self._talks:
+                # Before some steps the ranks compare settings. A rank that has skipped this update waits there.
+                if self._talks or job.step % EVERY == 0:
                     meeting.meet(f"the update of step {job.step + 1}")
                 step.launch(
                     reduction,
@@ -389,8 +399,9 @@ class OwnForward:
     def forget(self) -> None:
         """Drop the gradients that are not summed yet. Forward passes keep waiting for their backward pass.
 
-        Collective if the sum has begun.
+        Collective if the sum has begun. Raises TrainingError if the user has changed weights with them.
         """
+        self._refuse_changed()
         if self._started:
             self._job.sharded_model.data.finish()  # the sum has begun already
         if self._begun:
@@ -538,6 +549,22 @@ class OwnForward:
                 "the last job.backward(loss) of a step",
             )
 
+    def _refuse_changed(self) -> None:
+        """Raise TrainingError if the user has changed weights while the gradients are those of this rank's rows."""
+        job, versions, losses = self._job, self._versions, self.losses
+        self._versions = []
+        leaves = job.sharded_model.data.leaves() if losses and versions else []
+        changed = sum(p._version != was for p, was in zip(leaves, versions, strict=False))
+        if not changed:
+            return
+        job.optimizer.zero_grad()
+        raise TrainingError(
+            "Weights were changed after job.backward(loss), when p.grad is the gradient of this rank's rows only.",
+            numbers=f"step {job.step + 1}, under {job.strategy}: {changed} of {len(versions)} weights",
+            hint="job.grad_norm() before the change: it sums the gradients over the ranks; under ddp, p.grad is then "
+            "the gradient of the whole batch",
+        )
+
     def _refuse_draws(self, rows: OwnRows) -> None:
         """Raise TrainingError if random numbers were drawn since `job.rows`: all ranks would draw the same numbers."""
         now = accelerator().generator_states(self._job.device)
@@ -549,6 +576,25 @@ class OwnForward:
             hint="noise = job.draw(torch.randn_like, x), by row; or draw for the whole batch, and "
             "x, noise = job.rows([x, noise])",
         )
+
+    def _refuse_targets(self, loss: Tensor, rows: int) -> None:
+        """Raise TrainingError if the loss has a mean cross entropy whose rows have different numbers of targets.
+
+        Looks at the first of every 100 steps, because it waits for the device.
+        """
+        job = self._job
+        if job.step % EVERY >= _STEPS:
+            return
+        for node in islice(_nodes(loss), _NODES):
+            counts = _targets_of_rows(node, rows)
+            if counts is not None and not bool((counts == counts[0]).all()):
+                shown = ", ".join(f"{float(count):g}" for count in counts[:4]) + ", ..." * (len(counts) > 4)
+                raise TrainingError(
+                    "The loss is a mean over the targets that count, and job.backward takes it for a mean over rows.",
+                    numbers=f"step {job.step + 1}, under {job.strategy}: {shown} in the rows of rank {job.rank}",
+                    hint="job.backward(loss, weight=(target != -100).sum())   with the ignore_index of the loss; "
+                    "with class weights w, weight=w[target].sum()",
+                )
 
     def _outside(self, loss: Tensor) -> str | None:
         """Return the name of a split parameter that the loss reads outside of a call of the model, or None."""
@@ -632,3 +678,29 @@ def _notes(node: Any) -> dict[str, Any]:
     """Return the metadata dict of a node of the autograd graph."""
     notes: dict[str, Any] = node.metadata
     return notes
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the graph of `loss`, those near it first."""
+    seen, waiting = set[Any](), [loss.grad_fn]
+    for node in waiting:
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
+
+
+def _targets_of_rows(node: Any, rows: int) -> Tensor | None:
+    """Return how much the targets of each row weigh in a mean cross entropy; None if `node` is none of `rows` rows."""
+    if not node.name().startswith("NllLoss") or getattr(node, "_saved_reduction", None) != 1:
+        return None
+    try:
+        target, weight = node._saved_target, node._saved_weight
+    except RuntimeError:  # the user has freed this part of the graph
+        return None
+    if target.numel() % rows:
+        return None
+    counts = target != node._saved_ignore_index
+    weighed = counts.double() if weight is None else weight[torch.where(counts, target, 0)] * counts
+    of_rows: Tensor = weighed.reshape(rows, -1).sum(1)
+    return of_rows

@@ -8,6 +8,8 @@ Gradients from the user's own backward pass, under every strategy: `penalty(job.
 this rank's parameters. Before `job.backward`, the ranks would sum these gradients, so they would count once per rank.
 After it, they would count only on this rank, or only for a part of each parameter, or not at all, because ZeRO updates
 other tensors. A penalty counts exactly once if it is part of the loss.
+
+A step of the optimizer that was given to `prepare`: it would use gradients of this rank's rows.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbkit.errors import TrainingError
 from nbkit.rank.train.own_loop.own_forward import by_a_job
@@ -106,6 +110,31 @@ def refuse_unsummed(job: Job) -> None:
             numbers=f"step {job.step + 1}, under {job.strategy}; they are dropped",
             hint="x, y = job.rows(batch); job.backward(loss_of(job.model(x), y))   in the place of loss.backward()",
         )
+
+
+_stepped: weakref.WeakSet[Job] = weakref.WeakSet()
+
+
+def watch_steps(job: Job) -> None:
+    """Refuse from now on steps of the optimizer that the user gave to `prepare`, outside of `job.optimizer.step()`."""
+    if not _stepped:
+        register_optimizer_step_pre_hook(_refuse_step)
+    _stepped.add(job)
+
+
+def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
+    for job in list(_stepped):
+        if job.integrity.half_way or job.sharded_model is None:
+            continue
+        inner = job.optimizer.inner
+        # The user's object shares the attributes of the optimizer in force: see OptimizerSpec.follow.
+        if any(vars(optimizer) is vars(each) for each in (inner, *vars(inner).get("_within", ()))):
+            raise TrainingError(
+                "optimizer.step() of the optimizer that nbkit.prepare was given would use the gradients of this rank.",
+                numbers=f"step {job.step + 1}, under {job.strategy}",
+                hint="job.optimizer.step(), which sums them over the ranks first; or optimizer = job.optimizer after "
+                "nbkit.prepare",
+            )
 
 
 _clipped: weakref.WeakSet[Job] = weakref.WeakSet()

@@ -29,6 +29,7 @@ from torch import Tensor
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Parts, Shard, pair, shapes_of, shard_of
 from nbkit.rank.device import accelerator
+from nbkit.rank.loss.changed_loss import ChangedLoss
 from nbkit.rank.loss.mean_over_rows import row_losses
 from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.parallel.grad_norm import clip, scale
@@ -101,6 +102,7 @@ class TrainingStep:
         self.counted = Counts()  # the measurements of the second step
         loss = reading_no_parameter(builder.config.loss, sharded_model.strategy, builder.module)
         self._forward = ForwardPass(sharded_model, loss, builder.config.inputs)
+        self._changed_loss = ChangedLoss(builder.config.loss, builder.config.inputs, self.device)
         fused = builder.config.fuses_dropout(self.device)
         self.dropout = KeyedDropout(sharded_model.module, seed, builder.facts.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
@@ -155,7 +157,8 @@ class TrainingStep:
         # Returns the context for the forward pass of a micro-batch. It gets the numbers of the rows.
         drawing: Callable[[Sequence[int]], AbstractContextManager[None]]
         drawing = _undrawn if self.dropout.idle() else partial(self.dropout.step, step)
-        counted = facts.counted if parts_rows(sharded_model.strategy, self.builder.options) else None
+        parted = parts_rows(sharded_model.strategy, self.builder.options)
+        counted = facts.counted if parted else None
         whole = whole_of(shard, counted, sharded_model, self.device)
         # The known part of the divisor of a mean. If rows are counted, it is the whole divisor.
         expected = shard.total * (counted.per_row if counted is not None else 1)
@@ -195,6 +198,8 @@ class TrainingStep:
             micro = micros[number]
             with phase("forward"), self.precision.autocast(), drawing(micro.numbers):
                 output, part, tokens = self._forward.run(micro, stage, received, counted, whole)
+                if part is not None and parted:
+                    self._changed_loss.look(micro.data, output, micro.rows, counted)
                 if part is not None and shard.hears is not None:
                     target = pair(micro.data, self._forward.inputs)[1]
                     each = row_losses(self._forward.loss, output, target, micro.rows, self.device)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from own_programs import adam, batches, mlp
-from ranks import run_ranks
+from ranks import RankFailed, run_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -53,6 +53,24 @@ def misused(world: Any, strategy: str) -> dict[str, str]:
         scaler = torch.amp.GradScaler("cpu")
         job.backward(scaler.scale(loss_of(job)))
         scaler.step(job.optimizer)
+
+    def updating() -> None:
+        job.backward(loss_of(job))
+        with torch.no_grad():
+            for p in job.model.parameters():
+                p -= 0.0 * p.grad
+        job.optimizer.step()
+
+    def updating_alone() -> None:
+        job.backward(loss_of(job))
+        with torch.no_grad():
+            next(job.model.parameters()).mul_(1.0)
+        job.optimizer.zero_grad()
+
+    def ignoring() -> None:
+        x, y = job.rows(DATA[0])
+        target = torch.arange(len(y)) % 2 * 100 - 100  # every other row counts
+        job.backward(F.cross_entropy(job.model(x), target))
 
     def ambiguous() -> None:
         x, y = job.rows(DATA[0])
@@ -102,10 +120,16 @@ def misused(world: Any, strategy: str) -> dict[str, str]:
         "the loss too early": lambda: float(job.backward(loss_of(job)).loss),
         "no random function": lambda: job.draw(torch.zeros_like, job.rows(DATA[0])[0]),
         "a draw of no rows": lambda: job.draw(torch.randn, 3),
+        "an update by hand": updating,
+        "no step at all": updating_alone,
+        "ignored targets": ignoring,
         "which rows": ambiguous,
     }.items():
-        if name in ("no rows", "which rows") and "tp" in strategy:
+        whole = ("no rows", "which rows", "an update by hand", "no step at all", "ignored targets")
+        if name in whole and "tp" in strategy:
             continue  # ranks that share each row have all of them
+        if name in ("an update by hand", "no step at all") and strategy == "zero3":
+            continue  # the parameters of the model have no gradients there
         found[name] = said(act)
         job.optimizer.zero_grad()
     job.break_off()  # as a loop that is left by this error does
@@ -139,6 +163,9 @@ HINTS = {
     "no gradient": ".detach()",
     "reduction": "reduction='sum'",
     "which rows": "weight=len(x)",
+    "ignored targets": "weight=(target != -100).sum()",
+    "an update by hand": "job.grad_norm() before the change",
+    "no step at all": "job.grad_norm() before the change",
     "after clip": "job.clip",
     "after the last": "last=True",
     "a batch beside": "job.optimizer.step() between them",
@@ -162,3 +189,45 @@ def test_misuse_is_refused_and_says_what_to_type(strategy: str) -> None:
     for rank in run_ranks(misused, 2, strategy):
         for name, text in rank.items():
             assert HINTS[name] in text, f"{name}: {text}"
+
+
+def stepped(world: Any, strategy: str) -> tuple[str, list[float]]:
+    model = mlp(4, 3, 1)
+    given = adam(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)
+    job = nbkit.prepare(model, given, strategy=strategy, hints=nbkit.ModelHints(example=EXAMPLE), log_dir=None)
+    rates = []
+    for batch in job.batches(DATA[:3]):
+        if not rates:
+            job.backward(loss_of(job, batch))
+            told = said(given.step)
+            job.optimizer.zero_grad()
+        job.backward(loss_of(job, batch))
+        job.optimizer.step()
+        schedule.step()
+        job.optimizer.zero_grad()
+        rates.append(job.optimizer.param_groups[0]["lr"])
+    return told, rates
+
+
+@pytest.mark.usefixtures("rows_are_known")
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_the_optimizer_that_was_given_cannot_step_but_its_scheduler_works(strategy: str) -> None:
+    for told, rates in run_ranks(stepped, 2, strategy):
+        assert "optimizer = job.optimizer" in told
+        assert [rates[0] / rate for rate in rates] == pytest.approx([1, 2, 4])
+
+
+def skipping(world: Any) -> str:
+    job = prepared("ddp")
+    for batch in job.batches(DATA):
+        if world.place.rank == 0:
+            job.backward(loss_of(job, batch))
+            job.optimizer.step()
+    return ""
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_a_rank_that_skips_a_step_is_told() -> None:
+    with pytest.raises(RankFailed, match=r"(?s)different places.*the update of step 1"):
+        run_ranks(skipping, 2)
