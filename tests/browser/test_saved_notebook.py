@@ -96,7 +96,7 @@ def test_in_vs_code_a_widget_hides_the_picture_of_its_own_cell_only(browser: Any
 
 
 def test_on_a_dark_page_with_the_variables_of_a_light_one_words_have_the_colour_of_the_page(browser: Any) -> None:
-    """In a dark VS Code, JupyterLab's variables are those of its light theme, as soon as a widget was shown."""
+    """JupyterLab's variables have the values of its light theme in a dark VS Code that has shown a widget."""
     tabs = object.__new__(RankTabs)
     tabs.id, tabs.texts = "tabs", {0: RankText(), 1: RankText()}
     words = clock_bundle("running")["text/html"] + card_html(SNAPSHOT) + tabs.still()["text/html"]
