@@ -1,5 +1,8 @@
-"""Attach to unchanged programs of six libraries, and compare the parts of their steps with those of nbkit's Trainer.
+"""Attach to unchanged programs of six libraries, and compare the parts of their steps with a reference.
 
+The reference is nbkit's Trainer, if it does the same work. TRL also computes metrics, and FSDP2 waits where nbkit's
+zero2 does not. There the reference is torch's profiler, for the same steps of the same program (profiled.py). It does
+not know which part of the communication was a wait for a late rank, so the sum is compared.
 The programs and the Trainer train the same model with the same data, over a loopback interface that `tc tbf` slows
 down. The model and the loader sleep, so that load of the machine changes little (bench/telemetry/libraries.py).
 """
@@ -21,6 +24,7 @@ from bench.rigs.kernel import environment
 from bench.settings import Settings
 from bench.slow.slow_link import limited
 from bench.table import Row, absolute, skipped
+from bench.telemetry.profiled import parts_of
 from nbkit import job_folder
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.job import AttachedJob
@@ -36,10 +40,10 @@ PROGRAMS = {
     "trl": ("SFTTrainer of TRL", "trl"),
 }
 """Function in libraries.py -> (its name in the table, the package that it needs)."""
-OWN = {"fsdp2": "nbkit_zero2"}
-"""Programs that are not compared with the Trainer under ddp. FSDP2 without resharding after forward sends as much as
-zero2."""
+PROFILED = ("fsdp2", "trl")
+"""Programs that are compared with what torch's profiler says of them, not with the Trainer."""
 PARTS = ("compute", "exposed", "waiting", "data")
+RANKS = range(2)
 STEPS = 30
 """The picture shows medians of 20 steps. The first steps are left out."""
 ATTACHED, ATTACH_SECONDS = 5, 1.0
@@ -47,7 +51,7 @@ MBIT = 160  # a transfer is shorter than the 200 ms after which TCP sends again
 _TCP = {"tcp_early_retrans": 3, "tcp_slow_start_after_idle": 0}
 """Without these, small messages between large ones wait for 200 ms on such a link."""
 WITHIN, COUNTS = 0.1, 0.01
-"""The allowed difference of a part from the same part of the Trainer. Parts of less than COUNTS seconds are not
+"""The allowed difference of a part from the same part of the reference. Parts of less than COUNTS seconds are not
 compared."""
 READY_SECONDS = 300.0
 
@@ -67,17 +71,22 @@ def run(settings: Settings) -> list[Row]:
 
 def _rows(folder: Path) -> list[Row]:
     rows: list[Row] = []
-    own: dict[str, Parts] = {}
+    own = _of_trainer(folder / "nbkit_ddp", "nbkit_ddp")
     for program, (name, needs) in PROGRAMS.items():
         if needs and find_spec(needs) is None:
-            rows.append(skipped(f"parts of a step, {name}, attached", "nbkit's Trainer", f"no {needs} here"))
+            rows.append(skipped(f"parts of a step, {name}, attached", "reference", f"no {needs} here"))
             continue
-        trainer = OWN.get(program, "nbkit_ddp")
-        if trainer not in own:
-            own[trainer] = _of_trainer(folder / trainer, trainer)
         parts, seconds = _of_program(folder / program, program)
+        if program in PROFILED:
+            peer = {
+                (rank, part): seconds
+                for rank in RANKS
+                for part, seconds in parts_of(_trace(folder / program, rank)).items()
+            }
+            rows.append(_row(name, _summed(parts), "torch's profiler", peer))
+        else:
+            rows.append(_row(name, parts, "nbkit's Trainer", own))
         rows += [
-            _row(name, parts, own[trainer]),
             absolute(f"%cluster attach --job, {name}, with its table", seconds, ATTACH_SECONDS, "s"),
         ]
     return rows
@@ -97,7 +106,9 @@ def _of_program(folder: Path, program: str) -> tuple[Parts, list[float]]:
     os.environ["NBKIT_HOME"] = str(folder / "home")
     with _running(folder, program, sys.executable, "-m", "nbkit", "run", "-n", "2") as goes_on:
         while goes_on():
-            if not (names := job_folder.names()) or not _parts(job_folder.folder_of(names[0])):
+            if not (names := job_folder.names()) or not (parts := _parts(job_folder.folder_of(names[0]))):
+                continue
+            if program in PROFILED and not all(_trace(folder, rank).exists() for rank in RANKS):
                 continue
             seconds = []
             for _ in range(ATTACHED):
@@ -105,26 +116,27 @@ def _of_program(folder: Path, program: str) -> tuple[Parts, list[float]]:
                 job = AttachedJob.attach()
                 repr(job)
                 seconds.append(time.perf_counter() - began)
-            return _parts(job.folder), seconds
+            return parts, seconds
     raise AssertionError
 
 
 @contextmanager
-def _running(folder: Path, program: str, *command: str) -> Iterator[Callable[[], bool]]:
+def _running(folder: Path, name: str, *command: str) -> Iterator[Callable[[], bool]]:
     """Run a program. Yield a function that waits a moment and returns True, or raises RuntimeError if it has ended."""
     folder.mkdir()
     script = Path(__file__).with_name("libraries.py")
     with open(folder / "log", "wb") as log:
         env = environment(folder) | {"OMP_NUM_THREADS": "1", "NBKIT_HOME": str(folder / "home")}
+        program = [str(script), name, *["profiled"] * (name in PROFILED)]
         started = subprocess.Popen(
-            [*command, str(script), program], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+            [*command, *program], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
         )
     deadline = time.monotonic() + READY_SECONDS
 
     def goes_on() -> bool:
         time.sleep(0.5)
         if started.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"{program}: {(folder / 'log').read_text()[-3000:]}")
+            raise RuntimeError(f"{name}: {(folder / 'log').read_text()[-3000:]}")
         return True
 
     try:
@@ -157,22 +169,36 @@ def _parts(run: Path) -> Parts:
     }
 
 
-def _row(name: str, parts: Parts, own: Parts) -> Row:
+def _trace(folder: Path, rank: int) -> Path:
+    return folder / f"trace{rank}.json"
+
+
+def _summed(parts: Parts) -> Parts:
+    """Return the parts as the profiler knows them."""
+    found: Parts = {}
+    for rank in RANKS:
+        found[rank, "compute"] = parts[rank, "compute"]
+        found[rank, "communication"] = parts[rank, "exposed"] + parts[rank, "waiting"]
+        found[rank, "data"] = parts[rank, "data"]
+    return found
+
+
+def _row(name: str, parts: Parts, peer: str, own: Parts) -> Row:
     off = {at: parts[at] / seconds - 1 for at, seconds in own.items() if seconds >= COUNTS}
     rank, part = worst = max(off, key=lambda at: abs(off[at]))
     return Row(
         f"parts of a step, {name}, attached",
         f"{_spoken(parts)}; {part} of rank {rank} is off by {off[worst]:+.1%}",
-        f"nbkit's Trainer {_spoken(own)}",
+        f"{peer} {_spoken(own)}",
         f"{1 + off[worst]:.3f}",
         "",
         f"each part within {WITHIN:.0%}",
         abs(off[worst]) <= WITHIN,
-        {"nbkit": list(parts.values()), "Trainer": list(own.values())},
+        {"nbkit": list(parts.values()), peer: [own[at] for at in parts]},
     )
 
 
 def _spoken(parts: Parts) -> str:
     """Return the parts of each rank in ms."""
-    ranks = sorted({rank for rank, _ in parts})
-    return "; ".join(" ".join(f"{parts[rank, part] * 1e3:.0f}" for part in PARTS) for rank in ranks) + " ms"
+    ranks = [[f"{1e3 * seconds:.0f}" for (at, _), seconds in parts.items() if at == rank] for rank in RANKS]
+    return "; ".join(map(" ".join, ranks)) + " ms"

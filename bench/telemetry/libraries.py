@@ -1,6 +1,7 @@
 """Programs that train one model, each by another library. They know nothing of nbkit. `nbkit_*` are its own Trainer.
 
 torchrun --nproc-per-node 2 bench/telemetry/libraries.py ddp
+torchrun --nproc-per-node 2 bench/telemetry/libraries.py trl profiled     # torch's profiler writes trace0.json, ...
 
 The parts of a step are known: the model and the loader sleep, and rank 1 is late. All gradients are exchanged when the
 whole backward pass is over, because nearly all parameters are in the first layer.
@@ -8,6 +9,7 @@ whole backward pass is over, because nearly all parameters are in the first laye
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -17,12 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler
 
 DATA, FORWARD, BACKWARD, LATE = 0.08, 0.08, 0.16, 0.1
 """Seconds of a step. LATE: by how much the forward pass of rank 1 is longer."""
 VOCAB, WIDTH, KINDS, TOKENS, ROWS = 1024, 256, 16, 8, 4
 STEPS = 1_000_000  # until the program is ended
+TRACED = 10, 30
+"""The steps that torch's profiler records, if it is asked to."""
 
 
 def sleeps(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -184,7 +189,7 @@ def trl() -> None:
     ).train()
 
 
-def nbkit_ddp(strategy: str = "ddp") -> None:
+def nbkit_ddp() -> None:
     import nbkit
 
     nbkit.Trainer(
@@ -194,17 +199,31 @@ def nbkit_ddp(strategy: str = "ddp") -> None:
         data=rows(),
         inputs=["input_ids"],
         batch_size=ROWS * int(os.environ["WORLD_SIZE"]),
-        strategy=strategy,
+        strategy="ddp",
         loading=nbkit.Loading(collate=collate),
         compute=nbkit.Compute(grad_norm_every=STEPS),
         progress=False,
     ).fit(STEPS)
 
 
-def nbkit_zero2() -> None:
-    nbkit_ddp("zero2")
+def profile() -> None:
+    """Let torch's profiler write a trace of some steps into the current folder: TRACED[0] to TRACED[1]."""
+    profiler, count = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), itertools.count(1)
+
+    def after(*_: Any) -> None:
+        number = next(count)
+        if number == TRACED[0]:
+            profiler.start()
+        elif number == TRACED[1]:
+            profiler.stop()
+            profiler.export_chrome_trace("part" + (name := f"trace{os.environ['RANK']}.json"))
+            os.rename("part" + name, name)
+
+    register_optimizer_step_post_hook(after)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[2:] == ["profiled"]:
+        profile()
     globals()[sys.argv[1]]()

@@ -12,9 +12,10 @@ import pytest
 from nbformat import from_dict
 from tables import answer_of, table_of
 
+from nbkit.notebook.cluster.output.rank_tabs import RankTabs, RankText
 from nbkit.notebook.widgets.panel.panel import StrategyPanel
 from nbkit.notebook.widgets.panel.view import Looked, State, reduce
-from nbkit.notebook.widgets.training_card import card_html
+from nbkit.notebook.widgets.training_card import card_html, clock_bundle
 from nbkit.notebook.widgets.widget_output import beside_widget
 
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"version_major": 2, "version_minor": 0, "model_id": "gone"}}
@@ -81,6 +82,32 @@ def test_jupyterlab_shows_the_pictures_and_no_error(
     hidden = still.is_hidden()
     assert hidden if trusted else not hidden  # what is not trusted has no styles, and no widgets either
     assert page.cell(1).locator(".nbkit-still").is_visible()
+
+
+def test_in_vs_code_a_widget_hides_the_picture_of_its_own_cell_only(browser: Any) -> None:
+    """VS Code shows all outputs of a notebook in one page, which has a .cell_container for each cell."""
+    still = beside_widget(panel_still())["text/html"]
+    cells = f"<div class=nbkit-live></div><div>{still}</div>", f"<div>{still}</div>"
+    page = browser.new_page()
+    page.set_content("".join(f"<div class=cell_container>{cell}</div>" for cell in cells))
+
+    assert [one.is_visible() for one in page.locator(".nbkit-still").all()] == [False, True]
+    page.close()
+
+
+def test_on_a_dark_page_with_the_variables_of_a_light_one_words_have_the_colour_of_the_page(browser: Any) -> None:
+    """JupyterLab's variables have the values of its light theme in a dark VS Code that has shown a widget."""
+    tabs = object.__new__(RankTabs)
+    tabs.id, tabs.texts = "tabs", {0: RankText(), 1: RankText()}
+    words = clock_bundle("running")["text/html"] + card_html(SNAPSHOT) + tabs.still()["text/html"]
+    page = browser.new_page()
+    light = "".join(f"--jp-{kind}-font-color{i}: black;" for kind in ("ui", "content") for i in range(4))
+    page.set_content(f"<style>:root {{ {light} }} body {{ color: rgb(204, 204, 204) }}</style>{words}")
+    colours = "all => all.map(one => getComputedStyle(one).color)"
+    of = page.locator(".nbkit-clock, .nbkit-card > div *:not(span, style), .nbkit-tabs label, .nbkit-tabs pre")
+
+    assert of.count() > 5 and set(of.evaluate_all(colours)) == {"rgb(204, 204, 204)"}
+    page.close()
 
 
 def test_a_page_made_of_the_notebook_shows_the_pictures(browser: Any, tmp_path: Path) -> None:

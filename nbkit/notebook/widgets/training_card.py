@@ -52,7 +52,7 @@ _SCRIPT = """export default {
 # Without the widget, a reloaded page gets no updates; this style makes it say so by itself.
 _STILL = (
     "<style>@keyframes nbkit-still { to { visibility: visible; max-height: 4em; } }</style>"
-    "<div style='visibility:hidden;max-height:0;overflow:hidden;color:var(--jp-ui-font-color2,gray);"
+    "<div style='visibility:hidden;max-height:0;overflow:hidden;opacity:.6;"
     f"animation:nbkit-still 1ms {_STILL_SECONDS}s forwards'>This card has not changed for a minute. If the page was "
     "loaded anew meanwhile, it will not change any more: %dashboard shows the training.</div>"
 )
@@ -231,7 +231,7 @@ def _live_card() -> Any:
 
 def clock_bundle(words: str) -> dict[str, str]:
     """Return a line about a running cell, as a MIME bundle."""
-    style = "color:var(--jp-ui-font-color2,gray);font-variant-numeric:tabular-nums"
+    style = "opacity:.6;font-variant-numeric:tabular-nums"
     return {"text/plain": words, "text/html": f"<div class='nbkit-clock' style='{style}'>{html.escape(words)}</div>"}
 
 
@@ -259,7 +259,7 @@ def card_html(snapshot: dict[str, Any], *, ended: bool = False) -> str:
         f"{_curve([point[4] for point in snapshot['points']])}"
         "<div style='flex:1 1 300px;min-width:0'>"
         f"<div><span style='color:{colour}'>●</span> <b>{head}</b> {figures}</div>"
-        f"<div style='color:var(--jp-ui-font-color2,gray)'>{reading}</div>{'' if ended else _STILL}</div></div>"
+        f"<div style='opacity:.6'>{reading}</div>{'' if ended else _STILL}</div></div>"
     )
 
 

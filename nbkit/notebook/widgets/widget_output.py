@@ -101,7 +101,8 @@ class Shown(Protocol):
 
 STILL_SECONDS = 20.0
 _LIVE = ":is(.nbkit-panel, .nbkit-dashboard, .nbkit-live)"
-_AREAS = ".jp-OutputArea, .output_wrapper"  # outputs of a cell in JupyterLab and Notebook 7, and in nbclassic
+# Outputs of a cell in JupyterLab and Notebook 7, in nbclassic, and in VS Code.
+_AREAS = ".jp-OutputArea, .output_wrapper, .cell_container"
 _STYLE = (
     f"<style>:is({_AREAS}):has({_LIVE}) .nbkit-still, body:not(:has({_AREAS})):has({_LIVE}) .nbkit-still "
     "{ display: none }"

@@ -27,7 +27,7 @@ from nbkit.device_kinds import GLOO
 from nbkit.rank.background_threads import started
 from nbkit.rank.comm.background_creation import BreakableStore, GroupRendezvous, forming
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
-from nbkit.rank.comm.gloo.interruptible_wait import interrupt
+from nbkit.rank.comm.gloo.interruptible_wait import end_futures, interrupt
 from nbkit.rank.device import backends, is_device_backend
 from nbkit.rank.torch_private import CAN_BATCH_P2P, CAN_DELEGATE_GROUPS, group_tables
 from nbkit.rank.world import sockets
@@ -67,12 +67,14 @@ An abort may end only the last part of what NCCL sends, because each part uses a
 
 
 def install(*, unlimited: bool = True) -> None:
-    """Make all later groups of this process delegating groups, if nbkit knows the backend. A second call does nothing.
+    """Make all later groups of this process delegating groups, if nbkit knows the backend.
 
     If this torch version does not support that, groups stay torch's own. unlimited: a group has no time-out unless the
-    user sets one. False keeps torch's default time-out.
+    user sets one, and nbkit can end waits for its futures. False keeps torch's default time-out and torch's futures. A
+    second call changes only the futures.
     """
     global _original
+    end_futures(unlimited)
     if _original is not None or not CAN_DELEGATE_GROUPS:
         return
     _original = c10d._new_process_group_helper

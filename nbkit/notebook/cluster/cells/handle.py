@@ -234,5 +234,5 @@ class CellHandle:
         return (
             f"<span style='color:{_COLOURS[status]}'>●</span> <b>{status}</b> · "
             f"<code>{html.escape(self._execution.describe(age=age))}</code> "
-            f"<span style='color:var(--jp-ui-font-color2,gray)'>{next_words}</span>"
+            f"<span style='opacity:.6'>{next_words}</span>"
         )

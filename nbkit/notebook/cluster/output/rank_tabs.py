@@ -20,14 +20,14 @@ KEPT_CHARACTERS = 40_000  # the newest of a rank; each update sends all of them 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PRE = (
     "margin:0;padding:4px 8px;max-height:30em;overflow:auto;white-space:pre-wrap;background:transparent;"
-    "color:var(--jp-content-font-color1,inherit);font-family:var(--jp-code-font-family,monospace);"
+    "color:inherit;font-family:var(--jp-code-font-family,monospace);"
     "font-size:var(--jp-code-font-size,13px);line-height:var(--jp-code-line-height,1.3)"
 )
 _STYLE = """
 .nbkit-tabs { display: flex; flex-wrap: wrap; }
 .nbkit-tabs > input { position: absolute; opacity: 0; }
 .nbkit-tabs > label { order: 1; padding: 3px 10px; cursor: pointer; border-bottom: 2px solid transparent;
-  color: var(--jp-ui-font-color1, inherit); font-family: var(--jp-ui-font-family, sans-serif); font-size: 13px; }
+  color: inherit; font-family: var(--jp-ui-font-family, sans-serif); font-size: 13px; }
 .nbkit-tabs > input:checked + label { border-color: var(--jp-brand-color1, #1976d2); font-weight: 600; }
 .nbkit-tabs > input:focus-visible + label { outline: 2px solid var(--jp-brand-color1, #1976d2); }
 .nbkit-tabs > pre { display: none; order: 2; width: 100%; box-sizing: border-box;

@@ -121,6 +121,7 @@ class _Interrupts:
         self.error: Exception | None = None
         self.lock = threading.Lock()
         self.futures: weakref.WeakSet[_Gate] = weakref.WeakSet()
+        self.ends_futures = True
 
 
 _interrupts = _Interrupts()
@@ -171,8 +172,15 @@ def wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
     return arrived
 
 
+def end_futures(wanted: bool) -> None:
+    """Choose whether an interrupt ends waits for later futures too. Such a future takes some 40 us more of CPU time."""
+    _interrupts.ends_futures = wanted
+
+
 def future(work: Any, issued: int) -> torch.futures.Future[Any]:
     """Return the future of a collective. An interrupt also ends waits for the future in C++, such as DDP's."""
+    if not _interrupts.ends_futures:
+        return work.get_future()  # type: ignore[no-any-return]
     gate = _Gate(work, issued)
     with _interrupts.lock:
         _interrupts.futures.add(gate)
