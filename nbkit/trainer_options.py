@@ -44,7 +44,7 @@ class _Option:
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
             self._refuse(what or f"{name} is a whole number, at least {least}.", name, f"{name}={typical}")
 
-    def _check_choice(self, name: str, choices: Sequence[bool | str | None], *, typical: str) -> None:
+    def _check_choice(self, name: str, choices: Sequence[bool | str | None], *, typical: bool | str) -> None:
         value = getattr(self, name)
         if not any(type(value) is type(choice) and value == choice for choice in choices):
             numbers = ", ".join(map(repr, choices))
@@ -94,11 +94,12 @@ class Compute(_Option):
     activations again in the backward pass (default: False). True: all of a block. "selective": all but matrix products,
     attention and collectives, whose results are kept. loss_chunks: number of pieces in which the head and the
     cross entropy are computed (default: 1). Only the logits of one piece are in memory. offload: "cpu" keeps the
-    optimizer's state in host memory (default: None). compile: compile each block, if the strategy and the model allow
-    it (default: False). A text is a mode of torch.compile. dropout: "keyed" makes dropout the same under every strategy
-    (the default on CPU ranks). "fused" lets attention kernels draw their own masks (the default on GPUs, because fused
-    kernels take no mask). grad_norm_every: steps between two gradient norms in the records, for a Trainer without
-    clip_norm (default: 10).
+    optimizer's state in host memory (default: None). fp8: compute linear layers in 8 bits, which is faster on new GPUs,
+    with torchao (default: False; docs/reference/trainer.md). compile: compile each block, if the strategy and the model
+    allow it (default: False). A text is a mode of torch.compile. dropout: "keyed" makes dropout the same under every
+    strategy (the default on CPU ranks). "fused" lets attention kernels draw their own masks (the default on GPUs,
+    because fused kernels take no mask). grad_norm_every: steps between two gradient norms in the records, for a Trainer
+    without clip_norm (default: 10).
 
     Raises TrainingError for an invalid value.
     """
@@ -107,6 +108,7 @@ class Compute(_Option):
     recompute: bool | str = False
     loss_chunks: int = 1
     offload: str | None = None
+    fp8: bool = False
     compile: bool | str = False
     dropout: str | None = None
     grad_norm_every: int = 10
@@ -119,6 +121,7 @@ class Compute(_Option):
             what = f"There is no place {self.offload!r} for the optimizer's state."
             self._refuse(what, "offload", "offload='cpu'", numbers="None, 'cpu'")
         self._check_choice("recompute", RECOMPUTE, typical="selective")
+        self._check_choice("fp8", (False, True), typical=True)
         self._check_choice("dropout", (None, "keyed", "fused"), typical="keyed")
 
 

@@ -35,6 +35,7 @@ WRONG: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "no rows": (lambda: nbkit.Compute(microbatch_size=-1), "whole number", "microbatch_size=-1", "microbatch_size=8)"),
     "no part": (lambda: nbkit.Compute(recompute="all"), "no recompute 'all'", "'selective', True", "='selective'"),
     "no bool": (lambda: nbkit.Compute(recompute=1), "no recompute 1", "'selective', True", "='selective'"),
+    "no format": (lambda: nbkit.Compute(fp8="e4m3"), "no fp8 'e4m3'", "False, True", "Compute(fp8=True)"),  # type: ignore[arg-type]
     "no norms": (lambda: nbkit.Compute(grad_norm_every=0), "whole number", "grad_norm_every=0", "grad_norm_every="),
     "no place": (lambda: nbkit.Compute(offload="disk"), "no place 'disk'", "None, 'cpu'", "Compute(offload='cpu')"),
     "no dropout": (lambda: nbkit.Compute(dropout="x"), "no dropout 'x'", "'keyed', 'fused'", "dropout='keyed'"),

@@ -34,6 +34,7 @@ from nbkit.rank.parallel.module.block_discovery import structural_blocks, within
 from nbkit.rank.parallel.module.compile import compilable, compile_blocks
 from nbkit.rank.parallel.module.copies import homes, replace_submodule
 from nbkit.rank.parallel.module.forward_wrapper import mark_parts, recompute, refuse_copies
+from nbkit.rank.parallel.module.fp8 import compute_in_fp8, fp8_layers, spelled_fp8
 from nbkit.rank.parallel.pipeline.executor import Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.plan import ParallelPlan, keeps_whole, need_chain, need_copies
@@ -190,6 +191,10 @@ def cut(
         context = context_parallel(module, axes, every, held=blocks, tried=facts.positionwise)
         partial_sums.update({name: (*partial_sums.get(name, ()), "cp") for name in sorted(context.partial)})
         notes += context.notes
+    if options.fp8:
+        names = [name for name in fp8_layers(facts.shapes.skeleton)[0] if _holds(module, name)]
+        compute_in_fp8(module, names, device)
+        notes.append(spelled_fp8(facts.shapes.skeleton))
     gathers = plan.gathers
     if options.recompute:
         recompute(module, blocks, selective=options.recompute == "selective")

@@ -22,6 +22,7 @@ from nbkit.rank.parallel.device_mesh import groups_along
 from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.model_facts import Layouts, ModelFacts, needed_facts
 from nbkit.rank.parallel.module.compile import not_compiled
+from nbkit.rank.parallel.module.fp8 import need_whole_layers, spelled_fp8
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.value_digest import digest_of
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
@@ -237,6 +238,7 @@ class ParallelPlan:
         parts: list[Any] = [str(strategy), strategy.slowest, self.node_of, facts.shapes.digest]
         parts += [
             self.options.recompute,
+            self.options.fp8,
             self.options.loss_chunks,
             self.options.compile,
             self.options.cut,
@@ -290,7 +292,7 @@ def refusals(
     """
     needs = [_need_stages, _need_facts, _need_blocks_that_run, _need_copies, _need_whole_gradients, need_rows]
     needs += [_need_outside, _need_one_gradient, _need_experts, *([] if guessed else [need_chain])]
-    for need in [*needs, _need_gathers, _need_positionwise]:
+    for need in [*needs, _need_gathers, _need_positionwise, _need_whole_layers]:
         try:
             need(strategy, facts, options)
         except StrategyError as error:
@@ -482,6 +484,11 @@ def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
         )
 
 
+def _need_whole_layers(strategy: Strategy, _: ModelFacts, options: JobOptions) -> None:
+    """Raise StrategyError if fp8 is asked for, and `strategy` divides what has one scale."""
+    need_whole_layers(strategy, options.fp8)
+
+
 def _need_gathers(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
     """Raise StrategyError if `strategy` shards parameters and a run showed that the model then trains differently."""
     refused = facts.gathers.refused if facts.gathers is not None else None
@@ -531,6 +538,8 @@ def _steps(plan: ParallelPlan) -> Iterator[str]:
     if plan.options.recompute:
         but = ", without matrix products, attention and collectives" * (plan.options.recompute == "selective")
         yield f"recomputation: blocks run again in the backward pass{but}"
+    if plan.options.fp8:
+        yield spelled_fp8(facts.shapes.skeleton)
     if plan.options.loss_chunks > 1:
         yield f"loss: head and cross entropy in {plan.options.loss_chunks} pieces"
     if plan.options.compile and not not_compiled(plan.options, strategy):

@@ -508,7 +508,7 @@ def _proof(
     if beforehand := _unmakeable(small, facts, example, size):
         return StepProof(unproven=f"no whole step: {beforehand}")
     # The ranks are threads of one process, so they are on one node.
-    of_ranks = ParallelPlan(small, facts, replace(plan.options, compile=False))
+    of_ranks = ParallelPlan(small, facts, replace(plan.options, compile=False, fp8=False))
     # The mean of an auxiliary term over parts of a batch differs from that over the batch. So one process uses the same
     # parts.
     in_parts = facts.coupled is not None and parts_rows(strategy, plan.options)

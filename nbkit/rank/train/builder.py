@@ -34,6 +34,7 @@ from nbkit.rank.parallel.fact_finder import FactFinder
 from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.copies import build_again, built_again, skeleton_of
+from nbkit.rank.parallel.module.fp8 import check_fp8
 from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut, parallelize, parallelize_lean
 from nbkit.rank.parallel.plan import ParallelPlan, keeps_whole, make_plan, need_rows
 from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, groups_exist, meet_groups
@@ -127,6 +128,7 @@ class Builder:
         self.options = JobOptions(
             tp_plan=config.hints.tp_plan,
             recompute=config.compute.recompute,
+            fp8=config.compute.fp8,
             loss_chunks=config.compute.loss_chunks,
             cut=config.compute.microbatch_size is not None,
             compile=config.compute.compile,
@@ -199,6 +201,12 @@ class Builder:
         # The factory reads weights, but the model was built without them.
         self.shells.pop().make_whole()
         return OptimizerSpec(optimizer, module=self.module)
+
+    def check_fp8(self) -> None:
+        """Raise TrainingError on every rank if fp8=True was asked for, and a rank cannot do it. Collective."""
+        if self.options.fp8:
+            what = "A rank cannot compute in fp8."
+            agree(lambda: check_fp8(self.skeleton, self.device), what=what, hint="compute=nbkit.Compute(fp8=False)")
 
     @property
     def blueprint(self) -> Blueprint:

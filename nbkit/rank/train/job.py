@@ -202,6 +202,7 @@ class Job:
             builder = Builder(model, optimizer, config, asked=asked, **here)
             self._begin(builder)
             self.precision.check(builder.skeleton)
+            builder.check_fp8()
             if chosen is None:
                 recommended = recommend(builder)
                 chosen = recommended.strategy

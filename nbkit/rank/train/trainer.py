@@ -82,9 +82,9 @@ class Trainer:
     Less common settings are fields of option objects. Each option class has its own docstring. loading: how to make
     batches from samples, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: when and where to save
     automatically, `nbkit.Checkpoints(every= path= keep= snapshot_every=)`. compute: how to compute a step,
-    `nbkit.Compute(microbatch_size= recompute= loss_chunks= offload= compile= dropout= grad_norm_every=)`. recovery:
-    what to do when ranks die, hang, slow down or run out of memory, `nbkit.Recovery(on_failure= hang_timeout= on_oom=
-    balance= backup_every=)`. hints: facts about the model that nbkit cannot always find itself,
+    `nbkit.Compute(microbatch_size= recompute= loss_chunks= offload= fp8= compile= dropout= grad_norm_every=)`.
+    recovery: what to do when ranks die, hang, slow down or run out of memory, `nbkit.Recovery(on_failure= hang_timeout=
+    on_oom= balance= backup_every=)`. hints: facts about the model that nbkit cannot always find itself,
     `nbkit.ModelHints(stages= tp_plan= example=)`. switches: planned switches: a dict from numbers of finished steps to
     strategies, or a JSON file with such a dict. If it has step 0, the training begins with that strategy.
 

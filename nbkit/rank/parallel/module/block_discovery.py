@@ -64,7 +64,7 @@ def _has_parts(module: nn.Module, name: str) -> bool:
     return any(True for _ in module.get_submodule(name).children())
 
 
-_ROUTERS = {"gate", "router", "gating", "gate_network", "wg"}
+ROUTERS = {"gate", "router", "gating", "gate_network", "wg"}
 
 
 def experts_in(model: nn.Module) -> str:
@@ -77,7 +77,7 @@ def mixtures(model: nn.Module) -> list[str]:
     found = []
     for name, part in model.named_modules():
         inside = {child for child, _ in part.named_children()} | set(part._parameters)
-        if "experts" in inside and inside & _ROUTERS:
+        if "experts" in inside and inside & ROUTERS:
             found.append(name)
     return found
 

@@ -176,7 +176,7 @@ def trace(
     """
     runs = []
     for count in (rows, 2 * rows):
-        plan = ParallelPlan(Strategy(tp=tp, cp=cp), facts, replaced(options, compile=False))
+        plan = ParallelPlan(Strategy(tp=tp, cp=cp), facts, replaced(options, compile=False, fp8=False))
         made = cut(plan, lone_connections(tp, cp), device=torch.device("cpu"))
         with nullcontext() if real else _without_memory():
             module = _filled(made, real=real)

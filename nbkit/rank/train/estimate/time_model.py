@@ -35,8 +35,8 @@ def seconds_before_a_step(
     out: it depends on the speed of memory, which is not measured.
     """
     link, costs, example = builder.link, builder.facts.costs, builder.config.hints.example
-    if not costs or example is None:
-        return None
+    if not costs or example is None or builder.options.fp8:
+        return None  # the blocks were measured without fp8
     # The costs are the seconds of forward and backward of each block, without recomputation.
     again = (builder.options.recompute if recompute is None else recompute) is True
     compute = sum(costs) / rows_of(example) * batch
