@@ -40,11 +40,11 @@ def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
 
 
 def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
-    """Return 1F1B with `stages_per_rank` stages on each rank: stage s is on rank s mod ranks.
+    """Return 1F1B with `stages_per_rank` stages on each rank (2 in a training): stage s is on rank s mod ranks.
 
-    Micro-batches form groups of `ranks`, the number of ranks. Each rank runs a whole group through its first stage,
-    then through its second stage, and so on. Then it takes the next group (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2.2).
+    A group has as many micro-batches as there are ranks. Each rank runs a whole group through its first stage, then
+    through its second stage, and so on. Then it takes the next group (Narayanan et al. 2021, arXiv 2104.04473, section
+    2.2.2).
     """
     groups = -(-microbatches // ranks)
     forwards, backwards = [], []

@@ -1,4 +1,4 @@
-"""order=dp: the axis that crosses nodes. The numbers of the ranks along it are farthest apart."""
+"""order=dp: the axis that crosses nodes: each of its groups has ranks on several nodes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from nbkit.techniques.key import AnyStrategy, Key, whole_number
 
 
 class PlacesKey(Key):
-    """A number for each rank, separated by colons. By default, each rank is at its own place."""
+    """A number for each rank, separated by colons. By default, rank 0 is at place 0, rank 1 at place 1, and so on."""
 
     name = "places"
     neutral: ClassVar[tuple[int, ...]] = ()

@@ -99,13 +99,13 @@ def off(ours: Any, truth: Any) -> float:
 
 
 RUNS = [
-    ("ddp", {}),
-    ("zero3", {"recompute": "selective"}),
-    ("pp=2 microbatches=3", {}),
     ("cp=2", {"recompute": True}),
     ("ddp > zero3 > pp=2 microbatches=2", {}),
 ]
 LONG = [
+    ("ddp", {}),
+    ("zero3", {"recompute": "selective"}),
+    ("pp=2 microbatches=3", {}),
     ("zero1", {"model": "tied", "microbatch_size": 1}),
     ("zero2", {"model": "frozen"}),
     ("pp=2 schedule=zb microbatches=3", {"loss_chunks": 2}),
@@ -130,7 +130,7 @@ def test_a_division_of_rows_trains_as_one_process_does(runs: list[tuple[str, dic
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-@pytest.mark.parametrize("how", [False, "selective", True])
+@pytest.mark.parametrize("how", [False, *(pytest.param(how, marks=pytest.mark.long) for how in ("selective", True))])
 def test_zero3_gathers_weights_in_the_dtype_of_autocast_and_computes_the_same(how: bool | str) -> None:
     """In bf16, sums in another order change the losses by its rounding, and a weight rounded once more by more."""
     changed = {"dtype": torch.float32, "precision": "bf16", "recompute": how}
