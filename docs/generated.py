@@ -545,7 +545,7 @@ FIELDS = {
     "step": "number of finished steps at that time",
     "strategy": "the strategy in its canonical form",
     "reason": '"done", "stopped", or the name of the error that ended the run',
-    "record": "numbers of the step: loss, lr, seconds, tokens, ... In the event, they stand beside kind and step",
+    "record": "loss, lr, seconds, tokens, ... In the dict, each of them is a field, and there is no `record`",
     "path": "the directory of the checkpoint",
     "old": "the value before",
     "new": "the value after",

@@ -181,18 +181,18 @@ class Recovery(_Option):
     on_failure: what to do when a rank dies. "replace" (the default): start a new rank in its place, if possible, and
     continue (docs/reference/dead-ranks.md). "shrink": continue with the remaining ranks. "stop": end the training.
     hang_timeout: in a cluster, nbkit kills a rank when all others have waited for it this long. The rank then counts as
-    dead. In a script, a rank that has waited this long ends the run. None (the default): no limit in a cluster, where
-    the cell reports a hang after 30 s; 600 in a script. float("inf"): no limit. on_oom: what to do when a step has run
-    out of memory and was undone (docs/reference/out-of-memory.md). "fit": repeat the step with a setting that fits.
-    "ask": ask you for the setting (the default in a notebook). "raise": end `fit` with the error (the default
-    elsewhere). balance: measure how fast ranks compute. When their speeds change, switch to a strategy with matching
-    speeds=. Under ep=, measure the tokens of experts, and exchange experts between ranks (default: False).
+    dead. In a script, a rank that has waited this long ends the run. None (the default): 600 s in a script. In a
+    cluster there is no limit, and the cell reports a hang after 30 s. float("inf"): no limit. on_oom: what to do when a
+    step has run out of memory and was undone (docs/reference/out-of-memory.md). "fit": repeat the step with a setting
+    that fits. "ask": ask you for the setting (the default in a notebook). "raise": end `fit` with the error (the
+    default elsewhere). balance: measure how fast ranks compute. When their speeds change, switch to a strategy with
+    matching speeds=. Under ep=, measure the tokens of experts, and exchange experts between ranks (default: False).
     backup_every: steps between two backups. A backup copies state that only one rank holds to the host memory of
-    another rank. None (the default): as often as possible within 5 % of the time, if a rank can be replaced. 0: no
-    backups; a replacement then needs a checkpoint.
+    another rank. None (the default): if a rank can be replaced, nbkit makes backups as often as possible, but spends at
+    most 5 % of the time on them. 0: no backups; a replacement then needs a checkpoint.
 
-    For a loop over `job.batches`, only on_failure ("replace" or "stop") and backup_every are allowed. Raises
-    TrainingError for an invalid value.
+    In a loop of your own over `job.batches` (docs/reference/prepare.md), only on_failure ("replace" or "stop") and
+    backup_every are allowed. Raises TrainingError for an invalid value.
     """
 
     on_failure: str = "replace"
@@ -216,9 +216,9 @@ class ModelHints(_Option):
     """Facts about a model that nbkit cannot always find itself.
 
     stages: names of the modules that begin stages 1, 2, ... of a pipeline. tp_plan: how tensor parallelism splits
-    modules, by module name (with *). example: a small batch to run the model on. nbkit needs it if the data cannot be
-    indexed, and in a loop of your own: for pipelines, for context parallelism, and for tensor parallelism, except for
-    well-known classes.
+    modules, such as `{"blocks.*.up": "colwise"}` (docs/reference/models.md). A * stands for any characters. example: a
+    small batch to run the model on. A Trainer takes it from data that can be indexed. In other cases, give a batch.
+    Without one, nbkit refuses pp and cp, and tp splits only well-known classes (docs/reference/models.md).
 
     For a hint that is None (the default), nbkit tries to find the fact itself.
     """

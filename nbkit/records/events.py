@@ -76,7 +76,8 @@ class LiveCell(Event):
 
 @dataclass(frozen=True)
 class Checkpointed(Event):
-    """State was written to, or read from, `path`. action: "saved" or "loaded". before: finished steps before a load."""
+    """State was written to, or read from, `path`. action: "saved" or "loaded". before: for a load, the number of steps
+    that the training had finished until then."""
 
     kind: ClassVar[str] = "checkpoint"
     path: str = ""
@@ -91,8 +92,8 @@ class Switched(Event):
     beside_s: seconds of preparation in another thread during steps of the old strategy. They are not part of the pause.
     pause_s: seconds without a step, not including proof_s. proof_s: seconds in which the training waited for the
     comparison of old and new state. prepare_s: the part of pause_s before anything moved. identical: True if weights
-    and optimizer state are the same as before; None if not compared. in_place: True if memory did not hold both states,
-    so that tensors were replaced one by one.
+    and optimizer state are the same as before; None if not compared. in_place: True if the old and the new state did
+    not fit into memory together. Then nbkit replaced tensors one by one.
     """
 
     kind: ClassVar[str] = "switch"

@@ -32,11 +32,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Header(Record):
-    """The first line of a record file. The records of a rank have several parts, with one file for each part.
+    """The first line of a record file. When the file of a rank is full, the rank begins a new one, the next part.
 
-    part: number of this part. clock: "host", or the kind of device that timed the steps. unix_s: seconds since 1970 by
-    the host's clock. clock_ns: the rank's perf_counter at the moment of unix_s, in ns. offset_ns: add this to the
-    rank's perf_counter to get the perf_counter of rank 0. base_bytes: bytes of the process in memory before the job.
+    part: number of this part, from 0. clock: "host", or the kind of device that timed the steps. unix_s: seconds since
+    1970 by the host's clock. clock_ns: the rank's perf_counter in ns, read at the same moment as `unix_s`. offset_ns:
+    add this to the rank's perf_counter to get the perf_counter of rank 0. base_bytes: bytes of the process in memory
+    before the job.
     """
 
     kind: ClassVar[str] = "header"
@@ -74,11 +75,12 @@ class Group(Record):
 
 @dataclass(frozen=True)
 class Traffic:
-    """The calls of one operation on one group (with one peer), by one rank in one step.
+    """The sum of a rank's calls that have the same operation, group and peer.
 
-    peer: global rank at the other end of messages, -1 for any rank; None for a collective. bytes: bytes that this rank
-    contributed. timed: number of calls with a measured duration. seconds: sum of these durations, including the wait
-    for late ranks. blocked: seconds in which this rank did nothing but wait for the operation.
+    peer: for messages, the global rank at the other end, or -1 if this rank receives from any rank; None for a
+    collective. bytes: bytes that this rank contributed. timed: number of calls with a measured duration. seconds: sum
+    of these durations, including the wait for late ranks. blocked: seconds in which this rank did nothing but wait for
+    the operation.
     """
 
     op: str
@@ -97,13 +99,13 @@ class StepRecord(Record):
     """A finished step. In an overview file, a line is the mean of `span` steps, and `step` is the last of them.
 
     start_ns: time when the step began, in ns. seconds: duration of the step on this rank. parts: seconds of each
-    activity of the training thread: compute, exposed (waiting for communication), bubble, data, optimizer, other. They
-    add up to `seconds`. Empty if not measured. numbers: loss, lr, tokens and the other values of the history.
-    cpu_seconds: CPU time of all threads of this process. own_seconds: seconds in which nbkit measured and wrote
-    records. examining: seconds in which the process examined strategies for a panel, in parallel with the step. lost:
-    number of calls that are missing, because newer calls overwrote them. faults: number of memory pages that the system
-    read from disk while the process waited. experts: for each expert of this rank, the number of tokens that it
-    computed, over all layers.
+    activity of the training thread: compute, exposed (waiting for communication), bubble (waiting for another stage of
+    a pipeline), data, optimizer, other. They add up to `seconds`. Empty if not measured. numbers: loss, lr, tokens and
+    the other values of the history. cpu_seconds: CPU time of all threads of this process. own_seconds: seconds in which
+    nbkit measured and wrote records. examining: seconds in which the process examined other strategies for the strategy
+    panel. This ran in parallel with the step. lost: number of collectives and messages that are missing in `traffic`,
+    because newer ones overwrote them. faults: number of memory pages that the system read from disk while the process
+    waited. experts: for each expert of this rank, the number of tokens that it computed, over all layers.
     """
 
     kind: ClassVar[str] = "step"
@@ -135,9 +137,9 @@ class Outside(Record):
 class TimedCall:
     """A collective or message in a step.
 
-    place: number of the call in its group, the same on all ranks of the group; for a message, its number in the pair of
-    ranks. issued: time of the call, in ns. waited: time when this rank began to wait for it, in ns; None: not known.
-    done: time when the call was complete, in ns; None: not known.
+    place: number of the call in its group, from 1, the same on all ranks of the group. Messages from one rank to
+    another have their own numbers. issued: time of the call, in ns. waited: time when this rank began to wait for it,
+    in ns; None: not known. done: time when the call was complete, in ns; None: not known.
     """
 
     op: str
@@ -221,11 +223,11 @@ gradients of activations, and temporary tensors of an operation or of the optimi
 class MemoryRecord(Record):
     """Bytes of a rank after a backward pass. Tensors that share memory count once.
 
-    peak: the largest number of bytes during a step; 0 if not counted. These are bytes in the device's allocator, or in
-    live storages (source "storages"). now: bytes in the device's allocator, or on the CPU bytes of the process,
-    including Header.base_bytes. source: the kind of the device, or "storages". In records of older releases, source is
-    "rss", and peak is the peak of the process. named: the parts of the peak, the largest first; empty if only the sum
-    is known.
+    peak: the largest number of bytes during a step; 0 if not counted. On a GPU, these are bytes in its allocator. On
+    the CPU, they are bytes of torch's storages. now: on a GPU, bytes in its allocator. On the CPU, bytes of the
+    process, including Header.base_bytes. source: the kind of the device; on the CPU, "storages". In records of older
+    releases, source is "rss", and peak is the peak of the process. named: the parts of the peak, the largest first;
+    empty if only the sum is known.
     """
 
     kind: ClassVar[str] = "memory"
@@ -268,7 +270,7 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class HealthRecord(Record):
-    """The state of a rank at one moment. The first rank of a host also records the host (cores > 0) and its GPUs.
+    """The state of a rank at one moment. The first rank of a host also records load, cores, mhz and gpus.
 
     cpu: number of cores that this process used on average since the last record. rss: bytes of the process in memory.
     gpu: UUID of the rank's GPU, or "". load: number of processes of the host that run or are ready to run, averaged

@@ -61,23 +61,24 @@ from nbkit.trainer_options import Checkpoints, Compute, Loading, ModelHints, Rec
 class Trainer:
     """Trains `model` on `data`. Collective: every rank makes the same calls.
 
-    model: an nn.Module, or a callable that builds one. loss: a function (output, target) that returns a mean, or (sum,
-    weight). optimizer: a function that gets the model and returns an optimizer. It may return a list or dict of
-    several, such as Muon for the matrices and AdamW for the rest. Each trainable parameter must be in exactly one of
-    them. lr_schedule, checkpoints and switches treat them as one optimizer. `trainer.optimizer.optimizers` is the list
-    or dict. data: a map-style or iterable dataset with items (input, target) or dicts. batch_size: rows of the global
-    batch, over all ranks. strategy: a text such as "dp=2 tp=2"; with "auto", nbkit lists the strategies that fit, then
-    prints and uses the first one (docs/reference/planner.md). precision: "bf16" and "fp16" run forward and loss under
-    autocast. "fp16" also scales the loss. None (the default): float32. clip_norm: the maximum norm of all gradients.
-    Larger gradients are scaled down. None (the default): no clipping. lr_schedule: a function that gets the number of
-    finished steps and returns a factor for the optimizer's lr. eval_data: data for evaluations. The mean loss is
-    `eval_loss` in `history`. eval_every: steps between two evaluations. inputs: for dict batches, the names of the
-    entries that the model takes; `loss` then gets (output, batch). seed: the seed of weights, order and dropout.
-    callbacks: functions (trainer, record) to call after each step. Before the calls, the host waits for the GPU, so
-    that the model and the record belong to the same step. `nbkit.WeightAverage` can be one of the callbacks. name: the
-    name of the run. log_dir: the parent of the run's directory. %dashboard and TensorBoard read it. None: keep no
-    records. sinks: objects with a method write(event). On rank 0, nbkit calls it for each step and event. progress:
-    print a line that shows the progress.
+    model: an nn.Module, or a callable that builds one. loss: a function (output, target) that returns a mean. For
+    masks, or rows of unequal length, it returns (sum, weight) (docs/reference/losses.md). optimizer: a function that
+    gets the model and returns an optimizer. It may return a list or dict of several, such as Muon for the matrices and
+    AdamW for the rest. Each trainable parameter must be in exactly one of them. lr_schedule, checkpoints and switches
+    treat them as one optimizer. `trainer.optimizer.optimizers` is the list or dict. data: a map-style or iterable
+    dataset with items (input, target) or dicts. batch_size: rows of the global batch, over all ranks. strategy: a text
+    such as "dp=2 tp=2"; with "auto", nbkit lists the strategies that fit, then prints and uses the first one
+    (docs/reference/planner.md). precision: "bf16" and "fp16" run forward and loss under autocast. "fp16" also scales
+    the loss. None (the default): float32. clip_norm: the maximum norm of all gradients. Larger gradients are scaled
+    down. None (the default): no clipping. lr_schedule: a function that gets the number of finished steps and returns a
+    factor for the optimizer's lr. eval_data: data for evaluations. The mean loss is `eval_loss` in `history`.
+    eval_every: steps between two evaluations. inputs: for dict batches, the names of the entries that the model takes;
+    `loss` then gets (output, batch). seed: the seed of the weights, of the order of the data, and of dropout.
+    callbacks: functions (trainer, record) to call after each step. Before the calls, each rank waits until its GPU has
+    finished the step, so that the model and the record belong to the same step. `nbkit.WeightAverage` can be one of the
+    callbacks. name: the name of the run. log_dir: the parent of the run's directory. %dashboard and TensorBoard read
+    it. None: keep no records. sinks: objects with a method write(event). On rank 0, nbkit calls it for each step and
+    event. progress: print a line that shows the progress.
 
     Less common settings are fields of option objects. Each option class has its own docstring. loading: how to make
     batches from samples, `nbkit.Loading(shuffle= drop_last= collate= workers=)`. checkpoints: when and where to save
@@ -231,7 +232,7 @@ class Trainer:
         """Return one dict per finished step, equal on every rank.
 
         Inside `fit`, the newest step is missing, except in callbacks. After more than 20,000 steps, the history keeps
-        the newest 10,000 steps. Of the earlier steps, it keeps every 2nd, 4th, ... (at most 10,000).
+        the newest 10,000 steps, and at most 10,000 of the earlier ones: first every 2nd, later every 4th, and so on.
         """
         return self.job.history
 
@@ -255,9 +256,10 @@ class Trainer:
     def fit(self, steps: int | None = None, *, until: int | None = None, resume: str | None = None) -> Records:
         """Train for `steps` more steps, or until step `until` is finished. Return the records of these steps.
 
-        Use `until` in a script that runs again after `load`: `fit` then makes only the remaining steps. With
-        resume="auto", `fit` first loads the newest complete checkpoint in the path of `checkpoints`, or in the runs
-        with this `name`. Python collects garbage only between two steps, after the same steps on all ranks.
+        Use `until` in a script that may be started again. After it has loaded a checkpoint, `fit` makes only the
+        remaining steps. With resume="auto", `fit` first loads the newest complete checkpoint in the path of
+        `checkpoints`, or in the runs with this `name`. Python's garbage collector runs only between two steps. All
+        ranks run it after the same steps, so that no rank waits for another one's collection.
 
         Raises Stopped if the user stops the training, and NotFinite if the loss is not finite. All ranks raise the
         error at the same step boundary. You may call `fit` again.
