@@ -298,7 +298,7 @@ class Job:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy in force."""
+        """The current strategy."""
         return self.sharded_model.strategy
 
     @property
@@ -542,9 +542,9 @@ class Job:
     ) -> StepResult:
         """Compute the gradients of a global batch (see `nbkit.prepare(loss=)`), or of a loss of your own.
 
-        batch: a global batch, or this rank's Shard of it. Forward and backward run in micro-batches. Afterwards every
-        rank holds the gradients of the whole global batch, or its part of these gradients. You can also pass a loss of
-        this rank's rows instead of a batch: a 0-dimensional tensor that requires a gradient.
+        batch: a global batch, or a Shard, which has this rank's rows of one. Forward and backward run in micro-batches.
+        Afterwards every rank holds the gradients of the whole global batch, or its part of these gradients. You can
+        also pass a loss of this rank's rows instead of a batch: a 0-dimensional tensor that requires a gradient.
 
         You may pass any number of losses before a step. Their gradients add up. `clip`, `grad_norm` or `optimizer.step`
         sums the gradients over the ranks. After that, `loss` of the result is known. The other arguments are for losses
@@ -629,7 +629,7 @@ class Job:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`.
 
-        Returns the norm before scaling, as a tensor. The host does not wait for it.
+        Returns the norm before scaling, as a tensor. The call does not wait until the GPU has computed this tensor.
         """
         with self._passed_over(), self.order():
             self.own_forward.sum_up()
@@ -687,7 +687,8 @@ class Job:
         (docs/reference/checkpoints.md). then: a function that rank 0 calls when the checkpoint is complete.
 
         Raises TrainingError on every rank if a rank could not write, the ranks do not share `path`, weights are not
-        finite, or max_disk is reached. An earlier checkpoint at `path` then stays intact.
+        finite, or the folder of runs has reached max_disk (docs/reference/settings.md). An earlier checkpoint at `path`
+        then stays intact.
         """
         job_checkpoint.save(self, path, beside=beside, then=then)
 
@@ -715,10 +716,10 @@ class Job:
         return job_checkpoint.full_state_dict(self)
 
     def log(self, **numbers: float | Tensor) -> None:
-        """Add numbers to the record of the newest step. The host does not wait for 0-dimensional tensors.
+        """Add numbers to the record of the newest step.
 
-        Pass the same numbers on every rank, so that `history` stays equal on all of them. The record already has
-        `loss`.
+        A number may be a 0-dimensional tensor. The call does not wait until the GPU has computed this tensor. Pass the
+        same numbers on every rank, so that `history` stays equal on all of them. The record already has `loss`.
         """
         if not self.own_forward.log(numbers):
             self.ledger.log(numbers)

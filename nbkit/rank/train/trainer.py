@@ -219,7 +219,7 @@ class Trainer:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy in force."""
+        """The current strategy."""
         return self.job.strategy
 
     @property
