@@ -132,7 +132,7 @@ def test_a_division_of_rows_trains_as_one_process_does(runs: list[tuple[str, dic
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("how", [False, *(pytest.param(how, marks=pytest.mark.long) for how in ("selective", True))])
 def test_zero3_gathers_weights_in_the_dtype_of_autocast_and_computes_the_same(how: bool | str) -> None:
-    """In bf16, sums in another order change the losses by its rounding, and a weight rounded once more by more."""
+    """Compare losses in bf16: another order of sums changes them less than a weight that is rounded twice."""
     changed = {"dtype": torch.float32, "precision": "bf16", "recompute": how}
     same = [("zero2", changed), ("zero3", changed)]
     for two, three in run_ranks(trained, 2, same, timeout=240):
