@@ -73,13 +73,13 @@ def predict(
 
 
 def judge(own: Any) -> Judgement:
-    """Check code that a reader has written. If the code is wrong, name the wrong number and the likely cause.
+    """Check code that a reader has written. The result names a wrong number and its likely cause.
 
-    Call `nbkit.lesson.judge(MyDDP)` in a %%distributed cell. The result counts as True if the code is right.
+    Call `nbkit.lesson.judge(MyDDP)` in a %%distributed cell. `if` treats the result as True if the code is right.
 
     own: a class for `nbkit.techniques.use`, or a function for `nbkit.schedules.register`. A class runs on 2 and on 3
     ranks, which are threads of this process. `judge` compares the results with one process, and counts the sent bytes.
-    It compares a schedule with 1F1B.
+    `judge` compares a schedule with the schedule 1F1B.
 
     Raises UsageError for any other object, and for a class if this process is not a rank.
     """
@@ -209,7 +209,7 @@ class Prediction:
         return self._band.words(self.unit)
 
     def lock(self, guess: Guess) -> None:
-        """Set the guess. None says "I do not know". A second call changes nothing.
+        """Set the guess. None stands for "I do not know". After this, the guess cannot change.
 
         Raises UsageError if the guess is not a number, or not one of the choices.
         """
@@ -227,8 +227,8 @@ class Prediction:
     def check(self, measured: float | str, *, formula: float | None = None, by: str = "") -> None:
         """Show guess, measured value and formula side by side, and say whether the guess is right.
 
-        `verdict` keeps the result. If the guess is not locked yet, `check` shows a line that says so. When the reader
-        locks the guess, the answer replaces this line.
+        `question.verdict` keeps the result. If the guess is not locked yet, `check` shows a line that says so. When the
+        reader locks the guess, the answer replaces this line.
 
         measured: a number in the unit of the question, or one of its choices. formula: the value that a formula gives.
         by: the formula in words, such as "2 (n - 1) / n".
@@ -427,7 +427,10 @@ class Guesses:
 
 
 def collect(folder: str | os.PathLike[str]) -> Guesses:
-    """Return all guesses in the files `guesses.jsonl` below a folder. Raises NbkitError if the folder is not there."""
+    """Return the guesses in all files `guesses.jsonl` below a folder, such as the home directories of a class.
+
+    `rows` of the result has a dict for each reader and question. Raises NbkitError if the folder does not exist.
+    """
     root = Path(folder)
     if not root.is_dir():
         raise NbkitError("There is no such folder.", numbers=str(root), hint="nbkit.lesson.collect('/home')")

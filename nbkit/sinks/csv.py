@@ -16,11 +16,11 @@ COLUMNS = (
 
 
 class CSV:
-    """Writes rows to the file `path`, after those that it has. pandas.read_csv(path) can read it during the training.
+    """Appends rows to the file `path`. `pandas.read_csv(path)` can read the file during the training.
 
     The columns are step, loss, lr, grad_norm, tokens_per_second, samples_per_second, step_seconds, memory_bytes,
-    memory_peak_bytes, strategy, event and logged. `event` has the text of a row that is not a step. `logged` has values
-    that the loop logs, as "name=value". Each row is flushed as soon as it is written.
+    memory_peak_bytes, strategy, event and logged. If a row is not a step, `event` says what happened. `logged` has the
+    values that your own loop logs, as "name=value". Each row is in the file as soon as it is written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -11,8 +11,8 @@ from nbkit.sinks.told import line, numbers, require
 class MLflow:
     """Logs to a run of MLflow. tracking_uri: as for MLflow; None: MLFLOW_TRACKING_URI, or MLflow's default.
 
-    Each number of a step is a metric at that step. Other events are tags named "event NUMBER step STEP". Raises
-    UsageError if mlflow is not installed.
+    Each number of a step is a metric at that step. Any other event is a tag with the text of the event. The name of
+    the tag has a number and the step: "event 00001 step 500". Raises UsageError if mlflow is not installed.
     """
 
     def __init__(self, experiment: str = "nbkit", *, tracking_uri: str | None = None) -> None:

@@ -184,8 +184,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     right = [each for each in outcomes if not each.wrong]
     seconds = sorted(each.seconds for each in outcomes)
     return (
-        f"In {len(right)} of {len(outcomes)} drills, the notebook showed the right answer. The median time until the "
-        f"answer was complete is {statistics.median(seconds):.2f} s, and the longest is {seconds[-1]:.1f} s. After "
+        f"In {len(right)} of {len(outcomes)} drills, the notebook showed the expected answer. The median time until "
+        f"the answer was complete is {statistics.median(seconds):.2f} s, and the longest is {seconds[-1]:.1f} s. After "
         "each drill on a cluster, the next cell ran on both ranks, and no additional process was left. After the end "
         "of the notebook, no process at all was left."
     )
@@ -201,16 +201,19 @@ def pages(outcomes: Sequence[Outcome]) -> dict[str, str]:
     )
     first = "On these pages you find what a notebook shows after each of {} mistakes and failures."
     rows = [f"| {subject} | [{_title(page)}]({page}.md) |" for page, subject in SUBJECTS.items()]
-    lines = ["# Drills", first.format(len(outcomes)), *what, "\n".join(["| after | page |", "|---|---|", *rows])]
+    lists = "\n".join(["| the notebook after | page |", "|---|---|", *rows])
+    lines = ["# Drills", first.format(len(outcomes)), *what, lists]
     written = {"drills": lines}
     for page, groups in PAGES.items():
         lines = [f"# {_title(page)}", f"On this page you find what a notebook shows after {SUBJECTS[page]}."]
         lines += [
-            "The words after → say what to type next. The last column has the seconds until the answer is complete. "
+            "The words after → say what to do next. The last column has the seconds until the answer is complete. "
             "[Drills](drills.md) says how these answers were made."
         ]
         if any(of[drill].shown.startswith(ALL_FAILED) for drills in groups.values() for drill in drills):
             lines[-1] += f" At the beginning of an answer, `{ALL_FAILED.strip()}` is left out."
+        if any("released at" in of[drill].shown for drills in groups.values() for drill in drills):
+            lines[-1] += " *Released* means that nbkit has ended the wait of a rank for a rank that failed or died."
         for heading, drills in groups.items():
             lines += [f"## {heading}"] if len(groups) > 1 else []
             lines += ["\n".join(table([of[drill] for drill in drills]))]
