@@ -35,7 +35,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        help="a cluster, a job (nbkit jobs), a run or a folder of runs (runs, or the folder in nbkit.toml)",
+        help="a cluster, a job of nbkit jobs, a run or a folder of runs; default: runs, or the folder in nbkit.toml",
     )
     parser.add_argument("--once", action="store_true", help="print the state once and end")
     parser.add_argument(

@@ -146,7 +146,7 @@ def write(results: list[Result]) -> None:
     """Put the table into the page of versions."""
     text = PAGE.read_text()
     head, rest = text.split(_BEGIN)
-    table = "\n".join(["| torch | Python | the sample |", "|---|---|---|", *(result.row for result in results)])
+    table = "\n".join(["| torch | Python | result of tests |", "|---|---|---|", *(result.row for result in results)])
     PAGE.write_text(f"{head}{_BEGIN}\n{table}\n{rest[rest.index(_END) :]}")
 
 
