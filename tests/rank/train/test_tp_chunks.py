@@ -24,7 +24,10 @@ from nbkit.strategy import Strategy
 from nbkit.techniques.tp_chunks import num_pieces, pieces
 from verify.cases import Case
 from verify.compare import bars_of, compared
+from verify.models.specimens import ZOO
+from verify.models.tensor_odd import lora_llama
 from verify.rank_sets import trained, truths
+from verify.tensor_split import compared as tensor_split
 from verify.tensor_split import specimen
 
 pytestmark = pytest.mark.timeout(300)
@@ -90,6 +93,21 @@ def test_each_gradient_of_rows_and_positions_that_are_not_divisible_is_that_of_o
     ]
     for run, worst in zip(runs, run_ranks(gradients_off, 4, runs, timeout=150)[0], strict=True):
         assert worst <= 1e-9, run
+
+
+def notes_with_lora(world: Any, targets: list[str]) -> tuple[float, tuple[str, ...]]:
+    one = ZOO["llama"]
+    value, target = one.batch(3, dtype=torch.float64)
+    model = lora_llama(targets=targets)
+    worst, _, split, _ = tensor_split(world, model, value, lambda out: one.loss(out, target), chunks=2)
+    return worst, split.notes
+
+
+@pytest.mark.parametrize(("targets", "notes"), [(["o_proj", "down_proj"], 1), (["o_proj"], 0)])
+def test_a_note_says_if_lora_is_on_every_layer_that_could_be_in_pieces(targets: list[str], notes: int) -> None:
+    for worst, said in run_ranks(notes_with_lora, 2, targets):
+        assert worst <= 1e-9
+        assert len([note for note in said if "tp_chunks=2 has no effect" in note]) == notes
 
 
 def test_pieces_cover_every_row_and_position_once() -> None:

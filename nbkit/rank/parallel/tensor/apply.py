@@ -130,6 +130,9 @@ class _Surgery:
             link = self._link(pair, pair.owner in in_sequence)
             links.setdefault(pair.owner, []).append((pair, link))
             self._cut_pair(pair, link)
+        rows = [self.parts[path] for pair in self.plan.pairs if pair.kind != "module" for path in pair.rows]
+        if self.chunks > 1 and self.plan.pairs and all(map(adapters, rows)):
+            self.notes.append(f"tp_chunks={self.chunks} has no effect: no layer without LoRA sums its output")
         for owner, owned in links.items():
             self._own(owner, owned)
         for path, _, attribute in (name.rpartition(".") for name in self.plan.partial):
