@@ -37,7 +37,7 @@ GROUPS = {
         "control_plane",
     ),
     "steps": ("training", "memory", "wire", "steps", "step_cpu", "owners", "experts"),
-    "overlap": ("hidden_gather", "backup_step"),
+    "overlap": ("hidden_gather", "backup_step", "chunked_sums"),
     "pipeline": ("pipeline_stages", "balance"),
     "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),
     "telemetry": (

@@ -77,6 +77,7 @@ def compared(
     *,
     plan: Any = None,
     sequence: bool = True,
+    chunks: int = 1,
 ) -> tuple[float, float, TensorSplit, nn.Module]:
     """Return (largest difference of a gradient / largest gradient, difference of the losses, the split, this rank's
     part).
@@ -89,7 +90,7 @@ def compared(
     part = skeleton_of(model)
     axes = axes_of(world)
     made = plan if isinstance(plan, TensorPlan) else proven(model, value, plan)
-    split = tensor_parallel(part, axes, plan=made, sequence=sequence)
+    split = tensor_parallel(part, axes, plan=made, sequence=sequence, chunks=chunks)
     fill(part, model, split)
     ours = loss(call(part, value))
     ours.backward()

@@ -57,6 +57,7 @@ from nbkit.planner.job_facts import Cuts, Facts, Weight, cuts_for, held, holders
 from nbkit.planner.stages import ranks_of_stages
 from nbkit.records.readings import sent_bytes
 from nbkit.strategy import Strategy
+from nbkit.techniques.tp_chunks import chunks_of, num_pieces
 from nbkit.tensor_layout import bounds
 
 
@@ -94,7 +95,8 @@ _FP32, _COUNT = 4, 8
 class TrafficTerm:
     """A term of a step: `calls` of `op` in groups of `ranks` ranks along `axis`. bytes: S, summed over all calls.
 
-    level: WITHIN or BETWEEN nodes, if the term is part of an all-reduce in two levels.
+    level: WITHIN or BETWEEN nodes, if the term is part of an all-reduce in two levels. pieces: if more than 1, half of
+    the bytes are sent in so many calls for each sum, beside the product whose output is summed.
     """
 
     axis: str
@@ -104,6 +106,7 @@ class TrafficTerm:
     bytes: int
     what: str
     level: str = ""
+    pieces: int = 1
 
     @property
     def wire(self) -> float:
@@ -207,15 +210,24 @@ def summed(
 
 
 def block_terms(
-    tp: int, hidden: float, blocks: int, forwards: int, *, again: bool = False, sequence_parallel: bool = True
+    tp: int,
+    hidden: float,
+    blocks: int,
+    forwards: int,
+    *,
+    again: bool = False,
+    sequence_parallel: bool = True,
+    pieces: int = 1,
 ) -> Iterator[TrafficTerm]:
     """Yield what blocks send along tp. Each has two calls in forward and two in backward; `again`: one more.
 
     hidden: bytes of a block's hidden states, for all rows of a step. forwards: into which these rows are divided.
+    pieces: of the output of each map whose inputs are split, see nbkit/techniques/tp_chunks.py.
     """
-    calls = (4 + again) * blocks
+    size, what = round((4 + again) * blocks * hidden), "hidden states of the blocks"
     for op in ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",):
-        yield TrafficTerm("tp", op, tp, forwards * calls, round(calls * hidden), "hidden states of the blocks")
+        calls = (4 + again + (pieces - 1) * (2 + (again and op != "all_gather"))) * blocks
+        yield TrafficTerm("tp", op, tp, forwards * calls, size, what, pieces=pieces)
 
 
 def routed_terms(strategy: Strategy, facts: Facts, rows: int, element: int, forwards: int) -> Iterator[TrafficTerm]:
@@ -314,7 +326,11 @@ class _Step:
             return
         size = self._hidden_bytes(self._tokens)
         pair = ("all_gather", "reduce_scatter") if self.sequence_parallel else ("all_reduce",)
-        yield from block_terms(n, size, self._blocks, m, sequence_parallel=self.sequence_parallel)
+        each, length = self._rows // m, -(-self._tokens // n)
+        if not self.sequence_parallel:
+            each, length = each * self._tokens, 1
+        pieces = num_pieces(each, length, chunks_of(self.strategy))
+        yield from block_terms(n, size, self._blocks, m, sequence_parallel=self.sequence_parallel, pieces=pieces)
         if self.facts.vocab is not None and self._has_first:
             for op in pair:
                 yield TrafficTerm("tp", op, n, m, size, "embedding")

@@ -35,6 +35,7 @@ from nbkit.techniques.registry import (
 from nbkit.techniques.schedule import ScheduleKey
 from nbkit.techniques.speeds import SpeedsKey
 from nbkit.techniques.sync_every import SyncEveryKey
+from nbkit.techniques.tp_chunks import TpChunksKey, chunks_of
 
 for _key in (  # in the order in which a strategy is spelled
     ExpertsKey(),
@@ -47,6 +48,7 @@ for _key in (  # in the order in which a strategy is spelled
     BucketKey(),
     CompressKey(),
     SyncEveryKey(),
+    TpChunksKey(),
     MineKey(),
 ):
     add(_key, built_in=True)
@@ -62,6 +64,7 @@ __all__ = [
     "Key",
     "Settings",
     "add",
+    "chunks_of",
     "class_in",
     "engine_of",
     "exchange_of",

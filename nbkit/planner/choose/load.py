@@ -38,6 +38,7 @@ from nbkit.planner.step import DATA, Lines, OperationPath, Parts, StepUnit, Work
 from nbkit.planner.traffic import DataSizes, Rest, TrafficTerm, block_terms, data_terms, key_value_terms
 from nbkit.schedules import type_of
 from nbkit.strategy import Strategy
+from nbkit.techniques.tp_chunks import chunks_of, num_pieces
 
 
 @dataclass(frozen=True)
@@ -504,7 +505,8 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
     if strategy.dp > 1:
         yield from data_terms_of(known, strategy, micros, facts.node)
     if tp > 1:
-        yield from block_terms(tp, hidden, blocks, micros, again=candidate.recompute is True)
+        pieces = num_pieces(candidate.rows, -(-(facts.sequence or 1) // (cp * tp)), chunks_of(strategy))
+        yield from block_terms(tp, hidden, blocks, micros, again=candidate.recompute is True, pieces=pieces)
         for op in ("all_gather", "reduce_scatter"):  # embedding and head, averaged over the pipeline places
             yield TrafficTerm("tp", op, tp, round(2 * micros / pp), round(2 * hidden / pp), "embedding and head")
     if pp > 1:

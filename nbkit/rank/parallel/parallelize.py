@@ -46,7 +46,7 @@ from nbkit.rank.parallel.whole_tensors import WholeTensors
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
-from nbkit.techniques import class_in
+from nbkit.techniques import chunks_of, class_in
 from nbkit.tensor_layout import Layout
 
 
@@ -173,7 +173,8 @@ def cut(
     partial_sums: dict[str, tuple[str, ...]] = {}
     if plan.tensor is not None:
         # Use the plan of the whole model, because one stage may not show what belongs together.
-        parts = tensor_parallel(module, axes, plan=plan.tensor, sequence=in_sequence, own=linears)
+        chunks = chunks_of(strategy)
+        parts = tensor_parallel(module, axes, plan=plan.tensor, sequence=in_sequence, own=linears, chunks=chunks)
         layouts.update(parts.layouts)
         partial_sums.update({name: ("tp",) for name in sorted(parts.partial)})
         notes += parts.notes

@@ -47,6 +47,16 @@ def test_each_part_follows_from_its_own() -> None:
     assert found == pytest.approx(1.0 + 1.5 + 0.4 + 0.05 + 0.05)
 
 
+@pytest.mark.parametrize(("size", "hidden"), [(10**9, 1 / 9), (10**8, 0.075)])  # a product; half of the messages
+def test_pieces_of_a_sum_overlap_with_the_product(size: int, hidden: float) -> None:
+    at_once, in_pieces = (TrafficTerm("tp", "all_reduce", 4, 1, size, "", pieces=pieces) for pieces in (1, 4))
+    plain, found = (
+        total(DDP, StepTraffic([GRADIENTS], 400), Strategy.parse("tp", 4), StepTraffic([term], 100), LINK, COSTS)
+        for term in (at_once, in_pieces)
+    )
+    assert plain - found == pytest.approx(3 / 4 * hidden)
+
+
 def test_a_pipeline_idles_and_is_as_slow_as_its_longest_stage() -> None:
     even = Strategy.parse("pp microbatches=8", 4)
     found = total(DDP, StepTraffic([GRADIENTS], 400), even, StepTraffic([], 100), LINK, COSTS)

@@ -79,12 +79,14 @@ def tensor_parallel(
     plan: TensorPlan | Mapping[str, str] | None = None,
     sequence: bool = True,
     own: Any = None,
+    chunks: int = 1,
 ) -> TensorSplit:
     """Reduce `module` in place to this rank's part along the axis tp: parameters, attributes and forwards.
 
     plan: made from the whole model by `plan_of`, or the user's roles if `module` is the whole model. A placeholder is
     replaced by a smaller one, a real parameter by its part. sequence: also split positions between the maps where the
     structure allows it. own: an object of a user's class that computes the maps of pairs (nbkit/techniques/mine.py).
+    chunks: the pieces in which the output of a pair is summed (nbkit/techniques/tp_chunks.py).
     Every rank of the axis must get the same inputs, and computes the same loss. Raises StrategyError if a size does not
     divide, or if it is unknown how to split a module.
     """
@@ -94,7 +96,7 @@ def tensor_parallel(
         return TensorSplit(layouts, frozenset(), (), ())
     team = TpGroup(group, axes.size("tp"), axes.index("tp"))
     chosen = plan if isinstance(plan, TensorPlan) else plan_of(module, team.size, plan)
-    surgery, rows = _Surgery(module, team, chosen, own), tuple(chosen.describe(module))
+    surgery, rows = _Surgery(module, team, chosen, own, chunks), tuple(chosen.describe(module))
     surgery.apply(sequence)
     return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), rows)
 
@@ -106,8 +108,8 @@ def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int, *, sequ
 
 
 class _Surgery:
-    def __init__(self, module: nn.Module, team: TpGroup, plan: TensorPlan, own: Any = None) -> None:
-        self.module, self.team, self.own = module, team, own
+    def __init__(self, module: nn.Module, team: TpGroup, plan: TensorPlan, own: Any = None, chunks: int = 1) -> None:
+        self.module, self.team, self.own, self.chunks = module, team, own, chunks
         self.places = homes(module)
         self.names = {(id(part), name): first for first, found in self.places.items() for part, name in found}
         self.params = {first: found[0][0]._parameters[found[0][1]] for first, found in self.places.items()}
@@ -128,6 +130,9 @@ class _Surgery:
             link = self._link(pair, pair.owner in in_sequence)
             links.setdefault(pair.owner, []).append((pair, link))
             self._cut_pair(pair, link)
+        rows = [self.parts[path] for pair in self.plan.pairs if pair.kind != "module" for path in pair.rows]
+        if self.chunks > 1 and self.plan.pairs and all(map(adapters, rows)):
+            self.notes.append(f"tp_chunks={self.chunks} has no effect: no layer without LoRA sums its output")
         for owner, owned in links.items():
             self._own(owner, owned)
         for path, _, attribute in (name.rpartition(".") for name in self.plan.partial):
@@ -167,7 +172,8 @@ class _Surgery:
 
     def _link(self, pair: Pair, sequence: bool) -> PairState:
         kind, total = ("feature", pair.inner) if pair.heads is None else ("head", pair.heads.heads)
-        return PairState(self.team, kind, total, pair.inner, sequence, at_owner=sequence and pair.kind == "attention")
+        at_owner = sequence and pair.kind == "attention"
+        return PairState(self.team, kind, total, pair.inner, sequence, at_owner, self.chunks)
 
     def _cut_pair(self, pair: Pair, link: PairState) -> None:
         if pair.kind == "module":

@@ -29,8 +29,8 @@ from nbkit.rank.parallel.module.kept_outputs import kept
 from nbkit.tensor_layout import Parting, Runs, contiguous, count
 
 # torch 2.13 renamed these functions, and warns about the old names.
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -153,7 +153,8 @@ def _own(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Parting) -> Ten
     return own if len(runs) > 1 else own.clone(memory_format=torch.contiguous_format)
 
 
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+def padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """Return `x` with zeros at its end, so that it is `length` long along `dim`."""
     missing = length - x.shape[dim]
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
@@ -163,10 +164,10 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parti
     """Gather the parts. Each is padded to the longest, with at most n - 1 slices of padding in total for n ranks."""
     size = group.size()
     longest = -(-total // size)
-    sent = _padded(x, dim, longest).contiguous()
+    sent = padded(x, dim, longest).contiguous()
     received = sent.new_empty((size, *sent.shape))
     if sent.numel():
-        _gather_single(received.view(-1), sent.view(-1), group=group)
+        gather_single(received.view(-1), sent.view(-1), group=group)
     if dim == 0 and total == size * longest and parting is contiguous:
         return received.flatten(0, 1)
     return together(received.unbind(0), dim, total, parting)
@@ -178,7 +179,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Part
     longest = -(-total // size)
     if parting is contiguous:
         parts = [taken(x, dim, contiguous(total, size, i)) for i in range(size)]
-        sent = torch.stack([_padded(part, dim, longest) for part in parts])
+        sent = torch.stack([padded(part, dim, longest) for part in parts])
     else:
         # Copy run by run, to avoid temporary tensors.
         sent = x.new_empty((size, *x.shape[:dim], longest, *x.shape[dim + 1 :]))
@@ -190,7 +191,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Part
             sent[i].narrow(dim, at, longest - at).zero_()
     received = sent.new_empty(sent.shape[1:])
     if prod(received.shape):
-        _scatter_single(received.view(-1), sent.view(-1), group=group)
+        scatter_single(received.view(-1), sent.view(-1), group=group)
     own = count(parting(total, size, group.rank()))
     # Not a view, so that the model may change it in place.
     return received if own == longest else received.narrow(dim, 0, own).clone()

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, wrap
 from nbkit.rank.parallel.module.kept_outputs import used_up
+from nbkit.rank.parallel.tensor.chunked_sum import chunked_sum
 from nbkit.rank.parallel.tensor.collectives import gather_from, gather_seq, reduce_from, reduce_scatter_seq, split_to
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims
 from nbkit.rank.parallel.tensor.sharded_tensor import PositionShard, VocabShard, for_parts, whole
@@ -79,7 +80,7 @@ class PairState:
 
     kind: what is split between the maps, "head" or "feature". total: number of heads or features. inner: number of
     features between the maps. sequence: True if positions are split around the pair. at_owner: True if the module
-    around the pair gathers them.
+    around the pair gathers them. chunks: the pieces in which the output of the row map is summed.
     """
 
     team: TpGroup
@@ -88,6 +89,7 @@ class PairState:
     inner: int
     sequence: bool = False
     at_owner: bool = False
+    chunks: int = 1
     _taken: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _outside: Present | None = None
     begun: bool = False
@@ -153,8 +155,22 @@ class PairState:
         self.leave()
         used_up(partial)
         group = self.team.group
-        y = reduce_scatter_seq(partial, group, 1) if self.sequence else reduce_from(partial, group)
-        return y if bias is None else y + bias.to(y.dtype)
+        return _with(bias, reduce_scatter_seq(partial, group, 1) if self.sequence else reduce_from(partial, group))
+
+    def end_in_pieces(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Compute the row map and its sum piece by piece, as `end` does at once. Return None if this is not possible.
+
+        x: the input of the row map. weight: (output features, input features of this rank).
+        """
+        y = chunked_sum(x, weight, self.team.group, self.chunks, sequence=self.sequence)
+        if y is None:
+            return None
+        self.leave()
+        return _with(bias, y)
+
+
+def _with(bias: Tensor | None, y: Tensor) -> Tensor:
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def positions() -> int:
@@ -204,9 +220,13 @@ class RowCore(Around):
     """A linear map without its bias."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight (output features, input features of this rank)."""
         itself: Any = self.module
-        weight = itself.weight if feature_dims(itself)[0] == 1 else itself.weight.t()
-        return F.linear(x, weight)
+        return itself.weight if feature_dims(itself)[0] == 1 else itself.weight.t()  # type: ignore[no-any-return]
 
 
 class RowParallel(Around):
@@ -215,10 +235,14 @@ class RowParallel(Around):
     _link: PairState
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        link, plain, bias = self._link, self.plain, core(self.module).bias
+        if link.chunks > 1 and isinstance(plain, RowCore) and not (args or kwargs):  # without LoRA
+            if (y := link.end_in_pieces(x, plain.weight, bias)) is not None:
+                return y
         # The output of LoRA is a part of the sum too.
-        with self._link.after():
-            partial = self.plain(x, *args, **kwargs)
-        return self._link.end(partial, core(self.module).bias)
+        with link.after():
+            partial = plain(x, *args, **kwargs)
+        return link.end(partial, bias)
 
 
 class GatheredOutputs(Around):
@@ -249,9 +273,7 @@ class SplitRow(Around):
         x = whole(x)
         with extent("feature", self._team.bounds(total)[0], total):
             partial = self.plain(split_to(x, self._team.group, -1), *args, **kwargs)
-        y = reduce_from(partial, self._team.group)
-        bias = core(self.module).bias
-        return y if bias is None else y + bias.to(y.dtype)
+        return _with(core(self.module).bias, reduce_from(partial, self._team.group))
 
 
 class Head(Around):
