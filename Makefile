@@ -35,7 +35,7 @@ help:
 	@echo "make plan-check measure what the planner predicts, memory and seconds: about 50 minutes"
 	@echo "make machines start, run, stop and break clusters over Slurm, SSH and MPI, beside one on this machine: half an hour"
 	@echo "make gpu-check  strategies, switches, errors and what else a training does, on a pretended GPU: about 20 minutes"
-	@echo "make why     hang four ranks in 23 ways, and ask who is stuck where: about 3 minutes"
+	@echo "make why     hang four ranks in 24 ways, and ask who is stuck where: about 3 minutes"
 	@echo "make drills  do 86 things wrong in a notebook, one after the other, and look at the answers: about 3 minutes"
 	@echo "make chaos   kill ranks, parents, controllers and notebooks under trainings, fill disks and memory: up to an hour"
 	@echo "make docs    build the site of the manual, docs/build/html; a warning or a dead link is an error"

@@ -70,6 +70,10 @@ class DeviceKind:
         """Return True if `device` emulates bf16 by float32."""
         return False
 
+    def multiplies_fp8(self, device: torch.device) -> bool:
+        """Return True if `device` has matrix products in fp8."""
+        return False
+
 
 class Cuda(DeviceKind):
     """GPUs of NVIDIA, and of AMD under ROCm."""
@@ -120,6 +124,10 @@ class Cuda(DeviceKind):
         """Return True for GPUs before Ampere."""
         # Without the argument, torch returns True for these GPUs too.
         return not self.module().is_bf16_supported(including_emulation=False)
+
+    def multiplies_fp8(self, device: torch.device) -> bool:
+        """Return True for NVIDIA's GPUs from Ada and Hopper on. torchao's fp8 training was not tried on AMD's."""
+        return torch.version.hip is None and self.module().get_device_capability(device) >= (8, 9)
 
 
 _kinds: dict[str, DeviceKind] = {Cuda.name: Cuda()}
@@ -401,6 +409,10 @@ class Accelerator:
     def emulates_bf16(self, device: torch.device) -> bool:
         """Return True if `device` emulates bf16 by float32."""
         return _kinds[device.type].emulates_bf16(device)
+
+    def multiplies_fp8(self, device: torch.device) -> bool:
+        """Return True if `device` has matrix products in fp8. A CPU has none."""
+        return self.holds(device) and _kinds[device.type].multiplies_fp8(device)
 
 
 def _first_line(error: BaseException) -> str:

@@ -72,7 +72,7 @@ def check_fp8(model: nn.Module, device: torch.device) -> None:
         raise TrainingError("No layer of the model can compute in fp8.", numbers=spelled_fp8(model), hint=_WITHOUT)
     if not accelerator().holds(device):
         return
-    if not _multiplies_fp8(device):
+    if not accelerator().multiplies_fp8(device):
         raise TrainingError(
             f"{accelerator().name(device)} has no matrix products in fp8.",
             numbers="NVIDIA's GPUs have them from compute capability 8.9 on, such as L4, H100 and B200",
@@ -108,7 +108,7 @@ def need_whole_layers(strategy: Strategy, fp8: bool) -> None:
 
 def compute_in_fp8(module: nn.Module, names: Iterable[str], device: torch.device) -> None:
     """Make the linear layers `names` of `module`, which will be on `device`, compute in fp8. In place."""
-    kernels = _multiplies_fp8(device)
+    kernels = accelerator().multiplies_fp8(device)
     for name in names:
         layer: Any = module.get_submodule(name)
         # Made here, because torch.compile cannot trace how a module is made.
@@ -170,8 +170,3 @@ def _rounded(x: Tensor, *, by_row: bool) -> Tensor:
     wide, limit = torch.promote_types(x.dtype, torch.float32), torch.finfo(_FORMAT).max
     scale = (limit / most.double().clamp(min=1e-12)).to(wide)
     return (x.to(wide) * scale).clamp(-limit, limit).to(_FORMAT).to(wide) / scale
-
-
-def _multiplies_fp8(device: torch.device) -> bool:
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)

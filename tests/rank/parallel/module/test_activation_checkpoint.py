@@ -277,8 +277,8 @@ SEND_AGAIN = ("tp", "cp")
 @pytest.mark.parametrize(
     ("num_ranks", "strategies"),
     [
-        (2, ["zero3", "tp", "cp=2"]),
-        pytest.param(2, ["ddp", "pp microbatches=2"], marks=pytest.mark.long),
+        (2, ["tp"]),
+        pytest.param(2, ["ddp", "zero3", "cp=2", "pp microbatches=2"], marks=pytest.mark.long),
         pytest.param(4, ["zero1", "zero2", "dp=2 tp=2 zero=3", "pp=2 tp=2 microbatches=2"], marks=pytest.mark.long),
     ],
 )

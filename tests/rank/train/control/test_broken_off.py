@@ -19,13 +19,13 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import sockets
 
 
-def interrupt_at(call: int) -> Any:
-    """Return a loss that is interrupted in its `call`-th call of a training. Earlier trial calls do not count."""
-    calls: list[int] = []
+def interrupt_at(step: int) -> Any:
+    """Return a loss that is interrupted once, in the `step`-th step of a training. Trial calls do not count."""
+    once = iter([True])
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        calls.extend([1] * (step_boundary.training() is not None))
-        if len(calls) == call:
+        training = step_boundary.training()
+        if training is not None and training.step == step - 1 and next(once, False):
             raise KeyboardInterrupt
         return mean_loss(output, target)
 
