@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +220,33 @@ def locked(world: Any) -> list[str]:
         except TrainingError as error:
             said.append(str(error))
     return said
+
+
+class Rejecting(nn.Module):
+    """Draws again until the numbers suit it. Without new numbers it gives up, where a model would wait for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.empty(64)), nn.Parameter(torch.empty(64))
+        nn.init.trunc_normal_(self.first, std=0.02)
+        with torch.no_grad():
+            for _ in range(9):
+                if 0 < self.second.fill_(0.0).normal_().std() < 2:
+                    return
+        raise RuntimeError("no numbers were drawn")
+
+
+def test_a_model_that_draws_until_the_numbers_suit_it_is_built_again(tmp_path: Path) -> None:
+    first = Rejecting()
+    calls = tmp_path / "calls"  # a list would be restored after a call
+
+    def build() -> nn.Module:
+        with calls.open("a") as file:
+            file.write("x")
+        return Rejecting()
+
+    built_again(build, skeleton_of(first), first=first)
+    assert calls.read_text() == "x"  # after an error, it would be called a second time
 
 
 def test_what_cannot_be_copied_is_built_again_by_its_callable_and_refused_as_an_instance() -> None:

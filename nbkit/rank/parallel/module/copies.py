@@ -26,6 +26,7 @@ import copy
 import functools
 import gc
 import os
+import sys
 import warnings
 import weakref
 from collections import OrderedDict, deque
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from itertools import accumulate
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -641,15 +642,26 @@ def classes_kept() -> Iterator[None]:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Skips filling tensors with random numbers, which takes most of the time of building a model."""
+    """Skips filling tensors with random numbers, which takes most of the time of building a model.
+
+    It skips calls of torch.nn.init, and fills by torch's and transformers' own code. Other code may repeat a fill until
+    the numbers suit it (rejection sampling), as torch.nn.init.trunc_normal_ does. Without numbers it might never end.
+    """
 
     _FILLS = frozenset({"uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "bernoulli_", "exponential_"})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in self._FILLS:
+        if getattr(func, "__name__", "") in self._FILLS and not _may_repeat(func, sys._getframe(1)):
             # torch.nn.init passes the tensor by name.
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
+
+
+def _may_repeat(func: Any, caller: FrameType) -> bool:
+    if getattr(func, "__module__", "") == "torch.nn.init":
+        return False
+    known = str(caller.f_globals.get("__name__", "")).startswith(("torch.", "transformers."))
+    return not known or "trunc_normal" in caller.f_code.co_name
 
 
 def _differences(made: nn.Module, like: nn.Module) -> str:
