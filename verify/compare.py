@@ -95,7 +95,8 @@ def _differences(ranks: Sequence[Pieces], whole: Mapping[str, Tensor]) -> tuple[
         for name, (tensor, layout) in pieces.items():
             if name not in whole:
                 # One process has no such gradient, so this one must be zero.
-                found[name] = torch.maximum(found.get(name, torch.zeros(layout.shape)), tensor.abs().max().double())
+                most = torch.cat([tensor.flatten(), tensor.new_zeros(1)]).abs().max()  # a rank's part may be empty
+                found[name] = torch.maximum(found.get(name, torch.zeros(layout.shape)), most.double())
                 continue
             for local, place in layout.pieces:
                 off = (tensor[local.slices].double() - whole[name][place.slices].double()).abs()
