@@ -118,8 +118,11 @@ function drawEvents(picture, events, begun, x, y0, y1) {
     picture.pen.font = "600 11px system-ui, sans-serif";
     const fits = (words) => at + picture.pen.measureText(words).width + 6 < (i + 1 < events.length ? x(events[i + 1].step) : picture.width);
     const named = event.kind === "switch" ? `${sign} ${event.new || "switch"}` : event.kind === "run_started" && begun ? `${sign} ${begun}` : sign;
-    const name = event.kind === "switch" || fits(named) ? named : sign;
-    const w = picture.pen.measureText(name).width + 6;
+    const wide = (words) => picture.pen.measureText(words).width + 6;
+    // At the right end, the name of a switch moves to the left, but not over the sign before it.
+    const clear = Math.min(at, picture.width - wide(named) - 4) >= free;
+    const name = clear && (event.kind === "switch" || fits(named)) ? named : sign;
+    const w = wide(name);
     if (at >= free) {
       picture.words(name, Math.min(at, picture.width - w - 4), y0 - 18, { colour, bold: true });
       free = at + w;
