@@ -95,7 +95,7 @@ def _differences(ranks: Sequence[Pieces], whole: Mapping[str, Tensor]) -> tuple[
         for name, (tensor, layout) in pieces.items():
             if name not in whole:
                 # One process has no such gradient, so this one must be zero.
-                most = torch.cat([tensor.flatten(), tensor.new_zeros(1)]).abs().max()  # a rank's part may be empty
+                most = tensor.abs().max() if tensor.numel() else tensor.new_zeros(())  # a rank's part may be empty
                 found[name] = torch.maximum(found.get(name, torch.zeros(layout.shape)), most.double())
                 continue
             for local, place in layout.pieces:

@@ -392,7 +392,7 @@ def _within(work: Work, inner: Sequence[TrafficTerm], within: float, lines: Line
         return Within()
     places = 2 * work.passes * len(work.units)
     calls = max(round(sum(term.calls for term in inner) / places), 1)
-    # Of traffic beside products, a rank waits for a part.
+    # A rank waits only for the part of the traffic that no product hides.
     waits = within / sum(lines(term).seconds(term) for term in inner)
     holds = waits * sum(term.calls * lines(term).message(term).holds for term in inner) / (places * calls)
     return Within(calls, MessageTime(holds, max(within / (places * calls) - holds, 0.0)), shared)

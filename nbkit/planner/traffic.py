@@ -95,8 +95,8 @@ _FP32, _COUNT = 4, 8
 class TrafficTerm:
     """A term of a step: `calls` of `op` in groups of `ranks` ranks along `axis`. bytes: S, summed over all calls.
 
-    level: WITHIN or BETWEEN nodes, if the term is part of an all-reduce in two levels. pieces: if more than 1, half of
-    the bytes are sent in so many calls for each sum, beside the product whose output is summed.
+    level: WITHIN or BETWEEN nodes, if the term is part of an all-reduce in two levels. pieces: the calls
+    of a sum that overlaps with its product. Half of the bytes belong to such sums. 1: no sum overlaps.
     """
 
     axis: str

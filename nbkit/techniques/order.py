@@ -1,4 +1,4 @@
-"""order=dp: the axis that crosses nodes: each of its groups has ranks on several nodes."""
+"""order=dp: dp is the axis that crosses nodes. Each group along dp has ranks on several nodes."""
 
 from __future__ import annotations
 

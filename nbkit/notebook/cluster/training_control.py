@@ -163,8 +163,8 @@ def verdict(rows: Sequence[Mapping[str, Any]], now: str) -> str:
         took = f"{seconds(best['step_s'])} a step, {times} times as fast as {now}"
         return f"{best['strategy']} was the fastest of the {len(known)} that were measured: {took}, which runs now."
     # In the past tense, because the panel also shows the newest steps of the strategy that runs.
-    took = f"it took {seconds(here['step_s'])} a step in this comparison"
-    return f"No strategy was measurably faster than {now}, which runs now: {took}."
+    took = f"took {seconds(here['step_s'])} a step in this comparison"
+    return f"{now}, which runs now, {took}. No strategy was measurably faster."
 
 
 def _compared(row: Mapping[str, Any]) -> tuple[str, ...]:

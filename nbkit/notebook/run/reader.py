@@ -59,8 +59,8 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
 def no_run(path: str | os.PathLike[str], typed: Callable[[str], str]) -> UsageError:
     """Return the error for a run that does not exist. It names the five newest runs of those that exist.
 
-    path: what the user typed. They are looked for in this folder, in the folder around it, and in the user's folder of
-    runs. typed: returns the line to type for the path of a run.
+    It looks for runs in `path`, in the parent of `path`, and in the user's folder of runs. It stops at the first folder
+    that has some. path: what the user typed. typed: returns the line to type for the path of a run.
     """
     folder, usual = user_path(path).absolute(), user_path(site_settings.read().runs).absolute()
     runs = next((runs for place in (folder, folder.parent, usual) if (runs := runs_in(place))), [])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbkit.figures import figure, size
+from nbkit.figures import size
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.user_files import write_file
 from nbkit.notebook.widgets.javascript import joined, style
@@ -75,7 +75,7 @@ def about(snapshot: dict[str, Any]) -> list[tuple[str, str]]:
         if event["kind"] == "switch":
             again.append(f"after step {event['step']:,}: %strategy {event['new']}")
         elif event["kind"] == "lr_changed":
-            again.append(f"after step {event['step']:,}: trainer.lr = {figure(event['new'])}")
+            again.append(f"after step {event['step']:,}: trainer.lr = {event['new']!r}")
         else:
             again.append(
                 f"trainer.fit({event['total'] or '...'})" + f"   after step {event['step']:,}" * (event["step"] > 0)

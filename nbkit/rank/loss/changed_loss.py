@@ -3,7 +3,7 @@
 The check before the first step (loss_check.py) sees only the terms that count at that time. A callback may raise the
 weight of another term from 0 later, such as the KL term of a VAE, or add a contrastive term after a warmup. Such a term
 may be a sum over rows, or compare rows. So this check repeats the comparison of the loss of some rows together and
-alone, on the outputs of the step that is under way. It runs no model and sends nothing.
+alone, on the outputs of the present step. It runs no model and sends nothing.
 """
 
 from __future__ import annotations
@@ -56,18 +56,19 @@ class ChangedLoss:
             self._known = False  # it reads nothing that could change
         if now == self._before:
             return
-        changed = [name for name in sorted(now) if self._before.get(name) != now[name]]
-        shown = ", ".join(f"{name!r} {_change(self._before.get(name), now[name])}".strip() for name in changed[:3])
-        self._before, self._changes = now, self._changes + 1
+        before, self._before, self._changes = self._before, now, self._changes + 1
         if self._changes & (self._changes - 1) and self._changes % _EVERY:
             return
         found = self._alone(batch, output, rows, counted)
         if first:
             self._known = found is not None and found.defect is None
         elif found is not None and found.defect is not None:
+            self._before, self._changes = before, self._changes - 1  # a step that is made again must fail again
+            changed = [name for name in sorted(now) if before.get(name) != now[name]]
+            shown = ", ".join(f"{name!r} {_change(before.get(name), now[name])}".strip() for name in changed[:3])
             raise TrainingError(
-                "The loss is no mean over rows since a value that it reads has changed, and each rank or micro-batch "
-                "has only some of the rows.",
+                "The loss is no longer a mean over rows, because a value that it reads has changed. "
+                "Each rank or micro-batch has only some of the rows.",
                 numbers=f"{shown}; {found.defect.numbers}",
                 hint="a term that is a sum, divided by the rows: term.sum() / len(target); "
                 + LOSS_HINTS[found.defect.kind],

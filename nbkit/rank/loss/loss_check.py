@@ -74,7 +74,7 @@ LOSS_HINTS = {
     "inside": f"compute it from the model's output, as a sum and what it is divided by: {_COUNTED}; {_WHOLE}; a "
     "load-balancing term trains, with a warning, where the output names it: output.aux_loss, or output['aux_loss']",
 }
-"""What to write instead of a loss with a defect: kind -> text. See `advice`."""
+"""Say what to write instead, by the kind of a loss's defect. See `advice`."""
 
 
 def advice(kind: str, seen: Measured, batch: Any, inputs: Sequence[str] | None) -> str:

@@ -24,6 +24,7 @@ from nbkit.rank.comm.link_probe import know, link_of
 from nbkit.rank.data.batch import Shard
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.device import accelerator
+from nbkit.rank.loss.changed_loss import ChangedLoss
 from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.models.deferred import build_parts, without_memory
 from nbkit.rank.models.pretrained import Pretrained, ReadsWeights, WeightlessModel
@@ -237,6 +238,8 @@ class Builder:
         self._ready: ShardedSkeleton | None = None  # prepared by `make_ready` for one strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # number of changes of the skeleton
+        # Not in a step: after a switch, it must still know what the loss read before.
+        self.changed_loss = ChangedLoss(self.config.loss, self.config.inputs, self.device)
         self._first_batches = FirstBatches(
             self.config.loss,
             self.config.inputs,

@@ -364,7 +364,7 @@ def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) ->
     run.event("checkpoint", path="</script><b>")
     run.event("run_started", strategy="dp=4", arithmetic="global 8", total=9, about={"model": "Net", "seed": "3"})
     run.switch("zero3")
-    run.event("lr_changed", old=0.002, new=0.0005)
+    run.event("lr_changed", old=0.002, new=0.000123456)
     told = dict(about(RunReader(run.folder).snapshot()))
     assert (told["model"], told["batch"]) == ("Net", "global 8, under dp=4")
     again = told["to repeat it"].splitlines()
@@ -372,7 +372,7 @@ def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) ->
     assert again[-3:] == [
         "trainer.fit(9)   after step 20",
         "after step 20: %strategy dp=4 zero=3",
-        "after step 20: trainer.lr = 0.0005",
+        "after step 20: trainer.lr = 0.000123456",
     ]
     page = write_report(run.folder, tmp_path / "run.html").read_text()
     assert (

@@ -472,6 +472,12 @@ def test_the_button_measures_first_what_has_no_measured_step() -> None:
     options = [row | {"strategy": name} for name in ("dp=4", *map(str, range(14)))]
     asked = _to_measure(options, table, None)
     assert len(asked["strategies"]) == 12 and asked["label"].startswith("Measure 12 of 14 that fit")
+    for option in options[:14]:
+        option["step_s"] = None
+    asked = _to_measure(options, table, None)
+    assert len(asked["strategies"]) == 12 and asked["label"].startswith("Measure 12 of 14 that fit")
+    for option in options:
+        option["step_s"] = 0.1
     options[3]["step_s"] = options[14]["step_s"] = None
     asked = _to_measure(options, table, None)
     assert asked["strategies"] == ["2", "13"] and asked["label"].startswith("Measure the other 2")

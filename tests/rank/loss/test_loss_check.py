@@ -346,17 +346,21 @@ def penalised_later(output: Tensor, target: Tensor) -> Tensor:
     return tokens(output, target) + Weights.other * output.square().mean()
 
 
-def annealed(world: Any, loss: Any, asked: dict[str, Any]) -> tuple[str, int, list[Any]]:
+def annealed(world: Any, loss: Any, asked: dict[str, Any], then: str = "") -> tuple[str, int, list[Any]]:
     def raise_weight(_: Any, record: dict[str, Any]) -> None:
         Weights.other = 0.01 * max(record["step"] - 1, 0)
 
     Weights.other = 0.0
     trainer = made({**asked, "loss": loss}, callbacks=[raise_weight])
     states, said = [], ""
+    for strategy in (then, "ddp") if then else ():
+        trainer.switch(strategy)  # proven now, so it is not compared with one process later
     try:
         for _ in range(4):
             trainer.fit(1)
             states.append(trainer.full_state_dict())
+            if then and trainer.step == 2:  # the weight has just changed
+                trainer.switch(then)
     except NbkitError as error:
         said = str(error)
         assert all(torch.equal(old, new) for old, new in zip(states[-1].values(), held(trainer), strict=True))
@@ -376,7 +380,12 @@ def test_a_loss_that_stops_being_a_mean_ends_the_training_before_a_wrong_step(
 ) -> None:
     for said, steps, _ in run_ranks(annealed, 2, loss, asked):
         assert steps == 2
-        assert "'Weights.other' 0 -> 0.01" in said and "no mean over rows since" in said and hint in said
+        assert "'Weights.other' 0 -> 0.01" in said and "no longer a mean over rows" in said and hint in said
+
+
+def test_a_switch_after_the_change_does_not_hide_it() -> None:
+    for said, steps, _ in run_ranks(annealed, 2, summed_later, SEVEN, "zero2"):
+        assert steps == 2 and "'Weights.other' 0 -> 0.01" in said
 
 
 @pytest.mark.parametrize(("loss", "asked"), [(row_by_row, SEVEN), (ignoring, {})])

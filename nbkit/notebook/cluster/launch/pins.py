@@ -226,7 +226,7 @@ def _on_gpus(
         chips = {gpu.chip: gpu.number for gpu in chosen}
         fewer = min(spares, len(chips) - 1)
         raise UsageError(
-            "A spare needs a GPU of its own. Otherwise the GPU fails for the rank and for the spare.",
+            "A spare needs a GPU that no rank uses. If a shared GPU fails, the spare fails too.",
             numbers=f"for ranks: GPU {', '.join(numbers[:count])}; spare: GPU {', '.join(numbers[count:])}",
             hint=f"--gpus {','.join(chips.values())}{f' --spares {fewer}' * (fewer > 0)}",
         )

@@ -364,8 +364,8 @@ _MEASURED_STEPS, _MEASURED_AT_MOST = 8, 12
 def _to_measure(options: Sequence[Mapping[str, Any]], table: Mapping[str, Any], limit: float | None) -> dict[str, Any]:
     """Return what the button "Measure all that fit" measures: {"strategies", "steps" of each, "label"}, or {}.
 
-    If there are too many strategies, measure those without a measured step first, and then those that send the fewest
-    bytes.
+    If more than 12 strategies fit, measure only those without a measured step. If these are more than 12, or if every
+    strategy has one, measure the 12 that send the fewest bytes.
     """
     now = next((row for row in options if row["strategy"] == table["strategy"]), None)
     room = math.inf if limit is None else limit
@@ -375,7 +375,7 @@ def _to_measure(options: Sequence[Mapping[str, Any]], table: Mapping[str, Any], 
     unknown = [row for row in fits if row["step_s"] is None]
     some = unknown if unknown and len(fits) > _MEASURED_AT_MOST else fits
     chosen = sorted(some, key=lambda row: row["step_bytes"] or math.inf)[:_MEASURED_AT_MOST]
-    what, took = f"{len(chosen)} of {len(some)} that fit", ""
+    what, took = f"{len(chosen)} of {len(fits)} that fit", ""
     if len(chosen) == len(some):
         what = "all that fit" if some is fits else f"the other {len(chosen)}"
     if now["step_s"] is not None:

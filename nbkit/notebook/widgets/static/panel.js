@@ -465,7 +465,7 @@ function render({ model, el }) {
         drawChoice();
       });
       return chip;
-    }), make("span", "count", only.size ? shown : "a click shows only these; bars: dark at rest, pale while it switches"));
+    }), make("span", "count", only.size ? shown : "a click shows only these; dark bar: memory at rest; pale bar: memory during a switch"));
     if (focused) chips.querySelector(`[data-family="${focused}"]`)?.focus();
   }
 

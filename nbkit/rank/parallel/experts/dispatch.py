@@ -38,7 +38,7 @@ from nbkit.rank.telemetry.phases import clock
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NONE, _OFF = -1, len(_DTYPES)
 _NEGATIVE = (_OFF + 1) ** 2
-"""Larger than the numbers of all dtypes: what a rank tells whose router chose an expert with a negative number."""
+"""A rank sends this if its router chose an expert with a negative number. It is larger than any dtype's number."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 torchao's recipe "rowwise_with_gw_hp" computes y = x W^T and the gradient of x in fp8, and the gradient of W in the
 precision of x. Each row of x, of W and of the gradient of y has its own scale. In the gradient of x, all of W has one
 scale. So a row of a result depends on its own row and on W alone, as without fp8. Strategies that divide rows give what
-one process gives. One that divides W (tp) does not: `need_whole_layers` refuses it. Therefore the comparison of a small
-step with one process (whole_step.py) leaves fp8 out, as do the measurements of a model (model_trace.py).
+one process gives. A strategy that divides W (tp) gives something else: `need_whole_layers` refuses it. So the
+comparison of a small step with one process (whole_step.py), and the measurements of a model (model_trace.py), leave fp8
+out.
 
 Two details keep this true. The recipe rounds scales to powers of two, and here they are exact: a rank may compute with
 a multiple of the gradient of one process, which is divided out later. Under autocast, W is first rounded to the dtype
@@ -116,7 +117,7 @@ def compute_in_fp8(module: nn.Module, names: Iterable[str], device: torch.device
 
 
 class Fp8(Wrapper):
-    """The forward of a linear layer in fp8. torchaos: torchao's layer, which is given the weight; None: emulate."""
+    """Computes a linear layer in fp8. torchaos: torchao's layer, which gets the weight in each call; None: emulate."""
 
     def __init__(self, layer: nn.Module, torchaos: nn.Module | None) -> None:
         super().__init__(layer.forward)
@@ -142,7 +143,7 @@ class Fp8(Wrapper):
 
 
 def torchao_layer(weight: Tensor, *, emulate: bool = False) -> nn.Module:
-    """Return torchao's layer for weights like `weight`, (outputs, inputs). It has no memory for one."""
+    """Return torchao's layer for weights like `weight`, (outputs, inputs). The layer has no weight of its own."""
     from torchao.float8 import convert_to_float8_training
 
     plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -150,7 +151,7 @@ def torchao_layer(weight: Tensor, *, emulate: bool = False) -> nn.Module:
 
 
 class _Emulated(torch.autograd.Function):
-    """The product of a linear layer, of fp8 numbers, without kernels for them. See torchao's Float8Linear."""
+    """Multiplies fp8 numbers for a linear layer, without kernels for them. See torchao's Float8Linear."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -158,10 +159,14 @@ class _Emulated(torch.autograd.Function):
         return (_rounded(x, by_row=True) @ _rounded(weight, by_row=True).t()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        back = _rounded(grad, by_row=True) @ _rounded(weight, by_row=False)
-        return back.to(x.dtype), (grad.t() @ x).to(weight.dtype)
+        back, own = None, None
+        if ctx.needs_input_grad[0]:
+            back = (_rounded(grad, by_row=True) @ _rounded(weight, by_row=False)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            own = (grad.t() @ x).to(weight.dtype)
+        return back, own
 
 
 def _rounded(x: Tensor, *, by_row: bool) -> Tensor:

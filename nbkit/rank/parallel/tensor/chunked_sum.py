@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from nbkit.rank.parallel.module.kept_outputs import kept
@@ -32,8 +34,9 @@ def chunked_sum(x: Tensor, weight: Tensor, group: dist.ProcessGroup, chunks: int
     x: (..., inputs of this rank). weight: (outputs, inputs of this rank). With `sequence`, x is (rows, positions,
     inputs), and the result has this rank's positions.
     """
-    if type(x) is not Tensor or type(weight) not in (Tensor, nn.Parameter) or x.ndim < 2 or not x.numel():
-        return None  # another class of tensor may compute something else
+    if type(x) is not Tensor or type(weight) not in (Tensor, nn.Parameter) or x.ndim < 2 or not prod(x.shape[:-1]):
+        # Another class of tensor may compute something else. A rank without input features takes part, as others wait.
+        return None
     if (dtype := _autocast_dtype(x)) is not None:
         x, weight = x.to(dtype), weight.to(dtype)
     if x.dtype != weight.dtype or (sequence and x.ndim != 3):
@@ -54,8 +57,8 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 # A map has two nodes in the graph. The first one saves tensors for backward, and computes the backward. Its output has
-# no values. The second one computes the forward. Recomputation ends with the last tensor that is saved, so it does not
-# compute the last map of a block, nor send its output, for nothing.
+# no values. The second one computes the forward. Recomputation ends with the last tensor that is saved, so it neither
+# computes the last map of a block nor sends its output, which nobody needs.
 
 
 class _Product(torch.autograd.Function):
@@ -64,6 +67,7 @@ class _Product(torch.autograd.Function):
         return _save(ctx, x, weight, len(x))
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         return None if weight is None else grad @ weight, None if x is None else grad.t() @ x
@@ -77,6 +81,7 @@ class _GatheredProduct(torch.autograd.Function):
         return _save(ctx, x, weight, len(x), stop - start)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         whole = grad.new_empty(len(grad), ctx.total, grad.shape[2])

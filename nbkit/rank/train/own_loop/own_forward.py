@@ -580,7 +580,7 @@ class OwnForward:
     def _refuse_targets(self, loss: Tensor, rows: int) -> None:
         """Raise TrainingError if the loss has a mean cross entropy whose rows have different numbers of targets.
 
-        Looks at the first of every 100 steps, because it waits for the device.
+        Looks at the first 4 of every 100 steps, because reading the counts waits for the device.
         """
         job = self._job
         if job.step % EVERY >= _STEPS:
@@ -691,7 +691,7 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def _targets_of_rows(node: Any, rows: int) -> Tensor | None:
-    """Return how much the targets of each row weigh in a mean cross entropy; None if `node` is none of `rows` rows."""
+    """Return the weight of each row's targets in a mean cross entropy of `rows` rows; None for another node."""
     if not node.name().startswith("NllLoss") or getattr(node, "_saved_reduction", None) != 1:
         return None
     try:

@@ -113,12 +113,13 @@ def refuse_unsummed(job: Job) -> None:
 
 
 _stepped: weakref.WeakSet[Job] = weakref.WeakSet()
+_hooks: list[Any] = []  # at most one, for all jobs of this process
 
 
 def watch_steps(job: Job) -> None:
-    """Refuse from now on steps of the optimizer that the user gave to `prepare`, outside of `job.optimizer.step()`."""
-    if not _stepped:
-        register_optimizer_step_pre_hook(_refuse_step)
+    """Refuse steps of the optimizer that the user gave to `prepare`, except those that `job.optimizer.step()` makes."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_refuse_step))
     _stepped.add(job)
 
 

@@ -29,7 +29,6 @@ from torch import Tensor
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Parts, Shard, pair, shapes_of, shard_of
 from nbkit.rank.device import accelerator
-from nbkit.rank.loss.changed_loss import ChangedLoss
 from nbkit.rank.loss.mean_over_rows import row_losses
 from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.parallel.grad_norm import clip, scale
@@ -102,7 +101,6 @@ class TrainingStep:
         self.counted = Counts()  # the measurements of the second step
         loss = reading_no_parameter(builder.config.loss, sharded_model.strategy, builder.module)
         self._forward = ForwardPass(sharded_model, loss, builder.config.inputs)
-        self._changed_loss = ChangedLoss(builder.config.loss, builder.config.inputs, self.device)
         fused = builder.config.fuses_dropout(self.device)
         self.dropout = KeyedDropout(sharded_model.module, seed, builder.facts.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
@@ -199,7 +197,7 @@ class TrainingStep:
             with phase("forward"), self.precision.autocast(), drawing(micro.numbers):
                 output, part, tokens = self._forward.run(micro, stage, received, counted, whole)
                 if part is not None and parted:
-                    self._changed_loss.look(micro.data, output, micro.rows, counted)
+                    self.builder.changed_loss.look(micro.data, output, micro.rows, counted)
                 if part is not None and shard.hears is not None:
                     target = pair(micro.data, self._forward.inputs)[1]
                     each = row_losses(self._forward.loss, output, target, micro.rows, self.device)

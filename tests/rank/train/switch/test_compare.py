@@ -128,9 +128,9 @@ def test_a_comparison_is_shown_as_a_table() -> None:
         ),
         (
             (0.48, 0.39, 0.6),
-            "No strategy was measurably faster than zero3, which runs now: it took 500 ms a step in this comparison.",
+            "zero3, which runs now, took 500 ms a step in this comparison. No strategy was measurably faster.",
         ),
-        ((0.7, 0.69, 0.71), "No strategy was measurably faster than zero3"),
+        ((0.7, 0.69, 0.71), "No strategy was measurably faster."),
         ((0.2, None, None), "Too few steps were measured"),
     ],
 )
@@ -141,4 +141,4 @@ def test_the_verdict_names_a_faster_strategy_if_the_difference_is_larger_than_th
         {"strategy": name, "step_s": step, "low_s": low, "high_s": high, "error": ""}
         for name, (step, low, high) in (("zero3", (0.5, 0.45, 0.55)), ("tp=2", other))
     ]
-    assert verdict(rows, "zero3").startswith(said)
+    assert said in verdict(rows, "zero3")

@@ -103,15 +103,17 @@ function drawChanges(picture, shown, x, y1) {
 
 const SIGNS = { run_started: "▸", run_stopped: "■" }; // other events have their own sign: nbkit/records/event_words.py
 
-// Returns what the signs above the chart mean: "⇄ switch".
-export const signWords = (events) => [...new Set(events.map((e) => `${e.sign || SIGNS[e.kind] || "•"} ${e.kind.replaceAll("_", " ")}`))].join(" ");
+const signOf = (event) => event.sign || SIGNS[event.kind] || "•";
+
+// Returns what the signs above the chart mean: "⇄ switch · ■ run stopped".
+export const signWords = (events) => [...new Set(events.map((event) => `${signOf(event)} ${event.kind.replaceAll("_", " ")}`))].join(" · ");
 
 // begun: the strategy at the left end. It is named if there is room before the next event.
 function drawEvents(picture, events, begun, x, y0, y1) {
   picture.canvas.dataset.events = events.map((e) => e.kind).join(" ");
   let free = 0;
   for (const [i, event] of events.entries()) {
-    const [sign, colour] = [event.sign || SIGNS[event.kind] || "•", event.kind === "failure" ? alarm() : ink()];
+    const [sign, colour] = [signOf(event), event.kind === "failure" ? alarm() : ink()];
     const at = Math.max(x(event.step), LEFT + 2);
     picture.line(at, y0 - 10, at, y1, colour, { dash: [3, 3] });
     const text = () => event.text || `${event.kind.replaceAll("_", " ")} after step ${event.step}`;

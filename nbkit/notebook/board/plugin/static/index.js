@@ -180,7 +180,8 @@ function draw() {
   if (nothing) return;
   const there = PARTS.filter((_, i) => state.points.some((point) => point[3 + i] > 0)); // no legend for parts that are not drawn
   $("parts").innerHTML = swatches(Object.fromEntries(there.map((part) => [part, COLOURS[part]])), SPOKEN);
-  $("families").innerHTML = `strategy: ${swatches(familiesOf(state.points.map((point) => point[point.length - 1])), {})} ${signWords(state.events)}`;
+  $("families").innerHTML = `strategy: ${swatches(familiesOf(state.points.map((point) => point[point.length - 1])), {})}`;
+  $("families").append(` ${signWords(state.events)}`);
   drawTimeline(pictures.timeline, state.points, state.events, { window: state.only, chosen: state.step?.asked ?? 0, other: state.other, unit: state.runs.find((run) => run.name === state.run)?.unit ?? "tokens", pick });
   drawRuns(state.runs, state.run, choose);
   drawLateness(state.lateness);

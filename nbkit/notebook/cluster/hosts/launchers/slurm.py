@@ -360,7 +360,7 @@ class SlurmLauncher(Launcher):
             raise ClusterError(
                 "Slurm has refused the job.",
                 numbers=" ".join(done.stderr.split()),
-                hint="sinfo   in a terminal lists the partitions; options for sbatch come last, after   --",
+                hint="sinfo   in a terminal lists the partitions; options of sbatch come last, after   --",
             )
         self.job = done.stdout.strip().partition(";")[0]
 
