@@ -187,7 +187,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         f"In {len(right)} of {len(outcomes)} drills, the notebook showed the expected answer. The median time until "
         f"the answer was complete is {statistics.median(seconds):.2f} s, and the longest is {seconds[-1]:.1f} s. After "
         "each drill on a cluster, the next cell ran on both ranks, and no additional process was left. After the end "
-        "of the notebook, no process at all was left."
+        "of the notebook, no process was left."
     )
 
 
@@ -196,12 +196,12 @@ def pages(outcomes: Sequence[Outcome]) -> dict[str, str]:
     of = {outcome.drill: outcome for outcome in outcomes}
     what = (
         "A drill makes one mistake or failure in a real notebook, on a cluster of two ranks. "
-        "`make drills` makes all drills, and writes these pages.",
+        "`make drills` runs all drills, and writes these pages.",
         summary(outcomes),
     )
     first = "On these pages you find what a notebook shows after each of {} mistakes and failures."
     rows = [f"| {subject} | [{_title(page)}]({page}.md) |" for page, subject in SUBJECTS.items()]
-    lists = "\n".join(["| the notebook after | page |", "|---|---|", *rows])
+    lists = "\n".join(["| what the notebook shows after | page |", "|---|---|", *rows])
     lines = ["# Drills", first.format(len(outcomes)), *what, lists]
     written = {"drills": lines}
     for page, groups in PAGES.items():
@@ -211,9 +211,9 @@ def pages(outcomes: Sequence[Outcome]) -> dict[str, str]:
             "[Drills](drills.md) says how these answers were made."
         ]
         if any(of[drill].shown.startswith(ALL_FAILED) for drills in groups.values() for drill in drills):
-            lines[-1] += f" At the beginning of an answer, `{ALL_FAILED.strip()}` is left out."
+            lines[-1] += f" This page leaves out `{ALL_FAILED.strip()}` at the beginning of an answer."
         if any("released at" in of[drill].shown for drills in groups.values() for drill in drills):
-            lines[-1] += " *Released* means that nbkit has ended the wait of a rank for a rank that failed or died."
+            lines[-1] += " *Released* means that a rank no longer waits for a rank that failed or died."
         for heading, drills in groups.items():
             lines += [f"## {heading}"] if len(groups) > 1 else []
             lines += ["\n".join(table([of[drill] for drill in drills]))]
