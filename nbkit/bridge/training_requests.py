@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,12 @@ class TrainingRequestHandler:
         if control.do == "save" and (saving := owner.saves.pending) is not None:
             saving.add_done_callback(lambda pending: self._ended(control, owner, pending))
             return
-        self._tell(control, owner, result=result, predicted=predicted)
+        tell = partial(self._tell, control, owner, result=result, predicted=predicted)
         if control.do == "pause":
-            step_boundary.hold(job.device)
+            # Whoever knows of the pause may look at the ranks, or resume, at once.
+            step_boundary.hold(job.device, begun=tell)
+        else:
+            tell()
 
     def _ended(
         self, control: Control, owner: Any, pending: Future[Any], predicted: Mapping[str, Any] | None = None

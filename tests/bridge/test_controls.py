@@ -91,6 +91,27 @@ def test_without_a_trainer_and_without_a_meaning(controls: TrainingRequestHandle
     assert "not paused" in served(controls, owner, "resume")["what"]
 
 
+def test_a_pause_is_told_when_the_training_is_held(
+    controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the panel says that it trains, and a resume that follows at once is refused."""
+    owner = Refusing(StrategyError("No."))
+    owner.job.device = torch.device("cpu")
+    monkeypatch.setattr(step_boundary, "_training", owner)
+    tell, held = controls._tell, []
+
+    def telling(*args: Any, **told: Any) -> None:
+        held.append(step_boundary.is_held())
+        tell(*args, **told)
+        step_boundary.let_go()
+
+    monkeypatch.setattr(controls, "_tell", telling)
+    # Without a pause there is nothing to let go, so this would wait for requests of other ranks.
+    monkeypatch.setattr(step_boundary, "largest", lambda *_, **__: pytest.fail("it was told before it was held"))
+    assert served(controls, owner, "pause")["ok"]
+    assert held == [True] and not step_boundary.is_held()
+
+
 def test_the_learning_rate_is_set_on_a_trainer_and_refused_elsewhere(controls: TrainingRequestHandler) -> None:
     owner = Refusing(StrategyError("No."))
     assert "Only a Trainer" in served(controls, owner, "lr", value=0.1)["what"]

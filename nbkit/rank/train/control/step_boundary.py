@@ -292,12 +292,16 @@ _POLL_SECONDS = 0.05
 _held = False
 
 
-def hold(device: torch.device) -> None:
-    """Wait until a request calls `let_go`. Collective. Raises Stopped when the user stops the training."""
+def hold(device: torch.device, *, begun: Callable[[], None] = lambda: None) -> None:
+    """Wait until a request calls `let_go`. Collective. Raises Stopped when the user stops the training.
+
+    begun: called as soon as `is_held` is true.
+    """
     global _held
-    if _held:
+    is_outer, _held = not _held, True
+    begun()
+    if not is_outer:
         return
-    _held = True
     polls = 0  # number of successive polls in which only some ranks held the next request
     try:
         with automatic():
