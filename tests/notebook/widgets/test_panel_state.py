@@ -365,7 +365,7 @@ def paced(
     seconds: float, low: float | None = None, high: float | None = None, strategy: str = "dp=4", step: int = 100
 ) -> dict[str, Any]:
     table = table_of()
-    pace = {"strategy": strategy, "seconds": seconds, "low": low, "high": high, "steps": 20}
+    pace = {"strategy": strategy, "seconds": seconds, "low": low, "high": high, "steps": 20, "ago": 0}
     return answer_of(table, progress={**answer_of(table)["progress"], "step": step, "pace": pace})
 
 

@@ -326,7 +326,7 @@ def _with_pace(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mappin
     if not pace or pace["strategy"] != recorded(table["strategy"]):
         return options
     measured = {"step_s": pace["seconds"], "step_low_s": pace["low"], "step_high_s": pace["high"]}
-    measured |= {"step_steps": pace["steps"], "step_ago": 0}
+    measured |= {"step_steps": pace["steps"], "step_ago": pace["ago"]}
     return [{**row, **measured} if row["strategy"] == table["strategy"] else row for row in options]
 
 
