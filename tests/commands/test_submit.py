@@ -100,7 +100,7 @@ def test_outputs_are_kept_in_a_new_file_also_of_a_run_that_fails(
         (["none.ipynb"], "none.ipynb cannot be read"),
         (["one.ipynb", "-p", "N"], "A parameter is a name and a value."),
         (["one.ipynb", "--output", "one.ipynb"], "another file than the notebook"),
-        (["one.ipynb", "--gpus", "2"], "asked of Slurm"),
+        (["one.ipynb", "--gpus", "2"], "are for Slurm"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(

@@ -141,7 +141,7 @@ def test_it_is_part_of_a_strategy_and_of_what_is_predicted(registered: None) -> 
     [
         ("ddp wire=int4", "'wire=int4' is not a format"),
         ("zero1 wire=fp16", "wire=fp16 is for ranks that hold the whole model(.|\n)*dp=4 wire=fp16"),
-        ("tp wire=fp16", "and there is only one"),
+        ("tp wire=fp16", "two or more data parallel ranks"),
         ("ddp compress=int8 wire=fp16", "Each of two keys decides(.|\n)*compress=int8, or wire=fp16"),
         ("ddp sync_every=4 wire=fp16", "no gradients are sent"),
     ],

@@ -113,8 +113,8 @@ def test_own_classes_train_as_one_process_does_and_are_switched_to_and_from() ->
     ("text", "said"),
     [
         ("mine", "'mine' needs a class of yours"),
-        ("zero2 mine=ddp", "mine=ddp takes the place of ddp over all ranks"),
-        ("tp=2 mine=tp", "mine=tp takes the place of tp over all ranks"),
+        ("zero2 mine=ddp", "mine=ddp replaces ddp only if all ranks use ddp"),
+        ("tp=2 mine=tp", "mine=tp replaces tp only if all ranks use tp"),
         ("ddp mine=ddp compress=int8", "Your class decides what is sent"),
         ("ddp mine=fsdp", "'mine=fsdp' is not a kind of class"),
     ],
