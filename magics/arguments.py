@@ -186,7 +186,7 @@ def cluster_parser() -> MagicParser:
         "--save-before",
         type=_duration,
         metavar="TIME",
-        help="for --slurm: save and end a training this long before the time limit (2min, at most a quarter of the limit)",
+        help="for --slurm: save and end a training this long before the time limit (2min, at most a quarter of --time)",
     )
     start.add_argument(
         "--requeue",
