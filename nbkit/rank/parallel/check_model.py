@@ -207,8 +207,8 @@ def check(
     as for the Trainer. If the strategy divides the rows of a batch, nbkit runs the model and this loss on some rows
     together and on each row alone.
 
-    Raises StrategyError for a strategy that cannot be parsed, and TrainingError if the batch has no entry that inputs=
-    names.
+    Raises StrategyError for a strategy that cannot be parsed, and TrainingError if the batch lacks an entry that
+    inputs= names.
     """
     check_options(hints=hints)
     check_inputs(inputs)
