@@ -72,7 +72,7 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def running(root: Path) -> Iterator[SlurmNodes]:
-    """Run a Slurm. Its commands find its nodes, in this process too, and its jobs find the packages in `root`."""
+    """Run a Slurm. Its commands work inside, in this process too, and its jobs find the packages in `root`."""
     folder = Path(tempfile.mkdtemp(prefix="nbkit-slurm-"))  # a socket's path has to be short
     nodes = SlurmNodes(folder)
     try:
@@ -175,7 +175,7 @@ class SlurmNodes:
 
 
 def _free_ports() -> tuple[int, int]:
-    """Return one free port, and the first of a row of free ports, one for each node."""
+    """Return one free port, and the first of consecutive free ports, one for each node."""
     while True:
         with contextlib.ExitStack() as taken, contextlib.suppress(OSError, OverflowError):
             one, other = (taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
