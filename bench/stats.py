@@ -1,7 +1,7 @@
 """Statistics of the table: medians, bootstrap intervals, and whether a bar is met.
 
-A ratio is taken within each round. Both sides run one after the other there, so that a machine that is slow for a while
-slows both. The figure is the median of these ratios. Intervals are 95 % bootstrap percentiles over rounds.
+A ratio is computed within each round, in which both sides run one after the other, so that a machine that is slow for a
+while slows both. The figure is the median of these ratios. Intervals are 95 % bootstrap percentiles over rounds.
 """
 
 from __future__ import annotations

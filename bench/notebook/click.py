@@ -31,7 +31,7 @@ BAR = 1.0
 WHAT = "click on Apply to the first step under the new strategy, beyond the step that was running"
 WAIT_MS = 120_000
 LAB = {
-    # Cells that are scrolled out of sight stay in the page, and no dialog of JupyterLab covers it.
+    # Keep cells in the page that are scrolled out of sight, and show no dialog over them.
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
