@@ -139,7 +139,7 @@ class CellMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
     @line_magic("distributed")  # type: ignore[misc, untyped-decorator]
     def distribute(self, line: str) -> None:
-        """Let each cell from now on run on every rank, or here again."""
+        """Run each later cell on every rank, or in the notebook again."""
         try:
             wanted = parse(distribution_parser(), line).cells == "on"
         except HelpShown:
