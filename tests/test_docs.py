@@ -73,7 +73,7 @@ def run(client: Any, source: str) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_every_cell_of_readme_and_of_the_pages_runs_without_error(kernel: Any) -> None:
+def test_every_cell_of_readme_and_of_the_pages_runs(kernel: Any) -> None:
     sources = [(README, source) for source in cells(README)]
     assert sources, "README has no ```python block"
     of_pages = [(page, source) for page in PAGES if page not in (LAPTOP, *CONCEPTS, *CHINESE) for source in cells(page)]
@@ -88,7 +88,7 @@ def test_every_cell_of_readme_and_of_the_pages_runs_without_error(kernel: Any) -
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_every_cell_of_the_concepts_runs_after_those_of_a_laptop(kernel: Any) -> None:
+def test_every_cell_of_concepts_runs_after_the_cells_of_the_laptop_page(kernel: Any) -> None:
     with forked_parents_of_programs() as forked:
         before = [(ROOT / "docs", forked)]
         sources = [(page, source) for page in (LAPTOP, *CONCEPTS) for source in cells(page)]

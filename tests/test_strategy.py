@@ -150,7 +150,7 @@ def test_parsing_a_printed_strategy_gives_the_same_strategy(world_size: int) -> 
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 6, 8, 12])
-def test_every_yields_each_strategy_once_and_simple_ones_first(world_size: int) -> None:
+def test_strategy_every_returns_each_strategy_once_and_simple_ones_first(world_size: int) -> None:
     offered = Strategy.every(world_size)
 
     plain = {s for s in constructed(world_size) if s.shard == s.dp or s.zero == 3}
@@ -161,7 +161,7 @@ def test_every_yields_each_strategy_once_and_simple_ones_first(world_size: int) 
     assert splits == sorted(splits)
 
 
-def test_every_can_be_limited_to_some_schedules_and_no_cp() -> None:
+def test_strategy_every_can_be_limited_to_some_schedules_without_cp() -> None:
     offered = [s.label for s in Strategy.every(4, schedules=("1f1b",), cp=False)]
 
     alone = "ddp zero1 zero2 zero3 hsdp tp pp"

@@ -142,7 +142,7 @@ def test_a_call_without_old_keywords_is_unchanged() -> None:
     assert given == {"batch_size": 8, "checkpoints": nbkit.Checkpoints()} and told == []
 
 
-def test_an_old_keyword_beside_its_option_is_refused() -> None:
+def test_an_old_keyword_together_with_its_option_is_refused() -> None:
     with pytest.raises(UsageError) as refused:
         called(save_every=5, checkpoints=nbkit.Checkpoints(keep=2))
 

@@ -120,7 +120,7 @@ print("theirs:", magics.OF)
 """
 
 
-def test_magics_of_the_wheel_work_beside_another_package_named_magics(installed: Path, tmp_path: Path) -> None:
+def test_magics_of_the_wheel_work_with_another_package_named_magics(installed: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "magics"
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("OF = 'weather maps'\n")

@@ -63,7 +63,7 @@ def test_the_late_rank_among_several_groups_is_named(text: str, late: int, stood
 
 
 def test_a_stage_with_more_work_does_not_hide_a_late_rank_of_another_stage() -> None:
-    # Stage 1 is ranks 2 and 3, and takes 40 ms more than stage 0; rank 0 is 30 ms late beside rank 1.
+    # Stage 1 is ranks 2 and 3, and takes 40 ms more than stage 0; rank 0 is 30 ms later than rank 1.
     own = {0: {"compute": DELAY}, 2: {"compute": 40 * MS}, 3: {"compute": 40 * MS}}
     stood = {0: {"pp": 40 * MS}, 1: {"pp": 40 * MS, "dp": DELAY}, 2: {"pp": DELAY}, 3: {"dp": DELAY}}
     steps, members = job("dp=2 pp=2", own=own, stood=stood)

@@ -2,7 +2,7 @@
 
 python -m tests.support.chaos                   all of it, as make chaos
 python -m tests.support.chaos faults N=20 SEED=3    20 runs from seed 3 on; others: kill, pairs
-python -m tests.support.chaos kill N=2 zero3 "dp=2 pp=2"    in these strategies alone
+python -m tests.support.chaos kill N=2 zero3 "dp=2 pp=2"    in these strategies only
 python -m tests.support.chaos goodput MINUTES=20 EVERY=100     takes 40 minutes, and is not in "all of it"
 
 kill    a rank is killed in each strategy: seconds to the first step after it, by part; steps lost; the curve.

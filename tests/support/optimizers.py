@@ -279,7 +279,7 @@ def counting(model: nn.Module) -> Optimizer:
 
 
 class Listing(SGD):
-    """Holds the parameters in a list of its own, beside slow weights in another one."""
+    """Holds the parameters in its own list, and slow weights in another one."""
 
     def __init__(self, params: Any) -> None:
         self.own = list(params)

@@ -25,7 +25,7 @@ NOBODY = 65534
 
 
 def readable(home: Path) -> list[str]:
-    """Return the files and folders below `home`, itself included, of which anything can be read."""
+    """Return the readable files and folders below `home`, itself included."""
     found = []
     for folder, _, files in os.walk(home, onerror=lambda _: None):
         found += [folder] if os.access(folder, os.R_OK) else []

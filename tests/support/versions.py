@@ -72,7 +72,7 @@ class Result:
 
 
 def requirements() -> list[str]:
-    """Return the packages that the tests need beside torch."""
+    """Return the packages that the tests need besides torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [

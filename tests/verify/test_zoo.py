@@ -56,7 +56,7 @@ def test_the_zoo_has_thirty_architectures_eight_strategies_and_a_chain() -> None
     assert [case.strategy for case in zoo_cases(["gpt2"], ["chain"])] == [CHAINED]
 
 
-def test_mixtures_have_cases_with_ep_beside_each_axis_and_a_chain() -> None:
+def test_mixtures_have_cases_with_ep_and_each_other_axis_and_a_chain() -> None:
     cases = list(zoo_cases(tuple(ARCHITECTURES), ["ep"]))
     assert len(cases) == 8 * 7 and {case.ranks for case in cases} == {4}
     assert [case.strategy for case in zoo_cases(["olmoe"], ["chain"])] == [CHAINED, EXPERTS_CHAINED]

@@ -74,7 +74,7 @@ def test_a_replayed_or_reflected_message_is_refused(ends: tuple[socket.socket, s
 
 
 @pytest.mark.parametrize(("linger", "broke"), [((0, 0), False), ((1, 0), True)], ids=["closed", "given up"])
-def test_a_reset_link_is_told_from_a_closed_one(
+def test_a_reset_link_is_distinguished_from_a_closed_one(
     ends: tuple[socket.socket, socket.socket], linger: tuple[int, int], broke: bool
 ) -> None:
     parent, _ = linked(ends, "k", "k")
