@@ -48,7 +48,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 
 def meets(figure: Interval, bar: float, again: Interval | None = None) -> bool:
-    """Return True if a figure that has to be small is within `bar`.
+    """Return True if a figure that should be small is within `bar`.
 
     again: the A/A comparison of the same run. The run cannot see differences below its half-width, so the interval may
     end above the bar by that much. For a bar below 1 the half-width is multiplied by the bar, since it was measured at

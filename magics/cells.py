@@ -79,7 +79,7 @@ async def run(magic: str, line: str, body: str) -> None:
 
 
 def _run_options(options: Any) -> dict[str, Any]:
-    """Return the arguments of `Cluster.run` beside the cell."""
+    """Return the arguments of `Cluster.run` besides the cell."""
     given = {name: getattr(options, name) for name in ("ranks", "timeout", "at_step", "queue", "tabs")}
     return {**given, "detach": options.detach is not None}
 

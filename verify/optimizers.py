@@ -110,7 +110,7 @@ def power(matrix: Tensor, exponent: float) -> Tensor:
 
 
 class Shampoo(Each):
-    """Gupta et al. 2018: a preconditioner for each side, made anew every second step."""
+    """Gupta et al. 2018: a preconditioner for each side, recomputed every second step."""
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> Tensor:
         g = grad if grad.ndim == 2 else grad.reshape(-1, 1)

@@ -198,7 +198,7 @@ def _local_norm(_: Any) -> Any:
 
 
 def _gradient_twice(where: str) -> Callable[[Any], Any]:
-    """Return a function that makes `SpreadExperts.finish` double the gradients of what is inside of `where`."""
+    """Return a function that makes `SpreadExperts.finish` double the gradients inside of `where`."""
 
     def make(finish: Any) -> Any:
         def wrong(self: SpreadExperts) -> Tensor | None:

@@ -86,7 +86,7 @@ def _clicks(page: Any, rounds: int) -> list[tuple[float, str]]:
     found = []
     for strategy in STRATEGIES * rounds:
         panel.locator(f'tr[data-strategy="{strategy}"]').click(timeout=WAIT_MS)
-        page.wait_for_timeout(700)  # a person would read here what the switch costs
+        page.wait_for_timeout(700)  # a person would read the cost of the switch here
         found.append((time.time(), strategy))
         panel.get_by_role("button", name="Apply", exact=True).click(timeout=WAIT_MS)
         _until(page, lambda to=strategy: panel.locator("tbody tr.now").get_attribute("data-strategy") == to)

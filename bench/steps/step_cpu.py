@@ -1,4 +1,4 @@
-"""Measure CPU-seconds of a step under zero1 and pp: nbkit beside torch's own pieces, in alternating pairs.
+"""Measure CPU-seconds of a step under zero1 and pp: nbkit and torch's own pieces, in alternating pairs.
 
 On CPU ranks, wall seconds depend on other load of the machine; CPU-seconds depend on it less. But the placement of a
 process's memory changes its CPU-seconds by some percent, for its whole life. So the processes of both are started again

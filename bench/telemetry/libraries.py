@@ -31,7 +31,7 @@ TRACED = 10, 30
 
 
 def sleeps(module: nn.Module, args: Any, output: Tensor) -> None:
-    """Sleep for the forward pass, and later for the backward pass of what lies behind `module`: a forward hook."""
+    """Sleep for the forward pass, and later for the backward pass of the layers after `module`: a forward hook."""
     time.sleep(FORWARD + LATE * (os.environ["RANK"] == "1"))
     if output.requires_grad:
         output.register_hook(lambda grad: time.sleep(BACKWARD))

@@ -12,7 +12,7 @@ compute would become shorter, and nobody would know the right answer. Two ranks 
 delays are also put into a GPT that computes, and shown without a judgement. In both kinds, the remainder of a step,
 which is in none of the measured parts, has to meet a bar.
 
-Pipelines whose stages sleep follow: the bubble that the tab shows from their records, beside that of the ideal
+Pipelines whose stages sleep follow: the bubble that the tab shows from their records, and that of the ideal
 timeline.
 """
 

@@ -360,7 +360,7 @@ class FunctionalMemory(NormedMemory):
 
 
 class Telling(nn.Module):
-    """Returns what it computes between its maps, with its output."""
+    """Returns its hidden features together with its output."""
 
     def __init__(self) -> None:
         super().__init__()

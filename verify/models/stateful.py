@@ -1,4 +1,4 @@
-"""Small models and losses that keep state beside parameters and buffers, or reach it by functions."""
+"""Small models and losses that keep state besides parameters and buffers, or reach it by functions."""
 
 from __future__ import annotations
 
