@@ -1,4 +1,4 @@
-"""The options of every magic, written once for parsing, for -h and for the magic's own help text."""
+"""The options of every magic, defined once for parsing, for -h and for the magic's help text."""
 
 from __future__ import annotations
 

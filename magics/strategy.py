@@ -1,4 +1,4 @@
-"""`%strategy`: show the panel, or switch by typing. `%compare`: measure strategies beside each other."""
+"""`%strategy`: show the panel, or switch by typing. `%compare`: measure several strategies."""
 
 from __future__ import annotations
 
