@@ -53,7 +53,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if wrong := [f"{axis}={self.degree(axis)}" for axis in AXES if self.degree(axis) < 1]:
-            raise StrategyError("A degree is at least 1.", numbers=", ".join(wrong), hint="strategy='ddp'")
+            raise StrategyError("Each degree must be at least 1.", numbers=", ".join(wrong), hint="strategy='ddp'")
         if self.places:
             self._check_places()
 
@@ -61,7 +61,7 @@ class Mesh:
         shown = ":".join(map(str, self.places))
         if sorted(self.places) != list(range(self.size)):
             raise StrategyError(
-                "places= must have the number of each rank exactly once.",
+                "places= must contain the number of each rank exactly once.",
                 numbers=f"places={shown} for {self.size} ranks, numbers 0 to {self.size - 1}",
                 hint="places=" + ":".join(map(str, range(self.size))),
             )

@@ -68,10 +68,10 @@ class Strategy:
     def __post_init__(self) -> None:
         """Set settings without effect to neutral values. Raises StrategyError for an invalid value."""
         if wrong := [f"{axis}={self.degree(axis)}" for axis in DEGREES if self.degree(axis) < 1]:
-            raise StrategyError("A degree is at least 1.", numbers=", ".join(wrong), hint="ddp")
+            raise StrategyError("Each degree must be at least 1.", numbers=", ".join(wrong), hint="ddp")
         if self.zero not in range(4):
             raise StrategyError(
-                "There is no such ZeRO stage.",
+                "This ZeRO stage does not exist.",
                 numbers=f"zero={self.zero}; 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
                 hint="zero=3",
             )
@@ -90,7 +90,7 @@ class Strategy:
             yield f"shard={shard} has no effect with zero=0: nothing is sharded"
         elif shard < 1 or self.dp % shard:
             raise StrategyError(
-                "The sharding groups do not divide the data axis.",
+                "dp is not a multiple of shard.",
                 numbers=f"dp {self.dp} / shard {shard} = {self.dp / shard:.3g} groups",
                 hint="shard=" + " or ".join(str(n) for n in divisors(self.dp) if n > 1),
             )
@@ -281,7 +281,7 @@ def _read(text: str) -> tuple[str | None, dict[str, str]]:
     preset, settings = None, dict[str, str]()
     words = techniques.in_full(text.lower()).split()
     if not words:
-        raise StrategyError("An empty strategy.", numbers=_vocabulary(), hint="ddp")
+        raise StrategyError("The strategy is empty.", numbers=_vocabulary(), hint="ddp")
     for place, word in enumerate(words):
         key, equals, value = word.partition("=")
         if not equals and (place or key not in PRESETS):

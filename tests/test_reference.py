@@ -121,7 +121,7 @@ def test_error_texts_are_found_with_their_hints() -> None:
     found = "\n".join(generated.error_texts())
 
     assert re.search(r"\| More ranks than idle GPUs\.", found)
-    assert re.search(r"\| There is no such ZeRO stage\. \| `zero=3` \|", found)
+    assert re.search(r"\| This ZeRO stage does not exist\. \| `zero=3` \|", found)
 
 
 def test_fields_that_a_class_docstring_describes_become_a_list() -> None:

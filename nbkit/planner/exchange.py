@@ -416,7 +416,7 @@ def _raise_missing(found: list[tuple[_Spread, list[str]]], lacking: list[list[_C
     if lines:
         more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
         raise TrainingError(
-            "No rank holds what the new strategy needs.",
+            "No rank holds tensors that the new strategy needs.",
             numbers="; ".join(lines[:8]) + more,
             hint="trainer.load(path) brings back a state that is whole",
         )

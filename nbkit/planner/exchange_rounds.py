@@ -322,6 +322,6 @@ def _check_filled(rank: int, new: Mapping[str, Layout], filled: Mapping[str, int
     lacking = [f"{key}: {filled[key]} of {layout.numel}" for key, layout in new.items() if filled[key] != layout.numel]
     if lacking:
         raise TrainingError(
-            f"The exchange would not fill the new tensors of rank {rank}.",
+            f"The exchange would not fill all new tensors of rank {rank}.",
             numbers="elements: " + "; ".join(lacking[:8]) + (f"; {len(lacking) - 8} more" if len(lacking) > 8 else ""),
         )

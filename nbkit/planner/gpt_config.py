@@ -25,10 +25,10 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if min(self.vocab, self.block, self.layers, self.heads, self.width) < 1:
-            raise UsageError("Every size of a GPT is at least 1.", numbers=repr(self), hint="GPTConfig()")
+            raise UsageError("Every size of a GPT must be at least 1.", numbers=repr(self), hint="GPTConfig()")
         if self.width % self.heads:
             raise UsageError(
-                "The heads do not divide the width.",
+                "The width is not a multiple of the number of heads.",
                 numbers=f"width {self.width} / heads {self.heads} = {self.width / self.heads:g}",
                 hint=f"GPTConfig(width={self.width // self.heads * self.heads or self.heads}, heads={self.heads})",
             )

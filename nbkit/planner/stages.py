@@ -111,13 +111,13 @@ def spelled(ranges: Sequence[tuple[int, int]]) -> str:
 def _check(costs: Sequence[float], stages: int) -> None:
     if not 1 <= stages <= len(costs):
         raise StrategyError(
-            "A stage of a pipeline holds at least one block.",
+            "Each stage of a pipeline needs at least one block.",
             numbers=f"{len(costs)} block{'s' * (len(costs) != 1)}, {stages} stages",
             hint=f"pp={max(len(costs), 1)} or fewer",
         )
     if wrong := [cost for cost in costs if not 0 <= cost < inf]:
         raise StrategyError(
-            "The cost of a block is a number >= 0.", numbers=f"{wrong[0]}", hint="costs=[1.0, 2.0, ...]"
+            "The cost of a block must be a number >= 0.", numbers=f"{wrong[0]}", hint="costs=[1.0, 2.0, ...]"
         )
 
 

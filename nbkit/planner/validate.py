@@ -62,7 +62,7 @@ def _world(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
     if facts.node is not None and strategy.tp > 1 and (facts.node % strategy.tp or strategy.order == "tp"):
         yield Finding(
             False,
-            "Tensor parallelism crosses nodes, and it is what talks most.",
+            "Tensor parallelism sends more than other axes, and here it crosses nodes.",
             f"{facts.node} ranks of a node / tp {strategy.tp} = {facts.node / strategy.tp:.3g}",
             "tp=" + _listed([n for n in divisors(facts.node) if n > 1]) if facts.node > 1 else "",
         )
@@ -78,7 +78,8 @@ def _tensor(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
             fitting = [n for n in divisors(count) if all(other is None or other % n == 0 for other in heads)]
             yield Finding(
                 True,
-                f"Tensor parallelism gives each rank whole attention heads: {count} {name} over {tp} ranks do not.",
+                f"Tensor parallelism gives each rank whole attention heads, and {count} {name} cannot be divided by {tp} "
+                "ranks.",
                 f"{count} {name} / tp {tp} = {count / tp:.3g}",
                 f"tp={_listed(fitting)}",
             )
@@ -111,7 +112,7 @@ def _pipeline(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
         idle = (pp - 1) / (micro + pp - 1)
         yield Finding(
             False,
-            "There are fewer micro-batches than ranks in the pipeline: some wait all the time.",
+            "The pipeline has fewer micro-batches than ranks, so some ranks always wait.",
             f"{micro} micro-batch{'es' * (micro > 1)}, pp {pp}: of a gpipe or 1f1b step "
             f"(p-1)/(m+p-1) = {pp - 1}/{micro + pp - 1} = {idle:.0%} is idle",
             f"microbatches={2 * pp}",
@@ -119,7 +120,7 @@ def _pipeline(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
     elif schedule == "interleaved" and micro % pp:
         yield Finding(
             False,
-            "interleaved takes micro-batches in rounds of one for each rank, and the last round is not full.",
+            "The schedule interleaved takes micro-batches in rounds of pp, and its last round is not full.",
             f"{micro} micro-batches / pp {pp} = {micro / pp:.3g} rounds",
             f"microbatches={micro // pp * pp} or {(micro // pp + 1) * pp}",
         )
@@ -133,7 +134,7 @@ def _batch(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
         below, above = batch // dp * dp, (batch // dp + 1) * dp
         yield Finding(
             True,
-            "The data axis does not divide the global batch."
+            "The global batch cannot be divided evenly over the data axis."
             if batch > dp
             else "The global batch is smaller than the data axis.",
             f"batch_size {batch} / dp {dp} = {batch / dp:.3g} rows per rank",

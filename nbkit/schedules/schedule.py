@@ -143,7 +143,7 @@ def register(
         )
     if stages_per_rank < 1 or (v_shaped and stages_per_rank != 2):
         raise StrategyError(
-            "A rank of a pipeline has at least one stage, and two where the stages run down the ranks and up again.",
+            "Each rank of a pipeline needs at least one stage, and a V-shaped schedule needs two.",
             numbers=f"stages_per_rank={stages_per_rank}, v_shaped={v_shaped}",
             hint="stages_per_rank=2, v_shaped=True",
         )
@@ -228,7 +228,7 @@ class Schedule:
         kind = type_of(name)
         if ranks < 1 or microbatches < 1:
             raise StrategyError(
-                "A pipeline has at least one rank and one micro-batch.",
+                "A pipeline needs at least one rank and one micro-batch.",
                 numbers=f"{ranks} ranks, {microbatches} micro-batches",
                 hint="pp=2 microbatches=4",
             )
@@ -312,7 +312,8 @@ def check_done(schedule: Schedule, done: Sequence[int]) -> None:
     stuck = [f"rank {rank} before {ops[n].in_words}" for rank, (n, ops) in counts if n < len(ops)]
     if stuck:
         raise StrategyError(
-            f"{schedule.name}: ranks wait for each other for ever.", numbers="; ".join([_sizes(schedule), *stuck])
+            f"Under the schedule {schedule.name}, ranks would wait for each other forever.",
+            numbers="; ".join([_sizes(schedule), *stuck]),
         )
 
 
@@ -345,8 +346,8 @@ def check_complete(schedule: Schedule) -> set[tuple[int, int]]:
             present = "".join(kind for kind in "FBIW" if Op(kind, stage, micro) in seen)  # type: ignore[arg-type]
             if present != kinds:
                 raise StrategyError(
-                    f"{schedule.name}: stage {stage}, of rank {schedule.rank_of(stage)}, does not do all of "
-                    f"micro-batch {micro}.",
+                    f"Under the schedule {schedule.name}, stage {stage} on rank {schedule.rank_of(stage)} does not do all operations "
+                    f"of micro-batch {micro}.",
                     numbers=f"{_sizes(schedule)}: it has {present or 'nothing'}, expected {kinds}",
                 )
     return split
@@ -381,5 +382,7 @@ def _list_of(kind: ScheduleType, ranks: int, microbatches: int, rank: int, more:
         ) from error
     if not isinstance(ops, Sequence) or not all(isinstance(op, tuple) and len(op) == 3 for op in ops):
         shown = repr(ops) if len(repr(ops)) <= 80 else type(ops).__name__
-        raise StrategyError(f"The schedule {kind.name!r} gave no list of Op.", numbers=f"{called}: {shown}", hint=hint)
+        raise StrategyError(
+            f"The schedule {kind.name!r} did not return a list of Op.", numbers=f"{called}: {shown}", hint=hint
+        )
     return tuple(Op(*op) for op in ops)

@@ -26,7 +26,7 @@ class ExpertsKey(Key):
         if value < 1 or dp % value:
             fitting = [n for n in range(2, dp + 1) if dp % n == 0]
             raise StrategyError(
-                "The ranks that share experts do not divide the data axis.",
+                "dp is not a multiple of ep.",
                 numbers=f"dp {dp} / ep {value} = {dp / max(value, 1):.3g} groups",
                 hint="ep=" + " or ".join(map(str, fitting)) if fitting else f"dp={max(value, 2)} ep={max(value, 2)}",
             )

@@ -38,7 +38,7 @@ class MovedExpertsKey(Key):
             experts = numbers[1:]
             if min(numbers) < 0 or len(set(experts)) < len(experts) or numbers[0] in found:
                 raise StrategyError(
-                    f"experts={word} does not say which experts have changed places.",
+                    f"experts={word} does not say which experts are exchanged.",
                     numbers="the number of a layer, then experts by number, each layer and each expert of it once",
                     hint="experts=0:1-5,2-7   exchanges 1 and 5, and 2 and 7, in layer 0",
                 )

@@ -126,7 +126,7 @@ class GradientKey(Key):
             )
             given = spelled({name: v for name, v in strategy.settings.items() if _needs_whole(name)})
             raise StrategyError(
-                f"{given} is for ranks that hold the whole model and its whole gradients.",
+                f"{given} needs ranks that hold the whole model and its whole gradients.",
                 numbers=f"{split}: a rank holds only a part of them",
                 hint=f"dp={size} {given}",
             )
@@ -139,7 +139,7 @@ class GradientKey(Key):
             if self.engine is not None and other.engine is not None:
                 words = other.word(strategy.settings[other.name]), self.word(value)
                 raise StrategyError(
-                    "Each of two keys decides how gradients are sent.",
+                    "Two keys both decide how gradients are sent.",
                     numbers=" ".join(words),
                     hint=f"{words[0]}, or {words[1]}",
                 )

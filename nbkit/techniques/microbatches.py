@@ -20,7 +20,7 @@ class MicrobatchesKey(Key):
         if value < 1:
             twice = 2 * strategy.degree("pp")
             raise StrategyError(
-                "There is at least one micro-batch.",
+                "A step needs at least one micro-batch.",
                 numbers=f"microbatches={value}",
                 hint=f"microbatches={twice}, twice the pipeline's ranks",
             )

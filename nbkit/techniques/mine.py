@@ -98,13 +98,17 @@ class MineKey(Key):
             what = f"mine={value} replaces {value} only if all ranks use {value}, and there are two or more."
             raise StrategyError(what, numbers=numbers, hint=whole)
         if others := {name: other for name, other in strategy.settings.items() if name != self.name}:
-            raise StrategyError("Your class decides what is sent.", numbers=spelled(others), hint=whole)
+            raise StrategyError(
+                "Your own class decides what is sent, so these keys have no effect.",
+                numbers=spelled(others),
+                hint=whole,
+            )
 
     def class_of(self, kind: str) -> type:
         """Return the class of that kind. Raises StrategyError if this process knows none."""
         if kind not in self.classes:
             hint = "nbkit.techniques.use(MyClass)   on all ranks: %%distributed"
-            raise StrategyError(f"mine={kind} needs a class of yours.", numbers="none is known here", hint=hint)
+            raise StrategyError(f"mine={kind} needs your own class.", numbers="none is known here", hint=hint)
         return self.classes[kind]
 
 
@@ -134,7 +138,7 @@ def in_full(text: str) -> str:
         return text
     if not (known := _key().classes):
         hint = "nbkit.techniques.use(MyDDP) on all ranks;   or name the kind: ddp mine=ddp"
-        raise StrategyError("'mine' needs a class of yours.", numbers="none is known here", hint=hint)
+        raise StrategyError("The strategy 'mine' needs your own class.", numbers="none is known here", hint=hint)
     kind = list(known)[-1]
     return f"{kind} mine={kind} {rest}"
 

@@ -43,7 +43,7 @@ def register(key: Key | type[Key]) -> None:
     made = key() if isinstance(key, type) else key
     if not isinstance(made, Key):
         raise StrategyError(
-            "A key derives from Key or GradientKey.",
+            "A key must derive from Key or GradientKey.",
             numbers=repr(key),
             hint="class Mine(nbkit.techniques.GradientKey):",
         )
@@ -63,7 +63,7 @@ def register(key: Key | type[Key]) -> None:
     whole = isinstance(made, GradientKey) and made.needs_whole
     if engine_place(made) is not None and not whole:
         raise StrategyError(
-            f"The torch half of the key {name!r} would not be called under zero1 to zero3.",
+            f"nbkit would not call the torch half of the key {name!r} under zero1 to zero3.",
             numbers=f"engine={made.engine!r}, and the key is no GradientKey with needs_whole = True",
             hint="class Mine(nbkit.techniques.GradientKey):   with needs_whole = True, its default",
         )
@@ -75,7 +75,7 @@ def register(key: Key | type[Key]) -> None:
         )
     if whole and engine_place(made) is None:
         raise StrategyError(
-            f"The key {name!r} would change nothing: it has no torch half.",
+            f"The key {name!r} has no torch half, so it would change nothing.",
             numbers="engine is None",
             hint="engine = 'my_package.on_ranks:apply';   or needs_whole = False, if it needs none",
         )
@@ -157,7 +157,7 @@ def parsed(key: Key, text: str) -> Any:
         ) from error
     if again != value or word.split() != [word]:
         raise StrategyError(
-            f"The key {key.name!r} cannot read what it spells.",
+            f"The method parse of the key {key.name!r} cannot read what its method spell writes.",
             numbers=f"parse({text!r}) is {value!r}, its spell is {word!r}, and parse({word.lower()!r}) is {again!r}",
             hint="def spell(self, value): a text without spaces, from which parse makes the same value",
         )

@@ -35,7 +35,7 @@ class SyncEveryKey(GradientKey):
         others = {name: v for name, v in given.items() if name != self.name}
         if others:
             raise StrategyError(
-                "With sync_every= no gradients are sent.",
+                "With sync_every=, ranks do not send gradients, so the other key has no effect.",
                 numbers=spelled(given),
                 hint=f"{self.word(value)}, or {spelled(others)}",
             )

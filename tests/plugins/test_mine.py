@@ -112,10 +112,10 @@ def test_own_classes_train_like_one_process_and_can_be_switched() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("mine", "'mine' needs a class of yours"),
+        ("mine", "The strategy 'mine' needs your own class"),
         ("zero2 mine=ddp", "mine=ddp replaces ddp only if all ranks use ddp"),
         ("tp=2 mine=tp", "mine=tp replaces tp only if all ranks use tp"),
-        ("ddp mine=ddp compress=int8", "Your class decides what is sent"),
+        ("ddp mine=ddp compress=int8", "Your own class decides what is sent, so these keys have no effect"),
         ("ddp mine=fsdp", "'mine=fsdp' is not a kind of class"),
     ],
 )

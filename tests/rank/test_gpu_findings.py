@@ -422,7 +422,7 @@ def test_the_streams_of_a_rank_share_no_queue_of_its_gpu(lasting: list[dict[str,
 def test_a_pipeline_of_gpus_over_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_accelerator", PretendAccelerator())
 
-    with pytest.raises(StrategyError, match="over nccl, and these ranks have gloo"):
+    with pytest.raises(StrategyError, match="needs the backend nccl, but these ranks use gloo"):
         Channels(MagicMock(spec=DelegatingGroup), torch.device("cpu"))
 
 

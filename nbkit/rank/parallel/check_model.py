@@ -98,7 +98,7 @@ def _unproven(plan: ParallelPlan) -> Iterator[Finding]:
                 "to split its weights all the same: "
                 f"hints=nbkit.ModelHints(tp_plan={{'{names[0]}.*': 'colwise_gather'}})"
             )
-        yield Finding(False, f"{shown}: whole on every rank of the tensor axis.", why, hint)
+        yield Finding(False, f"{shown}: every rank of the tensor axis keeps this whole.", why, hint)
 
 
 def warn_of(plan: ParallelPlan) -> None:
@@ -124,7 +124,7 @@ def warn_of_draws(plan: ParallelPlan) -> list[Finding]:
     unkeyed = draws.unkeyed if draws is not None else ()
     if not unkeyed or (plan.strategy.mesh.size == 1 and not plan.options.cut):
         return []
-    what = "The model draws random numbers that are not keyed by row: ranks and micro-batches draw their own."
+    what = "The model draws random numbers that do not depend on the row: each rank and each micro-batch draws its own."
     shown = ", ".join(unkeyed[:4]) + (f" and {len(unkeyed) - 4} more" if len(unkeyed) > 4 else "")
     return [Finding(False, what, shown, "torch.rand, randn, randint, bernoulli and their kin, without generator=")]
 
@@ -304,7 +304,7 @@ def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:
     if norms and (strategy.dp > 1 or (strategy.microbatches or 1) > 1):
         yield Finding(
             (strategy.microbatches or 1) > 1,
-            f"BatchNorm {norms[0]!r} takes its statistics from the whole batch.",
+            f"BatchNorm {norms[0]!r} computes its statistics from the whole batch.",
             f"{len(norms)} of them; {strategy} gives each forward a part. Over dp they are synchronised",
             "nn.GroupNorm or nn.LayerNorm; or module.eval() on it, which freezes its statistics",
         )

@@ -39,7 +39,7 @@ def find_head(model: nn.Module, blocks: Collection[str], chunks: int) -> str:
     found = {name: part for name, part in model.named_modules() if is_linear(part) and not name.startswith(inside)}
     if not found:
         raise StrategyError(
-            "The model has no head whose logits could be computed in pieces.",
+            "loss_chunks= needs a model whose last layer is linear, and this model has none.",
             numbers=f"loss_chunks={chunks}, and no linear module outside of its blocks",
             hint="compute=nbkit.Compute(loss_chunks=1); or nn.Linear for the head, with weight = that of the "
             "embedding if they are tied",
@@ -159,7 +159,7 @@ class ChunkedLogits(VocabShard):
     @classmethod
     def _refuse(cls, name: str) -> NoReturn:
         raise TrainingError(
-            "The logits are computed in pieces, and this would change all of them in place.",
+            "With loss_chunks=, logits are computed in pieces, so an operation cannot change all of them in place.",
             numbers=f"operation {name}, under loss_chunks=",
             hint="logits = f(logits) instead; or compute=nbkit.Compute(loss_chunks=1)",
         )
@@ -167,7 +167,8 @@ class ChunkedLogits(VocabShard):
     @classmethod
     def _refuse_function(cls, name: str) -> NoReturn:
         raise TrainingError(
-            "The logits are computed in pieces, and a torch.autograd.Function took them: their gradient would be lost.",
+            "With loss_chunks=, logits are computed in pieces, and a torch.autograd.Function that takes them would "
+            "lose their gradient.",
             numbers=f"{name}, under loss_chunks=",
             hint="logits = logits + 0 before it; or compute=nbkit.Compute(loss_chunks=1)",
         )

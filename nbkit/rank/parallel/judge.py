@@ -34,7 +34,7 @@ def judge(own: type) -> Judgement:
     """Return whether a class is correct, and the likely cause if it is not; see nbkit.lesson.judge."""
     kind = kind_of(own)
     if not dist.is_initialized():
-        raise UsageError("The judge runs on a rank.", numbers="no process group", hint="%%distributed")
+        raise UsageError("nbkit.lesson.judge must run on a rank.", numbers="no process group", hint="%%distributed")
     said = ""
     for ranks in (2, 3):
         try:

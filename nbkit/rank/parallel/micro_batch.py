@@ -80,7 +80,8 @@ def check_collectives(shard: Shard, model: ShardedModel, size: int | None, colle
     counts = [-(-each // size) if size else min(each, 1) for each in rows] if collective == "all_reduce" else rows
     if len(set(counts)) > 1:
         raise TrainingError(
-            f"The model or the loss makes an {collective} itself, and the ranks have not as many rows to make it for.",
+            f"The model or the loss calls {collective} by itself, but ranks have different numbers of rows, so some "
+            "would call it more often.",
             numbers=f"a batch of {shard.total} rows: {', '.join(map(str, rows[:8]))} on data ranks 0, 1, ...",
             hint="loading=nbkit.Loading(drop_last=True), and a batch_size that the data ranks divide",
         )
@@ -97,7 +98,7 @@ def check_stages(shard: Shard, model: ShardedModel) -> None:
     rows = [len(numbers_of(shard.parts, shard.total, ranks, rank)) for rank in range(ranks)]
     if len({min(count, each) for each in rows}) > 1:
         raise TrainingError(
-            "Pipelines that share experts make equally many forward passes, and have not as many rows for them.",
+            "Pipelines that share experts must make the same number of forward passes, but some have too few rows.",
             numbers=f"a batch of {shard.total} rows: {', '.join(map(str, rows[:8]))} on data ranks 0, 1, ...; "
             f"{count} micro-batches",
             hint="loading=nbkit.Loading(drop_last=True), and a batch_size of at least dp x microbatches",

@@ -196,7 +196,7 @@ def own_linears(own: type, ranks: int, index: int) -> Any:
 
 def _refuse(method: str, ranks: int, numbers: str) -> NoReturn:
     raise StrategyError(
-        f"{method} of your class does not give one of {ranks} equal parts.",
+        f"The method {method} of your class does not return one of {ranks} equal parts.",
         numbers=numbers,
         hint="nbkit.lesson.judge(MyClass)",
     )

@@ -180,8 +180,8 @@ class ModelFacts:
         """Raise StrategyError if the model was not yet run for `strategy`, so that it is unknown whether it fits."""
         if self.missing([strategy]):
             raise StrategyError(
-                f"Whether {strategy} fits this model is not known yet.",
-                numbers="the model is run to see it, on a few rows, before a switch",
+                f"It is not yet known if {strategy} can train this model.",
+                numbers="before a switch, nbkit runs the model on a few rows to find out",
                 hint=f"%strategy {strategy}   or   trainer.switch('{strategy}')",
             )
 

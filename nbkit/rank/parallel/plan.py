@@ -313,7 +313,7 @@ def _need_stages(strategy: Strategy, _: ModelFacts, options: JobOptions) -> None
     """Raise StrategyError if the user calls the model, but each rank would hold only some stages of it."""
     if options.own_forward and strategy.pp > 1:
         raise StrategyError(
-            f"Under {strategy} no rank can run the forward by itself: each holds some of the stages.",
+            f"Under {strategy}, a rank cannot run the forward pass alone, because it holds only some of the stages.",
             numbers=f"{strategy.pp} stages, and a loop that calls job.model",
             hint="job.backward(batch), with loss= or forward_step= of nbkit.prepare, which follows the schedule; "
             "or a strategy without pp",
@@ -329,15 +329,15 @@ def need_chain(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
     """Raise StrategyError if `strategy` needs the model's blocks and none were found, or if it cannot run them."""
     if facts.chain is None and (strategy.pp > 1 or strategy.cp > 1):
         raise StrategyError(
-            f"The model cannot be cut into blocks, which {strategy} needs.",
-            numbers=facts.no_chain or "no example batch was there to find them with",
+            f"{strategy} needs a model that can be cut into blocks, and nbkit found no blocks.",
+            numbers=facts.no_chain or "there was no example batch to find them",
             hint="hints=nbkit.ModelHints(stages=['name of the module that begins stage 1', ...]); "
             "with prepare(): hints=nbkit.ModelHints(example=batch)",
         )
     if strategy.pp > 1 and facts.chain is not None and facts.chain.unrepeated is not None:
         block, how = facts.chain.unrepeated
         raise StrategyError(
-            f"{block!r} is recomputed by the model in a way that no stage of {strategy} can repeat.",
+            f"The model recomputes {block!r} by itself, and a stage of {strategy} cannot do this.",
             numbers=how,
             hint="checkpoint(block, x, use_reentrant=False) around each block; "
             "or compute=nbkit.Compute(recompute=True)",
@@ -352,8 +352,8 @@ def _need_blocks_that_run(strategy: Strategy, facts: ModelFacts, _: JobOptions) 
     outside = sorted(name for name in facts.draws.hosts if not f"{name}.".startswith(inside))
     if outside:
         raise StrategyError(
-            f"{outside[0] or 'The model'} draws from Python's or numpy's generator outside of its blocks. Such a "
-            f"number may skip a block, and the stages of {strategy} run every block.",
+            f"{outside[0] or 'The model'} draws numbers from Python's or numpy's generator outside of its blocks. Such "
+            f"a number could skip a block, but the stages of {strategy} run every block.",
             numbers=f"{len(inside)} blocks, first {facts.chain.units[0]!r}",
             hint="torch.rand(()) in the block itself; or a strategy without pp",
         )
@@ -369,7 +369,7 @@ def need_copies(strategy: Strategy, facts: ModelFacts) -> None:
     """Raise StrategyError if a copy of the model, which `strategy` uses, reads parts of the original."""
     if facts.astray:
         raise StrategyError(
-            f"{strategy} computes with a copy of the model, and no copy is right.",
+            f"{strategy} needs a copy of the model, and a copy does not compute the same.",
             numbers=facts.astray,
             hint="self.part = part, in place of a global name or a class of its own; or model=lambda: MyModule(...)",
         )
@@ -379,7 +379,8 @@ def _need_whole_gradients(strategy: Strategy, facts: ModelFacts, options: JobOpt
     """Raise StrategyError if hooks on gradients would get parts of the gradients, or would not be called."""
     if facts.hooked and (strategy.mesh.size > 1 or options.cut):
         raise StrategyError(
-            f"The gradient of {facts.hooked!r} has a hook, which {strategy} would give a part of it, or never call.",
+            f"The gradient of {facts.hooked!r} has a hook. Under {strategy}, the hook would get a part of the gradient, "
+            "or would not be called.",
             numbers="by Tensor.register_hook or register_post_accumulate_grad_hook; hooks of modules are called",
             hint="without the hook; under 'ddp' and nbkit.prepare, change p.grad behind job.backward(batch)",
         )
@@ -389,7 +390,8 @@ def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOption
     """Raise StrategyError if replicas train independently while one rank updates tensors that are split over tp."""
     if strategy.tp > 1 and strategy.exchange.every > 1 and options.whole_in_tp:
         raise StrategyError(
-            f"{strategy} lets replicas train separately, but one rank would update tensors that tp splits for all.",
+            f"Under {strategy}, replicas train separately, but one rank would update the tensors that tp splits for "
+            "all replicas.",
             numbers=f"{len(options.whole_in_tp)} tensors, {strategy.dp} replicas",
             hint=f"'tp={strategy.tp}' without sync_every, or an optimizer such as AdamW",
         )
@@ -403,12 +405,12 @@ def _need_experts(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
     if not facts.routed.layers:
         raise StrategyError(
             f"{strategy} spreads experts over ranks, and nbkit found no experts that it can spread.",
-            numbers=facts.routed.why or "no example batch was there to find them with",
+            numbers=facts.routed.why or "there was no example batch to find them",
             hint=f"'{without}'; with prepare(): hints=nbkit.ModelHints(example=batch)",
         )
     if facts.routed.fewest < strategy.ep:
         raise StrategyError(
-            f"{strategy} has more ranks that share experts than a layer has experts.",
+            f"ep of {strategy} is larger than the number of experts of a layer.",
             numbers=f"ep {strategy.ep}, {facts.routed.fewest} experts in a layer",
             hint=f"ep={max(n for n in divisors(strategy.dp) if n <= facts.routed.fewest)}",
         )
@@ -417,7 +419,7 @@ def _need_experts(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
         most = max(expert for cycle in cycles for expert in cycle)
         if number >= len(layers) or most >= layers[number].count:
             raise StrategyError(
-                f"{strategy} moves an expert that the model does not have.",
+                f"{strategy} exchanges an expert that the model does not have.",
                 numbers=f"layer {number}, expert {most}; the model has "
                 + "; ".join(f"{layer.count} experts in layer {n}" for n, layer in enumerate(layers)),
                 hint=f"'{replace(strategy, experts=())}'",
@@ -428,7 +430,8 @@ def need_rows(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> Non
     """Raise StrategyError if `strategy` separates rows that the model or its loss couples."""
     if facts.experts and (why := _experts_unproven(strategy, facts)):
         raise StrategyError(
-            f"{facts.experts!r} is a mixture of experts, which {strategy} is not known to train as one process does.",
+            f"{facts.experts!r} is a mixture of experts, and nbkit cannot show that {strategy} trains it as one process "
+            "does.",
             numbers=why,
             hint="strategy='ddp', or 'zero3', which splits its memory",
         )
@@ -456,7 +459,7 @@ def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
         return
     if found.unseen:
         raise StrategyError(
-            "The model or the loss remembers something that nbkit can neither see nor put back: each look at the model "
+            "The model or the loss has a state that nbkit can neither see nor restore, so each test run of the model "
             f"would change what {strategy} trains.",
             numbers=f"from the same rows, weights and random numbers a second pass is {found.unseen:.2g} off"
             + (f"; it may be {found.names[0]}" if found.names else ""),
@@ -477,8 +480,8 @@ def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
         why = "it holds tensors, and a rank computes a part of them"
     if why:
         raise StrategyError(
-            f"The model or the loss changes {found.spelled} in each pass and reads it in the next, which {strategy} "
-            "would not do as one process does.",
+            f"The model or the loss changes {found.spelled} in each pass and reads it in the next pass. Under {strategy}, "
+            "its values would differ from those of one process.",
             numbers=why,
             hint=hint,
         )
@@ -503,7 +506,7 @@ def _need_positionwise(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> 
         raise found.refused
     if strategy.cp > 1 and strategy.pp > 1 and found is not None and found.begins:
         raise StrategyError(
-            "The model has several chains of blocks, of which a stage cannot tell the number of positions.",
+            "The model has several chains of blocks, and a stage cannot find out how many positions each of them has.",
             numbers=f"cp={strategy.cp} pp={strategy.pp}; further ones begin with {', '.join(sorted(found.begins))}",
             hint="cp without pp, or pp without cp",
         )

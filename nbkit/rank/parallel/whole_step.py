@@ -586,7 +586,7 @@ def _bytes_of_parameter(small: Strategy) -> int:
 
 def _unprovable(strategy: Strategy, why: str) -> StrategyError:
     return StrategyError(
-        f"{strategy} cannot be compared with one process before it trains this model.",
+        f"nbkit cannot compare {strategy} with one process, so it does not train this model with it.",
         numbers=why,
         hint=_hint(strategy),
     )
@@ -626,7 +626,7 @@ def _compared(
         return error
     except Exception as error:
         return StrategyError(
-            f"{strategy} does not run this model: a step of {batch.rows} rows fails.",
+            f"Under {strategy}, a step of {batch.rows} rows of this model fails.",
             numbers=_told(error) + _called(facts),
             hint=_hint(strategy, facts),
         )

@@ -174,7 +174,7 @@ def test_what_the_model_draws_is_found_and_named() -> None:
         "torch's randperm in the model",
     ]
     said = str(check(Other(), "dp=2", [x[:2], torch.zeros(2, dtype=torch.long)]))
-    assert "not keyed by row" in said and "torch's randperm" in said and "fits" in said
+    assert "do not depend on the row" in said and "torch's randperm" in said and "fits" in said
     assert find_draws(nn.Linear(WIDTH, 3), lambda rows: None) is None
 
 

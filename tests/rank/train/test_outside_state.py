@@ -372,7 +372,7 @@ def test_a_switch_that_would_lose_what_is_kept_under_the_model_is_refused() -> N
     for strong, weak, unseen, mark in run_ranks(_switched, 2):
         assert strong.startswith("1 A switch to dp=2 zero=3 would lose 'OF_MODELS[ByItself]'")
         assert weak.startswith("1 A switch to dp=2 zero=3 would lose 'WEAKLY.data[WeaklyByItself]'")
-        assert "neither see nor put back" in unseen and "it may be 'scale', a cycle" in unseen
+        assert "neither see nor restore" in unseen and "it may be 'scale', a cycle" in unseen
         assert mark == "2.0"
 
 

@@ -250,7 +250,7 @@ def _rules(
         else ""
     )
     raise _Differs(
-        refusal(f"The block {called.name!r} does not run on a part of the positions.", said[:300], hint), where
+        refusal(f"The block {called.name!r} fails if it gets only some of the positions.", said[:300], hint), where
     )
 
 

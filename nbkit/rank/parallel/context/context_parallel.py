@@ -59,7 +59,7 @@ def check_attention(module: nn.Module, *, tried: bool) -> None:
     could = getattr(module, "_supports_sdpa", True)
     if kind not in (None, "sdpa") and (could or not tried):
         raise StrategyError(
-            "Context parallelism gathers keys in scaled_dot_product_attention, and this model uses another function.",
+            "Context parallelism needs scaled_dot_product_attention, and this model uses another attention function.",
             numbers=f"attn_implementation={kind!r}",
             hint="attn_implementation='sdpa'"
             if could
@@ -76,14 +76,14 @@ def check_mixing(name: str, block: nn.Module) -> None:
         where = f"{name}.{path}" if path else name
         if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
             raise StrategyError(
-                f"{where!r} takes (positions, samples, width); context parallelism splits (samples, positions, width).",
+                f"{where!r} takes (positions, samples, width), but context parallelism needs (samples, positions, width).",
                 numbers="batch_first=False",
                 hint="batch_first=True",
             )
         one_by_one = isinstance(part, ConvNd) and all(size == 1 for size in part.kernel_size)
         if isinstance(part, _MIXERS) and not one_by_one:
             raise StrategyError(
-                f"{where!r} mixes positions, which a part of them cannot do.",
+                f"{where!r} combines positions, so a rank cannot compute it from its own positions alone.",
                 numbers=f"{type(part).__name__} in a block",
                 hint="a strategy without cp",
             )
@@ -168,7 +168,7 @@ def context_parallel(
         return ContextSplit()
     if not blocks:
         raise StrategyError(
-            "Context parallelism needs the model's chain of blocks, and none is known.",
+            "Context parallelism needs to know the blocks of the model, and nbkit found none.",
             numbers=f"cp={axes.size('cp')}",
             hint="hints=nbkit.ModelHints(stages=[...]) names them; or a strategy without cp",
         )
@@ -229,8 +229,8 @@ def _partial(module: nn.Module, blocks: Sequence[str], between: Collection[str])
         within = [id(part) in inside for part, _ in places]
         if any(within) and not all(within):
             raise StrategyError(
-                f"The parameter {name!r} is used within the blocks and outside of them.",
-                numbers="within, a rank's gradient is of its positions; outside, of all positions",
+                f"The parameter {name!r} is used both inside and outside of the blocks.",
+                numbers="inside, the gradient of a rank is for its own positions; outside, it is for all positions",
                 hint="a strategy without cp",
             )
         if any(within) or name in between:

@@ -308,7 +308,7 @@ def try_in_parts(
         return Positionwise(StrategyError(error.what, numbers=error.numbers, hint=error.hint))
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        return Positionwise(refusal("The model does not run on a part of the positions.", said[:300]))
+        return Positionwise(refusal("The model fails if it gets only some of the positions.", said[:300]))
     return found
 
 
@@ -340,8 +340,8 @@ def _tried(
         begins, between = _chains(module, calls, run, whole, loss, cut, used, attends=attentions.count > 0, draws=draws)
         if both := sorted(between.outer & (between.inner | inside)):
             raise refusal(
-                f"The parameter {both[0]!r} is used within the blocks and outside of them.",
-                "within, a rank's gradient is of its positions; outside, of all positions",
+                f"The parameter {both[0]!r} is used both inside and outside of the blocks.",
+                "inside, the gradient of a rank is for its own positions; outside, it is for all positions",
                 "a strategy without cp",
             )
         ways = {each.name: replace(each.way, in_parts=frozenset(between.in_parts.get(each.name, ()))) for each in calls}

@@ -119,7 +119,7 @@ class DataAxis:
             name = names[id(own)]
             if not isinstance(found, nn.Parameter) or id(found) in names or seen.setdefault(id(found), own) is not own:
                 raise TrainingError(
-                    f"The model's parameter {name!r} is not where it was when the job was built.",
+                    f"The parameter {name!r} was moved or removed after the job was built.",
                     numbers="gone" if found is None else f"another one's is there, shape {tuple(found.shape)}",
                     hint="parametrize, prune and tie before: nbkit.Trainer(model=lambda: changed(build()), ...)",
                 )
@@ -241,7 +241,7 @@ def check_alike(name: str, found: Tensor, known: Tensor) -> None:
     kinds = [(tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)) for t in (known, found)]
     if kinds[0] != kinds[1]:
         raise TrainingError(
-            f"The parameter {name!r} has become another one since the job was built.",
+            f"The parameter {name!r} was replaced after the job was built.",
             numbers=" -> ".join(" ".join(map(str, kind)) for kind in kinds),
             hint="build the Trainer (or job) again around the changed model; precision='bf16' computes in fewer bits",
         )

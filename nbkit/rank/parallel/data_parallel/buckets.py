@@ -188,7 +188,7 @@ def refuse_sparse(name: str, param: Tensor) -> None:
     """Raise TrainingError if the gradient of `param` is sparse."""
     if param.grad is not None and param.grad.is_sparse:
         raise TrainingError(
-            f"The gradient of {name!r} is sparse; ranks sum dense ones.",
+            f"The gradient of {name!r} is sparse, and ranks can only sum dense gradients.",
             numbers=f"shape {tuple(param.shape)}",
             hint="nn.Embedding(..., sparse=False)",
         )
@@ -197,8 +197,8 @@ def refuse_sparse(name: str, param: Tensor) -> None:
 def came_twice(name: str) -> TrainingError:
     """Return the error for a gradient that arrives after it was sent."""
     return TrainingError(
-        f"The gradient of {name!r} came twice in one backward pass.",
-        numbers="it had been sent to the other ranks already",
+        f"A backward pass computed the gradient of {name!r} twice.",
+        numbers="the first gradient was already sent to the other ranks",
         hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
     )
 

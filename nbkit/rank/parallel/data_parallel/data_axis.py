@@ -99,7 +99,7 @@ def _changed(setup: ReplicaSetup, engine: Callable[..., Any], name: str, value: 
         ) from error
     if not isinstance(found, ReplicaSetup):
         raise StrategyError(
-            f"The torch half of {name}={value} gave no ReplicaSetup.",
+            f"The torch half of {name}={value} did not return a ReplicaSetup.",
             numbers=f"it gave {found!r}",
             hint="return setup   (changed by dataclasses.replace) in the torch half",
         )

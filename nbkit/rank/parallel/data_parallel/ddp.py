@@ -117,7 +117,7 @@ class GradientBucket(Bucket):
         """Order later work after the sum. Raises TrainingError if `launch` did not start one."""
         if self.work is None:
             raise TrainingError(
-                f"{type(self).__name__}.launch has started no sum of the gradients.",
+                f"{type(self).__name__}.launch did not start a sum of the gradients.",
                 numbers="self.work is None",
                 hint="self.sum_over_ranks(self.flat)   in launch",
             )
@@ -225,11 +225,11 @@ def broadcast_from_first(model: nn.Module, *, world_size: int, without: Collecti
         if theirs != everyone[0]:
             first = next((pair for pair in zip(everyone[0], theirs, strict=False) if pair[0] != pair[1]), None)
             raise TrainingError(
-                f"Rank {rank} built another model than rank 0.",
+                f"Rank {rank} built a different model than rank 0.",
                 numbers=f"rank 0: {first[0]}, rank {rank}: {first[1]}"
                 if first
                 else f"tensors: {len(everyone[0])} on rank 0, {len(theirs)} on rank {rank}",
-                hint="build the same model on every rank: nothing in it may depend on the rank",
+                hint="build the same model on every rank: it must not depend on the rank",
             )
     broadcast((tensor for name, tensor in tensors if name not in without), src=0)
 

@@ -66,7 +66,7 @@ Compute = Callable[[Tensor, RowCounts], Tensor]
 
 
 def _nothing(rows: Tensor, row_counts: RowCounts) -> Tensor:
-    raise TrainingError("The experts of a strategy that is over were called.", hint="trainer.model, as it is now")
+    raise TrainingError("The model of an earlier strategy was called.", hint="trainer.model, as it is now")
 
 
 class _Exchange(torch.autograd.Function):
@@ -170,8 +170,8 @@ class SpreadLayer:
         if like is not None:
             if in_backward() and not recomputing():
                 raise StrategyError(
-                    f"The model itself recomputes {self.layer.name!r} in the backward pass, which experts on other "
-                    "ranks cannot follow.",
+                    f"The model recomputes {self.layer.name!r} in the backward pass by itself, and experts on other ranks cannot "
+                    "take part.",
                     numbers=f"{len(self.held)} ranks share its experts",
                     hint="turn that off; compute=nbkit.Compute(recompute=True) does the same",
                 )
@@ -314,7 +314,7 @@ class _Stacked(Wrapper):
         routing = routing_of(args, kwargs)
         if routing is None or self.spread is None:
             raise TrainingError(
-                f"{self.layer.name!r} is not called with tokens, the experts that they chose and their weights.",
+                f"{self.layer.name!r} must be called with tokens, the experts that they chose, and the weights of the experts.",
                 numbers="as it was when the model was first run",
                 hint="the strategy without ep",
             )

@@ -41,7 +41,8 @@ def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.dev
         return model
     if micros > 1:
         raise TrainingError(
-            f"BatchNorm {found[0]!r} would see one micro-batch of the pipeline at a time, not the whole batch.",
+            f"BatchNorm {found[0]!r} would compute its statistics from one micro-batch of the pipeline, not from the "
+            "whole batch.",
             numbers=f"{len(found)} BatchNorm module{'s' * (len(found) > 1)}, {micros} micro-batches",
             hint="microbatches=1; or nn.GroupNorm or nn.LayerNorm; or module.eval() on it: that freezes its statistics",
         )
@@ -225,13 +226,14 @@ def check_level(total: int, *, ranks: int, microbatch_size: int | None, parts: P
     numbers = f"{total} rows over {ranks} ranks: {most} or {fewest}, {forwards[1]} or {forwards[0]} forwards"
     if forwards[0] != forwards[1]:
         raise TrainingError(
-            "The ranks would make unequal numbers of forwards, but BatchNorm waits for all ranks in each forward.",
+            "Ranks would make different numbers of forward passes, but BatchNorm waits for all ranks in each forward "
+            "pass.",
             numbers=numbers,
             hint="loading=nbkit.Loading(drop_last=True)",
         )
     if forwards[1] > 1:
         raise TrainingError(
-            "BatchNorm would see one micro-batch at a time, not the whole batch.",
+            "BatchNorm would compute its statistics from one micro-batch, not from the whole batch.",
             numbers=numbers,
             hint="compute=nbkit.Compute(microbatch_size=None); or nn.GroupNorm or nn.LayerNorm; or module.eval() on it",
         )
@@ -288,7 +290,8 @@ def check_buffers(model: nn.Module, names: list[str], *, axes: Axes, device: tor
     if drifted:
         shown = ", ".join(f"{value:.6g}" for value in everyone[:4, names.index(drifted[0])].tolist())
         raise TrainingError(
-            f"The forward pass updates the buffer {drifted[0]!r} from this rank's rows alone: the ranks drift apart.",
+            f"The forward pass updates the buffer {drifted[0]!r} from the rows of one rank, so the buffer would differ "
+            "between ranks.",
             numbers=f"its sum on data ranks 0, 1, ...: {shown}{', ...' * (axes.size('dp') > 4)}; "
             f"{len(drifted)} such buffers",
             hint="all-reduce it in forward; or track_running_stats=False; or one rank",

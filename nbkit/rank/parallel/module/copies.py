@@ -683,7 +683,7 @@ def _parts(module: nn.Module) -> tuple[list[tuple[str, Any]], ...]:
 
 def _other(numbers: str) -> TrainingError:
     return TrainingError(
-        "The model's callable does not build the same model again.",
+        "The callable model= does not build the same model each time.",
         numbers=numbers,
         hint="model=lambda: MyModule(...), of values that stay as they are",
     )

@@ -65,8 +65,8 @@ def wrap(module: nn.Module, wrapper: Wrapper) -> None:
     if module.forward is not wrapper:
         del vars(module)["forward"]
         raise StrategyError(
-            f"The class of a {type(module).__name__} decides itself what its forward is.",
-            numbers="a property, or a __getattribute__ of its own: nothing can be put around it",
+            f"The class {type(module).__name__} computes its attribute forward, so nbkit cannot replace it.",
+            numbers="forward is a property, or the class has its own __getattribute__",
             hint="def forward(self, ...) in the class; or strategy='ddp'",
         )
 
@@ -124,8 +124,8 @@ class _OfParts:
     def __call__(self, *_: Any, **__: Any) -> Any:
         is_state = self._method == "state_dict"
         raise StrategyError(
-            f"{'state_dict()' if is_state else 'A copy'} of the model would have this rank's part of the weights for "
-            f"the whole: {self._strategy} splits them over the ranks.",
+            f"{'state_dict()' if is_state else 'A copy'} of the model would contain only this rank's part of the weights, "
+            f"because {self._strategy} splits them over the ranks.",
             numbers="" if is_state else "by copy.deepcopy" if self._method == "__deepcopy__" else "by pickle",
             hint="trainer.full_state_dict()   or job.full_state_dict(), on every rank, is the whole"
             + ("" if is_state else "; load it into a model that you build anew"),

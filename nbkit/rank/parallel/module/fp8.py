@@ -70,12 +70,14 @@ def spelled_fp8(model: nn.Module) -> str:
 def check_fp8(model: nn.Module, device: torch.device) -> None:
     """Raise TrainingError if `model` cannot compute in fp8 on `device`, or if torchao is needed and missing."""
     if not fp8_layers(model)[0]:
-        raise TrainingError("No layer of the model can compute in fp8.", numbers=spelled_fp8(model), hint=_WITHOUT)
+        raise TrainingError(
+            "The model has no layer that can compute in fp8.", numbers=spelled_fp8(model), hint=_WITHOUT
+        )
     if not accelerator().holds(device):
         return
     if not accelerator().multiplies_fp8(device):
         raise TrainingError(
-            f"{accelerator().name(device)} has no matrix products in fp8.",
+            f"{accelerator().name(device)} cannot compute matrix products in fp8.",
             numbers="NVIDIA's GPUs have them from compute capability 8.9 on, such as L4, H100 and B200",
             hint=f"{_WITHOUT}, with precision='bf16'",
         )
@@ -101,7 +103,7 @@ def need_whole_layers(strategy: Strategy, fp8: bool) -> None:
     """Raise StrategyError if `strategy` divides the rows of weights or gradients that have one scale."""
     if fp8 and strategy.tp > 1:
         raise StrategyError(
-            f"{strategy} with fp8=True does not train as one process does.",
+            f"With fp8=True, {strategy} does not give the results of one process.",
             numbers=f"the scale of a row comes from its largest number, and tp={strategy.tp} divides rows",
             hint=f"a strategy without tp; or {_WITHOUT}",
         )

@@ -207,7 +207,7 @@ class _Replaying(_SelectiveMode):
         output = self._outputs[number] if number < len(self._outputs) else _Output(None, None)
         if output.source != source:
             raise TrainingError(
-                "A block computes something else when it is computed again for the backward pass.",
+                "A block ran other operations when it was recomputed for the backward pass.",
                 numbers=f"operation {number + 1} was {output.source}, and is {source}",
                 hint="compute=nbkit.Compute(recompute=True); or recompute=False",
             )

@@ -452,7 +452,7 @@ class _Run:
         outputs = self.call(stage, micro, enter(received))
         if not isinstance(outputs, tuple) or not all(isinstance(tensor, Tensor) for tensor in outputs):
             raise TrainingError(
-                f"Stage {stage} has to return a tuple of tensors.", numbers=f"got {type(outputs).__name__}"
+                f"Stage {stage} must return a tuple of tensors.", numbers=f"got {type(outputs).__name__}"
             )
         if stage == self.last:
             self.results[micro] = tuple(tensor.detach() for tensor in outputs)
@@ -472,7 +472,7 @@ class _Run:
         if stage == self.last:
             grads = [torch.ones_like(self.results[micro][0])]
             if not kept.edges:
-                raise TrainingError("The loss does not depend on any parameter that is trained.")
+                raise TrainingError("The loss does not depend on any parameter that requires a gradient.")
         elif kept.expected != kept.live:
             grads = [grad for number, grad in zip(kept.expected, grads, strict=True) if number in kept.live]
         if kind == "I" and self.split:

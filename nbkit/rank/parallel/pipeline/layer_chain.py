@@ -185,14 +185,14 @@ def _check_stages(module: nn.Module, names: list[str], single: list[str], calls:
     for name in names:
         if name not in known:
             raise StrategyError(
-                f"stages= names {name!r}, which is no module of this model.",
+                f"stages= names {name!r}, but the model has no such module.",
                 numbers=f"its blocks: {', '.join(structural_blocks(module)) or 'none'}",
                 hint=_HINT,
             )
     if names != single:
         counts = ", ".join(f"{name} {calls.get(name, 0)} x" for name in names)
         raise StrategyError(
-            "stages= must name modules that the model calls once, in the order of the calls.",
+            "stages= must name modules that the model calls once, in the order of their calls.",
             numbers=f"called: {counts}" + (f"; in this order: {', '.join(single)}" if single else ""),
             hint=_HINT,
         )
@@ -201,8 +201,8 @@ def _check_stages(module: nn.Module, names: list[str], single: list[str], calls:
 def _no_chain(module: nn.Module, refused: Sequence[tuple[str, str]]) -> StrategyError:
     reasons = "; ".join(f"no stage can begin with {name}: {why}" for name, why in refused)
     return StrategyError(
-        f"{type(module).__name__} cannot be cut into stages as it is.",
-        numbers=reasons or "it has no two blocks that are called one after the other",
+        f"nbkit cannot cut {type(module).__name__} into stages.",
+        numbers=reasons or "it has no two blocks that it calls one after the other",
         hint=_HINT,
     )
 
@@ -332,7 +332,7 @@ def _equal(whole: Tensor, part: Tensor) -> bool:
 def _wrong(chain: LayerChain, number: int, why: str) -> StrategyError:
     begins = chain.blocks[number] or "the first stage"
     return StrategyError(
-        f"Run in stages, the model does not give what it gives whole; seen in the one that begins with {begins}.",
+        f"In stages, the model gives other results than as a whole. The first wrong stage begins with {begins}.",
         numbers=why[:300],
         hint=_HINT,
     )

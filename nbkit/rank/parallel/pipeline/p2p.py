@@ -279,7 +279,7 @@ class Channels:
         # Other kinds of groups, such as those of threads, do not send over a network.
         if isinstance(group, DelegatingGroup) and ordered is None and accelerator().holds(device):
             raise StrategyError(
-                "A pipeline sends the tensors of GPUs over nccl, and these ranks have gloo.",
+                "A pipeline on GPUs needs the backend nccl, but these ranks use gloo.",
                 numbers="several ranks on one GPU, or dist.init_process_group('gloo')",
                 hint="a strategy without pp, or a GPU for each rank",
             )
@@ -373,9 +373,10 @@ class Channels:
                         self._isend(sent, peer, part)
             elif len(known) != len(spec) or not all(one.serves(now) for one, now in zip(known, spec, strict=True)):
                 raise TrainingError(
-                    f"Stage {message.stage - 1} returned other tensors than before for micro-batches of the same kind.",
+                    f"Stage {message.stage - 1} returned tensors of another shape or dtype than before, for the same kind of "
+                    "micro-batch.",
                     numbers=f"before: {_described(known)}; now: {_described(spec)}",
-                    hint="shapes between stages may depend on the shape of the input only",
+                    hint="shapes between stages may depend only on the shape of the input",
                 )
         with self._batch(sent):
             for tensor in tensors:

@@ -173,9 +173,9 @@ class StageBoundaries:
                 return proceed(*again[0], **again[1])
             if number is not None:
                 raise StrategyError(
-                    f"{self.blocks[number]} is called outside of a stage's forward.",
-                    numbers="by the model's own activation checkpointing, or by hand",
-                    hint="turn off the model's own; compute=nbkit.Compute(recompute=True) does the same",
+                    f"{self.blocks[number]} was called outside of the forward pass of its stage.",
+                    numbers="by the model's own activation checkpointing, or by your code",
+                    hint="turn off the model's own checkpointing; compute=nbkit.Compute(recompute=True) does the same",
                 )
             return proceed(*args, **kwargs)
         if number is not None:
@@ -211,7 +211,7 @@ class StageBoundaries:
     def _missed(self, number: int) -> StrategyError:
         name = self.blocks[number] if number < len(self.blocks) else "the end"
         return StrategyError(
-            f"The model's forward did not come to {name} next, as it did when the stages were made.",
+            f"The forward pass did not call {name} next, although it did when nbkit made the stages.",
             numbers=f"the last block called was {self.blocks[self._at] or 'none'}",
             hint="hints=nbkit.ModelHints(stages=[...]) with modules that every forward calls once, in training "
             "and in evaluation",
@@ -254,7 +254,7 @@ class StageBoundaries:
         arrived = {path: look((args, kwargs), path) for path in entry.carried}
         if missing := [path for path, leaf in arrived.items() if not isinstance(leaf, Tensor)]:
             raise StrategyError(
-                f"{self.blocks[number]} is not called with the arguments with which the stages were made.",
+                f"{self.blocks[number]} was called with other arguments than when nbkit made the stages.",
                 numbers=f"no tensor at {', '.join(missing)} of (args, kwargs)",
                 hint="call the model in one way, or hints=nbkit.ModelHints(stages=[...]) with other modules",
             )

@@ -105,7 +105,7 @@ def _zeros(like: Tensor) -> Tensor:
 
 def _used(absent: Absent, how: str) -> StrategyError:
     return StrategyError(
-        f"The parameter {absent.param_name!r} is used in a stage of the pipeline that does not hold it.",
+        f"A stage of the pipeline uses the parameter {absent.param_name!r}, but does not hold it.",
         numbers=f"shape {tuple(absent.shape)}, by {how}, under pp",
         hint="strategy='zero2', or another one without pp; or a model that uses the same weights in every forward",
     )

@@ -54,13 +54,13 @@ def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.M
     expected = _output(module, module, first, reads)
     if late:
         raise TrainingError(
-            f"The first forward registers {late[0]!r}, which other ranks and copies do not have.",
+            f"The first forward pass registers {late[0]!r}, which other ranks and copies of the model do not have.",
             numbers=f"{len(late)} more in state_dict() behind it",
             hint="self.register_buffer(...) in __init__, or one that is not persistent",
         )
     if reads.found:
         raise TrainingError(
-            "A second call of model= changes the model that the first call built.",
+            "A second call of model= changes the model of the first call.",
             numbers=f"it reads {next(iter(reads.found.values()))!r} of the second one, by a global name or a class?",
             hint="model=build(), the model itself; or keep its parts in itself alone",
         )

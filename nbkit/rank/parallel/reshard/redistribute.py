@@ -147,7 +147,7 @@ def check(plan: ExchangePlan, state: State, planned: Mapping[str, Layout], which
         sound = tensor is not None and tuple(tensor.shape) == layout.local and actual == layout
         if not sound or tensor.element_size() != plan.itemsize[key]:  # type: ignore[union-attr]
             raise TrainingError(
-                f"{key!r} of the {which} shards is not what the plan was made for.",
+                f"The tensor {key!r} of the {which} shards differs from the plan of the switch.",
                 numbers=f"planned: {layout.local}, {plan.itemsize[key]} bytes an element; "
                 + ("not there" if tensor is None else f"there: {tuple(tensor.shape)} {tensor.dtype}"),
                 hint="make the plan anew",
@@ -411,7 +411,7 @@ class InPlace:
         back = InPlace(self.plan.reversed(done), self.rank, limit=self.limit)
         if (again := back._lead(new, old, device, freed, [])) is not None:
             raise TrainingError(
-                "The switch failed, and so did the way back: the state is incomplete.",
+                "The switch failed, and the old state could not be restored: the state is incomplete.",
                 numbers=f"{why}; then {again}",
                 hint="trainer.load(path)",
             )

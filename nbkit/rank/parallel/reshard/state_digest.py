@@ -135,7 +135,7 @@ def _part(box: Box, parts: int, index: int) -> Box | None:
 def _bits(key: str, tensor: Tensor, layout: Layout | None) -> Tensor:
     if layout is None or tuple(tensor.shape) != layout.local or tensor.element_size() not in _BITS:
         raise TrainingError(
-            f"The tensor {key!r} has no digest.",
+            f"nbkit cannot compute a digest of the tensor {key!r}.",
             numbers=f"{tuple(tensor.shape)} {tensor.dtype}, its layout holds {layout and layout.local}",
             hint="complex64 has one, complex128 has not",
         )

@@ -198,7 +198,7 @@ class _Surgery:
         part: Any = self.parts[pair.owner]
         if any(pair.owner.startswith(f"{path}.") for path, above in self.parts.items() if hasattr(above, "lora_A")):
             raise StrategyError(
-                f"LoRA around an nn.MultiheadAttention is not split: {pair.owner}.",
+                f"nbkit cannot split LoRA around an nn.MultiheadAttention: {pair.owner}.",
                 numbers=f"{self.team.size} ranks along tp",
                 hint=f"hints=nbkit.ModelHints(tp_plan={{'{pair.owner}': 'replicate'}}); or a strategy without tp",
             )
@@ -305,7 +305,7 @@ class _Surgery:
             before = self.layouts[name]
             if not before.is_whole and before != layout:
                 raise StrategyError(
-                    f"{name} is tied, and its places want different parts of it.",
+                    f"{name} is a tied weight, and the layers that use it need different parts of it.",
                     numbers=f"{before.local} in one, {layout.local} in another, of {layout.shape}",
                     hint="the same role for both in tp_plan; an embedding is 'vocab' where its head is 'head'",
                 )

@@ -35,7 +35,7 @@ class _Weights:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise TrainingError(
-            "The weights of an attention are not gathered under tensor parallelism.", hint="need_weights=False"
+            "Tensor parallelism does not gather the weights of an attention.", hint="need_weights=False"
         )
 
     def __repr__(self) -> str:
@@ -133,7 +133,7 @@ def _attend(
             return _attend(q, k, v, mask, drop, is_causal=is_causal, explicit=explicit, sequence=False)
     if explicit and extent_of("sequence") is not None:
         raise StrategyError(
-            "An nn.MultiheadAttention that returns its weights cannot be split by heads and by positions.",
+            "An nn.MultiheadAttention that returns its weights cannot be split both by heads and by positions.",
             numbers="need_weights=True; tp splits the heads, and cp splits the positions",
             hint="need_weights=False; or a strategy with tp or cp alone",
         )

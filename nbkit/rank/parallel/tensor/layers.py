@@ -51,8 +51,8 @@ def put_around(module: nn.Module, kind: type[Around], **state: Any) -> None:
     own = vars(module).get("forward")
     if own is not None and not isinstance(own, Wrapper):
         raise StrategyError(
-            f"The forward of a {type(module).__name__} was replaced on the object itself, past its class.",
-            numbers="the tensor axis cannot split what it computes",
+            f"The forward of a {type(module).__name__} was replaced on the object, not in its class.",
+            numbers="tensor parallelism cannot split such a module",
             hint="subclass it; or hints=nbkit.ModelHints(tp_plan={'<that module>': 'replicate'})",
         )
     wrap(module, kind(module, **state))
@@ -178,8 +178,8 @@ def positions() -> int:
     here = extent_of("sequence")
     if here is None:
         raise TrainingError(
-            "A block was called outside of the chain whose positions are split over the tensor axis.",
-            hint="a strategy without tp; or call the blocks in the model's forward alone",
+            "A block was called outside of the chain of blocks, whose positions are split over the tensor axis.",
+            hint="a strategy without tp; or call the blocks only in the model's forward",
         )
     return here[1]
 
@@ -338,8 +338,8 @@ class Owner(Around):
             raise
         if any(link.begun != link.ended for link in self._links):
             raise StrategyError(
-                f"A {type(self.module).__name__} uses the weight of a linear map without calling the map.",
-                numbers="of a pair split over the tensor axis, only one side was called",
+                f"A {type(self.module).__name__} uses the weight of a linear layer without calling the layer.",
+                numbers="of a pair of layers that is split over the tensor axis, only one was called",
                 hint="hints=nbkit.ModelHints(tp_plan={'<its maps>': 'replicate'}); or call the modules",
             )
         return out

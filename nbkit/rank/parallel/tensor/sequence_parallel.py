@@ -63,7 +63,7 @@ class SequenceParallelBlock(Around):
         y = out[0] if isinstance(out, tuple) else out
         if y.ndim != 3 or y.shape[1] != part.shape[1]:
             raise TrainingError(
-                "A block returned other positions than it got, but positions are split over the tensor axis.",
+                "A block returned another number of positions than it got, but tp splits the positions.",
                 numbers=f"{tuple(y.shape)}, from {tuple(part.shape)} of {total} positions",
                 hint=_HINT,
             )
@@ -76,7 +76,7 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     x = first_tensor(args, kwargs)
     if x is None or x.ndim != 3:
         raise TrainingError(
-            "The positions of the first argument of a block are split over the tensor axis, and it has none.",
+            "tp splits the positions of the first argument of a block, but the block was called without a tensor.",
             numbers=f"expected a tensor (B, T, D), found {type(x).__name__ if x is None else tuple(x.shape)}",
             hint=_HINT,
         )

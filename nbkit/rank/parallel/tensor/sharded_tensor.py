@@ -138,7 +138,8 @@ class ShardedTensor(Tensor):
     @classmethod
     def _refuse(cls, name: str) -> NoReturn:
         raise TrainingError(
-            f"The {cls.called} lie in parts on the ranks of the tensor axis, and this would reach one part only.",
+            f"The {cls.called} are split over the ranks of the tensor axis, and this operation would change only one "
+            "part.",
             numbers=f"operation {name}",
             hint=cls.way_out,
         )
@@ -146,8 +147,8 @@ class ShardedTensor(Tensor):
     @classmethod
     def _refuse_function(cls, name: str) -> NoReturn:
         raise TrainingError(
-            f"The {cls.called} lie in parts on the ranks of the tensor axis, and a torch.autograd.Function took them: "
-            "their gradient would be lost.",
+            f"The {cls.called} are split over the ranks of the tensor axis, and a torch.autograd.Function that takes "
+            "them would lose their gradient.",
             numbers=name,
             hint=f"{cls.to_gather} before it, which gathers them; of a checkpoint(...): use_reentrant=False",
         )

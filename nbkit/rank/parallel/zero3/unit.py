@@ -61,7 +61,8 @@ _HINT = (
 def used_outside(name: str, unit: str, how: str) -> TrainingError:
     """Return the error for a parameter that is used while its block does not run."""
     return TrainingError(
-        f"The parameter {name!r} is used outside of the forward of {unit!r}, where zero=3 has only a part of it.",
+        f"The parameter {name!r} is used outside of the forward of {unit!r}. There, a rank has only a part of it "
+        "under zero=3.",
         numbers=how,
         hint=_HINT,
     )
@@ -656,7 +657,7 @@ def refuse_use(unit: Unit, slot: Slot, how: str, changed: bool) -> None:
 def changed_in_place(name: str, how: str) -> TrainingError:
     """Return the error for a parameter that the model changes while it runs. Freeing memory would lose the change."""
     return TrainingError(
-        f"The model changes its parameter {name!r} in place in its forward, and zero=3 would lose the change.",
+        f"The forward pass changes the parameter {name!r} in place, and zero=3 would lose this change.",
         numbers=f"by {how}",
         hint="strategy='ddp'; or change it between two steps, in a callback of the Trainer",
     )

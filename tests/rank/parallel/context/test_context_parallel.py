@@ -499,7 +499,7 @@ def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
 
     assert "'convs.0.0' mixes positions" in convs and "Conv2d" in convs
     assert "'layers.0.self_attn'" in turned and "batch_first=True" in turned
-    assert "'blocks.0.attention.q.weight' is used within the blocks and outside" in shared
+    assert "'blocks.0.attention.q.weight' is used both inside and outside of the blocks" in shared
     assert "attn_implementation='eager'" in eager
     assert "chain of blocks" in chain
     assert "no hidden states" in flat

@@ -252,9 +252,9 @@ BETWEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a table between blocks": (between(lambda model, x, _, i: x + model.table[: x.shape[1]]), "needs all positions"),
     "rolled between blocks": (between(lambda _, x, __, i: x.roll(1, 1) if i == 2 else x), "'blocks.1' and 'blocks.2'"),
     "the embedding again": (between(lambda _, x, first, i: x + first), "does not run on a part"),
-    "a scale before all blocks": (between(lambda model, x, _, i: x * model.scale[i]), "'scale' is used within"),
+    "a scale before all blocks": (between(lambda model, x, _, i: x * model.scale[i]), "'scale' is used both inside and outside"),
     "a gate by a layer": (doing(gates_by_a_layer, block=Gated), "'gate."),
-    "a penalty on the weights": (doing(penalty), "mlp.up.weight' is used within the blocks and outside"),
+    "a penalty on the weights": (doing(penalty), "mlp.up.weight' is used both inside and outside of the blocks"),
     "mixed by a factor of zero": (lambda: LM(2, Faint), "mean"),
     "weights of attention, summed": (lambda: LM(2, lambda: Weighing(lambda weights: weights.sum(1))), "'blocks.0'"),
     "no attention": (lambda: LM(2, MLP), "No block attends"),
@@ -321,7 +321,7 @@ def test_what_mixes_positions_by_a_call_is_refused_and_the_rest_is_equal(
     equal: list[str], refused: tuple[str, ...]
 ) -> None:
     said = {name: REFUSED[name][1] for name in refused}
-    said |= {"a penalty in the loss": "is used within the blocks and outside", "switched": "mean"}
+    said |= {"a penalty in the loss": "is used both inside and outside of the blocks", "switched": "mean"}
     for found in run_ranks(table, 2, equal, refused, timeout=170):
         assert {name: found[name] for name in equal if found[name][0] != "equal"} == {}
         for name, text in said.items():

@@ -152,7 +152,7 @@ def tried(world: Any) -> list[str]:
 
 
 def test_a_step_is_rehearsed_without_fp8_and_tp_is_refused() -> None:
-    refused = "tp=2 with fp8=True does not train as one process does."
+    refused = "With fp8=True, tp=2 does not give the results of one process."
     assert run_ranks(tried, 2, timeout=120) == [[refused, refused, "cp=2"]] * 2
 
 

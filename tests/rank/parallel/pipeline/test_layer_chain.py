@@ -98,7 +98,7 @@ def test_stages_that_the_user_names() -> None:
     assert {"tokens.weight", "blocks.0.up.weight", "blocks.1.up.weight"} <= chain.holds(0, 1)
     assert {"blocks.2.up.weight", "blocks.5.up.weight", "norm.weight", "head.weight"} <= chain.holds(1, 2)
     assert find_chain(model, lambda: model(IDS), stages=["blocks.1", "norm", "head"]).blocks[2:] == ("norm", "head")
-    with pytest.raises(StrategyError, match=r"'layers.2', which is no module[\s\S]*blocks\.0, blocks\.1"):
+    with pytest.raises(StrategyError, match=r"'layers.2', but the model has no such module[\s\S]*blocks\.0, blocks\.1"):
         find_chain(model, lambda: model(IDS), stages=["layers.2"])
     with pytest.raises(StrategyError, match=r"in the order of the calls[\s\S]*blocks\.2, blocks\.4"):
         find_chain(model, lambda: model(IDS), stages=["blocks.4", "blocks.2"])
@@ -229,7 +229,7 @@ def test_a_chain_that_the_watching_got_wrong_is_caught_by_running_it(monkeypatch
     monkeypatch.setattr(
         chains.DataflowTrace, "around", property(lambda self: {}, lambda self, value: None), raising=False
     )
-    with pytest.raises(StrategyError, match="Run in stages, the model does not give what it gives whole"):
+    with pytest.raises(StrategyError, match="In stages, the model gives other results than as a whole"):
         find_chain(model, lambda: model(IDS))
     assert all(type(block) is Block for block in model.blocks)
 

@@ -190,7 +190,7 @@ def refuses(world: Any) -> list[str]:
 
 def test_what_does_not_fit_the_plan_is_refused_before_anything_is_sent() -> None:
     for stale, double, absent, lacking, unequal in run_ranks(refuses, RANKS):
-        assert "of the old shards is not what the plan was made for" in stale
+        assert "of the old shards differs from the plan of the switch" in stale
         assert "'weight/0.up' of the new shards" in double
         assert "not there" in absent
         assert "No rank holds" in lacking and "exp_avg/0.up[6:12" in lacking

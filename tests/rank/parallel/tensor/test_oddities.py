@@ -132,12 +132,12 @@ def refusals(world: Any) -> dict[str, str]:
 @pytest.mark.filterwarnings("ignore")
 def test_refusals() -> None:
     answers = run_ranks(refusals, 2, timeout=120)[0]
-    assert "The class of a Deciding decides itself what its forward is" in answers["decides"]
-    assert "without calling the map" in answers["by hand"]
+    assert "The class Deciding computes its attribute forward" in answers["decides"]
+    assert "without calling the layer" in answers["by hand"]
     assert "need_weights=False" in answers["weights"]
     assert "This variant of LoRA needs the whole matrix" in answers["dora"]
     assert "would be added once per rank" in answers["bias"]
-    assert "replaced on the object itself" in answers["replaced"]
+    assert "replaced on the object, not in its class" in answers["replaced"]
     assert "masked_fill_" in answers["in place"]
     assert "found (6, 32)" in answers["no positions"]
     assert "(3, 4, 32), from (3, 8, 32) of 16 positions" in answers["changed positions"]

@@ -75,14 +75,19 @@ def test_ties_stay_alike() -> None:
 @pytest.mark.parametrize(
     ("make", "size", "plan", "expected"),
     [
-        (lambda: gpt(2, heads=2), 4, {}, "2 heads over 4 ranks: blocks.0.attention is split by heads."),
+        (
+            lambda: gpt(2, heads=2),
+            4,
+            {},
+            "blocks.0.attention is split by heads, and 2 heads cannot be divided by 4 ranks.",
+        ),
         (lambda: gpt(2, heads=2), 4, {}, "2 / 4 = 0.5"),
         (lambda: hf_llama(2), 4, {}, "2 key-value heads over 4 ranks: model.layers.0.self_attn"),
         (lambda: gpt(2, vocab=3), 4, {}, "3 rows over 4 ranks"),
         (gpt, 2, {"blocks.*.up": "columns"}, "tp_plan has no role 'columns'."),
         (gpt, 2, {"layers.*.up": "colwise"}, "'layers.*.up' fits no module"),
         (gpt, 2, {"blocks.*.norm1": "colwise"}, "fits no module that can be split 'colwise'"),
-        (gpt, 2, {"blocks.*.attention.out": "colwise", "blocks.*.attention.q": "colwise"}, "come in pairs"),
+        (gpt, 2, {"blocks.*.attention.out": "colwise", "blocks.*.attention.q": "colwise"}, "in pairs"),
     ],
 )
 def test_refusals(make: Any, size: int, plan: dict[str, str], expected: str) -> None:

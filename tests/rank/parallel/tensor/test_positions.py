@@ -159,8 +159,8 @@ def ways(world: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "a function of the user's": (lambda x: Doubled.apply(x, SCALE), "torch.autograd.Function took them"),
-    "one that gathers": (lambda x: Summed.apply(x, SCALE), "torch.autograd.Function took them"),
+    "a function of the user's": (lambda x: Doubled.apply(x, SCALE), "torch.autograd.Function that takes them"),
+    "one that gathers": (lambda x: Summed.apply(x, SCALE), "torch.autograd.Function that takes them"),
     "a checkpoint that detaches": (lambda x: checkpoint(torch.tanh, x, use_reentrant=True), "use_reentrant=False"),
     "one that gathers again": (lambda x: checkpoint(torch.sin, x, use_reentrant=True), "operation __set__"),
     "in place through a view": (through_a_view, "write x = f(x) instead"),

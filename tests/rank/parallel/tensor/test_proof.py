@@ -185,7 +185,7 @@ SAID = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
 
 def test_what_the_user_says_is_run_too() -> None:
     wrong, right = built("softmax"), built("gelu")
-    with pytest.raises(StrategyError, match="blocks.0.mlp.down, and that is not known to be right".replace(".", r"\.")):
+    with pytest.raises(StrategyError, match="blocks.0.mlp.down, and nbkit cannot show that this is right".replace(".", r"\.")):
         plan_of(wrong, 2, SAID, prove(wrong, lambda: wrong(IDS), [2], SAID))
     with pytest.raises(StrategyError, match="example=batch"):
         plan_of(right, 2, SAID)

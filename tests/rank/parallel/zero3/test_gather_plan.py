@@ -139,7 +139,7 @@ UNSEEN = {
     "first without gradients": "'blocks.0' is called again in a forward",
     "backwards": "'blocks.2' is needed in backward after its place",
     "recomputed in one segment": "'blocks.0' is needed in backward before backward is done with 'blocks.2'",
-    "an embedding with max_norm": "changes its parameter 'wte.weight' in place",
+    "an embedding with max_norm": "changes the parameter 'wte.weight' in place",
 }
 
 

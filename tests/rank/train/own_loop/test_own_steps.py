@@ -390,7 +390,7 @@ def test_a_transformer_with_split_positions_trains_as_one_process_and_pp_is_refu
         optimizer.zero_grad()
     for rank in run_ranks(with_tokens, ranks, strategies, timeout=150):
         for strategy, (state, _, said) in zip(strategies, rank, strict=True):
-            assert "no rank can run the forward by itself" in said and "job.backward(batch)" in said
+            assert "a rank cannot run the forward pass alone" in said and "job.backward(batch)" in said
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(state[key], value, rtol=1e-8, atol=1e-10, msg=f"{strategy} {key}")
 

@@ -441,7 +441,7 @@ def _alike(model: nn.Module, pair: Pair) -> Iterator[str]:
 
 def _refused(paths: Sequence[str], why: str) -> StrategyError:
     return StrategyError(
-        f"tp_plan splits {', '.join(paths)}, and that is not known to be right.",
+        f"tp_plan splits {', '.join(paths)}, and nbkit cannot show that this is right.",
         numbers=why,
         hint="'colwise_gather' and 'rowwise_split' for such maps; where nothing was run: "
         "hints=nbkit.ModelHints(example=batch)",
@@ -563,9 +563,10 @@ def _grouped(
         columns = [path for path in paths if roles[path] != "rowwise"]
         if not columns or len(rows) != 1:
             raise StrategyError(
-                f"Maps split by columns and by rows come in pairs, and {owner or 'the model'} has none.",
+                f"tp_plan must split linear layers in pairs, one by columns and one by rows, and {owner or 'the model'} "
+                "has no pair.",
                 numbers=f"columns: {', '.join(columns) or 'none'}; rows: {', '.join(rows) or 'none'}",
-                hint="colwise_gather or rowwise_split for a map that stands alone",
+                hint="colwise_gather or rowwise_split for a layer without a partner",
             )
         inner = sizes(model.get_submodule(rows[0]))[0]
         part = model.get_submodule(owner)
@@ -611,7 +612,7 @@ def _divides(pair: Pair, size: int) -> None:
     for count, what in ((pair.heads.heads, "heads"), (pair.heads.kv_heads, "key-value heads")):
         if count % size:
             raise StrategyError(
-                f"{count} {what} over {size} ranks: {pair.owner} is split by heads.",
+                f"{pair.owner} is split by heads, and {count} {what} cannot be divided by {size} ranks.",
                 numbers=f"{count} / {size} = {count / size:g}",
                 hint=f"tp={_largest(count, size)}; or "
                 f"hints=nbkit.ModelHints(tp_plan={{'{pair.owner}.*': 'replicate'}})",
@@ -628,5 +629,5 @@ def _enough_rows(model: nn.Module, singles: Mapping[str, str], size: int) -> Non
         length = part.num_embeddings if isinstance(part, nn.Embedding) else max(sizes(part))
         if role in ("vocab", "head") and length < size:
             raise StrategyError(
-                f"Some ranks would hold nothing of {path}.", numbers=f"{length} rows over {size} ranks", hint="tp=1"
+                f"Some ranks would hold no part of {path}.", numbers=f"{length} rows over {size} ranks", hint="tp=1"
             )
