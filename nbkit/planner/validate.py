@@ -51,12 +51,12 @@ def _world(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
     size = strategy.mesh.size
     if facts.world is not None and size != facts.world:
         degrees = " x ".join(f"{axis} {strategy.mesh.degree(axis)}" for axis in _split(strategy)) or "dp 1"
-        more = "larger" if size > facts.world else "smaller"
+        more = "more" if size > facts.world else "fewer"
         yield Finding(
             True,
-            f"The strategy is {more} than the world.",
+            f"The strategy needs {more} ranks than there are.",
             f"{degrees} = {size} rank{'s' * (size != 1)}, the world has {facts.world}",
-            "strategy='ddp', which takes the world",
+            "strategy='ddp', which uses all ranks",
         )
     # Ranks of a tp group are neighbours, so a group stays within a node if tp divides the node.
     if facts.node is not None and strategy.tp > 1 and (facts.node % strategy.tp or strategy.order == "tp"):
@@ -78,7 +78,8 @@ def _tensor(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
             fitting = [n for n in divisors(count) if all(other is None or other % n == 0 for other in heads)]
             yield Finding(
                 True,
-                f"Tensor parallelism gives each rank whole attention heads, and {count} {name} cannot be divided by {tp} "
+                f"Tensor parallelism gives each rank whole attention heads, and {count} {name} cannot be "
+                f"divided by {tp} "
                 "ranks.",
                 f"{count} {name} / tp {tp} = {count / tp:.3g}",
                 f"tp={_listed(fitting)}",
@@ -172,7 +173,9 @@ def _uneven(what: str, total: int, axis: str, degree: int, of: str, *, error: bo
     shown = "+".join(map(str, parts)) if degree <= 8 else f"{parts[0]} or {parts[-1]} each"
     yield Finding(
         error,
-        f"The {what} leaves ranks empty." if total < degree else f"The {what} is cut unevenly.",
+        f"The {what} is too small: some ranks would get no part of it."
+        if total < degree
+        else f"The {what} is cut unevenly.",
         f"{total} {of} over {axis} {degree} = {shown}",
         f"{axis}={total} or fewer" if error else "",
     )

@@ -14,7 +14,13 @@ CANNOT = {
     "heads": ("tp", 4, Facts(heads=6), ["6 heads over 4 ranks", "6 heads / tp 4 = 1.5"], "tp=1, 2, 3 or 6"),
     "kv heads": ("tp", 4, Facts(heads=8, kv_heads=2), ["2 key and value heads / tp 4 = 0.5"], "tp=1 or 2"),
     "vocabulary": ("tp", 4, Facts(vocab=3), ["3 rows of the embedding over tp 4 = 1+1+1+0"], "tp=3"),
-    "world": (Strategy(dp=2, tp=4), 8, Facts(world=4), ["larger than the world", "dp 2 x tp 4 = 8 ranks"], "ddp"),
+    "world": (
+        Strategy(dp=2, tp=4),
+        8,
+        Facts(world=4),
+        ["needs more ranks than there are", "dp 2 x tp 4 = 8 ranks"],
+        "ddp",
+    ),
     "blocks": ("pp", 4, Facts(blocks=3), ["too few blocks", "pp 4 x 1 stage a rank = 4 stages, 3 blocks"], "pp=3"),
     "virtual blocks": (
         *("pp schedule=zbv", 4, Facts(costs=(1.0,) * 7)),
@@ -26,7 +32,13 @@ CANNOT = {
         *("dp=2 pp=2 microbatches=8", 4, Facts(batch=8)),
         *(["more micro-batches than rows", "batch_size 8 / dp 2 = 4 rows per pipeline, 8 micro"], "microbatches=4"),
     ),
-    "sequence": ("cp=4", 4, Facts(sequence=3), ["leaves ranks empty", "3 positions over cp 4 = 1+1+1+0"], "cp=3"),
+    "sequence": (
+        "cp=4",
+        4,
+        Facts(sequence=3),
+        ["some ranks would get no part", "3 positions over cp 4 = 1+1+1+0"],
+        "cp=3",
+    ),
 }
 
 # name -> (strategy on how many ranks, facts, what the remark says)

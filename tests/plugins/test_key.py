@@ -174,7 +174,7 @@ def test_names_that_are_taken_or_cannot_be_typed_are_refused(name: Any, said: st
     ("base", "more"), [(GradientKey, {"needs_whole": False}), (Key, {}), (Key, {"needs_whole": True})]
 )
 def test_a_torch_half_that_would_not_be_called_is_refused(base: type[Key], more: dict[str, Any]) -> None:
-    with pytest.raises(StrategyError, match="would not call the torch half .* under zero1"):
+    with pytest.raises(StrategyError, match=r"would not call the torch half .* under zero1"):
         techniques.register(type("Own", (base,), {"name": "own", "engine": "a:b", "parse": str, **more}))
     assert "own" not in techniques.names()
 
@@ -238,7 +238,9 @@ def test_a_value_that_its_key_cannot_read_again_is_refused() -> None:
     try:
         assert str(Strategy.parse("ddp words=a:b:c", 2)) == "dp=2 words=A:B:C"
         for text in ("a:b", "a:b:c:d"):
-            with pytest.raises(StrategyError, match=r"'words' cannot read what its method spell writes(.|\n)*its spell is 'A"):
+            with pytest.raises(
+                StrategyError, match=r"'words' cannot read what its method spell writes(.|\n)*its spell is 'A"
+            ):
                 Strategy.parse(f"ddp words={text}", 2)
     finally:
         registry._keys.pop("words")

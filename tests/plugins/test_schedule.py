@@ -115,7 +115,11 @@ def takes_two(ranks: int, microbatches: int) -> list[Op]:
             {},
             r"wait for each other forever(.|\n)*1 micro-batches; rank 0 before B of stage 0",
         ),
-        (forgets, {}, r"stage 0 on rank 0 does not do all operations of micro-batch 1(.|\n)*it has nothing, expected FB"),
+        (
+            forgets,
+            {},
+            r"stage 0 on rank 0 does not do all operations of micro-batch 1(.|\n)*it has nothing, expected FB",
+        ),
         (in_pairs, {}, r"'mine' did not return a list of Op(.|\n)*build\(2, 1, 0\)"),
         (elsewhere, {}, "rank 1 has F of stage 0, micro-batch 0, whose stage it does not hold"),
         (takes_two, {}, r"'mine' raised an error(.|\n)*takes 2 positional arguments but 3 were given\n"),
@@ -138,7 +142,10 @@ def test_a_schedule_wrong_for_many_micro_batches_is_refused_for_those_strategies
     try:
         Strategy.parse("pp=2 schedule=mine microbatches=12", 2)
         for microbatches in (13, 40):
-            with pytest.raises(StrategyError, match=r"Under the schedule mine, stage 0 on rank 0 does not do all operations of micro-batch 12"):
+            with pytest.raises(
+                StrategyError,
+                match=r"Under the schedule mine, stage 0 on rank 0 does not do all operations of micro-batch 12",
+            ):
                 Strategy.parse(f"pp=2 schedule=mine microbatches={microbatches}", 2)
         with pytest.raises(StrategyError, match=r"'mime' is not a schedule(.|\n)*schedule=mine"):
             Strategy.parse("pp=2 schedule=mime", 2)

@@ -327,7 +327,7 @@ def split_by_values(
                 row = away.index(max(away))
                 return Coupled(
                     "The model goes one way or another by numbers of the whole batch, such as its first row or a mean",
-                    f"alone, the output of row {row} is {away[row]:.3g} off, of {size:.3g}",
+                    f"alone, the output of row {row} differs by {away[row]:.3g}, of {size:.3g}",
                     "torch.where with a condition for each row, instead of if; or one rank",
                 )
     return None

@@ -106,11 +106,11 @@ def warn_of(plan: ParallelPlan) -> None:
     strategy, options = plan.strategy, plan.options
     found = [*refuse(strategy, planner_facts(plan)), *_unproven(plan)]
     if strategy.microbatches is not None and options.cut:
-        numbers = f"microbatch_size= has no effect under {strategy}: a pipeline cuts into as many as microbatches= says"
+        numbers = f"microbatch_size= has no effect under {strategy}: microbatches= sets the micro-batches of a pipeline"
         found.append(Finding(False, "A setting has no effect.", numbers))
     found += [*warn_of_coupled(plan), *warn_of_draws(plan)]
     dropping = any(isinstance(part, DropoutNd) and part.p > 0 for part in plan.facts.shapes.skeleton.modules())
-    why = "with dropout, which is keyed by sample" if dropping else not_compiled(options, strategy)
+    why = "with dropout, whose random numbers depend on the sample" if dropping else not_compiled(options, strategy)
     if options.compile and why:
         numbers = f"compile= has no effect {why}: the blocks run as they are"
         found.append(Finding(False, "A setting has no effect.", numbers))
@@ -126,7 +126,9 @@ def warn_of_draws(plan: ParallelPlan) -> list[Finding]:
         return []
     what = "The model draws random numbers that do not depend on the row: each rank and each micro-batch draws its own."
     shown = ", ".join(unkeyed[:4]) + (f" and {len(unkeyed) - 4} more" if len(unkeyed) > 4 else "")
-    return [Finding(False, what, shown, "torch.rand, randn, randint, bernoulli and their kin, without generator=")]
+    return [
+        Finding(False, what, shown, "torch.rand, randn, randint, bernoulli and similar functions, without generator=")
+    ]
 
 
 def warn_of_coupled(plan: ParallelPlan) -> list[Finding]:
@@ -134,7 +136,10 @@ def warn_of_coupled(plan: ParallelPlan) -> list[Finding]:
     found = plan.facts.coupled
     if found is None or not found.trains or not parts_rows(plan.strategy, plan.options):
         return []
-    what = f"{found.what}: under {plan.strategy} it is the mean of what each forward gives for its rows."
+    what = (
+        f"{found.what}: under {plan.strategy}, it is the mean of the values that each forward pass computes for "
+        "its rows."
+    )
     return [Finding(False, what, found.numbers)]
 
 
@@ -237,7 +242,12 @@ def _checked(
         pair(example, inputs)  # raises TrainingError if nothing matches
     elif chosen.pp > 1:
         found.append(
-            Finding(False, "The stages are guessed by structure.", "no batch to run", "check(..., batch=batch)")
+            Finding(
+                False,
+                "nbkit chose the stages from the structure of the model, without running it.",
+                "there is no batch",
+                "check(..., batch=batch)",
+            )
         )
     finder = FactFinder(
         module,
@@ -305,7 +315,9 @@ def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:
         yield Finding(
             (strategy.microbatches or 1) > 1,
             f"BatchNorm {norms[0]!r} computes its statistics from the whole batch.",
-            f"{len(norms)} of them; {strategy} gives each forward a part. Over dp they are synchronised",
+            f"{len(norms)} such modules; under {strategy}, each forward pass gets a part of the batch. Over dp, "
+            "statistics "
+            "are synchronised",
             "nn.GroupNorm or nn.LayerNorm; or module.eval() on it, which freezes its statistics",
         )
 

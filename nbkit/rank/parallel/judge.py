@@ -67,7 +67,7 @@ def _broken(error: Exception, ranks: int) -> _Off:
     said = f"it raises {described(error)}"
     if "wait for each other" in str(error):
         return _Off(
-            "one rank waits for ever",
+            "one rank waits forever",
             "a rank leaves out a collective that the others make: is there one behind an `if rank == ...`?",
         )
     if "make other collectives" in str(error):

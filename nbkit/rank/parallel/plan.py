@@ -371,7 +371,7 @@ def need_copies(strategy: Strategy, facts: ModelFacts) -> None:
         raise StrategyError(
             f"{strategy} needs a copy of the model, and a copy does not compute the same.",
             numbers=facts.astray,
-            hint="self.part = part, in place of a global name or a class of its own; or model=lambda: MyModule(...)",
+            hint="self.part = part, instead of a global name or a class; or model=lambda: MyModule(...)",
         )
 
 
@@ -379,10 +379,11 @@ def _need_whole_gradients(strategy: Strategy, facts: ModelFacts, options: JobOpt
     """Raise StrategyError if hooks on gradients would get parts of the gradients, or would not be called."""
     if facts.hooked and (strategy.mesh.size > 1 or options.cut):
         raise StrategyError(
-            f"The gradient of {facts.hooked!r} has a hook. Under {strategy}, the hook would get a part of the gradient, "
+            f"The gradient of {facts.hooked!r} has a hook. Under {strategy}, the hook would get a part of the "
+            "gradient, "
             "or would not be called.",
             numbers="by Tensor.register_hook or register_post_accumulate_grad_hook; hooks of modules are called",
-            hint="without the hook; under 'ddp' and nbkit.prepare, change p.grad behind job.backward(batch)",
+            hint="remove the hook; under 'ddp' with nbkit.prepare, change p.grad after job.backward(batch)",
         )
 
 
@@ -430,7 +431,8 @@ def need_rows(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> Non
     """Raise StrategyError if `strategy` separates rows that the model or its loss couples."""
     if facts.experts and (why := _experts_unproven(strategy, facts)):
         raise StrategyError(
-            f"{facts.experts!r} is a mixture of experts, and nbkit cannot show that {strategy} trains it as one process "
+            f"{facts.experts!r} is a mixture of experts, and nbkit cannot show that {strategy} trains it as one "
+            "process "
             "does.",
             numbers=why,
             hint="strategy='ddp', or 'zero3', which splits its memory",
@@ -447,7 +449,7 @@ def _experts_unproven(strategy: Strategy, facts: ModelFacts) -> str:
     if strategy.tp > 1 and facts.proof.of(strategy.tp) is None:
         return f"tp {strategy.tp}: {facts.proof.why or 'the model was not run in parts'}"
     if strategy.cp > 1 and facts.positionwise is None:
-        return f"cp {strategy.cp}: a router that compares positions would see a part of them"
+        return f"cp {strategy.cp}: a router that compares positions would see only some of them"
     if strategy.pp > 1 and facts.chain is None:
         return f"pp {strategy.pp}: {facts.no_chain or 'the model was not run to find its blocks'}"
     return ""
@@ -461,7 +463,7 @@ def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
         raise StrategyError(
             "The model or the loss has a state that nbkit can neither see nor restore, so each test run of the model "
             f"would change what {strategy} trains.",
-            numbers=f"from the same rows, weights and random numbers a second pass is {found.unseen:.2g} off"
+            numbers=f"with the same rows, weights and random numbers, a second pass differs by {found.unseen:.2g}"
             + (f"; it may be {found.names[0]}" if found.names else ""),
             hint="self.calls += 1 and self.scales[self.calls % 3]: a number in an attribute, in place of an iterator",
         )
@@ -469,18 +471,19 @@ def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
         return
     why, hint = "", "a buffer (register_buffer), summed over the ranks in forward; or strategy='ddp', or one rank"
     if found.on_tensors and not keeps_whole(strategy):
-        why = f"{found.on_tensors[0]!r} is set on a parameter or buffer, in whose place the strategy puts another"
+        why = f"{found.on_tensors[0]!r} is set on a parameter or buffer, which the strategy replaces"
         hint = "self.calls = ..., an attribute of the module; or strategy='ddp'"
     elif options.cut or options.recompute or strategy.pp > 1 or (strategy.microbatches or 1) > 1:
-        why = "several forwards of a step, or one of a part of the model, change it more often or less"
+        why = "a strategy can make more or fewer forward passes, so it would change at other times"
     elif strategy.dp > 1 and found.by_rows and not found.per_row:
-        why = "it is computed of all rows of a batch, and a rank has some of them"
+        why = "it is computed from all rows of a batch, and a rank has only some of them"
         hint = "a buffer (register_buffer), summed over the ranks in forward; or %cluster start -n 1"  # not ddp
     elif (strategy.tp > 1 or strategy.cp > 1) and (found.by_rows or found.tensors):
-        why = "it holds tensors, and a rank computes a part of them"
+        why = "it holds tensors, and a rank computes only a part of them"
     if why:
         raise StrategyError(
-            f"The model or the loss changes {found.spelled} in each pass and reads it in the next pass. Under {strategy}, "
+            f"The model or the loss changes {found.spelled} in each pass and reads it in the next pass. Under "
+            f"{strategy}, "
             "its values would differ from those of one process.",
             numbers=why,
             hint=hint,
@@ -507,7 +510,7 @@ def _need_positionwise(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> 
     if strategy.cp > 1 and strategy.pp > 1 and found is not None and found.begins:
         raise StrategyError(
             "The model has several chains of blocks, and a stage cannot find out how many positions each of them has.",
-            numbers=f"cp={strategy.cp} pp={strategy.pp}; further ones begin with {', '.join(sorted(found.begins))}",
+            numbers=f"cp={strategy.cp} pp={strategy.pp}; the other chains begin with {', '.join(sorted(found.begins))}",
             hint="cp without pp, or pp without cp",
         )
 

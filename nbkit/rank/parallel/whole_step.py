@@ -256,7 +256,7 @@ def differences(whole: Stepped, rank: Stepped, tolerance: float) -> Iterator[str
         off = _off(grad, expected, layout)
         clipped = whole.norm / 2
         if off > 64 * tolerance * _LEAST * clipped and off > 64 * tolerance * _scale(expected, clipped):
-            yield f"gradient of {name!r} {off:.3g} off, of {_scale(expected, 0):.3g}"
+            yield f"gradient of {name!r} differs by {off:.3g}, of {_scale(expected, 0):.3g}"
 
 
 def updates_off(
@@ -271,7 +271,7 @@ def updates_off(
         if _off(held, true, layout) > bound:
             sure = None if grad is None else _dense(grad).abs() > 64 * tolerance * _scale(grad, whole.norm / 2)
             if (off := _off(held, true, layout, sure)) > bound:
-                yield f"update of {name!r} {off:.3g} off, of {moved:.3g}"
+                yield f"update of {name!r} differs by {off:.3g}, of {moved:.3g}"
 
 
 def buffers_off(whole: Stepped, ranks: Sequence[Stepped], tolerance: float) -> Iterator[str]:
@@ -288,7 +288,7 @@ def buffers_off(whole: Stepped, ranks: Sequence[Stepped], tolerance: float) -> I
         held, true = (x if x.is_floating_point() else x.to(torch.float64) for x in (held, true))
         away = (held - true).masked_fill((held == true) | (held.isnan() & true.isnan()), 0)
         if (off := _largest(away)) > 64 * tolerance * _largest(true.nan_to_num(0, 0, 0)):
-            yield f"buffer {name!r} {off:.3g} off, of {_largest(true):.3g}"
+            yield f"buffer {name!r} differs by {off:.3g}, of {_largest(true):.3g}"
 
 
 def _scale(expected: Tensor | None, norm: float) -> float:
@@ -418,7 +418,7 @@ class StepProof:
         if self.refusal is not None:
             return Finding(True, self.refusal.what, self.refusal.numbers or "", self.refusal.hint or "")
         if self.unproven:
-            return Finding(False, f"Not all of {strategy} was compared with one process.", self.unproven)
+            return Finding(False, f"Only a part of {strategy} was compared with one process.", self.unproven)
         return None
 
 
@@ -531,17 +531,21 @@ def _proof(
             why = why or f"a step of {rows} rows in one process fails: {_told(error)}"
             continue
         if not isfinite(whole.loss + whole.norm):
-            why = why or f"on drawn weights the loss is {whole.loss:.3g}, the norm of its gradients {whole.norm:.3g}"
+            why = (
+                why
+                or f"with random weights, the loss is {whole.loss:.3g} and the norm of its gradients is "
+                f"{whole.norm:.3g}"
+            )
             continue
         model = drawn_model(skeleton, dtype, positive=positive)
         refusal = _compared(model, whole, strategy, of_ranks, batch, seen.eps)
         if refusal is None:
-            return StepProof(unproven=whole.unmade and f"the optimizer makes no step on the CPU: {whole.unmade}")
+            return StepProof(unproven=whole.unmade and f"the optimizer cannot make a step on the CPU: {whole.unmade}")
         # If one process does not reproduce its own step, that step cannot be compared with the ranks.
         again = _alone(of_ranks, reference, dtype, positive, batch, in_parts)
         if not any(differences(whole, again, max(1e-9, 64 * seen.eps))):
             return StepProof(refusal)
-        why = f"one process does not repeat its own step: loss {whole.loss:.6g}, then {again.loss:.6g}"
+        why = f"one process gets another result for the same step: loss {whole.loss:.6g}, then {again.loss:.6g}"
         break
     unknown = _cuts(strategy) or facts.collectives
     return StepProof(_unprovable(strategy, why) if unknown else None, f"no whole step: {why}")
@@ -561,17 +565,20 @@ def _unmakeable(small: Strategy, facts: ModelFacts, example: Any, size: int) -> 
     if example is None:
         return "no example batch to run: hints=nbkit.ModelHints(example=batch); nbkit.check(model, strategy, batch)"
     if facts.draws is not None and facts.draws.unkeyed:
-        return f"the model draws numbers that are not keyed: {facts.draws.unkeyed[0]}"
+        return f"the model draws random numbers that depend on the strategy: {facts.draws.unkeyed[0]}"
     if small.mesh.size > _RANKS:
-        return f"{small.mesh.size} ranks in one process, of which at most {_RANKS} are run"
+        return f"{small.mesh.size} ranks, and a test in one process has at most {_RANKS}"
     if size > WIDE:
-        return f"{size / 1e6:,.0f} M parameters, more than {WIDE / 1e6:,.0f} M; blocks were run by themselves"
+        return (
+            f"{size / 1000000.0:,.0f} M parameters, more than {WIDE / 1000000.0:,.0f} M; only single blocks were tested"
+        )
     if size > _EXACT:
         needed, free = size * _bytes_of_parameter(small), free_on_host()
         if free is not None and needed > _OF_HOST * free:
             return (
-                f"{size / 1e6:,.0f} M parameters take about {needed / 1e9:.1f} GB, more than half of the "
-                f"{free / 1e9:.1f} GB that are free on the host; blocks were run by themselves"
+                f"{size / 1000000.0:,.0f} M parameters take about {needed / 1000000000.0:.1f} GB, more than "
+                "half of the "
+                f"{free / 1000000000.0:.1f} GB that are free on the host; only single blocks were tested"
             )
     return ""
 
@@ -644,7 +651,7 @@ def _compared(
 
 
 def _called(facts: ModelFacts) -> str:
-    return f"; the model or the loss makes an {facts.collectives} itself" if facts.collectives else ""
+    return f"; the model or the loss calls {facts.collectives} itself" if facts.collectives else ""
 
 
 def _told(error: Exception) -> str:

@@ -259,7 +259,7 @@ def asked_of_ranks(world: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         job("zero1", example=None)
-    unproven = [str(each.message) for each in said if "Not all of" in str(each.message)]
+    unproven = [str(each.message) for each in said if "Only a part of" in str(each.message)]
     return [*found, *unproven, str(going.strategy), str(going.step)]
 
 
@@ -314,7 +314,11 @@ def test_without_a_step_of_one_process_a_cut_is_refused_and_the_reason_is_given(
     def endless(output: Any, target: Any) -> Any:
         return facts.loss(output, target) / 0
 
-    for loss, words in ((drifting, "does not repeat"), (breaking, "KeyError: 'mask'"), (endless, "the loss is inf")):
+    for loss, words in (
+        (drifting, "gets another result for the same step"),
+        (breaking, "KeyError: 'mask'"),
+        (endless, "the loss is inf"),
+    ):
         assert words in facts.proof("dp=2", loss).unproven
         assert facts.proof("dp=2", loss).refusal is None
         refused = facts.proof("pp=2 tp=2", loss).refusal
@@ -408,4 +412,4 @@ def begun_on_inputs(world: Any) -> list[str]:
 
 def test_an_example_that_is_no_batch_is_warned_of_and_not_refused() -> None:
     for said in run_ranks(begun_on_inputs, 2):
-        assert any("Not all of dp=2" in text and "a batch is Tensor" in text for text in said), said
+        assert any("Only a part of dp=2" in text and "a batch is Tensor" in text for text in said), said

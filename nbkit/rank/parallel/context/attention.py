@@ -101,7 +101,7 @@ class ContextAttentionMode(TorchFunctionMode):
         own, across = self.own, self._is_across(key.shape[-2])
         if query.shape[-2] != own or (key.shape[-2] != own and not across) or (across and is_causal):
             found = f"{query.shape[-2]} queries, {key.shape[-2]} keys on a rank with {own}"
-            raise self.refuse("attends to something else than its own positions.", found)
+            raise self.refuse("uses keys that do not belong to its own positions.", found)
         if across:
             attn_mask = self._rows(attn_mask, key.shape[-2])
             return F.scaled_dot_product_attention(
@@ -145,7 +145,7 @@ class ContextAttentionMode(TorchFunctionMode):
         """Run nn.MultiheadAttention on (T, B, D)."""
         across = query is not key and key is value and self._is_across(key.shape[0])
         if not across and (query is not key or key is not value):
-            raise self.refuse("attends to something else than its own positions.", "")
+            raise self.refuse("uses keys that do not belong to its own positions.", "")
         given = width, heads, in_weight, in_bias, bias_k, bias_v, add_zero_attn, *args
         mask, padding = kwargs.get("attn_mask"), kwargs.get("key_padding_mask")
         weighs = kwargs.get("need_weights", True)
@@ -177,7 +177,7 @@ class ContextAttentionMode(TorchFunctionMode):
             return None
         rows, columns = mask.shape[-2:]
         if columns not in (1, keys) or rows not in (1, self.total, self.own):
-            raise self.refuse("masks other keys than there are.", f"{rows} x {columns}")
+            raise self.refuse("has an attention mask of another size than its keys.", f"{rows} x {columns}")
         return taken(mask, -2, self.runs) if rows == self.total else mask
 
     def _causal_mask(self, query: Tensor, value: Tensor, runs: Runs, dropout_p: float) -> Tensor | None:

@@ -165,7 +165,7 @@ class BlockCall:
 
 def refusal(what: str, numbers: str = "", hint: str = "") -> StrategyError:
     """Return the error for a model that context parallelism would compute differently."""
-    default = "a strategy without cp; with cp, positions may meet in F.scaled_dot_product_attention alone"
+    default = "a strategy without cp; under cp, only F.scaled_dot_product_attention may combine positions"
     return StrategyError(what, numbers=numbers, hint=hint or default)
 
 
@@ -316,11 +316,11 @@ class _Comparison:
             raise self._differs(str(error)) from None
         for (rule, _), x, *others in zip(pairs, whole, *parts, strict=True):
             if rule is None and max(gap(x, other) for other in others) > _EXACT:
-                raise self._differs("what every part returns is no part of the whole")
+                raise self._differs("the output of a part is not the same part of the whole output")
         given = [together for _, together in pairs]
         apart = self._apart(whole, given)
         if apart > _EXACT and (apart > _ROUNDED or apart > _NOISE * self._apart(whole, self._whole(seen.eps))):
-            raise self._differs(f"parts differ by {apart:.2g} of the largest value")
+            raise self._differs(f"parts differ from the whole by {apart:.2g} of the largest value")
         return tuple(rule for rule, _ in pairs)
 
     def _whole(self, nudged: float = 0.0) -> list[Tensor]:
@@ -361,15 +361,17 @@ class _Comparison:
     def _differs(self, numbers: str) -> StrategyError:
         if self.draws:
             return refusal(
-                f"The block {self.called.name!r} draws random numbers by itself: a part of the positions gets others.",
+                f"The block {self.called.name!r} draws random numbers itself, and would draw different ones for a part "
+                "of the positions.",
                 f"by {self.draws[0]}",
-                "nn.Dropout and F.dropout, which are keyed; or a strategy without cp",
+                "nn.Dropout or F.dropout, which nbkit makes independent of the strategy; or a strategy without cp",
             )
         call, path = self.where()
         where = f"{call} in {path}" if path else call
         return refusal(
-            f"The block {self.called.name!r} does not compute each position by itself, attention aside.",
-            f"run on {self.cut.size} parts of the positions: {numbers}" + (f"; first seen in {where}" if where else ""),
+            f"Outside of attention, the block {self.called.name!r} combines positions.",
+            f"compared on {self.cut.size} parts of the positions: {numbers}"
+            + (f"; first seen in {where}" if where else ""),
         )
 
     def where(self) -> tuple[str, str | None]:

@@ -63,7 +63,7 @@ def check_attention(module: nn.Module, *, tried: bool) -> None:
             numbers=f"attn_implementation={kind!r}",
             hint="attn_implementation='sdpa'"
             if could
-            else f"a strategy without cp: {type(module).__name__} has no other",
+            else f"a strategy without cp: {type(module).__name__} has no such attention",
         )
 
 
@@ -76,7 +76,8 @@ def check_mixing(name: str, block: nn.Module) -> None:
         where = f"{name}.{path}" if path else name
         if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
             raise StrategyError(
-                f"{where!r} takes (positions, samples, width), but context parallelism needs (samples, positions, width).",
+                f"{where!r} takes (positions, samples, width), but context parallelism needs (samples, "
+                "positions, width).",
                 numbers="batch_first=False",
                 hint="batch_first=True",
             )
@@ -271,7 +272,9 @@ class Spread:
                 self.peers, total, self.way.across, lambda what, numbers: self._refusal(what, numbers, total)
             )
             if self.strict and not self.first and hidden.shape[1] != attention.own:
-                raise self._refusal("receives another number of positions than its part.", f"{hidden.shape[1]}", total)
+                raise self._refusal(
+                    "gets another number of positions than this rank's part has.", f"{hidden.shape[1]}", total
+                )
             labels = [*names[: len(args)], *[""] * (len(args) - len(names))]
             given: dict[int, Tensor] = {}
             placed = [
@@ -288,7 +291,9 @@ class Spread:
                 self.noted.update(attention.noted)
             if self.attends and not attention.calls:
                 hint = "attention by F.scaled_dot_product_attention"
-                raise self._refusal("calls no attention that context parallelism knows.", "0 calls", total, hint)
+                raise self._refusal(
+                    "does not call an attention function that context parallelism knows.", "0 calls", total, hint
+                )
             return tree_map_only(Tensor, partial(self._joined, attention.own, total), output) if self.last else output
 
         return spread
@@ -297,17 +302,19 @@ class Spread:
         """Return the first tensor of the first argument: hidden states (B, T, ...)."""
         found = next((x for x in tree_leaves(value) if isinstance(x, Tensor)), None)
         if found is None or found.ndim < 3:
-            raise self._refusal("takes no hidden states of (samples, positions, width) first.", "", None)
+            raise self._refusal(
+                "does not take hidden states of shape (samples, positions, width) as its first argument.", "", None
+            )
         return found
 
     def _total(self, hidden: Tensor) -> int:
         if self.first:
             _positions.set(hidden.shape[1])
         if (total := _positions.get()) is None:
-            raise self._refusal("cannot tell the number of positions from the model's input.", "", None)
+            raise self._refusal("cannot find the number of positions in the model's input.", "", None)
         if total < 2 * self.peers.size() and torch.is_grad_enabled():
             raise self._refusal(
-                "needs two positions per rank at least.", "", total, "longer sequences, or a smaller cp"
+                "needs at least two positions for each rank.", "", total, "longer sequences, or a smaller cp"
             )
         return total
 

@@ -116,7 +116,7 @@ def run_between(
         with replaced(module, names, part.instead):
             output = run()
         if part.at != len(calls):
-            raise refusal("On a part of the positions, the model calls fewer blocks.", f"{part.at} of {len(calls)}")
+            raise refusal("With a part of the positions, the model calls fewer blocks.", f"{part.at} of {len(calls)}")
         part.compare_output(output, whole)
         if loss is not None:
             found.outer.update(part.below(loss(output)))
@@ -144,7 +144,7 @@ class _Part:
 
         def given(*args: Any, **kwargs: Any) -> Any:
             if self.at == len(self.calls) or self.calls[self.at].name != name:
-                raise refusal("On a part of the positions, the model calls its blocks in another order.", name)
+                raise refusal("With a part of the positions, the model calls its blocks in another order.", name)
             call = self.calls[self.at]
             self.at += 1
             self._arrived(call, args, kwargs, labels(forward, args))
@@ -156,7 +156,7 @@ class _Part:
         expected: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
         arrived: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         if expected.keys() != arrived.keys():
-            raise refusal(f"On a part of the positions, {call.name!r} is called with other arguments.")
+            raise refusal(f"With a part of the positions, the model calls {call.name!r} with other arguments.")
         carried = next(iter(expected), None)
         first = call.name in self.first
         hidden = next((x for x in tree_leaves(expected[carried]) if isinstance(x, Tensor)), None)
@@ -210,8 +210,8 @@ class _Part:
     def _strange(self, call: BlockCall, label: str) -> Exception:
         before = self.calls[self.at - 2].name if self.at > 1 else "the beginning"
         return refusal(
-            f"What the model computes between {before!r} and {call.name!r} needs all positions.",
-            f"on a part of them, the argument {label!r} is not the part of what it is on all",
+            f"The model combines positions between {before!r} and {call.name!r}.",
+            f"with a part of the positions, the argument {label!r} differs from the same part of the whole argument",
         )
 
     def _slice(self, whole: Tensor, dim: int) -> Tensor:
@@ -242,7 +242,7 @@ class _Part:
         nodes = list(nodes_behind([tensor]))
         if any("CheckpointFunction" in node.name() for node in nodes):
             raise refusal(
-                "The model recomputes what is between its blocks in a way that hides which parameters it uses.",
+                "The model recomputes operations between its blocks, so nbkit cannot see which parameters they use.",
                 "torch.utils.checkpoint with use_reentrant=True",
                 "use_reentrant=False, or compute=nbkit.Compute(recompute=True)",
             )
@@ -254,8 +254,8 @@ class _Part:
         new, old = tensors_in(output), tensors_in(whole)
         if len(new) != len(old) or any(gap(a, b) > _tolerance(a) for a, b in zip(old, new, strict=True)):
             raise refusal(
-                "What the model gives is not what it gives on all positions, although its blocks do.",
-                "something of a block's part goes around the last block, or into the output by itself",
+                "With a part of the positions, the blocks are right, but the output of the model is not.",
+                "a part of a block's output reaches the model's output without passing through the last block",
             )
         for x in new:
             self._alone(x)
@@ -264,8 +264,8 @@ class _Part:
     def _alone(self, x: Tensor) -> None:
         if self._shared(x):
             raise refusal(
-                "What every part of a block gives whole goes into the model's output.",
-                "outside of the blocks its gradient is whole, within them a share",
+                "A value that a block computes from all positions reaches the model's output.",
+                "outside of the blocks, its gradient is whole; inside, it is a share",
             )
 
 
@@ -377,7 +377,7 @@ def _chains(
     while True:
         _try_blocks(module, calls, begins, cut.parting)
         if not attends and not any(each.way.whole for each in calls):
-            raise refusal("No block attends by F.scaled_dot_product_attention.", f"{len(calls)} calls of blocks")
+            raise refusal("No block calls F.scaled_dot_product_attention.", f"{len(calls)} calls of blocks")
         found = Between(inner=set(used))
         try:
             run_between(module, calls, run, whole, loss, cut, found, begins)
@@ -388,9 +388,10 @@ def _chains(
             if not draws:
                 raise
             raise refusal(
-                "The model draws random numbers by itself between its blocks: a part of the positions gets others.",
+                "The model draws random numbers between its blocks, and would draw different ones for a part "
+                "of the positions.",
                 f"by {draws[0]}",
-                "nn.Dropout and F.dropout, which are keyed; or a strategy without cp",
+                "nn.Dropout or F.dropout, which nbkit makes independent of the strategy; or a strategy without cp",
             ) from None
 
 
@@ -440,7 +441,9 @@ def _size(calls: Sequence[BlockCall]) -> int:
             break
     fitting = [size for size in _SIZES if total >= 2 * size]
     if not fitting and total:
-        raise refusal("The example is too short to try parts of its positions.", f"{total} positions, 4 are needed")
+        raise refusal(
+            "The example batch is too short to test parts of its positions.", f"{total} positions, 4 are needed"
+        )
     return next((size for size in fitting if total % size), (fitting or [2])[0])
 
 

@@ -120,8 +120,8 @@ class DataAxis:
             if not isinstance(found, nn.Parameter) or id(found) in names or seen.setdefault(id(found), own) is not own:
                 raise TrainingError(
                     f"The parameter {name!r} was moved or removed after the job was built.",
-                    numbers="gone" if found is None else f"another one's is there, shape {tuple(found.shape)}",
-                    hint="parametrize, prune and tie before: nbkit.Trainer(model=lambda: changed(build()), ...)",
+                    numbers="gone" if found is None else f"another parameter is there, shape {tuple(found.shape)}",
+                    hint="parametrize, prune and tie weights first: nbkit.Trainer(model=lambda: changed(build()), ...)",
                 )
             check_alike(name, found, own)
             own.copy_(found)

@@ -170,10 +170,11 @@ class SpreadLayer:
         if like is not None:
             if in_backward() and not recomputing():
                 raise StrategyError(
-                    f"The model recomputes {self.layer.name!r} in the backward pass by itself, and experts on other ranks cannot "
+                    f"The model recomputes {self.layer.name!r} in the backward pass by itself, and experts on "
+                    "other ranks cannot "
                     "take part.",
                     numbers=f"{len(self.held)} ranks share its experts",
-                    hint="turn that off; compute=nbkit.Compute(recompute=True) does the same",
+                    hint="turn off this recomputation; compute=nbkit.Compute(recompute=True) does the same",
                 )
             on = torch.is_autocast_enabled(like.device.type)
             cast = _DTYPES.index(torch.get_autocast_dtype(like.device.type)) if on else _OFF
@@ -314,8 +315,9 @@ class _Stacked(Wrapper):
         routing = routing_of(args, kwargs)
         if routing is None or self.spread is None:
             raise TrainingError(
-                f"{self.layer.name!r} must be called with tokens, the experts that they chose, and the weights of the experts.",
-                numbers="as it was when the model was first run",
+                f"{self.layer.name!r} must be called with tokens, the experts that they chose, and the weights "
+                "of the experts.",
+                numbers="as in the first run of the model",
                 hint="the strategy without ep",
             )
         tokens, chosen, weights = routing
@@ -389,11 +391,11 @@ class _Listed(Wrapper):
         if around.state == "answer":
             answer = around.answers[self.number]
             if answer is None or len(answer) != len(rows):
-                raise around.refused("its experts are called with other rows when it runs again")
+                raise around.refused("its experts get other rows when nbkit runs it again")
             around.answers[self.number] = None
             return answer
         if around.state != "note":
-            raise around.refused("its experts are called from outside")
+            raise around.refused("another module calls its experts")
         if around.rows[self.number] is not None:
             raise around.refused("it calls an expert twice")
         around.rows[self.number] = rows
@@ -434,7 +436,7 @@ class _Around(Wrapper):
             with replayed(), self._in("answer"):
                 output = self.plain(*args, **kwargs)
             if any(answer is not None for answer in self.answers):
-                raise self.refused("its experts are not called when it runs again")
+                raise self.refused("it does not call its experts when nbkit runs it again")
         finally:
             self.rows, self.answers = [], []
         # If no expert was called, nothing else connects the output to the exchange.

@@ -248,7 +248,7 @@ class _Watch:
                 (outer for outer in reversed(self._inside) if not outer or path.startswith(f"{outer}.")), None
             )
             if around is None:
-                self._refused[path] = "is not called by a module around it"
+                self._refused[path] = "has no parent module that calls it"
                 return
             self._around[path] = around
             if path not in self._calls:
@@ -270,7 +270,7 @@ class _Watch:
             outputs.add(output.shape[-1])
             fewer |= tokens.numel() < self._tokens[around]
         if len(widths) > 1 or len(outputs) > 1 or not fewer:
-            self._refused[path] = "has modules that each see all tokens: nothing is routed to them"
+            self._refused[path] = "has modules that each get all tokens, so no tokens are routed"
             return
         if around in self._layers:
             self._refused[around] = "calls two lists of experts"

@@ -443,7 +443,7 @@ def _shares(made: nn.Module, shared: set[int]) -> str:
             while path and not hasattr(type(made.get_submodule(path)), "__deepcopy__"):
                 path = path.rpartition(".")[0]
             kind = type(made.get_submodule(path))
-            own = ", by a __deepcopy__ of its own" if hasattr(kind, "__deepcopy__") else ""
+            own = ", by its own __deepcopy__" if hasattr(kind, "__deepcopy__") else ""
             return f"a copy of {path or 'the model'}, a {kind.__name__}, shares its parts with it{own}"
     return ""
 
@@ -560,7 +560,7 @@ def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None
     """
     made = _called(build, like)
     if not isinstance(made, nn.Module) or parts_of(made) & parts_of(like if first is None else first):
-        raise _other("it gives the same object each time")
+        raise _other("it returns the same object each time")
     if (found := _differences(made, like)) != "":
         raise _other(found)
     note_aliases(made)
@@ -670,7 +670,7 @@ def _differences(made: nn.Module, like: nn.Module) -> str:
             first = next((b for a, b in zip(own, theirs, strict=False) if a != b), None)
             return f"{len(own)} {what}s for {len(theirs)}" if first is None else f"{what} {first[0]!r} is another"
     if len(list(tensors_beside(made))) != len(list(tensors_beside(like))):
-        return "its attributes hold other tensors"
+        return "its attributes hold different tensors"
     return ""
 
 
@@ -685,5 +685,5 @@ def _other(numbers: str) -> TrainingError:
     return TrainingError(
         "The callable model= does not build the same model each time.",
         numbers=numbers,
-        hint="model=lambda: MyModule(...), of values that stay as they are",
+        hint="model=lambda: MyModule(...), with values that do not change",
     )

@@ -52,9 +52,9 @@ def fp8_layers(model: nn.Module) -> tuple[list[str], Counter[str]]:
         elif owner in routed and own in ROUTERS:
             without["routers of experts"] += 1
         elif type(part) is not nn.Linear:
-            without["of another class than nn.Linear"] += 1
+            without["of a class that is not nn.Linear"] += 1
         elif part.in_features % _MULTIPLE or part.out_features % _MULTIPLE:
-            without[f"with sizes that are no multiples of {_MULTIPLE}"] += 1
+            without[f"with sizes that are not multiples of {_MULTIPLE}"] += 1
         else:
             found.append(name)
     return found, without

@@ -174,7 +174,9 @@ def _watch_training(
         calls = call_counts(flow.module, call)
         blocks = [name for name in flow.blocks if name]
         if [name for name in calls if name in set(blocks)] != blocks or any(calls[name] > 1 for name in blocks):
-            raise _no_chain(flow.module, [(blocks[0], "in training the model calls its blocks otherwise")])
+            raise _no_chain(
+                flow.module, [(blocks[0], "in training, the model calls its blocks in another way than in evaluation")]
+            )
         training = DataflowTrace(flow.module, flow.blocks, skipped)
         training.run(call)
     flow.join(training)
@@ -285,7 +287,7 @@ def _prove(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> Non
                     raise _wrong(chain, i, f"{type(error).__name__}: {error}") from error
         parts = tensors_in(value)
         if len(parts) != len(whole) or not all(map(_equal, whole, parts)):
-            why = f"it draws random numbers by itself, by {drawn[0]}, and a stage draws others" if drawn else ""
+            why = f"it draws random numbers by {drawn[0]}, and a stage would draw different ones" if drawn else ""
             raise _wrong(chain, len(chain) - 1, why or "the output differs from that of the whole model")
     finally:
         if gates is not None:

@@ -281,7 +281,7 @@ class Channels:
             raise StrategyError(
                 "A pipeline on GPUs needs the backend nccl, but these ranks use gloo.",
                 numbers="several ranks on one GPU, or dist.init_process_group('gloo')",
-                hint="a strategy without pp, or a GPU for each rank",
+                hint="a strategy without pp, or one GPU for each rank",
             )
         self.device, self.in_order = device, ordered is not None
         self._group = group if ordered is None else ordered
@@ -373,7 +373,8 @@ class Channels:
                         self._isend(sent, peer, part)
             elif len(known) != len(spec) or not all(one.serves(now) for one, now in zip(known, spec, strict=True)):
                 raise TrainingError(
-                    f"Stage {message.stage - 1} returned tensors of another shape or dtype than before, for the same kind of "
+                    f"Stage {message.stage - 1} returned tensors of another shape or dtype than before, for the "
+                    "same kind of "
                     "micro-batch.",
                     numbers=f"before: {_described(known)}; now: {_described(spec)}",
                     hint="shapes between stages may depend only on the shape of the input",
@@ -408,7 +409,7 @@ class Channels:
         spec = self._specs.get(key)
         if spec is None:
             if message.gradient:
-                assert not wait, f"{message} is awaited before the forward"
+                assert not wait, f"{message} is expected before the forward pass"
                 return False
             if peer not in self._headers:
                 first = torch.empty(_HEADER, dtype=torch.int64, device=self.device)

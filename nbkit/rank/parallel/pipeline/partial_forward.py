@@ -256,7 +256,8 @@ class StageBoundaries:
             raise StrategyError(
                 f"{self.blocks[number]} was called with other arguments than when nbkit made the stages.",
                 numbers=f"no tensor at {', '.join(missing)} of (args, kwargs)",
-                hint="call the model in one way, or hints=nbkit.ModelHints(stages=[...]) with other modules",
+                hint="call the model in the same way each time, or hints=nbkit.ModelHints(stages=[...]) with "
+                "other modules",
             )
         return arrived | {path: self._given[at] for path, at in entry.kept.items() if at in self._given}
 

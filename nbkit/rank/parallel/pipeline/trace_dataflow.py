@@ -112,7 +112,7 @@ class DataflowTrace(WatchingMode):
             if number in other.around:
                 self.around.setdefault(number, f"in training, {other.around[number]}")
             elif number and self._crossing(number) != other._crossing(number):
-                self.around.setdefault(number, f"what goes into {block} in training is not what does in evaluation")
+                self.around.setdefault(number, f"{block} gets different inputs in training and in evaluation")
             self._written[number] |= other._written[number]
         self.opaque |= other.opaque
         for name, segments in other.callers.items():
@@ -207,7 +207,7 @@ class DataflowTrace(WatchingMode):
         born, origin = self._born[memory]
         for number in range(max(born, 1), min(self.segment, len(self.blocks))):
             user = by or self._named(self._inside[-1] if self._inside else "")
-            why = f"what {self._named(origin)} computes before it is used after it, by {user}"
+            why = f"{user} uses, after it, a value that {self._named(origin)} computed before it"
             for skip in sorted(self._origins.of(memory)):
                 self._skips[number].setdefault(skip, why)
         return True

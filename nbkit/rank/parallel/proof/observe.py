@@ -243,4 +243,4 @@ def unlike(x: Tensor, expected: Tensor, *, by_row: bool = False, least: float = 
     scale = size.amax(-1, keepdim=True) if by_row and size.ndim else size.max()
     off = (x - expected).abs().where(known, 0)
     bad = off > tolerance * scale.clamp(min=least)
-    return f"{float(off.max()):.3g} off, of {float(size.max()):.3g}" if bool(bad.any()) else ""
+    return f"differs by {float(off.max()):.3g}, of {float(size.max()):.3g}" if bool(bad.any()) else ""

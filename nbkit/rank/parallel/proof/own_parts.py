@@ -47,7 +47,7 @@ def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.M
             output = run(runs)
         except TrainingError as error:
             # For example, the example is not a batch. This proves nothing, because training may use another batch.
-            raise RuntimeError("the model does not run on these rows") from error
+            raise RuntimeError("the model fails with these rows") from error
         late.extend(name for name in module.state_dict() if name not in kept)
         return output
 
@@ -55,14 +55,15 @@ def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.M
     if late:
         raise TrainingError(
             f"The first forward pass registers {late[0]!r}, which other ranks and copies of the model do not have.",
-            numbers=f"{len(late)} more in state_dict() behind it",
+            numbers=f"{len(late)} more in state_dict() after it",
             hint="self.register_buffer(...) in __init__, or one that is not persistent",
         )
     if reads.found:
         raise TrainingError(
             "A second call of model= changes the model of the first call.",
-            numbers=f"it reads {next(iter(reads.found.values()))!r} of the second one, by a global name or a class?",
-            hint="model=build(), the model itself; or keep its parts in itself alone",
+            numbers=f"it reads {next(iter(reads.found.values()))!r} of the second model, perhaps by a global "
+            "name or a class",
+            hint="model=build(), the model itself; or keep its parts only in its attributes",
         )
     return [_astray(module, copied, foreign | _tensors(module), expected, run) for copied in copies]
 
@@ -79,7 +80,7 @@ def _astray(
     try:
         found = _output(module, copied, run, reads)
     except Exception as error:
-        return f"a copy does not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"a copy fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:
         for places, param in empty:
             replace_submodule(places, param)
@@ -87,7 +88,9 @@ def _astray(
         who, what = next(iter(reads.found.items()))
         return f"{_holder(module, who)} reads {what!r} of the model that was copied"
     if (off := _unlike(expected, found)) and not _unlike(expected, _output(module, module, run, nullcontext())):
-        return f"the output of a copy is {off:.2g} off" if off < inf else "the output of a copy has other tensors"
+        return (
+            f"the output of a copy differs by {off:.2g}" if off < inf else "the output of a copy has different tensors"
+        )
     return ""
 
 

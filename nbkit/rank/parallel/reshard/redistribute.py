@@ -150,7 +150,7 @@ def check(plan: ExchangePlan, state: State, planned: Mapping[str, Layout], which
                 f"The tensor {key!r} of the {which} shards differs from the plan of the switch.",
                 numbers=f"planned: {layout.local}, {plan.itemsize[key]} bytes an element; "
                 + ("not there" if tensor is None else f"there: {tuple(tensor.shape)} {tensor.dtype}"),
-                hint="make the plan anew",
+                hint="make a new plan",
             )
 
 
@@ -439,7 +439,7 @@ class InPlace:
                 for key in set(begun).difference(done):
                     new.let_go(key)
                 freed()
-                return why or "another rank could not go on"
+                return why or "another rank could not continue"
             assert buffers is not None
             carry_out(step, source, target, buffers)
             done += step.closes

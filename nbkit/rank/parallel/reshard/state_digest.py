@@ -137,7 +137,7 @@ def _bits(key: str, tensor: Tensor, layout: Layout | None) -> Tensor:
         raise TrainingError(
             f"nbkit cannot compute a digest of the tensor {key!r}.",
             numbers=f"{tuple(tensor.shape)} {tensor.dtype}, its layout holds {layout and layout.local}",
-            hint="complex64 has one, complex128 has not",
+            hint="complex64 has a digest, complex128 does not",
         )
     return tensor.detach().view(_BITS[tensor.element_size()])
 

@@ -132,7 +132,10 @@ class _Surgery:
             self._cut_pair(pair, link)
         rows = [self.parts[path] for pair in self.plan.pairs if pair.kind != "module" for path in pair.rows]
         if self.chunks > 1 and self.plan.pairs and all(map(adapters, rows)):
-            self.notes.append(f"tp_chunks={self.chunks} has no effect: no layer without LoRA sums its output")
+            self.notes.append(
+                f"tp_chunks={self.chunks} has no effect: it applies only to layers without LoRA whose output is summed "
+                "over ranks"
+            )
         for owner, owned in links.items():
             self._own(owner, owned)
         for path, _, attribute in (name.rpartition(".") for name in self.plan.partial):
@@ -161,7 +164,7 @@ class _Surgery:
         able = [p.owner for p in chain.pairs if p.kind == "attention" and self._only_heads(p)]
         said = (f"{path}: {self.plan.positions[path]}" for path, _ in chain.blocks if self.plan.positions.get(path))
         if why := why_not_split(chain, able) or next(said, ""):
-            self.notes.append(f"positions are not split in {chain.blocks[0][0]} and what follows: {why}")
+            self.notes.append(f"positions are not split in {chain.blocks[0][0]} and the layers after it: {why}")
         return not why
 
     def _only_heads(self, pair: Pair) -> bool:

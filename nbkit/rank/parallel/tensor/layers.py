@@ -304,7 +304,7 @@ class Vocabulary(Around):
     def __call__(self, ids: Tensor) -> Tensor:
         itself: Any = self.module
         start, stop = self._team.bounds(self._total)
-        assert_async(((ids >= 0) & (ids < self._total)).all(), "an id lies outside of the vocabulary")
+        assert_async(((ids >= 0) & (ids < self._total)).all(), "an id is outside of the vocabulary")
         elsewhere = (ids < start) | (ids >= stop)
         padding = itself.padding_idx
         local = padding - start if padding is not None and start <= padding < stop else None
@@ -340,7 +340,7 @@ class Owner(Around):
             raise StrategyError(
                 f"A {type(self.module).__name__} uses the weight of a linear layer without calling the layer.",
                 numbers="of a pair of layers that is split over the tensor axis, only one was called",
-                hint="hints=nbkit.ModelHints(tp_plan={'<its maps>': 'replicate'}); or call the modules",
+                hint="hints=nbkit.ModelHints(tp_plan={'<its layers>': 'replicate'}); or call the layers",
             )
         return out
 

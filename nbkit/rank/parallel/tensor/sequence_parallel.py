@@ -27,7 +27,7 @@ from nbkit.rank.rng.draw_plan import extent
 _POINTWISE = (nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
 _MIXING = ("conv", "pool", "embed", "batchnorm", "groupnorm", "instancenorm", "rnn", "lstm", "gru", "softmax", "fft")
 _HINT = (
-    "hints=nbkit.ModelHints(tp_plan={'<the maps of its attention>': 'replicate'}) leaves the positions of "
+    "hints=nbkit.ModelHints(tp_plan={'<the layers of its attention>': 'replicate'}) keeps the positions of "
     "the blocks whole"
 )
 
@@ -126,7 +126,7 @@ def why_not_split(chain: SequenceParallelChain, heads_of: Collection[str]) -> st
     names = {name for name, _ in chain.blocks}
     for pair in chain.pairs:
         if pair.kind == "attention" and (pair.owner in names or pair.owner not in heads_of):
-            return f"{pair.owner} is more than an attention"
+            return f"{pair.owner} contains more than an attention"
     for name, block in chain.blocks:
         if not any(pair.kind != "mlp" and f"{pair.owner}.".startswith(f"{name}.") for pair in chain.pairs):
             return f"the attention of {name} is not split"

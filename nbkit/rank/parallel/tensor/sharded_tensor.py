@@ -150,7 +150,7 @@ class ShardedTensor(Tensor):
             f"The {cls.called} are split over the ranks of the tensor axis, and a torch.autograd.Function that takes "
             "them would lose their gradient.",
             numbers=name,
-            hint=f"{cls.to_gather} before it, which gathers them; of a checkpoint(...): use_reentrant=False",
+            hint=f"{cls.to_gather} before it, which gathers them; in checkpoint(...): use_reentrant=False",
         )
 
 
@@ -406,7 +406,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         x = logits.float() if logits.dtype.itemsize < 4 else logits
         start, stop = bounds(total, group.size(), group.rank())
         counted = target != ignore
-        assert_async((~counted | ((target >= 0) & (target < total))).all(), "a target lies outside of the vocabulary")
+        assert_async((~counted | ((target >= 0) & (target < total))).all(), "a target is outside of the vocabulary")
         highest = x.amax(-1)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         shifted = x - highest[:, None]

@@ -284,7 +284,7 @@ def _tried(module: nn.Module, names: list[str], notes: dict[str, str], run: Call
         name, how = next(iter(uses.outside.items()))
         refused = used_outside(name, "the model", how)
     shown = [f"{name} ({why})" for name, why in notes.items()]
-    said = f"gathered for a whole pass: {', '.join(shown[:4])}{', ...' * (len(shown) > 4)}"
+    said = f"gathered for a whole forward pass: {', '.join(shown[:4])}{', ...' * (len(shown) > 4)}"
     return GatherPlan(tuple(names), rooted, ahead, refused, (said,) if shown else ())
 
 

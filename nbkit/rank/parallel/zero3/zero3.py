@@ -203,8 +203,8 @@ class OutOfOrder(TrainingError):
         super().__init__(
             f"{unit!r} {how}.",
             numbers=f"zero=3 gathers in the order {', '.join(order[:8])}{', ...' * (len(order) > 8)}",
-            hint="strategy='zero2', which gathers nothing; or a batch to see the order with beforehand: "
-            "hints=nbkit.ModelHints(example=batch) "
+            hint="strategy='zero2', which gathers nothing; or a batch with which nbkit can find the order "
+            "earlier: hints=nbkit.ModelHints(example=batch) "
             "of nbkit.prepare, data that can be indexed of a Trainer",
         )
         self.unit, self.again = unit, again
@@ -287,7 +287,7 @@ class GatherOrder:
             if self._computing:
                 # Other ranks may not gather here. They would match this all-gather with a different one.
                 how = "called again in a forward" if self._running else "called outside of the model's forward"
-                raise OutOfOrder(unit.name, f"is {how}, when its parameters have been let go", self._order)
+                raise OutOfOrder(unit.name, f"is {how}, after its parameters were freed", self._order)
             unit.gather()  # called by the user, on all ranks
 
     def after(self, number: int, output: Any) -> None:
@@ -413,7 +413,11 @@ class GatherOrder:
         return [unit.name for unit in self._units[1:]]
 
     def _late(self, unit: Unit, other: Unit, *, again: bool = False) -> TrainingError:
-        late = "after its place in the order" if unit is other else f"before backward is done with {other.name!r}"
+        late = (
+            "later than its place in the order"
+            if unit is other
+            else f"before the backward pass of {other.name!r} is done"
+        )
         return OutOfOrder(unit.name, f"is needed in backward {late}", self._order, again=again)
 
     def _go_on(self) -> None:

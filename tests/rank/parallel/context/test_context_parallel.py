@@ -502,9 +502,9 @@ def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
     assert "'blocks.0.attention.q.weight' is used both inside and outside of the blocks" in shared
     assert "attn_implementation='eager'" in eager
     assert "chain of blocks" in chain
-    assert "no hidden states" in flat
+    assert "does not take hidden states" in flat
     assert "3 positions over cp=2" in short
-    assert "'0' calls no attention" in none
+    assert "'0' does not call an attention function" in none
 
 
 def forget_the_sum(world: Any) -> float:
@@ -537,5 +537,5 @@ def alone(world: Any) -> tuple[frozenset[str], bool]:
 
 
 def test_failures_carry_the_ranks_error() -> None:
-    with pytest.raises(RankFailed, match="two positions per rank"):
+    with pytest.raises(RankFailed, match="two positions for each rank"):
         run_ranks(every_model, 2, [("gpt", 3, False)])

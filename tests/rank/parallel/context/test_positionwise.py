@@ -79,12 +79,12 @@ MIXED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a table by position": (lambda block, x: block.table[: x.shape[1]].expand_as(x), "x[...]"),
     "positions counted anew": (lambda _, x: x * torch.arange(x.shape[1])[:, None], "arange"),
     "the number of positions": (lambda _, x: x / x.shape[1], "div"),
-    "a gradient's norm": (hidden_gradient, "parts differ by"),
+    "a gradient's norm": (hidden_gradient, "parts differ from the whole by"),
     "attention to the first three": (
         lambda _, x: F.scaled_dot_product_attention(x, x[:, :3], x[:, :3]),
-        "does not compute each position by itself",
+        "combines positions",
     ),
-    "noise": (lambda _, x: torch.randn_like(x), "random numbers by itself"),
+    "noise": (lambda _, x: torch.randn_like(x), "draws random numbers itself"),
 }
 LOCAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a norm per position": lambda block, x: torch.tanh(block.inner(x)) * x.norm(dim=-1, keepdim=True),
@@ -249,15 +249,21 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
 # model -> what is said
 BETWEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "the mean between blocks": (between(lambda _, x, __, i: x + x.mean(1, keepdim=True)), "'blocks.0' and 'blocks.1'"),
-    "a table between blocks": (between(lambda model, x, _, i: x + model.table[: x.shape[1]]), "needs all positions"),
+    "a table between blocks": (
+        between(lambda model, x, _, i: x + model.table[: x.shape[1]]),
+        "combines positions between",
+    ),
     "rolled between blocks": (between(lambda _, x, __, i: x.roll(1, 1) if i == 2 else x), "'blocks.1' and 'blocks.2'"),
     "the embedding again": (between(lambda _, x, first, i: x + first), "does not run on a part"),
-    "a scale before all blocks": (between(lambda model, x, _, i: x * model.scale[i]), "'scale' is used both inside and outside"),
+    "a scale before all blocks": (
+        between(lambda model, x, _, i: x * model.scale[i]),
+        "'scale' is used both inside and outside",
+    ),
     "a gate by a layer": (doing(gates_by_a_layer, block=Gated), "'gate."),
     "a penalty on the weights": (doing(penalty), "mlp.up.weight' is used both inside and outside of the blocks"),
     "mixed by a factor of zero": (lambda: LM(2, Faint), "mean"),
     "weights of attention, summed": (lambda: LM(2, lambda: Weighing(lambda weights: weights.sum(1))), "'blocks.0'"),
-    "no attention": (lambda: LM(2, MLP), "No block attends"),
+    "no attention": (lambda: LM(2, MLP), "No block calls F.scaled_dot_product_attention"),
     "nothing but attention by hand": (lambda: LM(2, Attending), "arange in attn"),
 }
 

@@ -223,7 +223,7 @@ def test_layers_of_blocks_compute_in_fp8_and_the_rest_is_counted() -> None:
     found, without = fp8.fp8_layers(Experts())
     assert len(found) == 2 * 16 * 2 and without["routers of experts"] == 2
     found, without = fp8.fp8_layers(nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 16), nn.Linear(16, 16)))
-    assert not found and without["with sizes that are no multiples of 16"] == 2
+    assert not found and without["with sizes that are not multiples of 16"] == 2
 
 
 def refused(world: Any) -> str:
@@ -235,7 +235,7 @@ def refused(world: Any) -> str:
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    assert all("not 6 with sizes that are no multiples of 16" in each for each in run_ranks(refused, 2))
+    assert all("not 6 with sizes that are not multiples of 16" in each for each in run_ranks(refused, 2))
 
 
 def compiled(world: Any) -> list[list[float]]:

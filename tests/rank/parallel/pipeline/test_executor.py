@@ -248,7 +248,9 @@ def odd_tensors(world: Any) -> None:
         assert several[3].dtype == torch.bfloat16 and several[3].requires_grad and not numbers.requires_grad
     else:
         assert weight.grad is not None and weight.grad.tolist() == [2 * (1.0 + 2.0) + 1.0] * 3
-    with pytest.raises(TrainingError, match="returned tensors of another shape or dtype" if rank == 0 else "on purpose"):
+    with pytest.raises(
+        TrainingError, match="returned tensors of another shape or dtype" if rank == 0 else "on purpose"
+    ):
         grown(pipeline, rank)
 
 

@@ -108,7 +108,9 @@ def test_the_classes_and_names_of_gated_modules_stay() -> None:
         lambda: (head * 2).sum() + torch.ones(()),
         lambda: torch._foreach_add_([head], [torch.ones(())]),
     ):
-        with pytest.raises(StrategyError, match=r"uses the parameter '(head|blocks\.0\.up)\.weight', but does not hold it"):
+        with pytest.raises(
+            StrategyError, match=r"uses the parameter '(head|blocks\.0\.up)\.weight', but does not hold it"
+        ):
             use()
 
 

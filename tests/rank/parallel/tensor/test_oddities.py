@@ -84,7 +84,7 @@ def test_ways_to_write_a_model(also: bool) -> None:
     if also:
         assert answers.keys() == {*ALSO}
         return
-    assert "blocks.0 is more than an attention" in answers["config, residual inside"][2][0]
+    assert "blocks.0 contains more than an attention" in answers["config, residual inside"][2][0]
     assert "batch_first=False" in answers["positions first"][2][0]
 
 

@@ -49,7 +49,7 @@ def test_plans() -> None:
 def test_why_not() -> None:
     model = odd.Packed()
     plan = candidates(model, 2)
-    assert "nothing says how query, key and value are packed" in plan.reasons["blocks.0.attn"]
+    assert "nbkit cannot find how query, key and value are packed" in plan.reasons["blocks.0.attn"]
     assert plan.singles["blocks.0.attn.c_attn"] == "colwise_gather"
     said = candidates(model, 2, {"blocks.*.attn.*": "replicate", "head": "replicate"})
     described = {path: (how, why) for path, how, why in said.describe(model)}
@@ -85,8 +85,8 @@ def test_ties_stay_alike() -> None:
         (lambda: hf_llama(2), 4, {}, "2 key-value heads over 4 ranks: model.layers.0.self_attn"),
         (lambda: gpt(2, vocab=3), 4, {}, "3 rows over 4 ranks"),
         (gpt, 2, {"blocks.*.up": "columns"}, "tp_plan has no role 'columns'."),
-        (gpt, 2, {"layers.*.up": "colwise"}, "'layers.*.up' fits no module"),
-        (gpt, 2, {"blocks.*.norm1": "colwise"}, "fits no module that can be split 'colwise'"),
+        (gpt, 2, {"layers.*.up": "colwise"}, "'layers.*.up' matches no module"),
+        (gpt, 2, {"blocks.*.norm1": "colwise"}, "matches no module that can have the role 'colwise'"),
         (gpt, 2, {"blocks.*.attention.out": "colwise", "blocks.*.attention.q": "colwise"}, "in pairs"),
     ],
 )

@@ -120,7 +120,7 @@ def test_gradients_of_every_model_are_those_of_one_process_split_or_whole(names:
             if "position" in name and name != "positions together":
                 assert "positions are not split" in " ".join(notes), name
             if name == "a learned mask":
-                assert "parameter far goes into an attention" in " ".join(notes)
+                assert "parameter far enters an attention" in " ".join(notes)
 
 
 def verdict_of(model: nn.Module, size: int = 2) -> Any:
@@ -162,7 +162,7 @@ def test_the_model_is_as_before() -> None:
 def test_without_an_example_only_known_classes_are_split() -> None:
     unknown = plan_of(built("gelu, deep"), 2)
     assert unknown.pairs == () and unknown.singles == {}
-    assert "no example batch was there" in unknown.unproven["blocks.0.mlp"]
+    assert "there was no example batch" in unknown.unproven["blocks.0.mlp"]
     assert "no example batch" in {row[0]: row[2] for row in unknown.describe(built("gelu, deep"))}["blocks.*.mlp.up"]
     for name, pairs in (("gpt", 8), ("gpt2", 8), ("llama", 8), ("qwen2", 8), ("sequential", 2)):
         assert len(plan_of(ZOO[name].build(), 2).pairs) == pairs, name
@@ -185,7 +185,9 @@ SAID = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
 
 def test_what_the_user_says_is_run_too() -> None:
     wrong, right = built("softmax"), built("gelu")
-    with pytest.raises(StrategyError, match="blocks.0.mlp.down, and nbkit cannot show that this is right".replace(".", r"\.")):
+    with pytest.raises(
+        StrategyError, match="blocks.0.mlp.down, and nbkit cannot show that this is right".replace(".", r"\.")
+    ):
         plan_of(wrong, 2, SAID, prove(wrong, lambda: wrong(IDS), [2], SAID))
     with pytest.raises(StrategyError, match="example=batch"):
         plan_of(right, 2, SAID)
@@ -204,7 +206,7 @@ def test_check_says_what_stays_whole_and_why() -> None:
     assert found.ok
     assert rows["blocks.*.attn.q"][0] == "columns: 4 heads over 2"
     assert rows["blocks.*.mlp.up"][0] == "whole"
-    assert "what goes into down is not what the whole has there" in rows["blocks.*.mlp.up"][1]
+    assert "what goes into down differs from the whole" in rows["blocks.*.mlp.up"][1]
     assert "blocks.*.mlp: whole on every rank" in found.findings[0].what
     unread = nbkit.check(built("gelu"), "tp=2")
     assert "no example batch" in str(unread) and "nbkit.check(model, strategy, batch)" in str(unread)
@@ -236,7 +238,7 @@ def told(world: Any) -> tuple[list[str], list[str], int]:
 def test_a_job_warns_of_what_stays_whole_and_an_example_can_be_given() -> None:
     without, given, pairs = run_ranks(told, 2, timeout=120)[0]
 
-    assert any("blocks.*.mlp" in text and "no example batch was there" in text for text in without)
+    assert any("blocks.*.mlp" in text and "there was no example batch" in text for text in without)
     # A message says in any case that data cannot be divided.
     assert [text for text in given if "every rank reads all" not in text] == [] and pairs == 2
 

@@ -137,8 +137,8 @@ UNSEEN = {
     "a block frozen and thawed in forward": "requires_grad is set to False",
     "all blocks twice": "'blocks.0' is called again in a forward",
     "first without gradients": "'blocks.0' is called again in a forward",
-    "backwards": "'blocks.2' is needed in backward after its place",
-    "recomputed in one segment": "'blocks.0' is needed in backward before backward is done with 'blocks.2'",
+    "backwards": "'blocks.2' is needed in backward later than its place",
+    "recomputed in one segment": "'blocks.0' is needed in backward before the backward pass of 'blocks.2' is done",
     "an embedding with max_norm": "changes the parameter 'wte.weight' in place",
 }
 

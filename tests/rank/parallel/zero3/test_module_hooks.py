@@ -321,7 +321,7 @@ def refused(world: Any) -> list[str]:
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     for segments, backwards, reentrant in run_ranks(refused, 2):
         assert "blocks.0" in segments and "blocks.3" in segments and "example=batch" in segments
-        assert "after its place in the order" in backwards and "strategy='zero2'" in backwards
+        assert "later than its place in the order" in backwards and "strategy='zero2'" in backwards
         assert "use_reentrant=False" in reentrant
 
 

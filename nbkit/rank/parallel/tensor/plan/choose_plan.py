@@ -75,7 +75,7 @@ def agreed(
             ]
             if len({None if each is None else each[0] for each in wanted}) > 1:
                 keys = {each[1] for each in wanted if each is not None}
-                why = f"{name} is tied in {len(places)} places, which do not all take the same part of it"
+                why = f"{name} is tied in {len(places)} places, which need different parts of it"
                 out |= {} if keys & set(said) else dict.fromkeys(keys, why)
         if not out:
             break
@@ -170,7 +170,7 @@ def _attention(
         q, k, v = (named[name] for name in triple)
         used = {q, k, v, out_name.split(".")[0]}
         if sizes(linears[q])[1] != width or sizes(linears[k])[1] != sizes(linears[v])[1]:
-            reasons |= dict.fromkeys((dot + name for name in used), "query, value and output have other widths")
+            reasons |= dict.fromkeys((dot + name for name in used), "query, value and output have different widths")
             return used
         heads = heads_of(part, q=width, k=sizes(linears[k])[1])
         why = "no attribute says how many heads it has" if heads is None else _why_not(part, used, heads)
@@ -183,7 +183,9 @@ def _attention(
         # GPT-2 has an attribute with the widths in the matrix. Other models may store query, key and value per head.
         says = getattr(part, "split_size", None) == width == rest // 2
         why = (
-            "" if says and heads else "nothing says how query, key and value are packed (tp_plan: 'packed', 'colwise')"
+            ""
+            if says and heads
+            else "nbkit cannot find how query, key and value are packed (tp_plan: 'packed', 'colwise')"
         )
         why = why or _why_not(part, used, heads)
         columns, widths = (dot + packed,), {dot + packed: (width, rest // 2, rest // 2)}
@@ -387,7 +389,7 @@ def plan_of(
         if verdict is not None and key in verdict.wrong:
             out[key] = verdict.wrong[key]
         elif not known and (verdict is None or key not in verdict.ways):
-            out[key] = not_run if verdict is None else f"not run in {parts}: the example does not reach it"
+            out[key] = not_run if verdict is None else f"not tested in {parts}: the example batch does not reach it"
         if key in out and (paths := [path for path in (*pair.columns, key) if path in said]):
             raise _refused(paths, out[key])
     for path in plan.singles:
@@ -414,9 +416,9 @@ def plan_of(
     pairs = tuple(
         replace(pair, taken=pair.owner in right.taken) if pair.rows[0] in right.ways else pair for pair in plan.pairs
     )
-    no_positions = not_run if verdict is None else "not run with its positions split"
+    no_positions = not_run if verdict is None else "not tested with its positions split"
     positions = {
-        path: "a router takes all positions"
+        path: "a router needs all positions"
         if mixtures(block)
         else right.positions.get(path, "" if known_block(block) else no_positions)
         for chain in chains(model, plan)
@@ -443,7 +445,7 @@ def _refused(paths: Sequence[str], why: str) -> StrategyError:
     return StrategyError(
         f"tp_plan splits {', '.join(paths)}, and nbkit cannot show that this is right.",
         numbers=why,
-        hint="'colwise_gather' and 'rowwise_split' for such maps; where nothing was run: "
+        hint="'colwise_gather' and 'rowwise_split' for such layers; if nothing was tested: "
         "hints=nbkit.ModelHints(example=batch)",
     )
 
@@ -487,7 +489,7 @@ def candidates(
         ):
             pairs.append(_of_hf(pair) if any(path in hf for path in members) else pair)
         else:
-            reasons |= dict.fromkeys(members, "its pair was given other roles")
+            reasons |= dict.fromkeys(members, "the other layers of its pair have different roles")
     covered = {path for pair in pairs for path in (*pair.columns, *pair.rows)}
     extra = {path: role for path, role in {**hf, **said}.items() if path not in covered}
     known = {row: each[0].heads for row, each in ways.items() if each[0].heads is not None}
@@ -527,7 +529,7 @@ def _said_by_user(model: nn.Module, user: Mapping[str, str]) -> dict[str, str]:
         useful = [path for path in found if role == "replicate" or _carries(model, path, role)]
         if not useful:
             raise StrategyError(
-                f"tp_plan: {pattern!r} fits no module that can be split {role!r}.",
+                f"tp_plan: {pattern!r} matches no module that can have the role {role!r}.",
                 numbers=f"{len(found)} modules have such a path" + (f", the first {found[0]}" if found else ""),
                 hint="print(model) shows the paths; * stands for any characters",
             )
@@ -563,7 +565,8 @@ def _grouped(
         columns = [path for path in paths if roles[path] != "rowwise"]
         if not columns or len(rows) != 1:
             raise StrategyError(
-                f"tp_plan must split linear layers in pairs, one by columns and one by rows, and {owner or 'the model'} "
+                "tp_plan must split linear layers in pairs, one by columns and one by rows, and "
+                f"{owner or 'the model'} "
                 "has no pair.",
                 numbers=f"columns: {', '.join(columns) or 'none'}; rows: {', '.join(rows) or 'none'}",
                 hint="colwise_gather or rowwise_split for a layer without a partner",

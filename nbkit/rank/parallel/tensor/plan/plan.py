@@ -130,12 +130,12 @@ def _numbers(owner: nn.Module) -> Iterator[tuple[str, str, int]]:
 
 ROLES = {
     "colwise": "output features split, first of a pair",
-    "packed": "as colwise, for query, key and value (or gate and up) behind one another in one matrix",
+    "packed": "as colwise, for query, key and value (or gate and up) that follow each other in one matrix",
     "rowwise": "input features split, last of a pair; summed over the ranks",
-    "colwise_gather": "output features split, gathered at once: right for any linear map",
-    "rowwise_split": "input features split, of an input that has all: right for any linear map",
+    "colwise_gather": "output features split, then gathered: right for any linear layer",
+    "rowwise_split": "input features split, from a whole input: right for any linear layer",
     "vocab": "rows of an embedding split",
-    "head": "the map to the vocabulary, whose loss is computed in parts",
+    "head": "the linear layer to the vocabulary, whose loss is computed in parts",
     "replicate": "left as it is",
 }
 """Roles that `tp_plan={'blocks.*.mlp.up': 'colwise'}` may give to a module. * matches any characters."""
@@ -254,7 +254,8 @@ def roles_of_hf(model: nn.Module) -> dict[str, str]:
             for pattern, role in own.items():
                 if matches(path, pattern) and role not in _HF:
                     raise StrategyError(
-                        f"The model's own tp_plan gives {prefix}{path} the role {role!r}, which nbkit does not support.",
+                        f"The model's own tp_plan gives {prefix}{path} the role {role!r}, which nbkit does not "
+                        "support.",
                         numbers=f"{pattern}: {role}",
                         hint="a strategy without tp",
                     )

@@ -195,9 +195,9 @@ class _Watch(WatchingMode):
         if lies and not view:
             for key in lies:
                 if func is torch.ops.aten._local_scalar_dense.default:
-                    self._refuse(key, "what it computes next is decided by a number from between its maps")
+                    self._refuse(key, "it branches on a number that it computes between its linear layers")
                 if not self._runs(self.owners[key]):
-                    self._refuse(key, f"what is computed between its maps is used outside of it, by {self._user()}")
+                    self._refuse(key, f"a value between its linear layers is used outside of it, by {self._user()}")
         if lies:
             for tensor in (*tensors_in(result), *written_by(func, args, kwargs)):
                 memory = memory_of(tensor)
@@ -208,7 +208,7 @@ class _Watch(WatchingMode):
         users, keys = self.weights.get(memory, ((), ()))
         if keys and not any(path in users for path in self.active):
             for key in keys:
-                self._refuse(key, f"its weight is used without calling it, by {self._user()}")
+                self._refuse(key, f"{self._user()} uses its weight without calling it")
         for name in self.names.get(memory, ()):
             owners = (owner for owner in self.owners.values() if name.startswith(f"{owner}." if owner else ""))
             if not any(self._runs(owner) for owner in owners):
@@ -232,7 +232,7 @@ class _Watch(WatchingMode):
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                     for key in self.between.get(memory_of(leaf), ()):
-                        self._refuse(key, f"what is computed between its maps is kept in {place}")
+                        self._refuse(key, f"it keeps a value from between its linear layers in {place}")
 
     def _runs(self, owner: str) -> bool:
         return owner in self.active

@@ -105,7 +105,7 @@ class Gradients:
             assert expected is not None
             if why := unlike(total, expected, least=1.0):
                 keys = self.whole.unit.keys if number < 0 else self.whole.points[number].pair.rows
-                raise Differs(keys, f"the gradient of {self._named(leaf)} is no sum over the parts: {why}")
+                raise Differs(keys, f"the gradient of {self._named(leaf)} is not the sum over the parts: {why}")
 
     def _compare(
         self, part: UnitRun, number: int, found: dict[Leaf, Tensor | None], expected: dict[Leaf, Tensor | None],
@@ -114,7 +114,7 @@ class Gradients:
         for leaf, gradient in found.items():
             whole = expected[leaf]
             if (gradient is None) != (whole is None):
-                raise Differs(keys, f"the gradient of {self._named(leaf)} goes another way in a part")
+                raise Differs(keys, f"the gradient of {self._named(leaf)} takes another path in a part")
             if gradient is None or whole is None:
                 continue
             what, where, _ = leaf
@@ -144,13 +144,13 @@ class Gradients:
                 elif what == "param":
                     self.partial.setdefault(str(where), set()).update(keys)
                 else:
-                    raise Differs(keys, f"between its maps it uses {self._named(leaf)} too, past them")
+                    raise Differs(keys, f"it also uses {self._named(leaf)} between its linear layers")
                 if dependent[leaf] is not None:
-                    raise Differs(keys, f"{self._named(leaf)} is used between its maps, and elsewhere in it")
+                    raise Differs(keys, f"it uses {self._named(leaf)} both between its linear layers and elsewhere")
         for leaf, gradient in dependent.items():
             if leaf[0] == "column" and gradient is not None:
                 pair = run.points[int(leaf[1])].pair
-                raise Differs(pair.rows, "what is computed between its maps does not go through the last one alone")
+                raise Differs(pair.rows, "a value between its linear layers does not pass only through the last one")
 
     def _check_positions(self) -> None:
         """Check, with split positions, that nothing bypasses the maps."""
@@ -160,10 +160,10 @@ class Gradients:
                 beside = leaf[0] == "input" and leaf[1] != run.hidden_input
                 through = leaf[0] in ("row", "module") and found is not self.rest
                 if gradient is not None and (beside or through or (leaf[0] == "column" and found is self.rest)):
-                    raise Differs(keys, f"{self._named(leaf)} is used beside the maps")
+                    raise Differs(keys, f"it uses {self._named(leaf)} outside of its linear layers")
         for leaf, gradient in _gradients(self._shared(run), self.leaves).items():
             if gradient is not None and not (leaf[0] == "input" and leaf[1] != run.hidden_input):
-                raise Differs(keys, f"{self._named(leaf)} goes into an attention beside its hidden states")
+                raise Differs(keys, f"{self._named(leaf)} enters an attention in addition to the hidden states")
 
     def _exits(self, run: UnitRun) -> list[Exit]:
         """Return the exits outside of the regions, except those that are inputs of a column map directly."""
@@ -217,7 +217,9 @@ class Gradients:
             exits = point.given if point.what == "row" or run.unit.sequence else ()
             for learned in _learned(exits):
                 if id(learned) not in ours:
-                    raise Differs(point.pair.rows, f"it uses a parameter {tuple(learned.shape)} that is not its own")
+                    raise Differs(
+                        point.pair.rows, f"it uses a parameter {tuple(learned.shape)} that belongs to another module"
+                    )
 
 
 def _leaves(run: UnitRun) -> dict[Leaf, Tensor]:
@@ -301,7 +303,7 @@ def _proof(model: nn.Module, call: Callable[[], Any], sizes: Iterable[int], tp_p
     except StrategyError as error:  # an error in the plan itself, which is raised when the plan is made
         return Proof(why=str(error))
     except Exception as error:
-        return Proof(why=f"the model does not run on the example: {type(error).__name__}: {str(error)[:200]}")
+        return Proof(why=f"the model fails with the example batch: {type(error).__name__}: {str(error)[:200]}")
 
 
 @dataclass(frozen=True)
@@ -343,7 +345,7 @@ class _Prover:
                 ways[key] = found
             elif key not in wrong:
                 name, user = next((f"{name} of {path}", user) for (path, name), user in self.seen.outside[key].items())
-                wrong[key] = f"{name} is read outside of it, by {user}"
+                wrong[key] = f"{user} reads {name} from outside"
         for unit in self.units:
             chosen = self._chosen(unit, ways, size, wrong, partial, taken)
             if unit in self.seen.calls:
@@ -409,7 +411,7 @@ class _Prover:
                 here = [pair for pair in pairs if inside(pair.owner, block)]
                 if all(pair.kind == "mlp" for pair in here):
                     continue  # its attention is not split, which was reported already
-                found[block] = "" if block in self.seen.calls else "the example does not reach it"
+                found[block] = "" if block in self.seen.calls else "the example batch does not reach it"
                 for call in self.seen.calls.get(block, ()):
                     if wrong := self._of(block, here, call, size, sequence=True).wrong:
                         found[block] = next(iter(wrong.values()))
@@ -427,7 +429,9 @@ class _Prover:
             cut = any(inside(name, path) for name in every for path in self.plan.singles)
             if claimed and (elsewhere or cut):
                 for key in (key for name in claimed for key in partial[name]):
-                    wrong.setdefault(key, f"parameter {claimed[0]} is used between its maps, and elsewhere")
+                    wrong.setdefault(
+                        key, f"the parameter {claimed[0]} is used both between its linear layers and elsewhere"
+                    )
 
     def _of(self, path: str, pairs: Sequence[Pair], call: CallArguments, size: int, *, sequence: bool) -> _Found:
         """Return what a run in parts shows about `pairs`, which are all inside the module at `path`."""
@@ -509,10 +513,10 @@ def _whole(unit: PairUnit, draw: Tensor, dtype: torch.dtype, *, uneven: bool = F
     for point in rows:
         x = point.given[0].detach()
         if not uneven and not bool(x.isfinite().all() and (x != x.flatten()[:1]).any()):
-            raise Differs(point.pair.rows, "on drawn numbers, what goes through it is not finite, or all the same")
+            raise Differs(point.pair.rows, "with random inputs, its values are not finite, or are all equal")
     silent = [pair.rows[0] for pair in unit.pairs if not any(point.pair is pair for point in run.points)]
     if silent and not uneven:
-        raise Differs(silent, "its maps are not called")
+        raise Differs(silent, "it does not call its linear layers")
     return run
 
 

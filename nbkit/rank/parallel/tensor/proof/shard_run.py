@@ -238,7 +238,9 @@ class UnitRun:
                 leaf = self.truth.inputs[len(self.inputs)].detach()
             if is_first and self.unit.sequence:
                 if leaf.ndim != 3:
-                    raise Differs(self.unit.keys, f"its first argument {tuple(leaf.shape)} is not (B, T, D)")
+                    raise Differs(
+                        self.unit.keys, f"its first argument has the shape {tuple(leaf.shape)}, not (B, T, D)"
+                    )
                 self.positions = leaf.shape[1]
                 leaf = leaf if self.index is None else self.of_positions(leaf)
             if is_first or given.hangs:
@@ -250,7 +252,7 @@ class UnitRun:
 
         args, kwargs = pytree.tree_map_only(BlockInput, passed, (call.args, call.kwargs))
         if self.unit.sequence and self.hidden_input is None:
-            raise Differs(self.unit.keys, "its first argument is no tensor of hidden states")
+            raise Differs(self.unit.keys, "its first argument is not a tensor of hidden states")
         return args, kwargs
 
     def drawn(self, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -329,7 +331,7 @@ class UnitRun:
             leaf = x.detach()
             if whole is not None:
                 if len(given) >= len(whole.given):
-                    raise Differs(pair.rows, f"{path} is called with other arguments in a part")
+                    raise Differs(pair.rows, f"a part calls {path} with other arguments")
                 expected = leaf = whole.given[len(given)].detach()
                 if self.unit.sequence and x is first:
                     expected = self.of_positions(self._with_positions(expected, pair))
@@ -376,7 +378,7 @@ class UnitRun:
         assert self.truth is not None
         point = self.truth.points[len(self.points)] if len(self.points) < len(self.truth.points) else None
         if point is None or (point.what, point.path) != (what, path):
-            raise Differs(pair.rows, f"a part of it calls {path} where the whole does not")
+            raise Differs(pair.rows, f"a part calls {path}, and the whole does not")
         return point
 
     def _with_positions(self, x: Tensor, pair: Pair) -> Tensor:
@@ -386,16 +388,16 @@ class UnitRun:
 
     def _fits(self, path: str, x: Tensor, features: int, pair: Pair) -> None:
         if x.shape[-1] != features:
-            raise Differs(pair.rows, f"{path} is given {x.shape[-1]} features, and has {features}")
+            raise Differs(pair.rows, f"{path} gets {x.shape[-1]} features, but has {features}")
 
     def _same(self, x: Tensor, expected: Tensor, pair: Pair, what: str) -> None:
         if why := unlike(x, expected, by_row=self.uneven):
-            raise Differs(pair.rows, f"in a part of it, {what} is not what the whole has there: {why}")
+            raise Differs(pair.rows, f"in a part, {what} differs from the whole: {why}")
 
     def _compare_outputs(self, truth: UnitRun) -> None:
         keys = self.unit.keys
         if len(self.points) != len(truth.points) or len(self.outputs) != len(truth.outputs):
-            raise Differs(keys, "a part of it makes other calls than the whole")
+            raise Differs(keys, "a part makes other calls than the whole")
         for number, (x, expected) in enumerate(zip(self.outputs, truth.outputs, strict=True)):
             if number in self.unit.hidden:
                 continue
@@ -406,4 +408,4 @@ class UnitRun:
             else:
                 why = "" if type(x) is type(expected) and (not isinstance(x, int | float) or x == expected) else f"{x}"
             if why:
-                raise Differs(keys, f"what a part of it gives is not what the whole gives: {why}")
+                raise Differs(keys, f"the output of a part differs from the whole: {why}")

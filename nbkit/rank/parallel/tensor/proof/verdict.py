@@ -38,7 +38,7 @@ class Proof:
     """
 
     verdicts: Mapping[int, SplitVerdict] = field(default_factory=dict)
-    why: str = "no example batch was there to run it with"
+    why: str = "there was no example batch to test it"
     flow: MapFlow | None = None
 
     def of(self, size: int) -> SplitVerdict | None:
