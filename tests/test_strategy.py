@@ -95,7 +95,7 @@ REFUSED = {
     "zero1 sync_every=8": (["hold the whole model", "zero=1"], "dp=4 sync_every=8"),
     "tp compress=int8": (["two or more data parallel ranks", "dp 1 of 4 ranks"], "dp=4 compress=int8"),
     "pp=2 sync_every=4": (["hold the whole model", "dp 2 of 4 ranks"], "dp=4 sync_every=4"),
-    "ddp sync_every=4 compress=int8": (["no gradients are sent"], "sync_every=4, or compress=int8"),
+    "ddp sync_every=4 compress=int8": (["ranks do not send gradients"], "sync_every=4, or compress=int8"),
     "pp schedule=dualpipev microbatches=7": (["at least 2 x pp 4 = 8, 7 given"], "microbatches=8"),
 }
 

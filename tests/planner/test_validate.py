@@ -11,7 +11,13 @@ from nbkit.strategy import Strategy
 
 # name -> (strategy on how many ranks, facts, what the message says, what to type)
 CANNOT = {
-    "heads": ("tp", 4, Facts(heads=6), ["6 heads over 4 ranks", "6 heads / tp 4 = 1.5"], "tp=1, 2, 3 or 6"),
+    "heads": (
+        "tp",
+        4,
+        Facts(heads=6),
+        ["6 heads cannot be divided by 4 ranks", "6 heads / tp 4 = 1.5"],
+        "tp=1, 2, 3 or 6",
+    ),
     "kv heads": ("tp", 4, Facts(heads=8, kv_heads=2), ["2 key and value heads / tp 4 = 0.5"], "tp=1 or 2"),
     "vocabulary": ("tp", 4, Facts(vocab=3), ["3 rows of the embedding over tp 4 = 1+1+1+0"], "tp=3"),
     "world": (

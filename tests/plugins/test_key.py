@@ -143,7 +143,7 @@ def test_a_key_is_part_of_a_strategy_and_of_predictions(registered: None) -> Non
         ("zero1 wire=fp16", "wire=fp16 needs ranks that hold the whole model(.|\n)*dp=4 wire=fp16"),
         ("tp wire=fp16", "two or more data parallel ranks"),
         ("ddp compress=int8 wire=fp16", "Two keys both decide(.|\n)*compress=int8, or wire=fp16"),
-        ("ddp sync_every=4 wire=fp16", "no gradients are sent"),
+        ("ddp sync_every=4 wire=fp16", "ranks do not send gradients"),
     ],
 )
 def test_a_wrong_use_of_a_key_is_refused_with_a_reason(registered: None, text: str, said: str) -> None:

@@ -82,7 +82,12 @@ def test_ties_stay_alike() -> None:
             "blocks.0.attention is split by heads, and 2 heads cannot be divided by 4 ranks.",
         ),
         (lambda: gpt(2, heads=2), 4, {}, "2 / 4 = 0.5"),
-        (lambda: hf_llama(2), 4, {}, "2 key-value heads over 4 ranks: model.layers.0.self_attn"),
+        (
+            lambda: hf_llama(2),
+            4,
+            {},
+            "model.layers.0.self_attn is split by heads, and 2 key-value heads cannot be divided by 4 ranks",
+        ),
         (lambda: gpt(2, vocab=3), 4, {}, "3 rows over 4 ranks"),
         (gpt, 2, {"blocks.*.up": "columns"}, "tp_plan has no role 'columns'."),
         (gpt, 2, {"layers.*.up": "colwise"}, "'layers.*.up' matches no module"),

@@ -207,7 +207,7 @@ def test_check_says_what_stays_whole_and_why() -> None:
     assert rows["blocks.*.attn.q"][0] == "columns: 4 heads over 2"
     assert rows["blocks.*.mlp.up"][0] == "whole"
     assert "what goes into down differs from the whole" in rows["blocks.*.mlp.up"][1]
-    assert "blocks.*.mlp: whole on every rank" in found.findings[0].what
+    assert "blocks.*.mlp: every rank of the tensor axis keeps this whole" in found.findings[0].what
     unread = nbkit.check(built("gelu"), "tp=2")
     assert "no example batch" in str(unread) and "nbkit.check(model, strategy, batch)" in str(unread)
     assert "heads / tp 3" in str(nbkit.check(built("attention"), "tp=3", BATCH))
@@ -247,8 +247,10 @@ def test_uneven_features_and_a_width_that_heads_do_not_divide() -> None:
     model = Model(lambda: nn.Sequential(nn.Linear(WIDTH, INNER + 1), nn.GELU(), nn.Linear(INNER + 1, WIDTH)))
     assert verdict_of(model.double()).wrong == {}
     model = Model(lambda: Block(between.Attention(), between.MLP(gelu, None)))
-    assert verdict_of(model.double(), 3).wrong == {}  # 4 heads over 3 ranks are refused with the numbers
-    with pytest.raises(StrategyError, match="4 heads over 3 ranks"):
+    assert (
+        verdict_of(model.double(), 3).wrong == {}
+    )  # 4 heads cannot be divided by 3 ranks are refused with the numbers
+    with pytest.raises(StrategyError, match="4 heads cannot be divided by 3 ranks"):
         plan_of(model, 3, None, prove(model, lambda: model(IDS), [3]))
 
 
@@ -256,5 +258,5 @@ def test_a_model_that_does_not_run_is_whole() -> None:
     model = built("gelu")
     proof = prove(model, lambda: F.linear(IDS.double(), torch.ones(2, 3)), [2])
 
-    assert "does not run on the example: RuntimeError" in proof.why
+    assert "the model fails with the example batch: RuntimeError" in proof.why
     assert plan_of(model, 2, None, proof).pairs == ()
