@@ -286,7 +286,7 @@ PARITY_HEAD = ("model", "strategy", "weights", "with", "steps", "gradients", "la
 def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
     """Return one line with the number of verdicts of each kind, and of those that `check` did not say."""
     off = sum(bool(verdict.check) for verdict in verdicts.values())
-    return f"{counted(verdicts)[:-1]}; nbkit.check predicted another result for {off}."
+    return f"{counted(verdicts)[:-1]}; for {off} of them, `nbkit.check` predicted another result."
 
 
 def counted(verdicts: Mapping[Case, Verdict]) -> str:

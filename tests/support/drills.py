@@ -196,8 +196,8 @@ def pages(outcomes: Sequence[Outcome]) -> dict[str, str]:
     """Return the pages of the manual: their names and their text."""
     of = {outcome.drill: outcome for outcome in outcomes}
     what = (
-        "A drill makes one mistake or failure in a real notebook. Some need no cluster; the others run on a cluster of "
-        "two ranks. `make drills` runs all drills, and writes these pages.",
+        "A drill makes one mistake or failure in a real notebook. Some drills need no cluster; the others run on a "
+        "cluster of two ranks. `make drills` runs all drills, and writes these pages.",
         summary(outcomes),
     )
     first = "On these pages you find what a notebook shows after each of {} mistakes and failures."
