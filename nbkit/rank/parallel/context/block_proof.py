@@ -165,7 +165,7 @@ class BlockCall:
 
 def refusal(what: str, numbers: str = "", hint: str = "") -> StrategyError:
     """Return the error for a model that context parallelism would compute differently."""
-    default = "a strategy without cp; with cp, positions may meet in F.scaled_dot_product_attention alone"
+    default = "a strategy without cp; with cp, only F.scaled_dot_product_attention may combine positions"
     return StrategyError(what, numbers=numbers, hint=hint or default)
 
 

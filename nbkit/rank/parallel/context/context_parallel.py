@@ -83,7 +83,7 @@ def check_mixing(name: str, block: nn.Module) -> None:
         one_by_one = isinstance(part, ConvNd) and all(size == 1 for size in part.kernel_size)
         if isinstance(part, _MIXERS) and not one_by_one:
             raise StrategyError(
-                f"{where!r} mixes positions, which a part of them cannot do.",
+                f"{where!r} mixes positions, so a rank with a part of the positions cannot compute it.",
                 numbers=f"{type(part).__name__} in a block",
                 hint="a strategy without cp",
             )
@@ -297,7 +297,9 @@ class Spread:
         """Return the first tensor of the first argument: hidden states (B, T, ...)."""
         found = next((x for x in tree_leaves(value) if isinstance(x, Tensor)), None)
         if found is None or found.ndim < 3:
-            raise self._refusal("takes no hidden states of (samples, positions, width) first.", "", None)
+            raise self._refusal(
+                "does not get hidden states of the shape (samples, positions, width) as its first argument.", "", None
+            )
         return found
 
     def _total(self, hidden: Tensor) -> int:

@@ -211,7 +211,7 @@ class _Part:
         before = self.calls[self.at - 2].name if self.at > 1 else "the beginning"
         return refusal(
             f"What the model computes between {before!r} and {call.name!r} needs all positions.",
-            f"on a part of them, the argument {label!r} is not the part of what it is on all",
+            f"for a part of the positions, the argument {label!r} differs from this part of the whole argument",
         )
 
     def _slice(self, whole: Tensor, dim: int) -> Tensor:

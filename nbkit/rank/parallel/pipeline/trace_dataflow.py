@@ -207,7 +207,7 @@ class DataflowTrace(WatchingMode):
         born, origin = self._born[memory]
         for number in range(max(born, 1), min(self.segment, len(self.blocks))):
             user = by or self._named(self._inside[-1] if self._inside else "")
-            why = f"what {self._named(origin)} computes before it is used after it, by {user}"
+            why = f"what {self._named(origin)} computes before this point is used after it, by {user}"
             for skip in sorted(self._origins.of(memory)):
                 self._skips[number].setdefault(skip, why)
         return True

@@ -502,7 +502,7 @@ def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
     assert "'blocks.0.attention.q.weight' is used within the blocks and outside" in shared
     assert "attn_implementation='eager'" in eager
     assert "chain of blocks" in chain
-    assert "no hidden states" in flat
+    assert "does not get hidden states" in flat
     assert "3 positions over cp=2" in short
     assert "'0' calls no attention" in none
 

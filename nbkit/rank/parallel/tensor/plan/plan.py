@@ -254,7 +254,7 @@ def roles_of_hf(model: nn.Module) -> dict[str, str]:
             for pattern, role in own.items():
                 if matches(path, pattern) and role not in _HF:
                     raise StrategyError(
-                        f"The model's own plan wants {role!r} for {prefix}{path}, which is no way to split a map here.",
+                        f"The model's own plan splits {prefix}{path} by {role!r}, which nbkit does not support.",
                         numbers=f"{pattern}: {role}",
                         hint="a strategy without tp",
                     )
