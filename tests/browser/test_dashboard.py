@@ -381,6 +381,8 @@ def test_no_word_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) 
     # A long strategy is shortened to its axes if there is no room for the rest.
     assert {"⇄ pp=4", "dp=4"} < set(page.evaluate("drawn"))
     assert any(words.startswith("planned: zbv, ") and "for all passes" in words for words in page.evaluate("drawn"))
+    # The share of bubble of one step's passes would stand beside that of the steps, which is another number.
+    assert not any("bubble" in words for words in page.evaluate("drawn"))
     # The end of the axis of steps, the name of that of bars, and memory as numbers.
     assert {"60", "time"} < set(page.evaluate("drawn"))
     assert sum(" at rest, peak " in words for words in set(page.evaluate("drawn"))) > 0

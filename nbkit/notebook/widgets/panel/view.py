@@ -174,7 +174,7 @@ def pulse_view(state: State) -> dict[str, Any]:
                 "hint": result.hint,
                 "figures": result.figures,
                 "proof": proof(result.result) if result.figures else "",
-                "deviations": list(result.deviations),
+                "deviations": result.notes[1:],
                 "identical": result.result.get("identical") if result.figures else None,
             }
             for result in state.results
@@ -326,7 +326,7 @@ def _with_pace(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mappin
     if not pace or pace["strategy"] != recorded(table["strategy"]):
         return options
     measured = {"step_s": pace["seconds"], "step_low_s": pace["low"], "step_high_s": pace["high"]}
-    measured |= {"step_steps": pace["steps"], "step_ago": 0}
+    measured |= {"step_steps": pace["steps"], "step_ago": pace["ago"]}
     return [{**row, **measured} if row["strategy"] == table["strategy"] else row for row in options]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nbkit.errors import Stopped, TrainingError
 from nbkit.figures import unit_of
+from nbkit.planner.choose.search import AGED
 from nbkit.rank.telemetry.phases import OUTSIDE, phase
 from nbkit.rank.telemetry.sinks import Bus
 from nbkit.rank.train import argument_checks
@@ -72,12 +73,21 @@ class _Pace:
     """The newest steps of one strategy. first: its first step after the last switch to it, or after its trial.
 
     steps: (number, seconds, tokens) of each step, replaced as a whole. before: the pace before `first`, and the number
-    of the last step that it includes.
+    of the last step that it includes. compared: `before` was measured beside other strategies.
     """
 
-    def __init__(self, first: int, before: tuple[StepPace, int] | None) -> None:
-        self.first, self.before = first, before
+    def __init__(self, first: int, before: tuple[StepPace, int] | None, *, compared: bool = False) -> None:
+        self.first, self.before, self.compared = first, before, compared
         self.steps: tuple[tuple[int, float, float], ...] = ()
+
+    def comparable(self) -> tuple[StepPace, int] | None:
+        """Return the pace to compare with other strategies, and the number of its last step.
+
+        A comparison measures strategies under equal conditions, so its figure stands for `AGED` steps, while the
+        strategy stays the same. Newer steps alone may be faster only because the machine has less other work.
+        """
+        lately = self.compared and (not self.steps or self.steps[-1][0] - self.first <= AGED)
+        return self.before if lately else self.now()
 
     def now(self) -> tuple[StepPace, int] | None:
         """Return the pace, and the number of its last step. With few new steps, this is the earlier pace."""
@@ -115,9 +125,12 @@ class Paces:
         self._step, self._last = number, strategy
         self._forget()
 
-    def measured(self, strategy: str, seconds: Sequence[float]) -> None:
-        """Replace the pace of `strategy` by the seconds of a trial's steps, which are in no record."""
-        self._known[recorded(strategy)] = _Pace(self._step, (pace_of(seconds), self._step))
+    def measured(self, strategy: str, seconds: Sequence[float], *, compared: bool = False) -> None:
+        """Replace the pace of `strategy` by the seconds of a trial's steps, which are in no record.
+
+        compared: other strategies were measured in turns with this one.
+        """
+        self._known[recorded(strategy)] = _Pace(self._step, (pace_of(seconds), self._step), compared=compared)
         self.trials += 1
         self._forget()
 
@@ -131,10 +144,18 @@ class Paces:
     def of(self, strategy: str) -> StepPace | None:
         """Return the pace of a strategy; None if it is unknown.
 
-        The first step does not count: it is slower, because it prepares things that later steps reuse.
+        The first step does not count: it is slower, because it prepares things that later steps reuse. After a
+        comparison, this is the pace in the comparison; `newest` returns the pace of the newest steps.
         """
         pace = self._known.get(recorded(strategy))
-        found = pace.now() if pace is not None else None
+        return self._with_age(pace.comparable() if pace is not None else None)
+
+    def newest(self, strategy: str) -> StepPace | None:
+        """Return the pace of the newest steps under a strategy; None if it is unknown."""
+        pace = self._known.get(recorded(strategy))
+        return self._with_age(pace.now() if pace is not None else None)
+
+    def _with_age(self, found: tuple[StepPace, int] | None) -> StepPace | None:
         return replace(found[0], ago=self._step - found[1]) if found is not None else None
 
 
@@ -402,15 +423,16 @@ class History:
         record, goal = self._shown, self.goal
         if record is None:
             return {"step": self._first, "goal": goal, "step_s": self._longest}
-        step = record["step"]
-        pace = self.paces.of(record["strategy"]) or pace_of([record["seconds"]], [record["tokens"]])
+        step, only = record["step"], pace_of([record["seconds"]], [record["tokens"]])
+        pace = self.paces.of(record["strategy"]) or only
+        newest = self.paces.newest(record["strategy"]) or only
         return {
             "step": step,
             "goal": goal,
             "loss": record["loss"],
-            "tokens_per_s": pace.rate,
+            "tokens_per_s": newest.rate,
             "unit": unit_of(record),
             "step_s": self._longest,
-            "eta_s": (goal - step) * pace.seconds if self._total else None,
+            "eta_s": (goal - step) * newest.seconds if self._total else None,
             "pace": {"strategy": record.get("strategy", ""), **asdict(pace)},
         }

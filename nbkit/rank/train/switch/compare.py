@@ -119,7 +119,7 @@ def compare(
         job.switcher.close_left_groups()
     for name in names:
         if not found[name].error:
-            job.ledger.paces.measured(name, found[name].seconds)
+            job.ledger.paces.measured(name, found[name].seconds, compared=True)
     rows = [{"strategy": name, **found[name].row(job, name)} for name in names]
     return {"steps": steps, "strategies": rows}
 

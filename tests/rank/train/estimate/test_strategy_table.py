@@ -11,6 +11,7 @@ import torch
 from ranks import run_ranks
 from torch.nn import functional as F
 
+from nbkit.planner.choose.search import AGED
 from nbkit.planner.link_speed import OperationSpeed
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
@@ -106,6 +107,29 @@ def test_of_very_many_strategies_those_that_were_left_last_are_remembered() -> N
 
     remembered = [number for number in range(200) if paces.of(f"bucket={number}M") is not None]
     assert remembered == list(range(136, 200))
+
+
+def test_after_a_comparison_the_current_strategy_keeps_the_figure_that_is_comparable_with_the_others() -> None:
+    paces = Paces({"step": step, "strategy": "ddp", "seconds": 0.1} for step in range(1, 11))
+    for strategy, seconds in (("ddp", 0.15), ("zero3", 0.2)):
+        paces.measured(strategy, [seconds] * 8, compared=True)
+    for step in range(11, 111):  # the machine has less other work than during the comparison
+        paces.add({"step": step, "strategy": "ddp", "seconds": 0.05})
+    row, newest = paces.of("ddp"), paces.newest("ddp")
+    assert row is not None and (row.seconds, row.steps, row.ago) == (0.15, 8, 100)
+    assert newest is not None and (newest.seconds, newest.ago) == (0.05, 0)
+
+    for step in range(111, 112 + AGED):
+        paces.add({"step": step, "strategy": "ddp", "seconds": 0.05})
+    row = paces.of("ddp")
+    assert row is not None and row.seconds == 0.05  # the comparison was too long ago
+
+    paces.measured("ddp", [0.15] * 8, compared=True)
+    for strategy in ("zero3", "ddp"):  # a switch, and back
+        for step in range(600, 620):
+            paces.add({"step": step, "strategy": strategy, "seconds": 0.05})
+    row = paces.of("ddp")
+    assert row is not None and row.seconds == 0.05
 
 
 def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None], dict[str, int]]:

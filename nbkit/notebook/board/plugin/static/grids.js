@@ -109,18 +109,21 @@ export function drawMoments(picture, moments) {
     `rank ${rank}, stage ${one[1]}\n${NAMES[one[0]]} of micro-batch ${one[2]}\n${seconds(one[4] - one[3])}, from ${seconds(one[3])}`;
   let top = 18;
   if (planned) {
-    picture.words(`planned: ${moments.schedule}, ${passes(moments.planned_span, moments.planned_bubble)}`, 58, 8, { colour: ink() });
-    picture.spot(58, 0, picture.width - 58, 16, () => "as the schedule orders it, with the measured cost of each stage and no transfers");
+    picture.words(`planned: ${moments.schedule}, ${seconds(moments.planned_span)} for all passes`, 58, 8, { colour: ink() });
+    picture.spot(58, 0, picture.width - 58, 16, () =>
+      `as the schedule orders it, with the measured cost of each stage and no transfers\n${idle(moments.planned_bubble)}`);
     drawRows(picture, planned, ranks, moments.planned_span, span, top, height, colour, text, label);
     top += block + 30;
   }
-  picture.words(`measured in step ${moments.step}: ${passes(moments.measured_span, moments.measured_bubble)}`, 58, top - 10, { colour: ink() });
+  picture.words(`measured in step ${moments.step}: ${seconds(moments.measured_span)} for all passes`, 58, top - 10, { colour: ink() });
+  picture.spot(58, top - 18, picture.width - 58, 16, () => idle(moments.measured_bubble));
   drawRows(picture, moments.measured, ranks, moments.measured_span, span, top, height, colour, text, label);
   drawTime(picture, span, top + block + 6);
 }
 
-// A step also takes time before and after the passes, so its share of bubble is smaller.
-const passes = (span, bubble) => `${seconds(span)} for all passes, ${percent(bubble)} of them bubble`;
+// A step also takes time before and after the passes, so its own share of bubble, in the bars, is smaller. Only one of
+// the two is shown without a pointer: readers took them for one number in two sizes.
+const idle = (bubble) => `${percent(bubble)} of the time of these passes is bubble; the bars show its share of the whole step`;
 
 function lapColour(state) {
   if (state === "forward") return PASSES.F;
