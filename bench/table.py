@@ -100,8 +100,7 @@ def markdown(rows: Sequence[Row], machine: str) -> str:
     legend = (
         "`python -m bench` prints medians. Each round gives a ratio: the time of nbkit divided by the time of the peer."
         " The table shows the median of these ratios and its 95 % interval. A/A compares nbkit with itself in the same "
-        "rounds. A row meets its bar if the upper end of its interval is at most the bar plus half the width of the "
-        "A/A interval."
+        "rounds. `docs/evidence/measured.md` says when a row meets its bar."
     )
     return "\n".join([machine, "", *lines, "", legend, ""])
 

@@ -80,7 +80,8 @@ class Symbol:
     def _sentence(self, how: str, why: str) -> str:
         library = self.path.partition(":")[0].partition(".")[0]
         shown = self.path.replace(":", ".").replace("()", "")
-        return f"{library} {_version(library)} {how} {shown}{why}. nbkit uses it to {self.purpose}; {self.without}."
+        what = f"{library} {_version(library)} {how} {shown}{why}"
+        return f"{what}. nbkit uses it to {self.purpose}. Without it, {self.without}."
 
 
 class Missing:

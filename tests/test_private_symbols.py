@@ -85,7 +85,9 @@ def test_a_missing_or_changed_symbol_is_described_in_a_sentence() -> None:
     changed = private_symbols.Symbol("json:dumps", "write records", "none are written", parameters=("obj", "colour"))
     known = private_symbols.Symbol("json:dumps", "write records", "none are written", parameters=("obj",))
 
-    assert missing.problem() == "json  has no json._dumps. nbkit uses it to write records; none are written."
+    assert (
+        missing.problem() == "json  has no json._dumps. nbkit uses it to write records. Without it, none are written."
+    )
     assert changed.problem().startswith("json  has another json.dumps (it takes no colour). nbkit uses it to")
     assert known.problem() == ""
     with pytest.raises(private_symbols.ClusterError, match=r"has no json\._dumps"):

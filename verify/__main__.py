@@ -28,7 +28,7 @@ from verify.cases import (
     parity_matrix,
     zoo_cases,
 )
-from verify.compare import PARITY_HEAD, counted, parity_row, zoo_table, zoo_totals
+from verify.compare import KINDS_MEAN, PARITY_HEAD, counted, parity_row, zoo_table, zoo_totals
 from verify.models.images import MISSING
 from verify.optimizers import OPTIMIZERS
 from verify.planted import BUGS, unseen
@@ -110,7 +110,7 @@ def _zoo(words: Sequence[str]) -> tuple[list[str], list[str]]:
     lines = [zoo_totals(ordered), left_out, "", *zoo_table(ordered)]
     print("\n".join(["", *lines]))
     wrong = [str(case) for case, verdict in found.items() if verdict.is_wrong]
-    return ["# Each model under each strategy", "", *lines], wrong
+    return ["# Each model under each strategy", "", KINDS_MEAN, "", *lines], wrong
 
 
 def _optimizers(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -125,7 +125,7 @@ def _optimizers(words: Sequence[str]) -> tuple[list[str], list[str]]:
     lines = [counted(ordered), "", *zoo_table(ordered, [tuple(OPTIMIZER_STRATEGIES)])]
     print("\n".join(["", *lines]))
     wrong = [str(case) for case, verdict in found.items() if verdict.is_wrong]
-    return ["# Each optimizer under each strategy", "", *lines], wrong
+    return ["# Each optimizer under each strategy", "", KINDS_MEAN, "", *lines], wrong
 
 
 def _require(cases: Sequence[Case], words: Sequence[str]) -> None:

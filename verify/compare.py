@@ -20,6 +20,11 @@ from verify.cases import CHAINED, EXPERTS_CHAINED, ZOO_EXPERTS, ZOO_STRATEGIES, 
 from verify.training import BATCH, Outcome, Pieces, Truth, truth
 
 KINDS = ("equal", "refused", "wrong", "crash", "late")
+KINDS_MEAN = (
+    "A case is one training, compared with one process of plain torch. *Equal*: the results are the same. *Refused*: "
+    "an error before the first step says that the strategy is not possible. *Wrong*: the results differ. *Crash*: "
+    "another error ends the training. *Late*: the strategy is refused after the first step."
+)
 
 
 @dataclass(frozen=True)
@@ -280,7 +285,7 @@ PARITY_HEAD = ("model", "strategy", "weights", "with", "steps", "gradients", "la
 def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
     """Return one line with the number of verdicts of each kind, and of those that `check` did not predict."""
     off = sum(bool(verdict.check) for verdict in verdicts.values())
-    return f"{counted(verdicts)[:-1]}; nbkit.check predicted another result for {off}."
+    return f"{counted(verdicts)[:-1]}; for {off} of them, `nbkit.check` predicted another result."
 
 
 def counted(verdicts: Mapping[Case, Verdict]) -> str:
@@ -291,6 +296,7 @@ def counted(verdicts: Mapping[Case, Verdict]) -> str:
     return f"{len(verdicts)} cases: {kinds} ({share:.0f} % equal)."
 
 
+_TEXT = 400  # characters of a text below the tables
 ZOO_TABLES = ((*ZOO_STRATEGIES, CHAINED), ZOO_EXPERTS)
 
 
@@ -304,8 +310,9 @@ def zoo_table(verdicts: Mapping[Case, Verdict], tables: Iterable[Sequence[str]] 
         rows += _table({case: verdict for case, verdict in verdicts.items() if case.strategy in columns}, columns)
     for kind in ("wrong", "crash", "late", "refused"):
         some = {case: verdict for case, verdict in verdicts.items() if verdict.kind == kind}
-        rows += [f"## {kind.capitalize()}", ""] if some else []
-        rows += [f"- {_named(case)}: {_short(verdict.text, 400)}" for case, verdict in some.items()]
+        cut = f"Each line has the case and the text of its error, cut after {_TEXT} characters."
+        rows += [f"## {kind.capitalize()}", "", cut, ""] if some else []
+        rows += [f"- {_named(case)}: {_short(verdict.text, _TEXT)}" for case, verdict in some.items()]
         rows += [""] if some else []
     off = {case: verdict for case, verdict in verdicts.items() if verdict.check}
     rows += ["## Check said", ""] if off else []
@@ -325,11 +332,12 @@ def _table(verdicts: Mapping[Case, Verdict], columns: Sequence[str]) -> list[str
         rows.append(f"| {name} | {' | '.join(words)} |")
     rows += [""]
     for chain in (column for column in columns if " > " in column):
-        rows += [
-            f"The chain is `{chain}`, with one step under each strategy. *less*: these strategies were refused, and "
-            "the chain went on without them. *+check*: `nbkit.check` predicted another result.",
-            "",
-        ]
+        said = f"The *chain* is one training under `{chain}`, with one step under each strategy."
+        if any(verdict.left_out for verdict in verdicts.values()):
+            said += " *Less*: these strategies were refused, and the chain continued without them."
+        if any(verdict.check for verdict in verdicts.values()):
+            said += " *+check*: `nbkit.check` predicted another result."
+        rows += [said, ""]
     return rows
 
 

@@ -238,9 +238,9 @@ def _pause(of: str, moving: list[Visit]) -> Row:
     pause, prepare, beside, proof = (float(np.median([getattr(one, name) for one in moving])) * 1e3 for name in names)
     return Row(
         f"pause of a switch, the {len(moving)} that move bytes, {of}",
-        f"{sum(excess <= 0 for excess in late)}/{len(late)} within; median {pause:.0f} ms, of it {prepare:.0f} ms "
-        f"before anything moves, {beside:.0f} ms beside the training, then {proof:.0f} ms for the proof; "
-        f"slowest beside its bar {slow.old} -> {slow.new}: "
+        f"{sum(excess <= 0 for excess in late)}/{len(late)} within; median {pause:.0f} ms, {prepare:.0f} ms of it "
+        f"before anything moves; not in the pause: {beside:.0f} ms of preparation while the ranks train, and "
+        f"{proof:.0f} ms for the proof; worst compared with its bar: {slow.old} -> {slow.new}, "
         f"{slow.pause * 1e3:.0f} ms",
         f"one plain all-to-all of the same bytes, there {slow.raw * 1e3:.0f} ms",
         f"{float(np.median([one.pause / one.raw for one in moving])):.2f}",

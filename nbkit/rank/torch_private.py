@@ -94,7 +94,7 @@ def _softmax_of_masked(scores: Tensor, dim: int) -> Tensor:
     return torch.where(masked, 0.0, torch.softmax(scores, dim))
 
 
-_SLOWER = "one tensor after the other is handled, which is slower"
+_SLOWER = "nbkit handles one tensor after the other, which is slower"
 foreach_copy_: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = _symbol(
     "torch:_foreach_copy_", "copy many tensors in one call", _SLOWER, fallback=_copy_each
 )

@@ -110,13 +110,13 @@ CELLS = (
         fails=False,
     ),
     _on_ranks(
-        "20 MB of output, and Stop when the ranks have ended",
+        "20 MB of output, and Stop after 6 s",
         "lines more",
         "for i in range(100_000): print(i, 'y' * 200)",
         stop=6,
     ),
     _on_ranks(
-        "a full disk",
+        "a file that cannot grow, as on a full disk",
         "not kept on disk",
         "import resource\nlimit, before = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)\n"
         "resource.setrlimit(limit, (1, before[1]))\nimport threading\n"
@@ -157,7 +157,12 @@ CELLS = (
     Drill("a cell while another one runs", "--queue", "%%distributed\n1", _SLEEPS, after=_END),
     Drill("a pull while a cell runs", "this pull has to wait", "%pull x", _SLEEPS, after=_END),
     _on_ranks("a value of 50 million characters", "characters", "'x' * 50_000_000", fails=False),
-    _on_ranks("a print of 20,000 lines", "19999", "for i in range(20_000): print(rank, i)", fails=False),
+    _on_ranks(
+        "a print of 20,000 lines; here the last one of a rank",
+        "19999",
+        "for i in range(20_000): print(rank, i)",
+        fails=False,
+    ),
     _on_ranks(
         "a thread that fails",
         "ZeroDivisionError",

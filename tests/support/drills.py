@@ -38,6 +38,7 @@ HEALTHY = "%%distributed\nx = torch.ones(1); dist.all_reduce(x); int(x.item())"
 GONE_SECONDS = 20.0  # until processes have ended, on a busy machine too
 SHOWN_CHARACTERS = 220
 ALL_FAILED = "CellError: Ranks 0-1 failed: "
+_OF_SOURCE = re.compile(r"(-+> )?\d+ ")  # a line of code in a traceback
 
 PAGES = {
     "drills-commands": {"Commands": MAGICS, "Push and pull": TRANSFERS},
@@ -46,9 +47,9 @@ PAGES = {
 }
 """A page of the manual -> its headings, and the drills under each."""
 SUBJECTS = {
-    "drills-commands": "a wrong command, and after a `%push` or `%pull` that fails",
+    "drills-commands": "a wrong command, or a `%push` or `%pull` that fails",
     "drills-cells": "an error, a Stop or too much output in a cell",
-    "drills-trainings": "a mistake in a training or a collective, and after the death of a rank",
+    "drills-trainings": "a mistake in a training or a collective, or the death of a rank",
 }
 
 
@@ -139,7 +140,7 @@ def sentence(cell: Cell, words: str) -> str:
     if found:
         lines = list(dict.fromkeys([found[0], *hints[:1]]))
     elif not errors or len(lines) > 6:
-        lines = lines[-4:]
+        lines = [line for line in lines[-4:] if not (errors and _OF_SOURCE.match(line))]
     shown = re.sub(r"<[\w/|]+>", "", " ".join(lines))  # a kind of output, as Kernel writes it
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 1]}…"
 
@@ -195,23 +196,27 @@ def pages(outcomes: Sequence[Outcome]) -> dict[str, str]:
     """Return the pages of the manual: their names and their text."""
     of = {outcome.drill: outcome for outcome in outcomes}
     what = (
-        "A drill makes one mistake or failure in a real notebook, on a cluster of two ranks. "
-        "`make drills` runs all drills, and writes these pages.",
+        "A drill makes one mistake or failure in a real notebook. Some drills need no cluster; the others run on a "
+        "cluster of two ranks. `make drills` runs all drills, and writes these pages.",
         summary(outcomes),
     )
     first = "On these pages you find what a notebook shows after each of {} mistakes and failures."
     rows = [f"| {subject} | [{_title(page)}]({page}.md) |" for page, subject in SUBJECTS.items()]
-    lists = "\n".join(["| what the notebook shows after | page |", "|---|---|", *rows])
+    lists = "\n".join(["| the notebook's answer to | page |", "|---|---|", *rows])
     lines = ["# Drills", first.format(len(outcomes)), *what, lists]
     written = {"drills": lines}
     for page, groups in PAGES.items():
         lines = [f"# {_title(page)}", f"On this page you find what a notebook shows after {SUBJECTS[page]}."]
         lines += [
-            "The words after → say what to do next. The last column has the seconds until the answer is complete. "
+            "In an error, the words after → are a hint, such as the next line to type. The last column has the seconds "
+            f"until the answer is complete. Long answers are cut after {SHOWN_CHARACTERS} characters. "
             "[Drills](drills.md) says how these answers were made."
         ]
         if any(of[drill].shown.startswith(ALL_FAILED) for drills in groups.values() for drill in drills):
-            lines[-1] += f" This page leaves out `{ALL_FAILED.strip()}` at the beginning of an answer."
+            lines[-1] += (
+                f" This page leaves out `{ALL_FAILED.strip()}` at the beginning of an answer, which means that all "
+                "ranks failed."
+            )
         if any("released at" in of[drill].shown for drills in groups.values() for drill in drills):
             lines[-1] += " *Released* means that a rank no longer waits for a rank that failed or died."
         for heading, drills in groups.items():

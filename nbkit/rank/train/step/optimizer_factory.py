@@ -326,8 +326,8 @@ class OptimizerSpec:
             kept = size * sum(self._kept_by(self._firsts[0]).values()) / 4  # it was tried in float32
             state = f", keep {kept:.3g} MB of state"
         return (
-            f"; it needs {needed}: in each step one rank would get {size:.3g} MB of gradients{state}, and send "
-            f"{size:.3g} MB of weights, while the others wait"
+            f"; it needs {needed}: if one rank updated them, it would get {size:.3g} MB of gradients in each "
+            f"step{state}, and send {size:.3g} MB of weights, while the others wait"
         )
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:

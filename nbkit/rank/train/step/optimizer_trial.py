@@ -219,6 +219,7 @@ class OptimizerTrial:
         the error.
         """
         splits = "gives each rank some of the parameters" if kind == "tensors" else "splits parameters over ranks"
+        updates = splits if kind == "tensors" else "splits the update of a parameter over ranks"
         alone = " does not update each element by itself, and "
         if kind == "tensors":
             alone = " does not update each parameter by itself, and "
@@ -239,7 +240,7 @@ class OptimizerTrial:
             )
         if differs:
             raise TrainingError(
-                f"{self.name}{alone}{strategy} {splits}: it would train otherwise than one process.",
+                f"{self.name}{alone}{strategy} {updates}: it would train otherwise than one process.",
                 numbers=differs + cost(),
                 hint=_PLAIN,
             )
@@ -498,10 +499,8 @@ def _apart(whole: Copy, others: Sequence[Copy], start: Mapping[str, Tensor]) -> 
             if p.numel():
                 differs = (weights[name][part] - p.detach()).abs().max().item()
                 if not differs <= of_way * way[name] + of_weight * weights[name].abs().max().item():
-                    yield (
-                        name,
-                        f"{name}, as {tuple(weights[name].shape)}: {differs:.2g} apart, of {way[name]:.2g} moved,",
-                    )
+                    tried = f"{name}, tried in the shape {tuple(weights[name].shape)},"
+                    yield name, f"{tried} moved by {way[name]:.2g} and differs by {differs:.2g}"
 
 
 @contextmanager

@@ -48,7 +48,8 @@ def test_an_optimizer_of_whole_tensors_is_taken_with_owners_and_one_of_all_param
     by_row = OptimizerSpec(OPTIMIZERS["centralised"], module=model)
     by_row.check(zero3)
     assert by_row.whole("rows") == frozenset() and by_row.whole("columns") == {"weight"}
-    with pytest.raises(TrainingError, match="Clipping does not update each element by itself, and dp=2 zero=3 splits"):
+    said = "Clipping does not update each element by itself, and dp=2 zero=3 splits the update"
+    with pytest.raises(TrainingError, match=said):
         OptimizerSpec(OPTIMIZERS["clipping"], module=model).check(zero3)
 
 
@@ -194,8 +195,8 @@ def test_a_refusal_says_what_all_gradients_on_one_rank_would_take() -> None:
     ):
         with pytest.raises(TrainingError, match="does not update each element") as refused:
             OptimizerSpec(kind, module=model).check(tp)
-        said = f"; it needs {what} together: in each step one rank would get 2.02 MB of gradients, keep {state} MB of "
-        said += "state, and send 2.02 MB of weights, while the others wait"
+        said = f"; it needs {what} together: if one rank updated them, it would get 2.02 MB of gradients in each step, "
+        said += f"keep {state} MB of state, and send 2.02 MB of weights, while the others wait"
         assert (refused.value.numbers or "").endswith(said)
 
 
