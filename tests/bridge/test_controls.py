@@ -20,7 +20,7 @@ from nbkit.rank.train.step.history import StepPace
 
 
 class Refusing:
-    """Stands for a Trainer whose switch raises."""
+    """Imitates a Trainer whose switch raises."""
 
     step, strategy = 7, "dp=2"
     lr: float

@@ -99,7 +99,7 @@ def test_a_rank_that_the_system_has_stopped_is_ended_and_replaced(three: Cluster
 @pytest.mark.long
 @pytest.mark.parametrize("how", [pytest.param("alone_in_a_collective", marks=pytest.mark.long), "breakpoint"])
 def test_no_rank_is_ended_if_all_ranks_wait(three: Cluster, how: str) -> None:
-    """Have rank 1 wait in a collective of its own while the others wait in a step, or have it wait at a breakpoint."""
+    """Let rank 1 wait at a breakpoint, or in another collective than the ranks that wait in a step."""
     before = pids(three)
     three.run(f"at.update(step=4, how={how}); trainer = make()")
     handle = three.run(CELL, detach=True)

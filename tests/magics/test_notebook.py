@@ -188,7 +188,7 @@ def test_distributed_on_sends_each_cell_to_all_ranks_until_off(started: Kernel) 
         assert "Out[0-1]: 12" in started.run("# a comment\nover = 12\nover").text
         failed = started.run("1\n1 / 0").text
         assert "line 2" in failed and "ZeroDivisionError" in failed  # the line number that the user sees
-        assert "True" in started.run("%timeit -n1 -r1 1\n'over' not in dir()").text  # a magic: in the notebook
+        assert "True" in started.run("%timeit -n1 -r1 1\n'over' not in dir()").text  # a magic runs in the notebook
         reply = started.client.execute(
             "over = 0", silent=True, reply=True, timeout=60
         )  # a request of the front end itself

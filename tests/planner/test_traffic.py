@@ -22,7 +22,7 @@ HIDDEN = 16 * 24 * 16 * 4  # bytes of a hidden state of the whole batch
 
 
 def sizes(terms: tuple[TrafficTerm, ...]) -> dict[tuple[str, str], int]:
-    """Return the S of each axis and operation."""
+    """Return the bytes S of each axis and operation."""
     total: Counter[tuple[str, str]] = Counter()
     for term in terms:
         total[term.axis, term.op] += term.bytes
@@ -73,7 +73,7 @@ def test_hsdp_shards_within_a_group_and_reduces_shards_across_groups() -> None:
     assert {term.axis: term.ranks for term in terms} == {"shard": 4, "replicate": 2}
 
 
-def test_accumulation_gathers_again_and_a_pipeline_does_not() -> None:
+def test_accumulation_under_zero3_gathers_again_and_a_pipeline_does_not() -> None:
     once, thrice = (per_step(WEIGHTS, Facts(), Strategy(dp=2, zero=3), 0, accumulation=k) for k in (1, 3))
     ddp = (per_step(WEIGHTS, Facts(), Strategy(dp=2), 0, accumulation=k) for k in (1, 3))
     piped = per_step(WEIGHTS, FACTS, Strategy(dp=2, pp=2, zero=3), 0, accumulation=3)
@@ -170,7 +170,7 @@ def test_a_tied_weight_is_reduced_over_its_stages() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "ends"), [("1f1b", [1, 1]), ("zb", [1, 1]), ("zbv", [2, 0])])
-def test_embedding_and_head_are_where_the_first_and_last_stage_are(schedule: str, ends: list[int]) -> None:
+def test_embedding_and_head_are_on_the_ranks_of_the_first_and_last_stage(schedule: str, ends: list[int]) -> None:
     strategy = Strategy(tp=2, pp=2, schedule=schedule)
 
     for at, count in enumerate(ends):
@@ -190,7 +190,7 @@ def test_context_parallelism_sends_keys_values_and_gradients() -> None:
     }
 
 
-def test_combined_axes_divide_what_the_other_axes_have_cut() -> None:
+def test_combined_axes_divide_parts_that_the_other_axes_have_cut() -> None:
     strategy = Strategy(dp=2, tp=2, pp=2, zero=1)
     terms = per_step(WEIGHTS, FACTS, strategy, rank=0)
     cut, norms = 2 * (BLOCK - 2 * 16) + VOCAB, 2 * 2 * 16

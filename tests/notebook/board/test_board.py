@@ -221,7 +221,7 @@ def test_in_colab_the_page_asks_colab_for_the_address(tmp_path: Path, monkeypatc
     assert "127.0.0.1" not in page
 
 
-def test_other_way_names_what_forwards_the_port() -> None:
+def test_other_way_names_the_tool_that_forwards_the_port() -> None:
     assert "pip install jupyter-server-proxy" in address.other_way(6007, {"JUPYTERHUB_SERVICE_PREFIX": "/user/ann/"})
     assert "ssh -L 6007:127.0.0.1:6007 " in address.other_way(6007, {})
 

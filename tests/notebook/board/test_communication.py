@@ -223,7 +223,7 @@ def test_the_picture_of_a_pipeline_shows_the_most_typical_kept_step(tmp_path: Pa
     assert picture(found, 102, usual=True)["moments"]["step"] in (3, 50)
     assert picture(found, 102)["moments"]["step"] == 100  # the step nearest to the one asked for
     found.curve.events.append({"kind": "switch", "step": 98})
-    assert picture(found, 102, usual=True)["moments"]["step"] == 100  # the only one of this strategy
+    assert picture(found, 102, usual=True)["moments"]["step"] == 100  # the only kept step of this strategy
 
 
 def test_a_long_run_that_is_opened_late_has_the_groups_of_its_last_switch(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_the_newest_step_shows_exact_messages_and_the_planned_and_measured_pipel
     )  # the busiest rank
     moments = step["moments"]
     assert (moments["kind"], moments["step"], moments["ranks"]) == ("pipeline", 50, [0, 1, 2, 3])
-    # 1f1b: (p - 1) / (m + p - 1) is idle when transfers cost nothing.
+    # 1f1b: (p - 1) / (m + p - 1) is idle if transfers cost nothing.
     assert moments["planned_bubble"] == pytest.approx(3 / 11, abs=0.002)
     assert moments["planned_span"] == pytest.approx((8 + 3) * (0.4 + 0.8) / 1e3)
     assert moments["measured_bubble"] > moments["planned_bubble"] + 0.05
@@ -304,7 +304,7 @@ def test_a_run_is_followed_in_bounded_memory(tmp_path: Path) -> None:
     assert [b[0] - b[1] for b in points[1:]] == [a[0] for a in points[:-1]]  # no step is missing or counted twice
     assert sum(point[1] for point in points) == 1200
     assert all(span == 1 for _, span, *_ in points[-200:])  # so each can be shown alone
-    assert len(epochs) < 8  # a reader is rarely sent everything
+    assert len(epochs) < 8  # a reader rarely gets everything again
     # A step that is no longer in memory is read from the files.
     shown = picture(run, 77)
     assert (shown["step"], shown["span"], len(shown["ranks"])) == (77, 1, 2)

@@ -179,7 +179,7 @@ def test_the_hub_waits_for_a_rank_as_long_as_the_notebook(nbkit_home: Path) -> N
     registry.forget("waits")
 
 
-def test_a_pid_that_another_process_has_now_is_left_alone() -> None:
+def test_a_pid_reused_by_another_process_is_left_alone() -> None:
     bystander = subprocess.Popen(["sleep", "1000"])
     try:
         stale = registry.Process(bystander.pid, started=12345.0)

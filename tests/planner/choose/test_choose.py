@@ -146,7 +146,7 @@ def test_the_bytes_of_each_axis_are_near_the_formulas_per_weight(text: str, elem
             (size // 4,),
             blocks=(i,),
             summed=("cp",) if j < len(piece.inside) else (),
-            gathered=element if j < 6 or (i == 3 and size == piece.outside[-1]) else None,  # maps and the head
+            gathered=element if j < 6 or (i == 3 and size == piece.outside[-1]) else None,  # linear layers and the head
         )
         for i, piece in enumerate(subject.weights(strategy.tp, strategy.cp))
         for j, size in enumerate((*piece.inside, *piece.outside))
