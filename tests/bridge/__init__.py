@@ -1,1 +1,1 @@
-"""A package, so that the cluster of its tests ends with the last of them."""
+"""Make these tests a package, so that their cluster ends with the last test."""

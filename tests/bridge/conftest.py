@@ -1,4 +1,4 @@
-"""A real cluster for the tests of the bridge, started as a notebook's kernel starts it."""
+"""Start a real cluster for the tests of the bridge, as a notebook's kernel starts one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="package")
 def two(nbkit_home: Path) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout if it sees this
         cluster = Cluster.start(2, cpu=True, name="bridged", ttl=600)
     yield cluster
     cluster.stop()

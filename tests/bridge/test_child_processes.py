@@ -1,4 +1,4 @@
-"""nbkit finds the kernel's count of processes killed for want of memory, and says so of a rank that was killed."""
+"""Test that nbkit reads how many processes the kernel killed for lack of memory, and reports it for a killed rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ from nbkit.bridge.parent.child_processes import Ends, oom_kills
     ],
     ids=["container", "cgroup of its own", "version 1", "machine", "not said"],
 )
-def test_kills_are_counted_where_the_system_says_them(tmp_path: Path, files: dict[str, str], kills: int) -> None:
+def test_oom_kills_reads_the_count_from_the_file_that_the_system_has(
+    tmp_path: Path, files: dict[str, str], kills: int
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert oom_kills(tmp_path) == kills
 
 
-def test_a_kill_of_the_kernels_is_told_from_another_sigkill_and_counts_once(tmp_path: Path) -> None:
+def test_an_oom_kill_is_distinguished_from_another_sigkill_and_counts_once(tmp_path: Path) -> None:
     counted = tmp_path / "sys/fs/cgroup/memory.events"
     counted.parent.mkdir(parents=True)
     counted.write_text("oom_kill 3\n")  # other processes, killed before

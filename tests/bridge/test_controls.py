@@ -1,4 +1,4 @@
-"""A control leaves a verdict on a rank in any case, and an error only if the training has one."""
+"""Test that a control always stores a result on its rank, and raises only an error that breaks the training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.rank.train.step.history import StepPace
 
 
 class Refusing:
-    """Stands for a Trainer whose switch raises."""
+    """Imitates a Trainer whose switch raises."""
 
     step, strategy = 7, "dp=2"
     lr: float
@@ -49,7 +49,7 @@ def served(controls: TrainingRequestHandler, owner: Any, do: str = "switch", **a
     return dict(controls.result("a")["result"])
 
 
-def test_a_refusal_is_a_verdict_and_no_error(controls: TrainingRequestHandler) -> None:
+def test_a_refusal_is_a_result_and_raises_nothing(controls: TrainingRequestHandler) -> None:
     told = served(controls, Refusing(StrategyError("No.", numbers="3 x 2 = 6", hint="tp=2")), strategy="tp=3")
 
     assert (told["ok"], told["error"], told["what"]) == (False, "StrategyError", "No.")
@@ -57,7 +57,7 @@ def test_a_refusal_is_a_verdict_and_no_error(controls: TrainingRequestHandler) -
 
 
 @pytest.mark.parametrize("error", [RuntimeError("peer gone"), KeyboardInterrupt(), NotFinite("NaN.", step=7, rank=0)])
-def test_what_breaks_the_training_is_its_error_and_told_too(
+def test_an_error_that_breaks_the_training_is_raised_and_stored(
     controls: TrainingRequestHandler, error: BaseException
 ) -> None:
     owner = Refusing(error)
@@ -70,10 +70,10 @@ def test_what_breaks_the_training_is_its_error_and_told_too(
     assert told["error"] == type(error).__name__
 
 
-def test_a_refusal_within_a_step_of_a_trial_ends_the_training(
+def test_a_refusal_in_a_step_of_a_trial_ends_the_training(
     controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The refusal may come from this rank alone, while the others wait in that step."""
+    """Raise the error, because only this rank may refuse while the others wait in that step."""
     owner = Refusing(TrainingError("A stage returned other tensors than before."))
     owner.job.integrity.broken_off = True
     monkeypatch.setattr(step_boundary, "_training", owner)
@@ -81,7 +81,7 @@ def test_a_refusal_within_a_step_of_a_trial_ends_the_training(
         served(controls, owner, strategy="pp")
 
 
-def test_without_a_trainer_and_without_a_meaning(controls: TrainingRequestHandler) -> None:
+def test_controls_without_a_trainer_or_without_a_meaning_are_refused(controls: TrainingRequestHandler) -> None:
     controls.serve(Control("a", "undo", {}))
     assert "no Trainer" in controls.result("a")["result"]["what"]
     owner = Refusing(StrategyError("No."))
@@ -91,10 +91,10 @@ def test_without_a_trainer_and_without_a_meaning(controls: TrainingRequestHandle
     assert "not paused" in served(controls, owner, "resume")["what"]
 
 
-def test_a_pause_is_told_when_the_training_is_held(
+def test_a_pause_is_reported_after_the_training_is_held(
     controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the panel says that it trains, and a resume that follows at once is refused."""
+    """Check the order: if reversed, the panel shows a running training, and an immediate resume is refused."""
     owner = Refusing(StrategyError("No."))
     owner.job.device = torch.device("cpu")
     monkeypatch.setattr(step_boundary, "_training", owner)
@@ -106,13 +106,13 @@ def test_a_pause_is_told_when_the_training_is_held(
         step_boundary.let_go()
 
     monkeypatch.setattr(controls, "_tell", telling)
-    # Without a pause there is nothing to let go, so this would wait for requests of other ranks.
+    # If the pause came later, the rank would wait here for requests of other ranks.
     monkeypatch.setattr(step_boundary, "largest", lambda *_, **__: pytest.fail("it was told before it was held"))
     assert served(controls, owner, "pause")["ok"]
     assert held == [True] and not step_boundary.is_held()
 
 
-def test_the_learning_rate_is_set_on_a_trainer_and_refused_elsewhere(controls: TrainingRequestHandler) -> None:
+def test_the_learning_rate_is_set_on_a_trainer_and_refused_on_other_jobs(controls: TrainingRequestHandler) -> None:
     owner = Refusing(StrategyError("No."))
     assert "Only a Trainer" in served(controls, owner, "lr", value=0.1)["what"]
     owner.lr = 0.5
@@ -122,14 +122,14 @@ def test_the_learning_rate_is_set_on_a_trainer_and_refused_elsewhere(controls: T
     assert owner.lr == 0.1
 
 
-def test_a_control_that_came_too_late_is_told_so(controls: TrainingRequestHandler) -> None:
+def test_a_control_that_comes_too_late_is_refused(controls: TrainingRequestHandler) -> None:
     controls.unserved(Control("b", "switch", {"strategy": "tp"}))
 
     assert "ended before its next step boundary" in controls.result("b")["result"]["what"]
     assert controls.result("c") == {"result": None, "known": False}
 
 
-def test_results_do_not_pile_up(controls: TrainingRequestHandler) -> None:
+def test_only_the_newest_results_are_kept(controls: TrainingRequestHandler) -> None:
     for number in range(RESULTS_KEPT + 9):
         controls.serve(Control(str(number), "undo", {}))
 
@@ -138,7 +138,7 @@ def test_results_do_not_pile_up(controls: TrainingRequestHandler) -> None:
 
 
 def training(strategy: str) -> SimpleNamespace:
-    """Return the parts of a training that the table of strategies is about, at step 300."""
+    """Return the parts of a training that the table of strategies reads, at step 300."""
     return SimpleNamespace(
         step=300,
         strategy=strategy,
@@ -147,7 +147,7 @@ def training(strategy: str) -> SimpleNamespace:
     )
 
 
-def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
+def test_the_table_is_made_again_when_a_step_of_the_strategy_is_timed(
     controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, timed, made = training("tp=2"), [], []
@@ -166,7 +166,7 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
 
     look(300)
     look(301)
-    controls._rest = float("inf")  # the last one took long
+    controls._rest = float("inf")  # as if the last table took long
     timed.append(StepPace(0.1, None, None, 1, ago=200))  # measured before the last switches
     look(301)
     timed[0] = StepPace(0.1, None, None, 1)
@@ -177,10 +177,10 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
     for step, seconds in ((304, 0.1), (305, 0.103), (306, 0.106), (307, 0.109)):
         timed[0] = StepPace(seconds, None, None, 1)
         look(step)
-    assert made[2:] == [306]  # where the pace has changed by 5 %
+    assert made[2:] == [306]  # the pace has changed by more than 5 %
 
 
-def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_finding(
+def test_the_table_is_updated_after_each_switch_and_each_finding_of_the_analysis(
     controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, go_on, made = training("dp=2"), threading.Semaphore(0), []
@@ -189,7 +189,7 @@ def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_fin
         for number in range(2):
             assert go_on.acquire(timeout=60)
             made.append(f"finding {number}")
-            assert sys.getswitchinterval() < 0.001  # the training's thread does not wait for this one
+            assert sys.getswitchinterval() < 0.001  # so the thread of the training rarely waits for this one
             yield
 
     def table(job: Any) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_fin
             time.sleep(0.005)
 
     look("dp=2")
-    owner.strategy = "tp=2"  # somebody switches before the model was looked at
+    owner.strategy = "tp=2"  # a switch before the first finding
     look("tp=2")
     go_on.release()
     look("finding 0")

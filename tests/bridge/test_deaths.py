@@ -1,4 +1,4 @@
-"""A rank dies where no cell tells the others: while a world is formed, or just before a cell begins."""
+"""Test the death of a rank outside of a cell: while a world is formed, or just before a cell begins."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from nbkit.wire.cells import CellRecord, CellRequest
 REFORM = "nbkit.bridge.calls:reform"
 
 
-def test_a_rank_that_dies_keeps_nobody_waiting_for_it(nbkit_home: object) -> None:
+def test_no_rank_waits_for_a_rank_that_has_died(nbkit_home: object) -> None:
     cluster = Cluster.start(2, cpu=True, name="widowed", ttl=600)
     try:
         wire = cluster.connection.client
         _, port = wire.call_and_wait([0], "nbkit.bridge.calls:open_store")[0]
         forming = wire.call([0], REFORM, 2, "127.0.0.1", port)[0]
         with pytest.raises(TimeoutError):
-            forming.result(timeout=0.5)  # it waits for rank 1, which was not asked
+            forming.result(timeout=0.5)  # it waits for rank 1, which got no request
         os.kill(cluster.entry.ranks[1].pid, signal.SIGKILL)
-        # ipyparallel hands the error over as the result. The forming itself gives up after 60 s.
+        # ipyparallel returns the error as the result. Otherwise the forming would end after 60 s.
         assert "rank 1 died" in str(forming.result(timeout=30))
 
-        # The notebook would refuse this cell; it stands for one that was on its way when the rank died.
+        # The notebook would refuse this cell. It represents one that was sent before the rank died.
         request = CellRequest("under-way", "import time; time.sleep(60)", 1, (0, 1))
         record = wire.call([0], "nbkit.bridge.calls:run_cell", request)[0].result(timeout=20)
         assert isinstance(record, CellRecord)
@@ -50,11 +50,11 @@ trainer.save(PATH)
 """
 
 
-def test_where_a_rank_dies_beside_a_training_its_newest_checkpoint_is_named(nbkit_home: object, tmp_path: Path) -> None:
+def test_the_death_of_a_rank_outside_of_fit_names_the_newest_checkpoint(nbkit_home: object, tmp_path: Path) -> None:
     cluster = Cluster.start(2, cpu=True, name="between", ttl=600)
     try:
         cluster.run(TRAINED.replace("PATH", repr(str(tmp_path / "it's saved"))))
-        with pytest.raises(RankDied) as died:  # while a cell of its own loads, compares or saves
+        with pytest.raises(RankDied) as died:  # in a cell that only loads, compares or saves
             cluster.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntrainer.load('x')")
         path = str(tmp_path / "it's saved")
         assert died.value.hint.endswith(f"then build the Trainer again, and trainer.load({path!r})   of step 2")

@@ -1,6 +1,6 @@
-"""A parent, controller or rank is killed, or told to end, while ranks train: they save at a step boundary and end.
+"""Test that ranks save at a step boundary and end if their parent, controller or a rank is killed or told to end.
 
-The saved training can go on. Each test has a cluster of its own, and ends it.
+The saved training can continue. Each test starts and ends its own cluster.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WAYS = {
 
 
 def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
-    """Return the step of the checkpoint, and the losses of two trainings: one that goes on from it, one left alone."""
+    """Return the step of the checkpoint, and the losses of two trainings: one continues from it, one is undisturbed."""
     names: dict[str, Any] = {}
     exec(SETUP, names)
     loaded, alone = names["made"](None, 0), names["made"](None, 0)
@@ -58,8 +58,8 @@ def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
     return step, *([record["loss"] for record in trainer.history] for trainer in (loaded, alone))
 
 
-def test_a_process_that_a_cell_has_forked_ends_by_sigterm_as_ever(two: Cluster) -> None:
-    # Also where the signal comes before it has begun: of twenty with a handler of the rank's, some seven would live on.
+def test_a_process_forked_by_a_cell_ends_by_sigterm(two: Cluster) -> None:
+    # The signal may come before the process begins. With the rank's handler, about 7 of 20 would survive it.
     code = """
 import multiprocessing, time
 fork, codes = multiprocessing.get_context("fork"), set()
@@ -75,13 +75,13 @@ codes
     assert two.run(code).values == {0: {-signal.SIGTERM}, 1: {-signal.SIGTERM}}
 
 
-# What ranks do without a controller is in tests/notebook/cluster/test_launch.py too, a parent that gets SIGTERM in
-# test_parent.py.
+# tests/notebook/cluster/test_launch.py also tests ranks without a controller, and test_parent.py a parent that gets
+# SIGTERM.
 LONG = ("the parent gets SIGTERM", "the controller is killed")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long) if way in LONG else way for way in WAYS])
-def test_a_training_ends_at_a_boundary_with_a_checkpoint(way: str, nbkit_home: Path, tmp_path: Path) -> None:
+def test_a_training_ends_at_a_step_boundary_with_a_checkpoint(way: str, nbkit_home: Path, tmp_path: Path) -> None:
     whom, number, why = WAYS[way]
     folder = tmp_path / "saved"
     with forked_parents(controllers=whom != "controller"):

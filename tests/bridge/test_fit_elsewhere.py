@@ -1,4 +1,4 @@
-"""A rank dies where a new one cannot enter the cell, in a loop or a function: the training is saved, and can go on."""
+"""Test that a training is saved if a rank dies in a loop or a function, where a new rank cannot enter the cell."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def undisturbed(two: Cluster) -> list[float]:
 @pytest.mark.parametrize(
     ("cell", "strategy"), [(LOOP, "zero3"), pytest.param("inside(trainer)", "ddp", marks=pytest.mark.long)]
 )
-def test_the_training_is_saved_where_it_stands_and_says_where_fit_must_stand(
+def test_a_training_in_a_loop_is_saved_and_the_error_says_how_to_continue(
     two: Cluster, undisturbed: list[float], tmp_path: Path, cell: str, strategy: str
 ) -> None:
     saved = str(tmp_path / "saved")
@@ -57,17 +57,17 @@ def test_the_training_is_saved_where_it_stands_and_says_where_fit_must_stand(
     said = caught.value.traceback
     assert "rank 1 died (it exited with code 3)" in said and f"saved to {saved}" in said
     assert "trainer.fit(until=10)   as a statement of its own" in said
-    # All ranks are there, with the Trainer: what the hint says is typed as it is.
+    # All ranks have the Trainer, so the command of the hint works unchanged.
     again = two.run(f"trainer.fit(until=10)\n{CURVE}", timeout=60)
     for rank in range(2):
         assert again.values[rank] == pytest.approx(undisturbed, abs=1e-10)
-    # And the checkpoint goes on by itself.
+    # The training also continues from the checkpoint alone.
     loaded = f"trainer = make()\ntrainer.load({saved!r})\ntrainer.fit(until=10)\n{CURVE}"
     assert two.run(loaded, timeout=60).values[1] == pytest.approx(undisturbed, abs=1e-10)
 
 
 def test_a_death_that_is_not_replaced_names_the_newest_checkpoint(two: Cluster, tmp_path: Path) -> None:
-    """The last test: it ends the cluster."""
+    """Run this test last: it ends the cluster."""
     saved = str(tmp_path / "saved")
     stop = "recovery=nbkit.Recovery(on_failure='stop')"
     stop += f", checkpoints=nbkit.Checkpoints(path={saved!r}, every=5)"

@@ -1,4 +1,4 @@
-"""Ranks on a machine with several GPUs see what programs for torchrun expect: all GPUs, and a LOCAL_RANK each."""
+"""Test that ranks on a machine with several GPUs see all GPUs and their LOCAL_RANK, as programs for torchrun expect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def spec_of(uuids: list[str], *, base: int = 0, device: str = "cuda") -> EngineS
         (["GPU-a", "MIG-b"], ["GPU-a", "MIG-b"], [0, 0]),
     ],
 )
-def test_a_rank_sees_all_gpus_of_its_host_unless_ranks_share_one_or_have_parts_of_one(
+def test_a_rank_sees_all_gpus_of_its_host_unless_ranks_share_or_split_one(
     uuids: list[str], visible: list[str], local_ranks: list[int]
 ) -> None:
     spec = spec_of(uuids, base=4)
@@ -50,7 +50,7 @@ def test_ranks_on_cores_see_no_gpu_and_have_a_local_rank() -> None:
     assert [spec.place(rank).local_rank for rank in spec.ranks] == [0, 1]
 
 
-def test_a_rank_that_moved_to_a_spare_finds_it_where_its_own_gpu_was(tmp_path: Path) -> None:
+def test_a_rank_that_moved_to_a_spare_gpu_finds_it_at_its_local_rank(tmp_path: Path) -> None:
     spec, path = spec_of(["GPU-a", "GPU-b"]), tmp_path / "spec.json"
     path.write_text(json.dumps(asdict(spec)))
     specs.write_pins(replace(spec, pins=(spec.pins[0], RankPin({"CUDA_VISIBLE_DEVICES": "GPU-c"}, (), 1))), path)
@@ -62,9 +62,9 @@ def test_a_rank_that_moved_to_a_spare_finds_it_where_its_own_gpu_was(tmp_path: P
 
 @pytest.fixture(scope="module")
 def box(nbkit_home: Path) -> Iterator[Cluster]:
-    """A cluster of two ranks on a machine with two pretended GPUs."""
+    """Yield a cluster of two ranks on a machine with two simulated GPUs."""
     gpus = [Gpu(i, f"GPU-{i}000", "NVIDIA A100-SXM4-80GB", 81920, 4, ()) for i in range(2)]
-    pinning = replace(plan_pins(2, None, gpus, range(2), None), backend=GLOO)  # NCCL needs a real one
+    pinning = replace(plan_pins(2, None, gpus, range(2), None), backend=GLOO)  # NCCL needs a real GPU
     with forked_parents(False), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(BOX), prepend=":")
         cluster = Cluster(launched("box", pinning, 600.0, {}))
@@ -72,7 +72,7 @@ def box(nbkit_home: Path) -> Iterator[Cluster]:
     cluster.stop()
 
 
-# As in pytorch/examples, in Lightning's and Accelerate's launchers, and in the tutorials of DDP and FSDP.
+# This is what pytorch/examples, the launchers of Lightning and Accelerate, and the tutorials of DDP and FSDP do.
 PROGRAM = """
 import os, pathlib, torch
 local_rank, folder = int(os.environ["LOCAL_RANK"]), pathlib.Path({folder!r})
@@ -88,7 +88,7 @@ seen = [torch.cuda.device_count(), torch.cuda.current_device(), local_rank]
 """
 
 
-def test_programs_for_torchrun_find_the_gpus_and_the_local_rank_that_they_expect(box: Cluster, tmp_path: Path) -> None:
+def test_programs_for_torchrun_find_all_gpus_and_their_local_rank(box: Cluster, tmp_path: Path) -> None:
     assert box.run("[torch.cuda.current_device(), local_rank]").values == {0: [0, 0], 1: [1, 1]}
 
     seen = box.run(PROGRAM.format(folder=str(tmp_path)) + "seen").values
@@ -97,7 +97,7 @@ def test_programs_for_torchrun_find_the_gpus_and_the_local_rank_that_they_expect
     assert (tmp_path / "snapshot.pt").read_text() == "by rank 0"
 
 
-def test_a_rank_that_computes_on_the_gpu_of_another_is_named_once(
+def test_a_rank_with_tensors_on_the_gpu_of_another_rank_is_named_once(
     box: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     box.run("from nbkit.rank.device import accelerator\nif rank == 1: accelerator().held[0] = 1_230_000")

@@ -1,6 +1,6 @@
-"""`hang_timeout=`: a rank that all others wait for is ended and replaced; if all ranks wait, none is ended.
+"""Test `hang_timeout=`: a rank that all others wait for is ended and replaced; if all ranks wait, none is ended.
 
-All tests share a cluster of three. Each compares with a training that was left alone.
+All tests share a cluster of three. Each compares with an undisturbed training.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def test_a_rank_that_the_system_has_stopped_is_ended_and_replaced(three: Cluster
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", [pytest.param("alone_in_a_collective", marks=pytest.mark.long), "breakpoint"])
-def test_where_all_ranks_wait_nobody_is_ended(three: Cluster, how: str) -> None:
-    """Have rank 1 wait in a collective of its own while the others wait in a step, or have it wait at a breakpoint."""
+def test_no_rank_is_ended_if_all_ranks_wait(three: Cluster, how: str) -> None:
+    """Let rank 1 wait at a breakpoint, or in another collective than the ranks that wait in a step."""
     before = pids(three)
     three.run(f"at.update(step=4, how={how}); trainer = make()")
     handle = three.run(CELL, detach=True)
     while step_of(three) < 4 or (how != "breakpoint" and not three.why().verdict.stuck):
-        time.sleep(1.0)  # to ask takes more than to wait
+        time.sleep(1.0)  # waiting costs less compute than asking
     time.sleep(1.5 * TIMEOUT)
     assert pids(three) == before and all(process.is_alive() for process in three.entry.ranks)
     handle.stop()
@@ -112,7 +112,7 @@ def test_where_all_ranks_wait_nobody_is_ended(three: Cluster, how: str) -> None:
     assert pids(three) == before
 
 
-def test_what_is_no_number_of_seconds_is_refused(three: Cluster) -> None:
+def test_a_hang_timeout_of_zero_is_refused(three: Cluster) -> None:
     with pytest.raises(CellError) as refused:
         three.run("make(recovery=nbkit.Recovery(hang_timeout=0))")
     assert "nbkit.Recovery(hang_timeout=60)" in refused.value.traceback

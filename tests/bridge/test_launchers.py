@@ -1,4 +1,4 @@
-"""Launchers of libraries, called in a cell: their function runs on the ranks that are there, with torchrun's losses."""
+"""Test that launchers of libraries run their function on the existing ranks, with the same losses as torchrun."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ port, sums = os.environ["MASTER_PORT"], []
 """
 
 
-def test_notebook_launcher_runs_a_cells_function_on_the_ranks_and_may_be_called_again(
+def test_notebook_launcher_runs_a_function_on_the_ranks_and_works_repeatedly(
     two: Cluster,
 ) -> None:
     cell = LAUNCHES + "for factor in (1, 10):\n    notebook_launcher(train, (factor,), num_processes=2)\n"
@@ -37,14 +37,14 @@ def test_notebook_launcher_runs_a_cells_function_on_the_ranks_and_may_be_called_
 
 def test_an_error_in_the_launched_function_fails_the_cell_with_its_line(two: Cluster) -> None:
     cell = LAUNCHES + "def bad():\n    raise ValueError('no such model')\nnotebook_launcher(bad, num_processes=2)"
-    # Either rank may be released before it comes to the error, which it raises then or not.
+    # A rank may be released before it reaches the error, so the error may come from one rank or from both.
     with pytest.raises(CellError, match=r"(Ranks 0-1|Rank [01]) failed: ValueError: no such model"):
         two.run(cell)
-    # Nothing of it is left in the way of the next one.
+    # The next launch works.
     assert two.run(LAUNCHES + "notebook_launcher(train, (1,), num_processes=2); len(sums)").values == {0: 1, 1: 1}
 
 
-def test_another_number_of_processes_than_ranks_is_refused_with_what_to_write(
+def test_a_wrong_number_of_processes_is_refused_with_what_to_write(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CellError, match="runs its function on the ranks that are there"):
@@ -54,7 +54,7 @@ def test_another_number_of_processes_than_ranks_is_refused_with_what_to_write(
     assert two.run("sums").values == {0: [], 1: []}
 
 
-def test_debug_launcher_and_elastic_launch_run_in_place_too(two: Cluster) -> None:
+def test_debug_launcher_and_elastic_launch_run_on_the_existing_ranks(two: Cluster) -> None:
     assert two.run(
         LAUNCHES + "from accelerate import debug_launcher\ndebug_launcher(train, (1,), num_processes=2)\nsums"
     ).values == {0: [(2, 3.0, True)], 1: [(2, 3.0, True)]}
@@ -75,12 +75,12 @@ accelerator = Accelerator(cpu=True)
 """
 
 
-def test_a_script_does_not_find_the_precision_of_the_one_before(two: Cluster, tmp_path: Path) -> None:
+def test_a_script_does_not_see_the_precision_of_the_previous_script(two: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     two.run(f"import os; os.environ['ACCELERATE_LOG_LEVEL'] = 'error'\n%run {script} bf16\nfirst = accelerator")
     used = two.run("accelerator.state.mixed_precision, accelerator.reduce(torch.ones(1)).item()").values
-    assert used[0] == ("bf16", 2.0)  # cells can use what the script has made
+    assert used[0] == ("bf16", 2.0)  # cells can use objects of the script
 
     two.run(f"%run {script}")
 
@@ -114,10 +114,10 @@ class _MultiProcessingLauncher:
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "lightning_fabric"])
-def test_strategies_that_start_processes_take_the_ranks_that_are_there(
+def test_strategies_that_start_processes_use_the_existing_ranks(
     two: Cluster, package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A stand-in where Lightning is not installed: `import` finds what is first in sys.path.
+    # This module replaces Lightning, which may not be installed: `import` takes what is first in sys.path.
     folder = tmp_path.joinpath(*package.split("."), "strategies", "launchers")
     folder.mkdir(parents=True)
     (folder / "multiprocessing.py").write_text(LIGHTNING)
@@ -129,7 +129,7 @@ def test_strategies_that_start_processes_take_the_ranks_that_are_there(
         "def fit(base):\n    return base + dist.get_rank(), os.getpid() == here\n"
         "import os; here = os.getpid()\n"
     )
-    options = ", trainer=None" if "pytorch" in package else ""  # the Trainer's, for the launcher alone
+    options = ", trainer=None" if "pytorch" in package else ""  # only the launcher of the Trainer takes it
     cell = launch + "Launcher(Strategy(num_processes={}, num_nodes=1)).launch(fit, 40" + options + ")"
     assert two.run(cell.format(2)).values == {0: (40, True), 1: (41, True)}
     with pytest.raises(CellError):
@@ -150,7 +150,7 @@ def test_strategies_that_start_processes_take_the_ranks_that_are_there(
         ),
     ],
 )
-def test_losses_of_launched_programs_are_those_under_torchrun(
+def test_losses_of_launched_programs_equal_those_under_torchrun(
     two: Cluster, name: str, option: str, tmp_path: Path
 ) -> None:
     if name != "accelerate_loop" and importlib.util.find_spec("lightning") is None:

@@ -1,4 +1,4 @@
-"""A script under `%run` behaves as under torchrun: environment, arguments, errors, event loops, children."""
+"""Test that a script under `%run` behaves as under torchrun: environment, arguments, errors, event loops, children."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def written(folder: Path, name: str) -> list[object]:
     return [ast.literal_eval((folder / f"{name}{rank}").read_text()) for rank in range(2)]
 
 
-def test_environment_and_arguments_are_those_of_torchrun(two: Cluster, tmp_path: Path) -> None:
+def test_environment_and_arguments_equal_those_under_torchrun(two: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENVIRONMENT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
@@ -78,7 +78,7 @@ def test_asyncio_run_works_in_a_cell_and_in_a_script(two: Cluster, tmp_path: Pat
 
     assert two.run(RUNS + "asyncio.run(later())").values == {0: 42, 1: 42}
     assert two.run(f"%run {script}\nanswer").values == {0: 42, 1: 42}
-    # And in a cell that awaits afterwards.
+    # It also works in a later cell that awaits.
     assert two.run(RUNS + "await later()").values == {0: 42, 1: 42}
 
 
@@ -116,18 +116,16 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_processes_that_a_script_spawns_find_its_functions_and_classes_and_form_a_world(
-    two: Cluster, tmp_path: Path
-) -> None:
+def test_processes_spawned_by_a_script_import_its_names_and_form_a_world(two: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWNS)
 
     assert two.run(f"%run {script}\nanswer", timeout=60).values[1] == [10, 0, 1, 4, 9, 16, 25, 36, 49]
-    # And the rank is still in its own.
+    # The rank is still in its own world.
     assert two.run("import os\n(os.environ['MASTER_ADDR'], 'TORCHELASTIC_USE_AGENT_STORE' in os.environ)").values[1][1]
 
 
-def test_a_script_that_spawns_runs_a_second_time(two: Cluster, tmp_path: Path) -> None:
+def test_a_script_that_spawns_processes_runs_repeatedly(two: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     script.write_text(
         "import multiprocessing as mp\ndef double(x):\n    return 2 * x\nif __name__ == '__main__':\n"
@@ -138,13 +136,13 @@ def test_a_script_that_spawns_runs_a_second_time(two: Cluster, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_a_class_of_a_cell_in_a_spawned_worker_fails_and_what_to_write_is_said(
+def test_a_class_of_a_cell_in_a_spawned_worker_fails_with_a_hint(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cell = SPAWNS.partition("def child")[0] + (
         'loader = DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context="spawn")\nlist(loader)'
     )
-    # First: torch may tell of a worker that has failed in the cell behind it, too.
+    # This comes first, because torch may report a failed worker again in the next cell.
     assert two.run(cell.replace('"spawn"', '"fork"'), "1").status == "ok"
     for _ in range(2):
         with pytest.raises(CellError):
@@ -153,7 +151,7 @@ def test_a_class_of_a_cell_in_a_spawned_worker_fails_and_what_to_write_is_said(
         assert "cannot import what a cell has defined" in said and 'multiprocessing_context="fork"' in said
 
 
-def test_a_shell_command_of_a_cell_is_a_program_of_its_own(two: Cluster, tmp_path: Path) -> None:
+def test_a_shell_command_of_a_cell_gets_no_variables_of_the_world(two: Cluster, tmp_path: Path) -> None:
     (tmp_path / "sees.py").write_text(
         "import os\nof = ('MASTER_', 'WORLD', 'TORCHEL')\n"
         "print(sorted(n for n in os.environ if 'RANK' in n or n.startswith(of)))"

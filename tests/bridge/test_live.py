@@ -1,4 +1,4 @@
-"""A live cell on a rank: stopped alone, told when it does not run, and seen beside the cell that trains."""
+"""Test a live cell on a rank: its stop, its status beside the cell that trains, and the error if it does not run."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_a_live_cell_may_await_while_the_training_is_awaited(two: Cluster, train
     assert two.run("await asyncio.sleep(0)\nrank", at_step=True).values == {0: 0, 1: 1}
 
 
-def test_a_live_cell_that_is_stopped_before_its_boundary_begins_on_no_rank(two: Cluster, training: CellHandle) -> None:
+def test_a_live_cell_stopped_before_its_step_boundary_runs_on_no_rank(two: Cluster, training: CellHandle) -> None:
     two.run("begun = False", at_step=True)
-    # The stop reaches only one rank before the cell; the other one hears of it from that.
+    # The stop reaches one rank before the cell does. The other rank learns of it from that rank.
     first = request_for(two.connection, "begun = True", None, at_step=True)
     for future in two.connection.client.request([1], StopCell(first.id, 0, live=True)).values():
         future.result(timeout=10)
@@ -80,7 +80,7 @@ def test_a_live_cell_that_is_stopped_before_its_boundary_begins_on_no_rank(two: 
     assert training.status == "running"
 
 
-def test_a_live_cell_that_comes_after_the_training_is_told_as_not_run(two: Cluster) -> None:
+def test_a_live_cell_that_comes_after_the_training_is_an_error(two: Cluster) -> None:
     request = CellRequest("too-late", "1", 1, (0, 1))
     results = two.connection.send(request, display.here(), live=True).done
     with pytest.raises(CellError, match="the training ended"):

@@ -1,4 +1,4 @@
-"""Random numbers of ranks: each its own, as processes that torchrun starts have them, until the user seeds them."""
+"""Test that ranks draw different random numbers, as under torchrun, until the user seeds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nbkit import Cluster
 DRAWN = "import random, numpy\n(torch.rand(4).tolist(), numpy.random.rand(4).tolist(), random.random())"
 
 
-def test_every_rank_draws_its_own_numbers(two: Cluster) -> None:
+def test_every_rank_draws_different_numbers(two: Cluster) -> None:
     drawn = two.run(DRAWN).values
 
     assert all(mine != others for mine, others in zip(drawn[0], drawn[1], strict=True))
@@ -22,13 +22,13 @@ def test_samplers_and_dropout_of_ranks_differ(two: Cluster) -> None:
     assert all(mine != others for mine, others in zip(found[0], found[1], strict=True))
 
 
-def test_ranks_that_are_seeded_alike_draw_alike(two: Cluster) -> None:
+def test_ranks_with_the_same_seed_draw_the_same_numbers(two: Cluster) -> None:
     drawn = two.run(f"import random, numpy\ntorch.manual_seed(0); numpy.random.seed(0); random.seed(0)\n{DRAWN}").values
 
     assert drawn[0] == drawn[1]
 
 
-def test_a_trainer_begins_with_the_weights_of_rank_0_whatever_built_the_model(two: Cluster) -> None:
+def test_a_trainer_starts_all_ranks_with_equal_weights_from_a_model_or_a_function(two: Cluster) -> None:
     weights = two.run(
         "import numpy\n"
         "def build():\n"

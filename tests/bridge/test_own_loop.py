@@ -1,4 +1,4 @@
-"""A rank dies in a loop over `job.batches`: the job is saved at a step boundary, and the error says how it is loaded.
+"""Test the death of a rank in a loop over `job.batches`: the job is saved, and the error says how to load it.
 
 All cases share a cluster of four.
 """
@@ -56,7 +56,7 @@ def four(nbkit_home: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def undisturbed(four: Cluster) -> list[float]:
-    """Return the losses of a loop that was left alone."""
+    """Return the losses of an undisturbed loop."""
     losses: list[float] = four.run(f"again('ddp')\n{LOOP}\n[record['loss'] for record in job.history]").values[0]
     assert len(losses) == STEPS
     return losses
@@ -73,15 +73,15 @@ def kill_in(cluster: Cluster, strategy: str, where: str, rank: int, step: int = 
     ("cell", "strategy", "rank", "where", "step"),
     [
         (LOOP, "zero3", 1, "forward", 5),
-        (OWN, "zero3", 2, "forward", 5),  # behind the forward: the others wait in job.backward
-        (LOOP, "ddp", 2, "behind", STEPS),  # in the last body, behind all that a rank waits for
+        (OWN, "zero3", 2, "forward", 5),  # after the forward pass, so the others wait in job.backward
+        (LOOP, "ddp", 2, "behind", STEPS),  # in the last step, after everything that a rank waits for
         pytest.param(EPOCHS, "ddp", 0, "forward", 5, marks=pytest.mark.long),
         pytest.param(OWN, "ddp", 1, "behind", 5, marks=pytest.mark.long),
         pytest.param(OWN, "dp=2 tp=2", 0, "forward", 5, marks=pytest.mark.long),
         pytest.param(LOOP, "dp=2 pp=2", 3, "behind", 5, marks=pytest.mark.long),
     ],
 )
-def test_the_job_is_saved_and_the_checkpoint_goes_on(
+def test_the_job_is_saved_and_continues_from_its_checkpoint(
     four: Cluster,
     undisturbed: list[float],
     tmp_path: Path,
@@ -100,7 +100,7 @@ def test_the_job_is_saved_and_the_checkpoint_goes_on(
     load = re.search(r"(job\.load\(job\.opened\('.*'\)\))", said)
     assert found is not None and load is not None
     assert int(found[1]) in (step - 1, step)
-    # Type what the error says. The loader is shuffled under the seed of its first step.
+    # Run what the error says. The loader is shuffled under the seed of its first step.
     left = f"""
 from nbkit.rank.data import data_rng
 from nbkit.rank.rng.seeding import SHARED
@@ -117,7 +117,7 @@ for batch in job.batches(batches[{found[1]}:]):
     assert four.run(left, timeout=60).values[3] == pytest.approx(undisturbed, abs=1e-10)
 
 
-def test_what_is_no_death_ends_a_loop_as_ever(four: Cluster) -> None:
+def test_errors_and_break_end_a_loop_as_usual(four: Cluster) -> None:
     four.run("again('ddp', recovery=nbkit.Recovery(on_failure='stop'))")
     with pytest.raises(CellError, match="planted"):
         four.run("for batch in job.batches(loader):\n    job.backward(batch)\n    raise ValueError('planted')")
@@ -130,8 +130,8 @@ def test_what_is_no_death_ends_a_loop_as_ever(four: Cluster) -> None:
     assert four.run(inside).values[1] == 1 + STEPS
 
 
-def test_a_death_that_is_not_to_be_replaced_ends_the_cell(four: Cluster) -> None:
-    """The last test: it ends the cluster."""
+def test_a_death_ends_the_cell_if_recovery_is_stop(four: Cluster) -> None:
+    """Run this test last: it ends the cluster."""
     kill_in(four, "ddp", "forward", 2, recovery=nbkit.Recovery(on_failure="stop"))
     with pytest.raises(RankDied, match="Rank 2 died"):
         four.run(LOOP, timeout=120)

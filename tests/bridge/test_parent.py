@@ -1,4 +1,4 @@
-"""The parent of the ranks on its own: a start that is given up, one that is stopped half-way, children that end."""
+"""Test the parent of the ranks alone: starts that are abandoned or stopped half-way, and children that end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nbkit.wire.processes import Process
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder for the parent of a cluster of three ranks whose controller has not come up yet."""
+    """Return a folder for the parent of a cluster of three ranks whose controller is not ready yet."""
     pin = {"env": {}, "cores": [], "threads": 1}
     spec = {
         "name": "half",
@@ -43,12 +43,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_parent_whose_notebook_is_gone_before_the_controller_is_up_gives_up(folder: Path) -> None:
-    # A controller that the notebook has started, but that has not come up.
+def test_a_parent_ends_if_its_notebook_ends_before_the_controller_is_ready(folder: Path) -> None:
+    # The notebook has started this controller, but it is not ready.
     controller = subprocess.Popen(["sleep", "1000"])
     (folder / "controller.json").write_text(json.dumps(vars(Process.of(controller.pid))))
     spec = json.loads((folder / "spec.json").read_text())
-    spec["launcher"]["started"] += 1  # a notebook that has ended since
+    spec["launcher"]["started"] += 1  # as if the notebook has ended
     (folder / "spec.json").write_text(json.dumps(spec))
     parent = parent_of(folder)
     parent.start()
@@ -74,21 +74,21 @@ def stopped_while_it_forks(rank: int, folder: Path) -> list[int]:
             os.setsid()
             signal.pause()
         if rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)  # the child that is forked now is not in the list yet
+            os.kill(os.getpid(), signal.SIGTERM)  # the new child is not in the list yet
         mine, _theirs = socket.socketpair()
         self.children[rank] = parents.Child(rank, pid, Link(mine))
 
-    parents.Parent.start_rank = start_rank  # type: ignore[method-assign,assignment]  # a forked process of its own
+    parents.Parent.start_rank = start_rank  # type: ignore[method-assign,assignment]  # in a forked process
     parents.Parent(folder).run()
     return started
 
 
-def test_a_parent_that_is_stopped_while_it_forks_forks_no_more(folder: Path) -> None:
+def test_a_parent_that_is_stopped_while_it_forks_starts_no_more_ranks(folder: Path) -> None:
     assert run_ranks(stopped_while_it_forks, 1, folder, join=False) == [[0, 1]]
 
 
 def heard_from_another_release(rank: int, folder: Path) -> int:
-    """Return 1 if the parent has ended a rank whose first message has another protocol."""
+    """Return 1 if the parent ended a rank whose first message has another protocol."""
     parent = parents.Parent(folder)
     mine, theirs = socket.socketpair()
     pid = os.fork()
@@ -112,7 +112,7 @@ def test_a_rank_of_another_release_is_ended(folder: Path) -> None:
     assert run_ranks(heard_from_another_release, 1, folder, join=False) == [1]
 
 
-def test_a_child_is_seen_to_have_ended_before_its_pid_is_given_away() -> None:
+def test_has_ended_sees_the_end_of_a_child_without_reaping_it() -> None:
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"], {})
     try:
         assert not has_ended(pid)
@@ -120,4 +120,4 @@ def test_a_child_is_seen_to_have_ended_before_its_pid_is_given_away() -> None:
         os.kill(pid, 9)
     while not has_ended(pid):
         time.sleep(0.01)
-    assert os.waitpid(pid, os.WNOHANG)[0] == pid  # nobody has reaped it
+    assert os.waitpid(pid, os.WNOHANG)[0] == pid  # has_ended did not reap it

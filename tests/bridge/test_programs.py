@@ -1,7 +1,7 @@
-"""Programs written for torchrun run in a cell as they are, by `%run`: not a line changed, and every loss equal.
+"""Test that programs written for torchrun run unchanged in a cell by `%run`, with equal losses.
 
-They have the structure of programs that people bring, each with the functions that it uses of its library. If a library
-is not installed, its program is skipped.
+The programs have the structure of real ones, and call their libraries as real ones do. If a library is not installed,
+its program is skipped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def as_under_torchrun(program: Path, losses: Path) -> list[float]:
         *(pytest.param(name, under_torchrun, marks=pytest.mark.long) for name in ("nanogpt", *REST)),
     ],
 )
-def test_losses_in_a_cell_are_those_under_torchrun(
+def test_losses_in_a_cell_equal_those_under_torchrun(
     two: Cluster, name: str, alone: Callable[[Path, Path], list[float]], tmp_path: Path
 ) -> None:
     for library in TAKES.get(name, ()):
@@ -69,11 +69,11 @@ def test_losses_in_a_cell_are_those_under_torchrun(
     two.run(f"%run {program} --losses {losses}")
 
     assert ast.literal_eval(losses.read_text()) == expected
-    # The ranks are as they were: a world, and nothing of the program's left in force.
+    # The ranks are in the world as before, without settings of the program.
     assert two.run("y = torch.ones(1); dist.all_reduce(y); y.item()").values == {0: 2.0, 1: 2.0}
 
 
-def test_a_program_may_be_run_again_and_changed_by_its_arguments(two: Cluster, tmp_path: Path) -> None:
+def test_a_program_runs_again_with_other_arguments(two: Cluster, tmp_path: Path) -> None:
     found = []
     for run in range(2):
         two.run(f"%run {PROGRAMS / 'nanogpt.py'} --losses {tmp_path / str(run)} --max_iters {4 + run}")

@@ -1,6 +1,6 @@
-"""A rank that dies in `fit` is replaced: a new process enters the cell, and the training goes on unchanged.
+"""Test that a rank that dies in `fit` is replaced: a new process enters the cell, and the training is unchanged.
 
-All cases share a cluster of four. Each kills in mid-training and compares with a training that was left alone.
+All cases share a cluster of four. Each kills ranks during the training, and compares with an undisturbed one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run_killing(cluster: Cluster, ranks: list[int], cell: str = CELL) -> Results
 
 
 def check_whole(cluster: Cluster) -> None:
-    """Check that every rank runs cells and is in the world, and that status knows the processes that are there."""
+    """Check that every rank runs cells and is in the world, and that status has the ids of its processes."""
     results = cluster.run("import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), rank)")
     assert [results.values[rank][0] for rank in range(4)] == [4] * 4
     assert [results.values[rank][2] for rank in range(4)] == [0, 1, 2, 3]
@@ -75,7 +75,7 @@ def check_whole(cluster: Cluster) -> None:
     ],
     ids=str,
 )
-def test_the_training_goes_on_as_if_nothing_had_been(
+def test_a_training_after_a_replacement_has_the_undisturbed_losses(
     four: Cluster, undisturbed: list[float], strategy: str, ranks: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     four.run(f"trainer = make(strategy={strategy!r})")
@@ -84,18 +84,18 @@ def test_the_training_goes_on_as_if_nothing_had_been(
     for rank in range(4):
         assert results.values[rank] == pytest.approx(undisturbed, abs=1e-10)
     lost = "0 steps" if strategy == "ddp" else r"\d steps?"  # since the last backup
-    said, deadline = "", time.monotonic() + 10  # the line may come behind the result
+    said, deadline = "", time.monotonic() + 10  # the line may come after the result
     while not (found := re.search(rf"replaced: {lost} and \d+\.\d s lost", said)) and time.monotonic() < deadline:
         time.sleep(0.05)
         said += capsys.readouterr().err
     assert found, said
     check_whole(four)
-    # The new rank has what cells have defined before and after, and the Trainer under its name.
+    # The new rank has the names that cells defined before and after, and the Trainer under its name.
     four.run("def later(): return trainer.step, before, int(total), len(rows()), make.__module__")
     assert four.run("later()").values == dict.fromkeys(range(4), (STEPS, 1, 4, 64, "__main__"))
 
 
-def test_fit_is_entered_however_it_is_written(four: Cluster, undisturbed: list[float]) -> None:
+def test_a_new_rank_enters_a_fit_inside_other_calls(four: Cluster, undisturbed: list[float]) -> None:
     four.run("trainer = make()")
     whole = "print(len(trainer.fit(\n    until=trainer.step + steps\n))); "
     results = run_killing(four, [3], whole + "[record['loss'] for record in trainer.history]")
@@ -117,14 +117,14 @@ trainer = make()
 """
 
 
-def test_a_switch_of_which_a_rank_has_died_is_made(four: Cluster, undisturbed: list[float]) -> None:
-    """The new rank has not got the request. Without it, all later requests, such as a stop, would wait behind it."""
+def test_a_switch_is_made_although_a_rank_died_after_the_request(four: Cluster, undisturbed: list[float]) -> None:
+    """Check that the new rank gets the request too. Otherwise all later requests, such as a stop, wait for it."""
     four.run(DIES_ASKED)
     before = four.entry.ranks[2]
     handle = four.run(CELL, detach=True)
     switched = four.switch("zero1")
     assert (switched.ok, switched.strategy) == (True, "dp=4 zero=1")
-    assert switched.step < STEPS  # and not when the training had ended
+    assert switched.step < STEPS  # before the end of the training
     assert handle.wait(timeout=120).values[2] == pytest.approx(undisturbed, abs=1e-10)
     assert four.entry.ranks[2] != before
     check_whole(four)
@@ -132,8 +132,10 @@ def test_a_switch_of_which_a_rank_has_died_is_made(four: Cluster, undisturbed: l
 
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "where"), [("ddp", "callback"), ("zero3", "update")])
-def test_a_death_at_the_end_is_no_other_one(four: Cluster, undisturbed: list[float], strategy: str, where: str) -> None:
-    """A rank dies after the last reduction, when nothing in the step waits for it any more."""
+def test_a_death_in_the_last_step_is_replaced(
+    four: Cluster, undisturbed: list[float], strategy: str, where: str
+) -> None:
+    """Kill a rank after the last reduction, when no rank waits for it in the step."""
     four.run(ENDING.format(strategy=strategy, where=where), timeout=60)
     results = four.run(CELL, timeout=120)
     assert results.status == "ok"
@@ -177,10 +179,10 @@ trainer = make(strategy="zero3", recovery=kept, optimizer=lambda model: Torn(mod
 """
 
 
-def test_an_update_that_an_error_has_torn_is_taken_back_by_the_next_fit(
+def test_an_update_that_an_error_interrupts_is_undone_by_the_next_fit(
     four: Cluster, undisturbed: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under zero3 each rank holds its own part, so no other rank can restore a part that is half updated."""
+    """Use zero3, where no other rank has the half-updated part of a rank."""
     four.run(TORN.format(1))
     with pytest.raises(CellError, match="planted"):
         four.run(CELL, timeout=60)
@@ -191,7 +193,7 @@ def test_an_update_that_an_error_has_torn_is_taken_back_by_the_next_fit(
 
 
 @pytest.mark.long
-def test_a_torn_update_of_which_nothing_is_kept_is_refused_with_what_to_type(four: Cluster, tmp_path: Path) -> None:
+def test_an_interrupted_update_without_a_backup_is_refused_with_what_to_type(four: Cluster, tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     four.run(TORN.format(0))
     for save, typed in (("", "build the Trainer again: nothing is saved"), (f"save({saved!r})", f"load({saved!r})")):
@@ -229,18 +231,18 @@ trainer, steps = make(model=Warm, data=unlike, callbacks=[pace, cool]), 16
 
 
 @pytest.mark.long
-def test_an_epoch_in_the_order_of_learned_losses_goes_on_as_if_nobody_had_died_in_it(four: Cluster) -> None:
-    """Two epochs of eight steps: rank 1 dies in the second, whose order follows from the losses of the first."""
+def test_an_epoch_ordered_by_learned_losses_continues_after_a_death(four: Cluster) -> None:
+    """Train two epochs of eight steps. Rank 1 dies in the second, which is ordered by the losses of the first."""
     left_alone = four.run(LEARNING + CELL, timeout=60).values[0]
     four.run(LEARNING + "if rank == 1: os.environ['DIES1'] = '11'")
     results = four.run(CELL, timeout=120)
     for rank in range(4):
         assert results.values[rank] == pytest.approx(left_alone, abs=1e-10)
-    # On the new rank too, the model has the attribute that was set, and `unlike` is the data of the training.
+    # The model of the new rank also has the changed attribute, and `unlike` is the data of its training.
     assert four.run("trainer.model.warmth, unlike is trainer.loop.data, len(pair[0])").values == {
         rank: (0.5, True, 64) for rank in range(4)
     }
-    # The losses that only this rank saw in the epoch are lost; all ranks draw the next epoch alike.
+    # The losses that only this rank saw in the epoch are lost. All ranks use the same order in the next epoch.
     learned = four.run("trainer.fit(8)\n[record['loss'] for record in trainer.history], list(unlike.costs)").values
     for rank in range(1, 4):
         assert learned[rank][0] == pytest.approx(learned[0][0], abs=1e-10)
@@ -248,7 +250,7 @@ def test_an_epoch_in_the_order_of_learned_losses_goes_on_as_if_nobody_had_died_i
 
 
 @pytest.mark.long
-def test_deaths_of_other_trainings_do_not_count(four: Cluster) -> None:
+def test_deaths_in_other_trainings_do_not_count(four: Cluster) -> None:
     for _ in range(3):
         four.run("import os\ntrainer = make(log_dir=None)\nif rank == 1: os.environ['DIES1'] = '2'")
         assert four.run("len(trainer.fit(3))", timeout=60).values == dict.fromkeys(range(4), 3)
@@ -256,8 +258,8 @@ def test_deaths_of_other_trainings_do_not_count(four: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_again_and_again_at_one_step_is_not_replaced_for_ever(four: Cluster) -> None:
-    """The last test: it ends the cluster."""
+def test_a_rank_that_dies_three_times_at_one_step_is_not_replaced(four: Cluster) -> None:
+    """Run this test last: it ends the cluster."""
     four.run("trainer = make(); crash[1] = 2")
     with pytest.raises(RankDied, match=r"has died 3 times at step 3, so it is the program") as caught:
         four.run("trainer.fit(8)", timeout=120)

@@ -1,6 +1,6 @@
-"""The number of ranks changes, while a Trainer makes steps or while none does: the training goes on unchanged.
+"""Test that a change of the number of ranks leaves the training unchanged, with a running Trainer and without.
 
-All tests share a cluster. Each compares with a training that was left alone.
+All tests share a cluster. Each compares with an undisturbed training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ defaults = dict(
 """
 CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
 
-WEIGHTS = 64 * 8 + 64  # that zero3 parts; the second layer has one row, which one rank has
+WEIGHTS = 64 * 8 + 64  # split by zero3; the second layer has a single row, on one rank
 BUFFERS = 3 * 8
 BYTES = 3 * 8  # bytes of an element and its two moments
 
@@ -44,7 +44,7 @@ def cluster(nbkit_home: Path) -> Iterator[Cluster]:
 
 
 def check_whole(cluster: Cluster, n: int) -> None:
-    """Check that every rank runs cells and is in the world, and that the notebook knows the processes."""
+    """Check that every rank runs cells and is in the world, and that the notebook has the ids of its processes."""
     results = cluster.run(
         "import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), rank, world_size)"
     )
@@ -57,7 +57,7 @@ def check_whole(cluster: Cluster, n: int) -> None:
 
 
 def resized_while_it_trains(cluster: Cluster, sizes: list[int], **options: Any) -> tuple[list[Any], Any]:
-    """Resize some steps after the resize before. Return the result of each, and the results of the cell."""
+    """Resize at the steps 4, 12, and so on. Return the result of each resize, and the results of the cell."""
     written = ", ".join(f"{name}={value!r}" for name, value in options.items())
     cluster.run(f"trainer = make({written}); slow = 0.05; held = trainer.model, trainer.optimizer")
     cluster.run("trainer.model.note = 'set since it was built'")
@@ -69,7 +69,7 @@ def resized_while_it_trains(cluster: Cluster, sizes: list[int], **options: Any) 
     return told, handle.wait(timeout=120)
 
 
-def test_two_ranks_are_four_and_two_again_while_they_train(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_resize_to_four_ranks_and_back_keeps_the_losses_of_a_training(cluster: Cluster, tmp_path: Path) -> None:
     alone = cluster.run(f"trainer = make(strategy='zero3')\n{CELL}").values[0]
     told, results = resized_while_it_trains(cluster, [4, 2], strategy="zero3", log_dir=str(tmp_path))
 
@@ -80,13 +80,13 @@ def test_two_ranks_are_four_and_two_again_while_they_train(cluster: Cluster, tmp
         (2, 4, "dp=4 zero=3"),
         (4, 2, "dp=2 zero=3"),
     ]
-    # Three of four ranks lack their quarter; of two, the second lacks its half, and the first the second quarter.
-    # Buffers come from the first rank, since they may differ.
+    # With four ranks, three lack their quarter. With two, rank 1 lacks its half, and rank 0 the second quarter.
+    # Buffers are sent by the first rank, since they may differ.
     assert told[0].result["moved_bytes"] == WEIGHTS * BYTES * 3 // 4 + 3 * BUFFERS
     assert told[1].result["moved_bytes"] == WEIGHTS * BYTES * 3 // 4 + BUFFERS
     check_whole(cluster, 2)
     assert cluster.run("trainer.model.note").values == dict.fromkeys(range(2), "set since it was built")
-    # The user's old objects train now, and the next training and switch notice nothing.
+    # The user's model and optimizer are still those that train, and a later switch and fit work.
     cluster.run("assert held[0] is trainer.model and held[1] is trainer.optimizer\ntrainer.switch('ddp')")
     assert len(cluster.run("trainer.fit(2)\nhistory = trainer.history").values) == 2
     events = events_of(next(tmp_path.iterdir()))
@@ -113,7 +113,7 @@ defaults["model"] = Mixture
 
 
 @pytest.mark.long
-def test_experts_at_other_places_stay_there_with_more_ranks(cluster: Cluster) -> None:
+def test_places_of_experts_are_kept_by_a_resize(cluster: Cluster) -> None:
     cluster.run(MIXTURE)
     alone = cluster.run(f"trainer = make()\n{CELL}").values[0]
     told, results = resized_while_it_trains(cluster, [4, 2], strategy="ep=2 experts=0:0-3")
@@ -132,7 +132,7 @@ def events_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_sizes_that_cannot_be_are_refused_with_those_that_fit(cluster: Cluster) -> None:
+def test_a_resize_that_does_not_fit_is_refused_with_a_size_that_fits(cluster: Cluster) -> None:
     cluster.run("trainer = make(); slow = 0.05")
     handle = cluster.run(CELL, detach=True)
     until_step(cluster, 3)
@@ -153,7 +153,7 @@ def test_sizes_that_cannot_be_are_refused_with_those_that_fit(cluster: Cluster) 
 
 
 def kill_when_one_is_forked(cluster: Cluster, rank: int) -> threading.Thread:
-    """Kill the process of `rank` when the parent has forked a new rank: before it can form a world. 2: that one."""
+    """Kill the process of `rank` (2: the new rank) when the parent has forked a new rank, before a world is formed."""
 
     def children() -> set[int]:
         pid = cluster.entry.parent.pid
@@ -173,7 +173,7 @@ def kill_when_one_is_forked(cluster: Cluster, rank: int) -> threading.Thread:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [1, 2], ids=["one that is there", "one that is new"])
-def test_a_rank_that_dies_while_the_cluster_grows_leaves_the_training_as_it_was(cluster: Cluster, rank: int) -> None:
+def test_the_death_of_a_rank_while_the_cluster_grows_keeps_the_training(cluster: Cluster, rank: int) -> None:
     alone = cluster.run(f"slow = 0.0; trainer = make()\n{CELL}").values[0]
     cluster.run("trainer = make(); slow = 0.05")
     handle = cluster.run(CELL, detach=True)
@@ -189,13 +189,13 @@ def test_a_rank_that_dies_while_the_cluster_grows_leaves_the_training_as_it_was(
     for losses in results.values.values():
         assert losses == pytest.approx(alone, abs=1e-10)
     check_whole(cluster, 2)
-    # Nothing of it is left: the next one succeeds.
+    # The next resize succeeds.
     assert cluster.resize(4).result["ranks"] == 4
     cluster.resize(2)
     check_whole(cluster, 2)
 
 
-def test_an_idle_cluster_is_resized_with_its_trainer_and_without(cluster: Cluster) -> None:
+def test_an_idle_cluster_is_resized_with_and_without_a_trainer(cluster: Cluster) -> None:
     cluster.run("del trainer, held, history\nimport gc; gc.collect()")
     cluster.resize(3)
     check_whole(cluster, 3)
@@ -211,7 +211,7 @@ def test_an_idle_cluster_is_resized_with_its_trainer_and_without(cluster: Cluste
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "tp=2", "pp=2 microbatches=2"])
-def test_four_ranks_are_two_then_eight(cluster: Cluster, strategy: str) -> None:
+def test_a_resize_from_four_ranks_to_two_and_eight_keeps_the_losses(cluster: Cluster, strategy: str) -> None:
     cluster.resize(4)
     alone = cluster.run(f"trainer = make(strategy={strategy!r})\n{CELL}").values[0]
     _, results = resized_while_it_trains(cluster, [2, 8], strategy=strategy)

@@ -1,4 +1,4 @@
-"""A cell on a rank, seen from within: who may interrupt what, what is kept of it, and what its children print."""
+"""Test a cell on a rank: its interrupts, its stored output, the text of its errors, and the output of its children."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nbkit.wire.messages import CompleteName, GetStatus
 INSIDE = "from nbkit.bridge import calls; runner = calls.runner\n"
 
 
-def test_a_traceback_shown_within_a_cell_leaves_the_rest_of_it_open_to_stop(two: Cluster) -> None:
+def test_a_cell_can_be_stopped_after_a_traceback_shown_within_it(two: Cluster) -> None:
     two.run(f"{INSIDE}went = get_ipython().run_cell('1 / 0').success; open_to_stop = runner.in_user_code")
     assert two.run("went, open_to_stop").values == dict.fromkeys((0, 1), (False, True))
 
 
 def test_a_rank_that_is_released_formats_no_traceback(two: Cluster) -> None:
-    """The notebook shows only the first rank's traceback. To format one after a training takes a core a second."""
+    """Check this because formatting takes a second of a core, and the notebook shows only the first traceback."""
     two.run(
         "formatted, ip = [], get_ipython()\ndef told(kind, *_, **__): formatted.append(kind.__name__); return ['']\n"
         "ip.InteractiveTB.structured_traceback = told"
@@ -43,7 +43,7 @@ class Bad(Exception):
 """
 
 
-def test_the_text_of_an_error_that_exits_is_left_out_and_its_frames_are_shown(two: Cluster) -> None:
+def test_an_error_whose_text_exits_is_shown_with_frames_but_without_text(two: Cluster) -> None:
     two.run(BAD.format("sys.exit(0)"))
     with pytest.raises(
         CellError, match=r"Ranks 0-1 failed: Bad: \(its text cannot be made: SystemExit\), line 2"
@@ -53,7 +53,7 @@ def test_the_text_of_an_error_that_exits_is_left_out_and_its_frames_are_shown(tw
     assert two.run("x").values == {0: 1, 1: 1}
 
 
-def test_the_text_of_an_error_that_never_ends_answers_stop(two: Cluster) -> None:
+def test_stop_ends_an_error_text_that_never_ends(two: Cluster) -> None:
     two.run(BAD.format("while True: pass"))
     handle = two.run("print('in it')\nraise Bad()", detach=True)
     while not all("in it" in text for text in handle.output.values()):
@@ -62,7 +62,7 @@ def test_the_text_of_an_error_that_never_ends_answers_stop(two: Cluster) -> None
     assert two.run("1").values == {0: 1, 1: 1}
 
 
-def test_the_text_of_an_error_that_never_ends_is_not_waited_for(two: Cluster) -> None:
+def test_ranks_do_not_wait_for_an_error_text_that_never_ends(two: Cluster) -> None:
     two.run(BAD.format("while True: pass") + "from nbkit.bridge import runner as module\nmodule.TEXT_SECONDS = 1.1")
     with pytest.raises(CellError, match=r"Rank 1 failed: Bad: \(its text takes too long"):
         two.run("if rank == 1: raise Bad()\ndist.barrier()")
@@ -71,7 +71,7 @@ def test_the_text_of_an_error_that_never_ends_is_not_waited_for(two: Cluster) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["reduce", "text"])
-def test_a_value_that_never_lets_itself_be_sent_answers_stop(two: Cluster, where: str) -> None:
+def test_stop_ends_the_sending_of_a_value_that_never_ends(two: Cluster, where: str) -> None:
     fails = "while True: pass" if where == "reduce" else "raise Bad()"
     two.run("x = 1\n" + BAD.format("while True: pass") + f"class Stuck:\n    def __reduce__(self):\n        {fails}")
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -80,15 +80,15 @@ def test_a_value_that_never_lets_itself_be_sent_answers_stop(two: Cluster, where
     assert two.run("x").values == {0: 1, 1: 1}
 
 
-def test_a_value_that_exits_is_refused_and_the_rank_lives_on(two: Cluster) -> None:
+def test_a_value_that_exits_is_refused_and_the_rank_survives(two: Cluster) -> None:
     two.run("import sys\nclass Exits:\n    def __reduce__(self): sys.exit(4)")
     with pytest.raises(TransferError, match="SystemExit: 4"):
         two.pull("Exits()")
     assert two.run("x").values == {0: 1, 1: 1}
 
 
-def test_what_a_page_has_a_widget_do_answers_stop(two: Cluster) -> None:
-    """The code of a page's widget runs between two cells, which would wait behind it."""
+def test_stop_ends_the_code_of_a_widget(two: Cluster) -> None:
+    """Run code of a widget that never ends between two cells, so that the second cell waits for it."""
     two.run(
         "from comm import create_comm\nbegun = []\n"
         "def stuck(message):\n    begun.append(1)\n    while True: pass\n"
@@ -102,7 +102,7 @@ def test_what_a_page_has_a_widget_do_answers_stop(two: Cluster) -> None:
     assert two.run("x").values == {0: 1, 1: 1}
 
 
-def test_a_name_whose_attributes_never_come_leaves_the_rank_with_its_requests(two: Cluster) -> None:
+def test_the_rank_answers_requests_while_dir_of_an_object_never_ends(two: Cluster) -> None:
     two.run(
         "class Stuck:\n    def __dir__(self):\n        while looked: pass\n        return []\n"
         "stuck, looked = Stuck(), 1"
@@ -126,7 +126,7 @@ def test_a_long_chain_of_errors_is_shown_without_its_middle(two: Cluster) -> Non
 
 
 @pytest.mark.long
-def test_text_that_is_flushed_after_each_character_goes_out_in_few_messages_and_in_order(two: Cluster) -> None:
+def test_text_flushed_after_each_character_is_sent_in_few_messages_and_in_order(two: Cluster) -> None:
     two.run(
         "import sys\nfrom IPython.display import display\nfor i in range(2000):\n"
         "    print('x', end='', flush=True)\n    if i in (500, 1500):\n"
@@ -144,8 +144,8 @@ def test_text_that_is_flushed_after_each_character_goes_out_in_few_messages_and_
     assert before == "x" * 501 + "error\n"
 
 
-def test_what_a_full_disk_does_not_keep_is_shown_all_the_same(two: Cluster) -> None:
-    """A limit on the size of files does what a full disk does."""
+def test_output_that_a_full_disk_cannot_store_is_still_shown(two: Cluster) -> None:
+    """Limit the size of files, which has the effect of a full disk."""
     two.run("import resource\nlimit, before = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)")
     shown = two.run("resource.setrlimit(limit, (1, before[1]))\nfor i in range(5): print('line', i)\ni", timeout=20)
     assert shown.values == {0: 4, 1: 4}
@@ -157,12 +157,12 @@ def test_what_a_full_disk_does_not_keep_is_shown_all_the_same(two: Cluster) -> N
     assert json.loads(log[-1])["content"]["text"] == "kept\n"
 
 
-def test_output_that_nobody_has_any_more_is_not_waited_for(two: Cluster) -> None:
+def test_a_cell_does_not_wait_for_output_that_is_lost(two: Cluster) -> None:
     lost = two.run("calls.runner.capture.stack[-1].count += 3\nprint('here')", timeout=30)
     assert lost.status == "ok" and "here" in lost.output[0]
 
 
-def test_an_interrupt_that_comes_after_its_cell_hits_nobody(two: Cluster) -> None:
+def test_an_interrupt_that_comes_after_its_cell_has_no_effect(two: Cluster) -> None:
     two.run(
         INSIDE + "from nbkit.bridge.runner import Running\nimport time\n"
         "late = Running(runner.running[0].request, 0.0); late.ended.set()\n"
@@ -173,7 +173,7 @@ def test_an_interrupt_that_comes_after_its_cell_hits_nobody(two: Cluster) -> Non
     assert two.run("caught").values == {0: True, 1: True}
 
 
-def test_what_is_kept_of_a_cell_within_a_cell_cannot_be_interrupted(two: Cluster) -> None:
+def test_storing_the_output_of_a_nested_cell_cannot_be_interrupted(two: Cluster) -> None:
     open_to_interrupts = two.run(
         INSIDE + "from nbkit.wire.cells import CellRequest\nseen = []\n"
         "def end(capturing): seen.append(runner.in_user_code); del runner.capture.end; runner.capture.end(capturing)\n"
@@ -184,7 +184,7 @@ def test_what_is_kept_of_a_cell_within_a_cell_cannot_be_interrupted(two: Cluster
     assert open_to_interrupts.values == dict.fromkeys((0, 1), (True, [False], True))
 
 
-def test_a_cell_whose_record_cannot_be_made_does_not_run_for_ever(two: Cluster) -> None:
+def test_a_cell_ends_even_if_its_record_cannot_be_made(two: Cluster) -> None:
     with pytest.raises(CellError, match="no space left"):
         two.run(
             INSIDE + "def end(capturing):\n"
@@ -194,12 +194,12 @@ def test_a_cell_whose_record_cannot_be_made_does_not_run_for_ever(two: Cluster) 
     assert two.run("len(runner.running), len(runner.capture.stack)").values == {0: (1, 1), 1: (1, 1)}
 
 
-def test_a_value_that_contains_itself_is_shown_and_not_sent(two: Cluster) -> None:
+def test_a_value_that_contains_itself_is_shown_as_text(two: Cluster) -> None:
     assert two.run("x = []; x.append(x); x").values == {0: "[[...]]", 1: "[[...]]"}
 
 
 @pytest.mark.long
-def test_what_a_forked_child_prints_arrives_and_its_displays_count_for_nobody(two: Cluster) -> None:
+def test_prints_of_a_forked_child_arrive_and_its_displays_are_dropped(two: Cluster) -> None:
     cell = two.run(
         "import os, sys\npid = os.fork()\nif pid == 0:\n"
         "    print('printed by a child'); print('and its stderr', file=sys.stderr); display('lost')\n"
@@ -207,14 +207,14 @@ def test_what_a_forked_child_prints_arrives_and_its_displays_count_for_nobody(tw
         "os.waitpid(pid, 0)[1]"
     )
     assert cell.values == {0: 0, 1: 0}
-    two.run("import time; time.sleep(0.3)")  # the thread that reads the descriptors
+    two.run("import time; time.sleep(0.3)")  # for the thread that reads the descriptors
     text = (two.entry.folder / "output" / "rank1.out").read_text()
     assert "printed by a child\n" in text
     assert "and its stderr\n" in text
     assert "lost" not in (two.entry.folder / "output" / "rank1.jsonl").read_text()
 
 
-def test_the_replay_log_is_cut_before_a_cell_and_never_loses_the_last_one(two: Cluster) -> None:
+def test_the_replay_log_is_cut_before_a_cell_and_keeps_the_last_cell(two: Cluster) -> None:
     two.run(
         "from nbkit.bridge import calls\nfrom nbkit.bridge import output as capture\n"
         "kept = capture.LOG_LIMIT; capture.LOG_LIMIT = 4000\n"
@@ -248,14 +248,16 @@ LONG = 3_000_000
     ["'y' * LONG", "from IPython.display import display; display({'text/plain': 'y' * LONG}, raw=True)"],
     ids=["a value", "displayed"],
 )
-def test_a_long_value_is_shown_by_its_two_ends(two: Cluster, capsys: pytest.CaptureFixture[str], source: str) -> None:
+def test_a_long_value_is_shown_without_its_middle(
+    two: Cluster, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
     two.run(source.replace("LONG", str(LONG)), ranks=[1])
     shown = capsys.readouterr().out
     assert "characters left out: %pull brings the whole value" in shown
     assert 50_000 < len(shown) < 110_000
 
 
-def test_a_picture_over_the_limit_is_not_sent_and_said(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_over_the_limit_is_replaced_by_a_message(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     two.run(
         "from IPython.display import display; display({'image/png': 'y' * (17 << 20), 'text/plain': 'plot'}, raw=True)",
         ranks=[1],
@@ -265,7 +267,7 @@ def test_a_picture_over_the_limit_is_not_sent_and_said(two: Cluster, capsys: pyt
     assert "not shown, the limit is 16,777,216: image/png of 17,825,792 characters" in shown
 
 
-def test_a_long_error_is_shown_by_its_two_ends(two: Cluster) -> None:
+def test_a_long_error_is_shown_without_its_middle(two: Cluster) -> None:
     with pytest.raises(CellError) as failed:
         two.run(f"raise ValueError('y' * {LONG} + 'the end')", ranks=[1])
     assert "the end" in failed.value.traceback

@@ -1,4 +1,4 @@
-"""A cell ends by exit(), by a script or a magic that fails, or by an interrupt; the error names the right rank."""
+"""Test cells that end by exit(), a failing script or magic, or an interrupt, and that errors name the right rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOW = "from IPython.display import display\n"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Return a script that assigns `made`, then fails in its line 4."""
+    """Return a script that assigns `made`, then fails in line 4."""
     path = tmp_path / "script.py"
     path.write_text("made = 5\ndef fail():\n    pass\n    raise ValueError('in the script')\nfail()\n")
     return path
@@ -26,7 +26,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_a_script_that_fails_fails_the_cell_with_its_own_file_and_lines(
+def test_a_failing_script_fails_the_cell_with_the_scripts_file_and_line(
     two: Cluster, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CellError, match="Ranks 0-1 failed: ValueError: in the script, line 2"):
@@ -35,7 +35,7 @@ def test_a_script_that_fails_fails_the_cell_with_its_own_file_and_lines(
     assert f"File {script}:4, in fail()" in shown
     assert shown.count("ValueError: in the script") == 1
     assert "IPython" not in shown and "nbkit" not in shown.replace(str(script), "")
-    assert two.run("made").values == {0: 5, 1: 5}  # the names that it defined are there, as after any %run
+    assert two.run("made").values == {0: 5, 1: 5}  # names that it defined exist, as after any %run
 
 
 def test_a_script_that_fails_on_one_rank_releases_the_others(two: Cluster, script: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_script_that_fails_on_one_rank_releases_the_others(two: Cluster, scrip
     assert caught.value.ranks == (1,)
 
 
-def test_a_module_that_fails_fails_the_cell(two: Cluster, script: Path) -> None:
+def test_a_failing_module_fails_the_cell(two: Cluster, script: Path) -> None:
     with pytest.raises(CellError, match="ValueError: in the script"):
         two.run(f"import sys; sys.path.insert(0, {str(script.parent)!r})\n%run -m {script.stem}")
 
@@ -59,12 +59,12 @@ def test_a_script_that_exits_with_a_code_fails_the_cell(two: Cluster, script: Pa
 
 
 @pytest.mark.parametrize("end", ["exit()", "quit(0)", "import sys; sys.exit()", "raise SystemExit(0)"])
-def test_a_script_that_exits_well_is_over_and_the_cell_goes_on(two: Cluster, script: Path, end: str) -> None:
+def test_a_script_that_exits_without_an_error_lets_the_cell_continue(two: Cluster, script: Path, end: str) -> None:
     script.write_text(f"made = 1\n{end}\nmade = 2\n")
     assert two.run(f"%run {script}\nmade").values == {0: 1, 1: 1}
 
 
-def test_what_fails_under_capture_fails_the_cell_and_what_it_printed_is_there(
+def test_an_error_under_capture_fails_the_cell_and_keeps_captured_text(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CellError, match="Rank 1 failed: ZeroDivisionError") as caught:
@@ -75,7 +75,7 @@ def test_what_fails_under_capture_fails_the_cell_and_what_it_printed_is_there(
 
 
 @pytest.mark.parametrize("magic", ["%%time", "%%timeit -n1 -r1", "%%prun", "%%capture", "%timeit -n1 -r1", "%prun"])
-def test_what_fails_within_a_magic_fails_the_cell(two: Cluster, magic: str) -> None:
+def test_an_error_within_a_magic_fails_the_cell(two: Cluster, magic: str) -> None:
     with pytest.raises(CellError, match="ZeroDivisionError"):
         two.run(f"{magic}{chr(10) if magic.startswith('%%') else ' '}1 / 0")
 
@@ -85,7 +85,7 @@ def test_an_extension_that_cannot_be_loaded_fails_the_cell(two: Cluster, script:
         two.run(f"import sys; sys.path.insert(0, {str(script.parent)!r})\n%load_ext {script.stem}")
 
 
-def test_an_error_that_is_only_shown_is_output_in_its_place(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_a_display_is_output_at_its_place(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     results = two.run(
         f"{SHOW}class Odd:\n    def _repr_html_(self): raise ValueError('no page')\n"
         "print('before'); display(Odd()); print('after'); Odd()"
@@ -108,7 +108,7 @@ def test_an_error_that_is_only_shown_is_output_in_its_place(two: Cluster, capsys
         ("import asyncio; await asyncio.sleep(0); exit()", "exit() has ended the cell"),
     ],
 )
-def test_a_cell_that_exits_well_ends_there_and_the_rank_lives_on(two: Cluster, end: str, says: str) -> None:
+def test_a_cell_that_exits_without_an_error_ends_there_and_the_rank_survives(two: Cluster, end: str, says: str) -> None:
     results = two.run(f"left = rank\n{end}\nleft = 'not here'")
     assert results.status == "ok"
     assert says in results.output[0] and "To exit: use" not in results.output[0]
@@ -125,10 +125,10 @@ def test_a_cell_that_exits_with_a_code_or_a_message_fails_with_it(two: Cluster, 
     assert two.run("rank").values == {0: 0, 1: 1}
 
 
-def test_the_process_lives_on_after_exit(two: Cluster) -> None:
+def test_the_process_survives_exit(two: Cluster) -> None:
     before = two.run("import os; os.getpid()").values
     two.run("exit()")
-    two.run("import time; time.sleep(0.5)")  # the engine's loop would have been stopped by now
+    two.run("import time; time.sleep(0.5)")  # enough time for exit to stop the engine's loop
     assert two.run("os.getpid()").values == before
 
 
@@ -136,14 +136,14 @@ def test_the_process_lives_on_after_exit(two: Cluster) -> None:
     "interrupt",
     ["raise KeyboardInterrupt", "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"],
 )
-def test_an_interrupt_on_one_rank_releases_the_others_and_is_said_to_be_its(two: Cluster, interrupt: str) -> None:
+def test_an_interrupt_on_one_rank_releases_the_others_and_names_that_rank(two: Cluster, interrupt: str) -> None:
     with pytest.raises(CellError, match=r"Rank 1 interrupted the cell: KeyboardInterrupt, line 2") as caught:
         two.run(f"if rank == 1:\n    {interrupt}\ndist.barrier()")
     assert "Rank 0: released at line 3" in str(caught.value)
 
 
-def test_a_rank_that_was_only_released_is_not_blamed(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both ranks end in the same line of the cell, with errors of the same name."""
+def test_a_rank_that_was_only_released_is_not_named_as_failed(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """End both ranks in the same line of the cell, with errors of the same name."""
     with pytest.raises(CellError, match=r"^Rank 1 failed: RuntimeError: mine, line 2") as caught:
         two.run("def step():\n    raise RuntimeError('mine') if rank == 1 else dist.barrier()\nstep()")
     assert "Rank 0: released at line 2, in barrier" in str(caught.value)
@@ -151,7 +151,7 @@ def test_a_rank_that_was_only_released_is_not_blamed(two: Cluster, capsys: pytes
     assert "[1] ------" in plain(capsys.readouterr().err)
 
 
-def test_equal_failures_are_one_also_where_one_comes_after_the_others_were_told(two: Cluster) -> None:
+def test_equal_failures_are_merged_even_if_one_comes_late(two: Cluster) -> None:
     source = (
         "import time\nuntil = time.time() + 1.5 * rank\n"
         "while time.time() < until:\n"
@@ -173,9 +173,7 @@ def test_a_warning_names_the_line_of_the_cell_once_for_all_ranks(
     assert "ipykernel" not in shown
 
 
-def test_a_loader_given_as_data_is_refused_and_nothing_else_said_of_it(
-    two: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loader_given_as_data_is_refused_without_warnings(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CellError, match="The data is a DataLoader"):
         two.run(
             "loader = torch.utils.data.DataLoader([torch.ones(2)] * 8, batch_size=4)\n"

@@ -1,6 +1,6 @@
-"""`on_failure="shrink"`: ranks die in `fit`, and the training goes on with those that are left.
+"""Test `on_failure="shrink"`: ranks die in `fit`, and the training continues with the remaining ranks.
 
-All tests share a cluster of four. Each compares with a training that was left alone.
+All tests share a cluster of four. Each compares with an undisturbed training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def alone(four: Cluster) -> list[float]:
 
 
 def run_killing(cluster: Cluster, ranks: list[int], step: int = 5) -> Results:
-    """Run CELL, and kill the ranks when the training has made so many steps, as another rank tells."""
+    """Run CELL, and kill the ranks when another rank reports that the training has reached `step`."""
     thread = kill_at(cluster, ranks, step)
     results: Results = cluster.run(CELL, timeout=120)
     thread.join()
@@ -44,7 +44,7 @@ def run_killing(cluster: Cluster, ranks: list[int], step: int = 5) -> Results:
 
 
 def check_whole(cluster: Cluster, n: int) -> None:
-    """Check that every rank runs cells and is in the world, and that the notebook knows the processes."""
+    """Check that every rank runs cells and is in the world, and that the notebook has the ids of its processes."""
     results = cluster.run(
         "import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), world_size)"
     )
@@ -57,11 +57,11 @@ def check_whole(cluster: Cluster, n: int) -> None:
     assert len(cluster.entry.labels) == n and all(cluster.entry.labels)
 
 
-def test_a_training_goes_on_with_the_ranks_that_are_left(
+def test_a_training_continues_with_the_remaining_ranks(
     four: Cluster, alone: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     four.run("trainer = make(strategy='zero3')")
-    results = run_killing(four, [1])  # a new process has its number, and rank 3 leaves
+    results = run_killing(four, [1])  # a new process takes its number, and rank 3 is removed
     assert sorted(results.values) == [0, 1, 2]
     for losses in results.values.values():
         assert losses == pytest.approx(alone, abs=1e-10)
@@ -70,7 +70,7 @@ def test_a_training_goes_on_with_the_ranks_that_are_left(
     check_whole(four, 3)
 
 
-def test_the_last_rank_dies_and_is_gone(four: Cluster, alone: list[float]) -> None:
+def test_a_training_continues_after_the_death_of_the_last_rank(four: Cluster, alone: list[float]) -> None:
     four.run("trainer = make()")
     results = run_killing(four, [2])
     assert sorted(results.values) == [0, 1]
@@ -81,9 +81,7 @@ def test_the_last_rank_dies_and_is_gone(four: Cluster, alone: list[float]) -> No
 
 
 @pytest.mark.long
-def test_a_mesh_that_cannot_do_without_a_rank_goes_on_with_the_new_one_and_says_why(
-    four: Cluster, alone: list[float]
-) -> None:
+def test_a_mesh_that_cannot_shrink_continues_with_a_new_rank_and_says_why(four: Cluster, alone: list[float]) -> None:
     if four.entry.n < 4:  # another test has shrunk it
         four.resize(4)
     four.run("trainer = make(strategy='tp=2', progress=True)")
@@ -95,7 +93,7 @@ def test_a_mesh_that_cannot_do_without_a_rank_goes_on_with_the_new_one_and_says_
 
 
 @pytest.mark.long
-def test_two_that_die_at_once_leave_two(four: Cluster, alone: list[float]) -> None:
+def test_a_training_continues_with_two_ranks_after_two_die_at_once(four: Cluster, alone: list[float]) -> None:
     four.run("trainer = make()")
     results = run_killing(four, [0, 3])
     assert sorted(results.values) == [0, 1]
@@ -104,7 +102,7 @@ def test_two_that_die_at_once_leave_two(four: Cluster, alone: list[float]) -> No
     check_whole(four, 2)
 
 
-def test_another_policy_is_refused_with_those_that_there_are(four: Cluster) -> None:
+def test_an_unknown_policy_is_refused_with_the_known_ones(four: Cluster) -> None:
     with pytest.raises(CellError) as refused:
         four.run("make(recovery=nbkit.Recovery(on_failure='grow'))")
     assert "'replace', 'shrink', 'stop'" in refused.value.traceback

@@ -1,4 +1,4 @@
-"""A sink of the user's lives as long as its training: it is closed by Stop, and opened again beside a new rank 0."""
+"""Test that a user's sink stays open during its training: a new rank 0 opens it again, and a stop closes it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def two(nbkit_home: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout if it sees this
         cluster = Cluster.start(2, cpu=True, name="sinks", ttl=600)
     yield cluster
     if cluster.entry.is_alive():
         cluster.stop()
 
 
-def test_it_is_opened_again_on_a_new_rank_0_and_stays_until_stop_closes_it(
+def test_a_sink_is_reopened_on_a_new_rank_0_and_closed_by_stop(
     two: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept, lost = tmp_path / "kept.jsonl", tmp_path / "lost.jsonl"
@@ -81,14 +81,14 @@ def test_it_is_opened_again_on_a_new_rank_0_and_stays_until_stop_closes_it(
     assert {one["name"] for one in opened} == {"tracked"}
     assert told[-1]["kind"] == "run_stopped" and told[-1]["pid"] == opened[1]["pid"]
     assert {one["pid"] for one in lines(lost)} == {victim}
-    said, deadline = "", time.monotonic() + 10  # the line may come behind the result
+    said, deadline = "", time.monotonic() + 10  # the line may come after the result
     while "nothing more is given to the sink Unpicklable" not in said:
         assert time.monotonic() < deadline, said
         time.sleep(0.05)
         captured = capsys.readouterr()
         said += captured.out + captured.err
 
-    # The number of ranks changes, and the sink stays as it is.
+    # A change of the number of ranks does not reopen the sink.
     two.resize(1)
     two.run("trainer.fit(2)")
     after = [one["kind"] for one in lines(kept)[len(told) :]]

@@ -1,6 +1,6 @@
-"""`--spares`: a rank whose device seems bad moves to one in reserve, and the curve is that of a run without deaths.
+"""Test `--spares`: a rank whose device seems bad moves to a spare one, and the curve is that of a run without deaths.
 
-Two ranks on one core, with the other core in reserve; each training is compared with one that was left alone.
+Two ranks are on one core, and the other core is the spare. Each training is compared with an undisturbed one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CELL = f"history = trainer.fit({STEPS})\n[record['loss'] for record in history],
 @pytest.fixture
 def two(nbkit_home: Path, tmp_path: Path) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout if it sees this
         cluster = Cluster.start(2, cpu=True, spares=1, name="spared", ttl=600)
     cluster.run(f"folder = {str(tmp_path)!r}\n{SETUP}")
     yield cluster
@@ -59,7 +59,7 @@ def two(nbkit_home: Path, tmp_path: Path) -> Iterator[Cluster]:
 
 
 def check_curve(cluster: Cluster, plan: dict[int, str]) -> dict[int, list[int]]:
-    """Train alone, then with what `plan` has for rank 1; the cores of the ranks at the end."""
+    """Train undisturbed, then with `plan`, and compare. Return the cores of each rank at the end."""
     alone = cluster.run(f"plan = {{}}\ntrainer = make()\n{CELL}", timeout=60).values[0][0]
     results = cluster.run(f"plan = {plan}\ntrainer = make()", timeout=60)
     results = cluster.run(CELL, timeout=120)
@@ -70,7 +70,7 @@ def check_curve(cluster: Cluster, plan: dict[int, str]) -> dict[int, list[int]]:
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_twice_on_its_device_goes_on_on_the_spare_one(
+def test_a_rank_that_dies_twice_on_its_device_moves_to_the_spare(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert f"spares: {two.entry.spares[0]}" in repr(two.status())
@@ -93,16 +93,14 @@ def test_a_rank_that_dies_twice_on_its_device_goes_on_on_the_spare_one(
     assert f"for it died twice on {old}" in two.status().rows[1].why
     assert running("spared").labels == (old, new)
     assert f"rank 1 is on the spare {new} now" in (two.entry.folder / "logs" / "parent.log").read_text()
-    # A restart does not put it back, nor is the device that it was taken off given to a rank of a larger cluster.
+    # A restart does not move it back, and its old device does not become a spare.
     two.restart()
     assert {*two.run("import os\nsorted(os.sched_getaffinity(0))").values[1]} == reserve
     assert running("spared").spares == ()
 
 
 @pytest.mark.long
-def test_a_rank_whose_device_fails_is_on_the_spare_one_at_once_and_a_resize_leaves_that_alone(
-    two: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_whose_device_fails_moves_to_the_spare_at_once(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = two.entry.labels[1], two.entry.spares[0]
     two.resize(3)
     assert two.entry.labels == (old,) * 3 and two.entry.spares == (new,)

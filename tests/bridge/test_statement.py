@@ -1,4 +1,4 @@
-"""The statements in which a new rank can enter a cell, and the part of the cell that it runs."""
+"""Test the statements at which a new rank can enter a cell, and the part of the cell that it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbkit.bridge.replacing.statement import Entering, statement_of
 
 
 class Trainer:
-    """Notes the frame that has called `fit`."""
+    """Records the statement that calls `fit`."""
 
     def __init__(self) -> None:
         self.found: int | None = None
@@ -49,13 +49,13 @@ def found_in(source: str) -> int | None:
         ("fit = trainer.fit\nfit(1)", None),
     ],
 )
-def test_a_rank_enters_where_it_has_nothing_to_catch_up_with(source: str, statement: int | None) -> None:
+def test_a_rank_enters_only_a_top_level_statement_that_calls_fit_first(source: str, statement: int | None) -> None:
     assert found_in(source) == statement
 
 
-def test_what_a_new_rank_runs_is_the_call_without_what_was_said_before_and_all_that_follows() -> None:
+def test_a_new_rank_runs_fit_without_arguments_and_all_that_follows() -> None:
     tree: Any = ast.parse("first = missing\nlosses = len(trainer.fit(missing, until=missing))\nlast = losses")
     entering = Entering(1)
     assert ast.unparse(entering.visit(tree)) == "losses = len(trainer.fit())\nlast = losses"
     nested: Any = ast.parse("a = 1\ntrainer.fit(3)")
-    assert ast.unparse(entering.visit(nested)) == "a = 1\ntrainer.fit(3)"  # a cell that runs within it
+    assert ast.unparse(entering.visit(nested)) == "a = 1\ntrainer.fit(3)"  # a nested cell is not changed

@@ -1,1 +1,1 @@
-"""A package, so that the kernel of its tests ends with the last of them."""
+"""Make these tests a package, so that their kernel ends with the last test."""

@@ -1,4 +1,4 @@
-"""A kernel with a cluster of two, for the tests whose cells do not disturb each other."""
+"""Provide a kernel with a cluster of two ranks, for tests whose cells do not disturb each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`%board` in a shell."""
+"""Test `%board` in a shell."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.long
-def test_it_takes_the_runs_beside_the_notebook_and_ends_when_asked_to(
+def test_board_shows_the_runs_beside_the_notebook_until_stop(
     shell: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = shell.run_line_magic("board", "--height 400")
@@ -44,7 +44,7 @@ def test_it_takes_the_runs_beside_the_notebook_and_ends_when_asked_to(
 
 
 @pytest.mark.long
-def test_what_a_cell_keeps_of_it_when_it_has_ended_has_no_frame(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_board_leaves_no_frame_in_its_cell(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "notebook_shell", lambda: SimpleNamespace(kernel=object()))
     with capture_output() as shown:
         shell.run_cell("%board")
@@ -56,7 +56,7 @@ def test_what_a_cell_keeps_of_it_when_it_has_ended_has_no_frame(shell: Any, monk
     assert "<iframe" not in last.data["text/html"] and "ended" in last.data["text/html"]
 
 
-def test_help_is_answered_and_nonsense_refused(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_board_shows_help_and_refuses_a_wrong_height(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert shell.run_line_magic("board", "-h") is None
     assert "--height" in capsys.readouterr().out
     with pytest.raises(UsageError, match="height"):

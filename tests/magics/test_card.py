@@ -1,4 +1,4 @@
-"""The card of a cell that trains, in a real kernel: it comes by itself, changes in place, and ends as a summary."""
+"""Test, in a real kernel, that a cell that trains shows a card, updates it in place, and ends it as a summary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kernel(kernel: Kernel) -> Kernel:
 
 
 def cards(cell: Cell) -> list[tuple[str, dict[str, Any]]]:
-    """Return (kind, data) of every message of a card, without the clock that runs before a slow first step."""
+    """Return (kind, data) of every message of a card, without the clock that is shown before a slow first step."""
     return [
         (kind, content["data"])
         for _, kind, content in cell.messages
@@ -46,7 +46,7 @@ def test_a_cell_that_trains_shows_a_card_that_ends_as_its_summary(kernel: Kernel
     assert set(last) == {"text/plain", "text/html"}  # no widget whose state a saved notebook would lack
 
 
-def test_a_cell_that_waits_shows_a_clock_and_how_long_it_took(kernel: Kernel) -> None:
+def test_a_cell_that_waits_shows_a_clock_and_its_total_time(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed\ntime.sleep(4.5)")
     clocks = [
         content["data"]["text/plain"]
@@ -57,17 +57,17 @@ def test_a_cell_that_waits_shows_a_clock_and_how_long_it_took(kernel: Kernel) ->
     assert cards(cell) == []
 
 
-def test_the_next_cell_has_a_card_of_its_own_steps(kernel: Kernel) -> None:
+def test_the_next_cell_has_a_card_for_its_own_steps(kernel: Kernel) -> None:
     found = cards(kernel.run("%%distributed\ntrainer.fit(50)"))
 
     assert found[-1][1]["text/plain"].startswith("dp=2   50 steps, 110 with those before · ")
-    # Every page counts the steps from the first cell on.
+    # The steps are counted from the first cell.
     step = re.match(r"dp=2   step (\d+) of 110 · ", found[0][1]["text/plain"])
     assert step is not None and 60 < int(step[1]) <= 110
 
 
 @pytest.mark.long
-def test_a_cell_that_ends_in_an_error_says_so_on_its_card(kernel: Kernel) -> None:
+def test_a_cell_that_fails_shows_the_error_on_its_card(kernel: Kernel) -> None:
     cell = kernel.run(
         "%%distributed\ndef fail(trainer, record):\n"
         "    if record['step'] == 160 and rank == 1: raise ValueError('odd')\n"
@@ -77,6 +77,6 @@ def test_a_cell_that_ends_in_an_error_says_so_on_its_card(kernel: Kernel) -> Non
     assert "ended by an error: rank 1: ValueError: odd" in cards(cell)[-1][1]["text/plain"]
 
 
-def test_a_cell_that_does_not_train_has_none(kernel: Kernel) -> None:
+def test_a_cell_that_does_not_train_has_no_card(kernel: Kernel) -> None:
     assert cards(kernel.run("%%distributed\nimport time; time.sleep(4)")) == []
     assert cards(kernel.run("%%distributed\n1 + 1")) == []

@@ -1,4 +1,4 @@
-"""A prompt on a rank: `breakpoint()` in a cell, and `%nbkit debug` after one that failed."""
+"""Test the prompt on a rank: `breakpoint()` in a cell, and `%nbkit debug` after a cell that failed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ dist.barrier()
 GENERATION = "%%distributed\nfrom nbkit.rank.world import world\nworld.current().generation"
 
 
-def test_a_breakpoint_asks_on_its_rank_while_the_others_wait(kernel: Kernel) -> None:
+def test_a_breakpoint_shows_a_prompt_on_its_rank_while_the_others_wait(kernel: Kernel) -> None:
     cell = kernel.run(
         "%%distributed\n"
         "def doubled(x):\n"
@@ -44,11 +44,11 @@ def test_a_breakpoint_asks_on_its_rank_while_the_others_wait(kernel: Kernel) -> 
     assert cell.prompts == ["(Pdb rank 1) "] * 11
     for shown in ("[1] 42", "[1] 43", "[1] 101", "doubled(rank + 20)", "-> breakpoint()", "-> return z"):
         assert shown in cell.text, cell.text
-    assert "ipykernel" not in cell.text  # no frames of what runs the cell
-    assert "Out[0-1]: 84" in cell.text  # (40 + 1) + (42 + 1): z was there already
+    assert "ipykernel" not in cell.text  # frames of ipykernel, which runs the cell, are hidden
+    assert "Out[0-1]: 84" in cell.text  # (40 + 1) + (42 + 1): y was set after z was computed
 
 
-def test_steps_of_a_cell_go_from_one_statement_to_the_next_and_end_with_it(kernel: Kernel) -> None:
+def test_n_at_a_prompt_steps_through_the_statements_to_the_end_of_the_cell(kernel: Kernel) -> None:
     cell = kernel.run("%%rank 0\nbreakpoint()\na = 1\nb = a + 1\nb", typed=["n", "n", "n", "n", "n", "n", "n", "n"])
     assert cell.status == "ok", cell.text
     for shown in ("-> a = 1", "-> b = a + 1", "Out[0]: 2"):
@@ -58,8 +58,8 @@ def test_steps_of_a_cell_go_from_one_statement_to_the_next_and_end_with_it(kerne
 
 
 @pytest.mark.long
-def test_ranks_that_ask_together_are_answered_in_turn_or_all_at_once(kernel: Kernel) -> None:
-    # Rank 0 comes to its prompt first; both are at one before the first line is typed.
+def test_prompts_on_two_ranks_are_answered_in_turn_or_together(kernel: Kernel) -> None:
+    # Rank 0 reaches its prompt first. Both ranks are at a prompt before the first line is typed.
     source = (
         "%%distributed\nimport time\nx = rank * 10\ntime.sleep(rank / 2)\nbreakpoint()\n"
         "y = torch.ones(1)\ndist.all_reduce(y)\ny.item()"
@@ -73,7 +73,7 @@ def test_ranks_that_ask_together_are_answered_in_turn_or_all_at_once(kernel: Ker
 
 
 @pytest.mark.long
-def test_q_stops_the_cell_on_all_ranks_and_the_next_one_runs(kernel: Kernel) -> None:
+def test_q_stops_the_cell_on_all_ranks_and_the_next_cell_runs(kernel: Kernel) -> None:
     source = "%%distributed\nif rank == 0:\n    breakpoint()\ndist.barrier()\nprint('not reached')"
     cell = kernel.run(source, typed=["q"])
     assert cell.status == "error" and "KeyboardInterrupt" in cell.text, cell.text
@@ -97,7 +97,7 @@ def test_a_prompt_ends_when_another_rank_fails(kernel: Kernel) -> None:
     assert cell.status == "error" and "ValueError: meanwhile" in cell.text, cell.text
 
 
-def test_a_failed_cell_is_looked_at_on_the_rank_that_failed(kernel: Kernel) -> None:
+def test_debug_opens_a_failed_cell_on_the_rank_that_failed(kernel: Kernel) -> None:
     assert "ZeroDivisionError" in kernel.run(FAILS).text
     cell = kernel.run("%nbkit debug", typed=["p by, numerator.sum().item()", "u", "p rank", "w", "q"])
     assert cell.status == "ok", cell.text
@@ -109,7 +109,7 @@ def test_a_failed_cell_is_looked_at_on_the_rank_that_failed(kernel: Kernel) -> N
 
 
 @pytest.mark.long
-def test_ipythons_debug_points_to_the_rank_that_failed_and_is_its_own_for_other_errors(kernel: Kernel) -> None:
+def test_ipythons_debug_names_the_failed_rank_and_still_debugs_other_errors(kernel: Kernel) -> None:
     kernel.run(FAILS)
     cell = kernel.run("%debug")
     assert cell.status == "ok" and cell.prompts == [] and "→ %nbkit debug 1" in cell.text, cell.text
@@ -119,7 +119,7 @@ def test_ipythons_debug_points_to_the_rank_that_failed_and_is_its_own_for_other_
 
 
 @pytest.mark.long
-def test_frames_are_kept_until_the_next_cell_and_no_longer(kernel: Kernel) -> None:
+def test_frames_are_kept_only_until_the_next_cell(kernel: Kernel) -> None:
     kernel.run(
         "%%distributed\nclass Kept: pass\nimport weakref\n"
         "def holds():\n    kept = Kept()\n    globals()['seen'] = weakref.ref(kept)\n    raise ValueError('held')"
@@ -150,7 +150,7 @@ def test_a_detached_cell_waits_at_its_breakpoint_for_nbkit_debug(kernel: Kernel)
 
 
 @pytest.mark.long
-def test_a_training_that_is_stopped_at_a_breakpoint_goes_on_to_its_boundary(kernel: Kernel) -> None:
+def test_a_training_stopped_at_a_breakpoint_runs_to_its_step_boundary(kernel: Kernel) -> None:
     generation = kernel.run(GENERATION).text
     kernel.run(
         "%%distributed --detach\n"
@@ -172,16 +172,16 @@ def test_a_training_that_is_stopped_at_a_breakpoint_goes_on_to_its_boundary(kern
     assert "rank 1 is at a breakpoint, cell" in why, kernel.run("print(handle.output, handle.wait())").text
     stopped = kernel.run("%nbkit debug", typed=["p tuple(output.shape)", "q"])
     assert stopped.status == "error" and "KeyboardInterrupt" in stopped.text, stopped.text
-    # Interrupted within its step, the ranks would have had to form another generation of the world.
+    # An interrupt within the step would force the ranks to form another generation of the world.
     assert kernel.run(GENERATION).text == generation
     steps = kernel.run("%%distributed\narmed = False\nprint('at', trainer.step)\nlen(trainer.fit(2))").text
-    # One line, or two on a busy machine.
+    # The output is one line, or two on a busy machine.
     assert "[0-1] at " in steps or ("[0] at " in steps and "[1] at " in steps), steps
     assert "Out[0-1]: 2" in steps, steps
 
 
 @pytest.mark.long
-def test_who_types_nothing_is_no_hang_to_the_watch(kernel: Kernel) -> None:
+def test_a_prompt_that_waits_for_input_is_not_reported_as_a_hang(kernel: Kernel) -> None:
     kernel.run("from nbkit.notebook.cluster import why as stall\nstall.QUIET_SECONDS, stall._LOOK_SECONDS = 0.5, 0.2")
 
     def after_a_while() -> str:
@@ -193,13 +193,13 @@ def test_who_types_nothing_is_no_hang_to_the_watch(kernel: Kernel) -> None:
     assert cell.status == "ok" and "Nothing has moved" not in cell.text, cell.text
 
 
-def test_torchs_own_breakpoint_and_pdbs_ask_here_too(kernel: Kernel) -> None:
+def test_breakpoints_of_torch_and_pdb_show_the_same_prompt(kernel: Kernel) -> None:
     for asks in ("dist.breakpoint(1)", "import pdb\nif rank == 1: pdb.set_trace()"):
         cell = kernel.run(f"%%distributed\nhere = rank * 3\n{asks}\nhere", typed=["p here", "c"])
         assert cell.status == "ok" and "[1] 3" in cell.text, cell.text
 
 
-def test_without_a_keyboard_the_cell_says_so_and_goes_on(kernel: Kernel) -> None:
+def test_a_cell_without_a_keyboard_warns_and_continues(kernel: Kernel) -> None:
     cell = kernel.collect(
         str(
             kernel.client.execute(
@@ -216,7 +216,7 @@ def test_without_a_keyboard_the_cell_says_so_and_goes_on(kernel: Kernel) -> None
 
 
 @pytest.mark.long
-def test_a_program_without_standard_input_goes_on(kernel: Kernel) -> None:
+def test_a_program_without_standard_input_passes_its_breakpoint(kernel: Kernel) -> None:
     program = (
         "from nbkit import Cluster\n"
         "cluster = Cluster.start(2, cpu=True, ttl=60)\n"

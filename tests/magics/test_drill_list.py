@@ -1,4 +1,4 @@
-"""A sample of `make drills`, the mistakes of people in a notebook; and the faults that the drills must notice."""
+"""Test a sample of `make drills` (mistakes in a notebook), and that the drills notice faults."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SAMPLE = (
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_drill_is_answered_and_leaves_nothing(kernel: Kernel, name: str) -> None:
+def test_a_drill_gets_its_answer_and_leaves_nothing_behind(kernel: Kernel, name: str) -> None:
     assert drills.perform(kernel, next(drill for drill in DRILLS if drill.name == name)).wrong == ""
 
 
-def test_there_are_sixty_drills_and_no_two_of_one_name() -> None:
+def test_there_are_at_least_sixty_drills_with_different_names() -> None:
     assert len({drill.name for drill in DRILLS}) == len(DRILLS) >= 60
 
 
-def test_each_drill_is_on_one_page_of_the_manual() -> None:
+def test_each_drill_is_on_exactly_one_page_of_the_manual() -> None:
     pages = [(EVIDENCE / f"{page}.md").read_text() for page in drills.PAGES]
     shown = [line.split(" | ")[0] for page in pages for line in page.splitlines() if line.startswith("| ")]
     named = sorted(name.removeprefix("| ") for name in shown if name != "| mistake or failure")
@@ -41,13 +41,13 @@ def test_each_drill_is_on_one_page_of_the_manual() -> None:
     assert drills.pages([drills.Outcome(drill, "", 0.0) for drill in DRILLS]).keys() == {"drills", *drills.PAGES}
 
 
-def test_the_ranks_are_among_the_processes_that_are_looked_at(kernel: Kernel) -> None:
+def test_drills_check_the_processes_of_the_ranks(kernel: Kernel) -> None:
     kernel.run("%%distributed --as pids\nimport os; os.getpid()")
     pids = json.loads(kernel.run("import json; print(json.dumps(list(pids.values.values())))").text)
     assert len(pids) == 2 and {*pids} <= {process.pid for process in drills.processes(kernel)}
 
 
-def test_a_process_that_is_left_running_is_noticed(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drills_notice_a_process_that_is_left_running(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drills, "GONE_SECONDS", 0.3)
     leaves = "%%rank 0\nimport subprocess\nchild = subprocess.Popen(['sleep', '300'])"
     try:
@@ -56,11 +56,11 @@ def test_a_process_that_is_left_running_is_noticed(kernel: Kernel, monkeypatch: 
         kernel.run("%%rank 0\nchild.kill(); child.wait()")
 
 
-def test_an_answer_without_the_words_and_a_cluster_that_is_not_as_before_are_noticed(kernel: Kernel) -> None:
+def test_drills_notice_a_wrong_answer_and_a_changed_cluster(kernel: Kernel) -> None:
     drill = Drill("takes a function away", "words that are nowhere", "%%distributed\ndel dist.all_reduce", fails=False)
     try:
         wrong = drills.perform(kernel, drill).wrong
         assert "is not shown" in wrong and "the next cell" in wrong
     finally:
         if kernel.run("%%distributed\ndist.all_reduce = dist.distributed_c10d.all_reduce").status != "ok":
-            kernel.run("%cluster restart")  # on a busy machine one rank failed first, and the world cannot form again
+            kernel.run("%cluster restart")  # on a busy machine, one rank fails first, and the world cannot form again

@@ -1,4 +1,4 @@
-"""Mistakes that other notebook tools make, tried on nbkit: odd prints, floods on stderr, names, other extensions."""
+"""Test nbkit on known bugs of other notebook tools: odd prints, floods on stderr, names, other extensions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from kernel_client import Kernel
 
 
-def test_prints_arrive_as_they_were_made(kernel: Kernel) -> None:
+def test_prints_arrive_unchanged(kernel: Kernel) -> None:
     cell = kernel.run(
         "%%distributed\nprint('a', 'b', 3)\nprint('    indented')\nprint()\nprint({'cell_id': 3})\nprint('漢字 🚀')"
     )
@@ -16,13 +16,13 @@ def test_prints_arrive_as_they_were_made(kernel: Kernel) -> None:
         assert f"[0-1] {line}\n" in cell.text
 
 
-def test_a_flood_on_stderr_blocks_nobody(kernel: Kernel) -> None:
+def test_a_flood_on_stderr_blocks_no_rank(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed\nimport sys\nfor i in range(4000): print('x' * 50, rank, i, file=sys.stderr)")
     assert cell.status == "ok"
     assert all(f"{rank} 3999" in cell.text for rank in range(2))
 
 
-def test_progress_bars_arrive_and_do_not_flood(kernel: Kernel) -> None:
+def test_progress_bars_arrive_in_few_messages(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed\nfrom tqdm import tqdm\nimport time\nfor _ in tqdm(range(300)): time.sleep(0.002)")
     assert "100%" in cell.text
     assert sum(kind == "stream" for _, kind, _ in cell.messages) < 40
@@ -35,7 +35,7 @@ def test_warnings_and_logging_are_seen(kernel: Kernel) -> None:
 
 
 @pytest.mark.long
-def test_a_cell_may_take_longer_than_any_time_out(kernel: Kernel) -> None:
+def test_a_cell_of_four_seconds_does_not_time_out(kernel: Kernel) -> None:
     assert kernel.run("%%distributed\nimport time\nfor i in range(4): time.sleep(1)\n'done'").status == "ok"
 
 
@@ -46,7 +46,7 @@ def test_notebook_variables_keep_their_values(kernel: Kernel) -> None:
     assert "NameError" in kernel.run("model").text
 
 
-def test_tab_offers_the_names_on_the_ranks(kernel: Kernel) -> None:
+def test_tab_completes_names_of_the_ranks(kernel: Kernel) -> None:
     kernel.run("%%distributed\nlearning_rate_of_ranks = 1\nnet = torch.nn.Linear(2, 2)")
     assert "learning_rate_of_ranks" in kernel.complete("%%distributed\nlearning_rate_of")
     assert "net.weight" in kernel.complete("%%distributed\nprint(net.wei")
@@ -54,19 +54,19 @@ def test_tab_offers_the_names_on_the_ranks(kernel: Kernel) -> None:
 
 
 @pytest.mark.long
-def test_tab_offers_the_verbs_and_options_of_a_magic(kernel: Kernel) -> None:
+def test_tab_completes_verbs_and_options_of_a_magic(kernel: Kernel) -> None:
     assert kernel.complete("%train ") == ["fit", "lr", "pause", "resume", "save", "stop", "wait"]
     assert kernel.complete("x = 1\n%cluster start --g") == ["--gpus"]
 
 
-def test_tab_answers_while_the_ranks_are_busy(kernel: Kernel) -> None:
+def test_tab_completes_names_while_the_ranks_are_busy(kernel: Kernel) -> None:
     kernel.run("%%distributed --detach\nfound_while_busy = 1\nwhile found_while_busy: pass")
     assert "found_while_busy" in kernel.complete("%%distributed\nfound_while")
     kernel.run("handle.stop()")
 
 
 @pytest.mark.long
-def test_loading_says_whose_magic_is_replaced(tmp_path: Path) -> None:
+def test_loading_names_the_extension_whose_magic_is_replaced(tmp_path: Path) -> None:
     with Kernel(tmp_path) as kernel:
         kernel.run("%load_ext nbdistributed")
         cell = kernel.run("%load_ext nbkit")

@@ -1,4 +1,4 @@
-"""The kernel dies or is restarted: cluster, running cell and training go on, and nothing printed is lost."""
+"""Test that cluster, running cell and output survive when the kernel dies or is restarted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def processes_of(home: Path, name: str) -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """Yield a kernel that each test loses. Its cluster must survive, and leave nothing when it is stopped."""
+    """Yield a kernel that each test kills or restarts. Its cluster must survive, and leave nothing after its stop."""
     home = tmp_path_factory.mktemp("home")
     with Kernel(home) as kernel:
         kernel.run("%load_ext nbkit")
@@ -47,7 +47,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.long)], ids=["restarted", "killed"])
-def test_a_running_cell_survives_its_kernel_and_its_output_is_taken_up(kernel: Kernel, kill: bool) -> None:
+def test_a_running_cell_survives_its_kernel_and_attach_shows_its_output(kernel: Kernel, kill: bool) -> None:
     kernel.run(TRAINING)
     time.sleep(1)
     kernel.restart(kill=kill)
@@ -72,7 +72,7 @@ def test_the_result_of_a_cell_that_ended_meanwhile_is_shown_on_attach(kernel: Ke
     deadline = time.monotonic() + 30
     while not ended.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.5)  # from there to the end of the cell
+    time.sleep(0.5)  # until the cell ends
     kernel.run("%load_ext nbkit")
     message = kernel.send("%cluster attach long")
     text = kernel.collect(message).text
@@ -84,14 +84,14 @@ def test_the_result_of_a_cell_that_ended_meanwhile_is_shown_on_attach(kernel: Ke
 
 
 @pytest.mark.long
-def test_a_cluster_lets_go_by_itself_when_nobody_uses_it_and_not_before(tmp_path: Path) -> None:
+def test_an_unused_cluster_ends_after_its_time_to_live_but_not_while_in_use(tmp_path: Path) -> None:
     with Kernel(tmp_path) as kernel:
         kernel.run("%load_ext nbkit")
         kernel.run("%cluster start -n 2 --cpu --name brief --ttl 3")
         family = processes_of(tmp_path, "brief")
         assert len(family) > 4
         time.sleep(4.5)
-        assert "Out[0-1]: 1" in kernel.run("%%distributed\n1").text  # a kernel that is there keeps it
+        assert "Out[0-1]: 1" in kernel.run("%%distributed\n1").text  # an attached kernel keeps it
         kernel.run("%%distributed --detach\nimport time; time.sleep(5)")
         kernel.restart(kill=True)
         time.sleep(4)

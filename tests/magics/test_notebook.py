@@ -1,4 +1,4 @@
-"""The magics in a real kernel: what a notebook shows, and how its buttons behave."""
+"""Test the magics in a real kernel: what a notebook shows, and how its buttons behave."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ CLEARS = "%%distributed\nimport time\nfrom IPython.display import clear_output, 
 
 
 def left_of(cell: Cell) -> str:
-    """Return what is on the page when `cell` has ended. Handle clear_output as a front end does."""
+    """Return what the page shows after `cell` has ended. Handle clear_output as a front end does."""
     kept: list[tuple[float, str, dict[str, Any]]] = []
     waits = False
     for message in cell.messages:
@@ -98,7 +98,7 @@ def left_of(cell: Cell) -> str:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_clears_what_it_has_shown_and_leaves_the_others(started: Kernel, who: int) -> None:
+def test_clear_output_of_a_rank_keeps_the_output_of_others(started: Kernel, who: int) -> None:
     cell = started.run(
         f"{CLEARS}print('mine', rank); display({{'text/plain': f'shown by {{rank}}'}}, raw=True)\n"
         f"dist.barrier(); time.sleep(0.3)\nif rank == {who}: clear_output()\nprint('then', rank)"
@@ -109,7 +109,7 @@ def test_a_rank_clears_what_it_has_shown_and_leaves_the_others(started: Kernel, 
     assert f"mine {who}" not in left and f"shown by {who}" not in left, left
 
 
-def test_what_all_ranks_replace_step_by_step_is_there_once_in_the_end(started: Kernel) -> None:
+def test_output_that_all_ranks_replace_in_steps_is_gone_at_the_end(started: Kernel) -> None:
     cell = started.run(
         f"{CLEARS}for i in range(4):\n    dist.barrier(); time.sleep(0.1 * rank)\n"
         "    clear_output(wait=True); print('step', i)\nclear_output(wait=True)\nrank + 40"
@@ -120,7 +120,7 @@ def test_what_all_ranks_replace_step_by_step_is_there_once_in_the_end(started: K
     assert said("".join(before), "step 3")
 
 
-def test_a_failing_cell_is_an_error_in_the_notebook_so_run_all_stops(started: Kernel) -> None:
+def test_a_failing_cell_is_an_error_of_the_notebook_so_run_all_stops(started: Kernel) -> None:
     cell = started.run("%%distributed\nx = 1\nif rank == 1: raise ValueError('boom')\ndist.barrier()")
     assert cell.status == "error"
     assert cell.text.count("ValueError: boom") == 2  # the traceback, and the error that ends the cell
@@ -131,18 +131,18 @@ def test_a_failing_cell_is_an_error_in_the_notebook_so_run_all_stops(started: Ke
     assert "formed anew" in after.text
 
 
-def test_tracebacks_carry_the_number_of_the_notebook_cell(started: Kernel) -> None:
+def test_tracebacks_have_the_number_of_the_notebook_cell(started: Kernel) -> None:
     cell = started.run("%%distributed\na = 1\nundefined_name")
     number = next(content["execution_count"] for _, kind, content in cell.messages if kind == "execute_input")
     assert f"Cell In[{number}], line 3" in cell.text
     assert "# %%distributed" in cell.text or "a = 1" in cell.text
 
 
-def test_a_semicolon_keeps_the_last_value_off_the_screen(started: Kernel) -> None:
+def test_a_semicolon_hides_the_last_value(started: Kernel) -> None:
     assert "Out" not in started.run("%%distributed\nrank;").text
 
 
-def test_the_stop_button_ends_a_cell_with_an_error_and_variables_live_on(started: Kernel) -> None:
+def test_the_stop_button_ends_a_cell_with_an_error_and_keeps_variables(started: Kernel) -> None:
     started.run("%%distributed\nkept = rank")
     cell = started.run("%%distributed\ntime.sleep(60)", at={0.7: started.interrupt})
     assert cell.status == "error"
@@ -150,13 +150,13 @@ def test_the_stop_button_ends_a_cell_with_an_error_and_variables_live_on(started
     assert "Out[1]: 1" in started.run("%%distributed\nkept").text
 
 
-def test_the_stop_button_ends_a_collective_that_nobody_answers(started: Kernel) -> None:
+def test_the_stop_button_ends_a_collective_that_other_ranks_never_join(started: Kernel) -> None:
     cell = started.run("%%rank 0\ndist.all_reduce(torch.ones(1))", at={0.7: started.interrupt})
     assert cell.status == "error"
     assert started.run("%%distributed\ndist.barrier()").status == "ok"
 
 
-def test_a_name_of_the_notebook_is_hinted_at_and_can_be_pushed(started: Kernel) -> None:
+def test_a_missing_name_of_the_notebook_gets_a_hint_to_push_it(started: Kernel) -> None:
     started.run("lr = 0.25")
     cell = started.run("%%distributed\nlr * 2")
     assert "%push lr" in cell.text
@@ -164,7 +164,7 @@ def test_a_name_of_the_notebook_is_hinted_at_and_can_be_pushed(started: Kernel) 
     assert "Out[0-1]: 0.5" in started.run("%%distributed\nlr * 2").text
 
 
-def test_pull_brings_an_array_without_torch(started: Kernel) -> None:
+def test_pull_returns_an_array_without_torch(started: Kernel) -> None:
     started.run("%%distributed\nweights = torch.arange(3.0) + rank")
     cell = started.run("%pull weights --rank 1")
     assert "array([1., 2., 3.], dtype=float32)" in cell.text
@@ -174,7 +174,7 @@ def test_pull_brings_an_array_without_torch(started: Kernel) -> None:
     assert "False" in started.run("'torch' in sys.modules").text
 
 
-def test_the_kernels_own_names_are_left_alone(started: Kernel) -> None:
+def test_the_ranks_names_do_not_change_the_kernels_names(started: Kernel) -> None:
     started.run("rank = 'mine'")
     started.run("%%distributed\nrank, secret = 5, 6")
     assert "'mine'" in started.run("rank").text
@@ -182,14 +182,16 @@ def test_the_kernels_own_names_are_left_alone(started: Kernel) -> None:
     started.run("%%distributed\nrank = dist.get_rank()")
 
 
-def test_each_cell_goes_to_all_ranks_after_distributed_on_until_off(started: Kernel) -> None:
+def test_distributed_on_sends_each_cell_to_all_ranks_until_off(started: Kernel) -> None:
     assert "all 2 ranks" in started.run("%distributed on").text
     try:
         assert "Out[0-1]: 12" in started.run("# a comment\nover = 12\nover").text
         failed = started.run("1\n1 / 0").text
-        assert "line 2" in failed and "ZeroDivisionError" in failed  # with the line that one sees
-        assert "True" in started.run("%timeit -n1 -r1 1\n'over' not in dir()").text  # a magic: in the notebook
-        reply = started.client.execute("over = 0", silent=True, reply=True, timeout=60)  # a front end's own
+        assert "line 2" in failed and "ZeroDivisionError" in failed  # the line number that the user sees
+        assert "True" in started.run("%timeit -n1 -r1 1\n'over' not in dir()").text  # a magic runs in the notebook
+        reply = started.client.execute(
+            "over = 0", silent=True, reply=True, timeout=60
+        )  # a request of the front end itself
         assert reply["content"]["status"] == "ok"
     finally:
         assert "in this notebook again" in started.run("%distributed off").text
@@ -199,13 +201,13 @@ def test_each_cell_goes_to_all_ranks_after_distributed_on_until_off(started: Ker
     assert "→ %distributed on" in started.run("%distributed").text
 
 
-def test_here_runs_the_cell_in_the_notebook_too_and_as_keeps_the_results(started: Kernel) -> None:
+def test_here_also_runs_the_cell_in_the_notebook_and_as_keeps_results(started: Kernel) -> None:
     started.run("%%distributed --here --as outcome\nhere_too = 3\nhere_too * 2")
     assert "3" in started.run("here_too").text
     assert "{0: 6, 1: 6}" in started.run("dict(outcome.values)").text
 
 
-def test_a_detached_cells_output_stays_with_it(started: Kernel) -> None:
+def test_the_output_of_a_detached_cell_stays_with_that_cell(started: Kernel) -> None:
     message = started.send("%%distributed --detach\nimport time\nfor i in range(4): print('tick', i); time.sleep(0.4)")
     cell = started.collect(message)
     assert cell.seconds < 1.5
@@ -216,10 +218,10 @@ def test_a_detached_cells_output_stays_with_it(started: Kernel) -> None:
     assert "ok" in started.run("handle.status").text
     cards = [content["data"]["text/html"] for _, _, content in [*cell.messages, *late.messages] if "data" in content]
     assert "running" in cards[0]
-    assert "ok" in cards[-1]  # the card that said "running" says how the cell ended
+    assert "ok" in cards[-1]  # the same card first shows "running", then the end
 
 
-def test_a_detached_cell_gives_its_handle_the_name_that_is_asked_for(started: Kernel) -> None:
+def test_detach_assigns_the_handle_to_the_given_name(started: Kernel) -> None:
     started.run("%%distributed --detach background --timeout 1min\n1 + 1")
     assert "{0: 2, 1: 2}" in started.run("dict(background.wait().values)").text
 
@@ -230,7 +232,7 @@ def test_train_wait_makes_run_all_wait(started: Kernel) -> None:
     assert "Out[0-1]: True" in started.run("%%distributed\ndone").text
 
 
-def test_the_stop_button_ends_the_waiting_and_not_the_detached_cell(started: Kernel) -> None:
+def test_the_stop_button_ends_train_wait_but_not_the_detached_cell(started: Kernel) -> None:
     started.run("%%distributed --detach\ntime.sleep(2); finished = True")
     cell = started.run("%train wait", at={0.5: started.interrupt})
     assert cell.status == "error"
@@ -240,7 +242,7 @@ def test_the_stop_button_ends_the_waiting_and_not_the_detached_cell(started: Ker
 
 
 @pytest.mark.parametrize("wrapper", ["%%capture held", "%%time"])
-def test_inside_another_cell_magic_it_runs_as_a_plain_magic(started: Kernel, wrapper: str) -> None:
+def test_distributed_works_inside_another_cell_magic(started: Kernel, wrapper: str) -> None:
     cell = started.run(f"{wrapper}\n%%distributed\nprint('inside')")
     assert cell.status == "ok"
     if "capture" in wrapper:
@@ -274,7 +276,7 @@ def test_inside_another_cell_magic_it_runs_as_a_plain_magic(started: Kernel, wra
         ("%cluster start -n 2 --cpu --name a/b", "letters, digits"),
     ],
 )
-def test_bad_input_is_one_message_that_says_what_to_type(started: Kernel, source: str, says: str) -> None:
+def test_bad_input_gives_one_message_that_says_what_to_type(started: Kernel, source: str, says: str) -> None:
     cell = started.run(source)
     assert cell.status == "error"
     assert says in cell.text
@@ -282,13 +284,13 @@ def test_bad_input_is_one_message_that_says_what_to_type(started: Kernel, source
     assert "Traceback" not in cell.text
 
 
-def test_help_is_the_options_of_the_magic(started: Kernel) -> None:
+def test_help_lists_the_options_of_the_magic(started: Kernel) -> None:
     cell = started.run("%%distributed -h\npass")
     assert cell.status == "ok"
     assert "--at-step" in cell.text
 
 
-def test_a_second_cluster_says_what_becomes_of_the_first(started: Kernel) -> None:
+def test_starting_a_second_cluster_says_how_to_return_to_the_first(started: Kernel) -> None:
     text = started.run("%cluster start -n 1 --cpu --name second --ttl 60").text
     back = started.run("%cluster stop\n%cluster attach book")
 
@@ -303,8 +305,8 @@ def test_list_shows_the_cluster_with_its_time_to_live(started: Kernel) -> None:
     assert "2 h without notebook" in text
 
 
-def test_a_value_that_was_pulled_is_kept_under_its_name_alone(started: Kernel) -> None:
-    """Otherwise Out would hold the values of all pulls of a session."""
+def test_a_pulled_value_is_kept_only_under_its_name(started: Kernel) -> None:
+    """Check that Out does not keep the values of all pulls of a session."""
     started.run("%%distributed\npulled = [rank, 7]")
     assert "[0, 7]" in started.run("%pull pulled").text
     assert (

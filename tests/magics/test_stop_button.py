@@ -1,4 +1,4 @@
-"""The stop button of a real kernel on ranks that hold their interpreter, and odd text on its screen."""
+"""Test the stop button of a real kernel on ranks that hold the interpreter lock, and text that cannot be encoded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from kernel_client import Kernel
 
 REGEX = "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
-# A lock that is taken twice: no signal ends the call, the interpreter is held in it, and no core is busy meanwhile.
+# Taking a lock twice blocks in a C call that holds the interpreter, that no signal ends, and that uses no core.
 C_CALL = "import ctypes; lock, take = bytes(64), ctypes.PyDLL(None).pthread_mutex_lock; take(lock); take(lock)"
 SURVIVED = "%%distributed\nx = torch.ones(1); dist.all_reduce(x); (kept, x.item())"
 
@@ -29,9 +29,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     ["%%distributed", pytest.param("%%time\n%%distributed", marks=pytest.mark.long)],
     ids=["awaited", "as a plain magic"],
 )
-def test_the_stop_button_pressed_three_times_ends_no_rank_that_holds_its_interpreter(
-    kernel: Kernel, first: str
-) -> None:
+def test_three_presses_of_stop_interrupt_a_rank_in_a_regex_without_ending_it(kernel: Kernel, first: str) -> None:
     source = f"{first}\nif rank == 1:\n    {REGEX}\nelse:\n    import time; time.sleep(60)"
     cell = kernel.run(source, at={0.7: kernel.interrupt, 1.1: kernel.interrupt, 1.5: kernel.interrupt})
     assert cell.status == "error"
@@ -49,17 +47,17 @@ def test_the_stop_button_pressed_three_times_ends_no_rank_that_holds_its_interpr
     ],
     ids=["printed", "raised", "a value"],
 )
-def test_half_of_a_surrogate_pair_is_shown_as_its_escape(kernel: Kernel, source: str) -> None:
+def test_half_of_a_surrogate_pair_is_shown_as_an_escape(kernel: Kernel, source: str) -> None:
     cell = kernel.run(f"%%distributed\n{source}")
     assert r"odd \ud800" in cell.text
     assert kernel.run("%%distributed\nkept").status == "ok"
 
 
 @pytest.mark.long
-def test_the_warning_is_where_stop_was_called_and_where_the_cell_is(kernel: Kernel) -> None:
+def test_warnings_of_stop_are_shown_where_it_was_called_and_at_the_cell(kernel: Kernel) -> None:
     cell = kernel.send(f"%%distributed --detach --ranks 0,2\nif rank == 2: {C_CALL}")
     kernel.collect(cell)
-    # Presses change nothing until the warning has been on screen for its time.
+    # Presses have no effect until the warning has been shown for two seconds.
     presses = dict.fromkeys((1.0, 1.5, 9.0, 12.0, 15.0), kernel.interrupt)
     stopping = kernel.run("handle.stop().status", at=presses)
     rungs = (
@@ -77,7 +75,7 @@ def test_the_warning_is_where_stop_was_called_and_where_the_cell_is(kernel: Kern
     assert "Out[0]: 1" in kernel.run("%%rank 0\nkept").text
 
 
-def test_a_rank_that_never_answers_is_warned_of_in_its_cell_before_a_press_ends_it(kernel: Kernel) -> None:
+def test_stop_warns_in_the_cell_before_a_press_ends_a_rank_that_never_answers(kernel: Kernel) -> None:
     presses = dict.fromkeys((0.7, 1.1, 9.0, 12.0, 15.0), kernel.interrupt)
     cell = kernel.run(f"%%distributed --ranks 0-1\nif rank == 1: {C_CALL}", at=presses)
     assert cell.status == "error"

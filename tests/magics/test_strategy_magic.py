@@ -1,4 +1,4 @@
-"""`%strategy` and `%train` in a real kernel: without widgets, while a training runs and while none does."""
+"""Test `%strategy` and `%train` in a real kernel without widgets, with and without a running training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kernel_client import Cell, Kernel
 
-# Trainings rest in each step, so that the machine is free for the processes that wait for them.
+# Trainings sleep in each step, so that the cores are free for other processes.
 TRAINER = """%%distributed
 import time
 torch.set_num_threads(1)
@@ -36,7 +36,7 @@ PANEL = "get_ipython().run_line_magic('strategy', '')"
 
 
 def panel(kernel: Kernel, source: str) -> Cell:
-    """Run a cell that shows the panel until the ranks have worked out the cost of each strategy. Return the cell."""
+    """Run a cell that shows the panel, until the ranks have computed the cost of each strategy. Return the cell."""
     deadline = time.monotonic() + 60
     while "look again" in (shown := kernel.run(source)).text:
         assert time.monotonic() < deadline, shown.text
@@ -44,7 +44,7 @@ def panel(kernel: Kernel, source: str) -> Cell:
     return shown
 
 
-def test_without_a_trainer_it_says_what_to_type(kernel: Kernel) -> None:
+def test_strategy_and_plan_without_a_trainer_say_what_to_type(kernel: Kernel) -> None:
     assert "no Trainer on the ranks" in kernel.run(f"print(repr({PANEL}))").text
     refused = kernel.run("%strategy zero3")
     assert refused.status == "error"
@@ -56,7 +56,7 @@ def test_without_a_trainer_it_says_what_to_type(kernel: Kernel) -> None:
     assert "Traceback" not in refused.text
 
 
-def test_a_trainer_that_rests_is_switched_at_once(kernel: Kernel) -> None:
+def test_an_idle_trainer_is_switched_at_once(kernel: Kernel) -> None:
     assert kernel.run(TRAINER).status == "ok"
 
     shown = kernel.run("%strategy zero3")
@@ -69,7 +69,7 @@ def test_a_trainer_that_rests_is_switched_at_once(kernel: Kernel) -> None:
     assert "'dp=2 zero=3'" in kernel.run("%%rank 0\nstr(trainer.strategy)").text
 
 
-def test_with_json_a_magic_prints_the_numbers_of_its_table(kernel: Kernel) -> None:
+def test_json_prints_the_numbers_of_the_table_of_a_magic(kernel: Kernel) -> None:
     def told(line: str) -> Any:
         return json.loads(kernel.run(line).text)
 
@@ -89,7 +89,7 @@ def test_with_json_a_magic_prints_the_numbers_of_its_table(kernel: Kernel) -> No
     assert plan["devices"] == 2 and plan["rows"][0]["seconds"] > 0
 
 
-def test_the_panel_is_a_widget_with_the_same_as_text_beside_it(kernel: Kernel) -> None:
+def test_the_panel_is_a_widget_with_a_text_version(kernel: Kernel) -> None:
     shown = panel(kernel, "%strategy")
 
     view, still = [content["data"] for _, kind, content in shown.messages if kind == "display_data"][:2]
@@ -102,7 +102,7 @@ def test_the_panel_is_a_widget_with_the_same_as_text_beside_it(kernel: Kernel) -
     assert "* dp=2 zero=3" in bundle["text/plain"]
 
 
-def test_the_pages_of_a_panel_hear_that_the_kernel_lives_while_a_cell_runs(kernel: Kernel) -> None:
+def test_the_panel_gets_heartbeats_of_the_kernel_while_a_cell_runs(kernel: Kernel) -> None:
     kernel.run("%strategy")
     kernel.others.clear()
     busy = kernel.run("import time\ntime.sleep(2.5)")
@@ -112,9 +112,9 @@ def test_the_pages_of_a_panel_hear_that_the_kernel_lives_while_a_cell_runs(kerne
     assert {"beat": True} in told
 
 
-def test_a_training_that_runs_is_steered_and_goes_on(kernel: Kernel) -> None:
+def test_a_running_training_obeys_each_control_and_continues(kernel: Kernel) -> None:
     kernel.run("%%distributed --detach\nrecords = trainer.fit(1_000_000)")
-    # The optimizer makes its state in the first step. Only then is everything there that a switch has to move.
+    # A switch moves the optimizer's state too, which exists only after the first step.
     kernel.run(
         "import time\nfrom nbkit.notebook.cluster.cluster import current\n"
         "while current().training.look()['step'] < 3: time.sleep(0.05)"
@@ -175,7 +175,7 @@ fragile = None
 fragile = made()"""
 
 
-def test_a_strategy_whose_first_step_fails_is_taken_back_and_training_goes_on(kernel: Kernel) -> None:
+def test_a_strategy_whose_first_step_fails_is_undone_and_training_continues(kernel: Kernel) -> None:
     assert kernel.run(FRAGILE).status == "ok"
     training = kernel.send("%%distributed --detach\nrecords = fragile.fit(1_000_000)")
     kernel.collect(training)
@@ -224,7 +224,7 @@ trainer.fit(1)"""
 
 
 @pytest.mark.long
-def test_a_training_that_runs_out_of_memory_asks_what_to_do_and_goes_on(kernel: Kernel) -> None:
+def test_a_training_that_runs_out_of_memory_offers_choices_and_continues(kernel: Kernel) -> None:
     kernel.run(TRAINER)
 
     ended = kernel.run(SQUEEZED.format(""))
@@ -250,7 +250,7 @@ def test_a_training_that_runs_out_of_memory_asks_what_to_do_and_goes_on(kernel: 
     kernel.run("%%distributed\ndel os.environ['NBKIT_TENSOR_LIMIT']")
 
 
-def test_while_another_cell_runs_it_says_so(kernel: Kernel) -> None:
+def test_a_switch_while_another_cell_runs_is_refused(kernel: Kernel) -> None:
     kernel.run("%%distributed --detach\nimport time; time.sleep(60)")
 
     refused = kernel.run("%strategy ddp")
@@ -260,12 +260,12 @@ def test_while_another_cell_runs_it_says_so(kernel: Kernel) -> None:
     kernel.run("handle.stop()")
 
 
-def test_words_that_do_not_go_together(kernel: Kernel) -> None:
+def test_options_of_strategy_that_conflict_are_refused(kernel: Kernel) -> None:
     assert "--undo takes no strategy" in kernel.run("%strategy --undo zero3").text
     assert "--try needs a strategy" in kernel.run("%strategy --try 5").text
 
 
-def test_what_is_asked_for_before_a_training_begins_is_kept_for_it(kernel: Kernel) -> None:
+def test_a_switch_requested_before_fit_waits_for_the_training(kernel: Kernel) -> None:
     kernel.run(f"{TRAINER}")
     kernel.run("%%distributed --detach\nimport time; time.sleep(4)\ntrainer.fit(1_000_000)")
     switched = kernel.run("%strategy zero1")
@@ -273,7 +273,7 @@ def test_what_is_asked_for_before_a_training_begins_is_kept_for_it(kernel: Kerne
     kernel.run("%train stop")
 
 
-def test_a_cell_that_does_not_train_is_named_with_what_can_be_typed(kernel: Kernel) -> None:
+def test_a_switch_during_a_cell_without_training_is_refused_with_a_hint(kernel: Kernel) -> None:
     kernel.run("%%distributed --detach\nimport time; time.sleep(60)")
     refused = kernel.run("%strategy zero1")
     assert "→ %train wait" in refused.text and "--" not in refused.text.rpartition("→")[2]

@@ -1,4 +1,4 @@
-"""`%%distributed --tabs`: what each rank prints in a tab of its own, and what a saved notebook keeps of it."""
+"""Test `%%distributed --tabs`: each rank prints into a tab, and a saved notebook keeps the text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def outputs(cell: Cell, kind: str) -> list[dict[str, Any]]:
     return [content for _, each, content in cell.messages if each == kind]
 
 
-def test_each_rank_has_a_tab_and_the_saved_notebook_keeps_what_it_printed(kernel: Kernel) -> None:
+def test_each_rank_has_a_tab_and_the_saved_notebook_keeps_its_text(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed --tabs\nprint('rank', rank, '<b>')\nprint('both')\nrank * 7")
     shown, kept = outputs(cell, "display_data"), outputs(cell, "update_display_data")
     assert cell.status == "ok" and len(shown) == len(kept) == 1
@@ -26,10 +26,10 @@ def test_each_rank_has_a_tab_and_the_saved_notebook_keeps_what_it_printed(kernel
     page = kept[0]["data"]["text/html"]
     assert page.count("type='radio'") == 2 and "rank 1 &lt;b&gt;\nboth" in page and "<script" not in page
     assert "both" not in "".join(content["text"] for content in outputs(cell, "stream"))
-    assert "Out[1]: 7" in cell.text  # values are below, as ever
+    assert "Out[1]: 7" in cell.text  # values are below the tabs
 
 
-def test_what_a_rank_prints_is_in_its_tab_while_the_cell_runs(kernel: Kernel) -> None:
+def test_text_appears_in_the_tab_of_its_rank_while_the_cell_runs(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed --tabs\nimport time\nprint('early', rank)\ntime.sleep(1.5)\nprint('late')")
     said = [(str(content["data"].get("state", "")), at) for at, kind, content in cell.messages if kind == "comm_msg"]
     ended = next(at for at, kind, _ in cell.messages if kind == "update_display_data")
@@ -37,26 +37,26 @@ def test_what_a_rank_prints_is_in_its_tab_while_the_cell_runs(kernel: Kernel) ->
         assert any(f"early {rank}" in state and "late" not in state and at < ended for state, at in said), said
 
 
-def test_a_rank_that_clears_its_output_empties_its_own_tab(kernel: Kernel) -> None:
+def test_clear_output_of_a_rank_empties_only_its_tab(kernel: Kernel) -> None:
     cell = kernel.run(
         "%%distributed --tabs\nfrom IPython.display import clear_output, display\nprint('old', rank)\n"
         "if rank == 0: display({'text/plain': 'a picture'}, raw=True); clear_output(wait=True)\nprint('new')"
     )
     kept = outputs(cell, "update_display_data")[0]
     assert kept["data"]["text/plain"] == "rank 0\n    new\n\nrank 1\n    old 1\n    new\n"
-    # With the picture the page has lost the tabs, which are there again.
+    # Clearing the picture also clears the tabs, so they are displayed again.
     kinds = [kind for _, kind, _ in cell.messages if kind in ("clear_output", "display_data")]
     assert kinds == ["display_data", "display_data", "clear_output", "display_data"]
     assert outputs(cell, "display_data")[-1]["transient"] == kept["transient"]
 
 
-def test_errors_and_pictures_are_below_the_tabs(kernel: Kernel) -> None:
+def test_an_error_is_shown_and_the_tabs_keep_earlier_text(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed --tabs\nprint('before')\nif rank == 1: raise ValueError('of one')")
     assert cell.status == "error" and "ValueError: of one" in cell.text
     assert "before" in outputs(cell, "update_display_data")[0]["data"]["text/html"]
 
 
-def test_handles_and_results_have_the_output_of_a_cell_with_tabs_too(kernel: Kernel) -> None:
+def test_results_have_the_output_of_a_cell_with_tabs(kernel: Kernel) -> None:
     kernel.run("%%distributed --tabs --as results\nprint('rank', rank)")
     assert kernel.run("print(results.output)").text == "{0: 'rank 0\\n', 1: 'rank 1\\n'}\n"
 
@@ -70,14 +70,14 @@ def test_handles_and_results_have_the_output_of_a_cell_with_tabs_too(kernel: Ker
         (["\x1b[31mred\x1b[0m"], "red"),
     ],
 )
-def test_a_rank_s_text_is_as_a_terminal_shows_it(printed: list[str], shown: str) -> None:
+def test_the_text_of_a_rank_is_what_a_terminal_shows(printed: list[str], shown: str) -> None:
     text = RankText()
     for piece in printed:
         text.feed(piece)
     assert str(text) == shown
 
 
-def test_of_a_flood_the_newest_lines_are_kept_and_the_others_counted() -> None:
+def test_a_flood_keeps_the_newest_lines_and_counts_the_others() -> None:
     text = RankText()
     for number in range(50_000):
         text.feed(f"line {number}\n")

@@ -1,4 +1,4 @@
-"""Widgets and progress bars of ranks in a real kernel: what a front end is told while the cell runs, and afterwards."""
+"""Test what a front end receives of the ranks' widgets and progress bars, in a real kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BAR = (
 
 
 def updates(cell: Cell, name: str) -> dict[str, list[tuple[float, Any]]]:
-    """Return comm id -> (seconds, value) of each update of the state `name` that a page was told."""
+    """Return comm id -> (seconds, value) of each update of the state `name` that was sent to a page."""
     found: dict[str, list[tuple[float, Any]]] = {}
     for at, kind, content in cell.messages:
         state = content.get("data", {}).get("state", {}) if kind == "comm_msg" else {}
@@ -25,7 +25,7 @@ def updates(cell: Cell, name: str) -> dict[str, list[tuple[float, Any]]]:
 
 
 def models(cell: Cell, name: str) -> list[str]:
-    """Return the ids of the models that a page was told to make, of the kind `name`."""
+    """Return the ids of the models of kind `name` that a page was told to make."""
     opened = [content for _, kind, content in cell.messages if kind == "comm_open"]
     return [content["comm_id"] for content in opened if content["data"]["state"].get("_model_name") == name]
 
@@ -35,7 +35,7 @@ def is_live(kernel: Kernel) -> bool:
     return cell.when("early") < cell.when("late") - 0.5
 
 
-def test_a_bar_that_is_a_widget_moves_while_the_cell_runs_and_output_stays_live(kernel: Kernel) -> None:
+def test_a_widget_bar_moves_while_the_cell_runs_and_output_stays_live(kernel: Kernel) -> None:
     cell = kernel.run(f"%%distributed\nfrom tqdm.notebook import tqdm\n{BAR}")
 
     bars = models(cell, "FloatProgressModel")
@@ -43,14 +43,14 @@ def test_a_bar_that_is_a_widget_moves_while_the_cell_runs_and_output_stays_live(
     assert len(bars) == len(moved) == 2  # one for each rank
     for values in moved.values():
         assert len(values) > 4 and values == sorted(values) and values[-1] == 20
-        assert len(values) < 25  # held together, not one message for each change
+        assert len(values) < 25  # several changes share a message
     shown = [content["data"] for _, kind, content in cell.messages if kind == "display_data"]
     assert all("application/vnd.jupyter.widget-view+json" in data for data in shown) and len(shown) == 2
     assert cell.when("after the bar 0") < cell.when("the end") - 0.2
     assert is_live(kernel)
 
 
-def test_a_bar_that_may_choose_is_one_moving_line_of_text_for_all_ranks(kernel: Kernel) -> None:
+def test_a_tqdm_auto_bar_is_one_line_of_text_for_all_ranks(kernel: Kernel) -> None:
     cell = kernel.run(f"%%distributed\nfrom tqdm.auto import tqdm\n{BAR}")
 
     bars = [content["text"] for _, kind, content in cell.messages if kind == "stream" and "epoch:" in content["text"]]
@@ -60,7 +60,7 @@ def test_a_bar_that_may_choose_is_one_moving_line_of_text_for_all_ranks(kernel: 
     assert is_live(kernel)
 
 
-def test_bars_within_bars_stay_one_line(kernel: Kernel) -> None:
+def test_nested_bars_stay_on_one_line(kernel: Kernel) -> None:
     cell = kernel.run(
         "%%distributed\nfrom tqdm.auto import tqdm\nimport time\n"
         "for i in tqdm(range(3), desc='outer'):\n"
@@ -70,10 +70,10 @@ def test_bars_within_bars_stay_one_line(kernel: Kernel) -> None:
     texts = [content["text"] for _, kind, content in cell.messages if kind == "stream"]
     assert any("outer:" in text and "inner:" in text for text in texts)
     assert "\x1b[A" not in "".join(texts)
-    assert "".join(texts).count("\n") <= 2  # what is left: the outer bar, folded or once for each rank
+    assert "".join(texts).count("\n") <= 2  # only the outer bar remains: one line, or one for each rank
 
 
-def test_an_output_widget_holds_what_its_rank_prints_in_it_and_the_cell_the_rest(kernel: Kernel) -> None:
+def test_an_output_widget_captures_only_what_its_rank_prints_inside_it(kernel: Kernel) -> None:
     cell = kernel.run(
         "%%distributed\nimport ipywidgets, time\nout = ipywidgets.Output()\ndisplay(out)\n"
         "with out:\n    print('inside', rank)\n    time.sleep(0.3)\n    print('more\\r 10%\\r 20%')\n"
@@ -86,7 +86,7 @@ def test_an_output_widget_holds_what_its_rank_prints_in_it_and_the_cell_the_rest
     assert sorted(outputs[0]["text"] for outputs in held.values()) == ["inside 0\n 20%\n", "inside 1\n 20%\n"]
     assert all("widget-view" in str(outputs[1]["data"]) for outputs in held.values())
     assert "inside" not in cell.text and "[0] outside 0" in cell.text and "[1] outside 1" in cell.text
-    assert not updates(cell, "msg_id")  # it would make a page take the output of all ranks
+    assert not updates(cell, "msg_id")  # with it, a page would capture the output of all ranks
 
     kernel.run("%%distributed\nout.append_stdout('appended')")
     assert "Out[0-1]: (3, 'appended')" in kernel.run("%%distributed\nlen(out.outputs), out.outputs[-1]['text']").text
@@ -95,7 +95,7 @@ def test_an_output_widget_holds_what_its_rank_prints_in_it_and_the_cell_the_rest
     assert is_live(kernel)
 
 
-def test_bars_of_rich_move(kernel: Kernel) -> None:
+def test_bars_of_rich_move_while_the_cell_runs(kernel: Kernel) -> None:
     pytest.importorskip("rich", reason="pip install rich")
     cell = kernel.run(
         "%%distributed\nimport time, rich.progress\nfor i in rich.progress.track(range(10)): time.sleep(0.1)"
@@ -108,7 +108,7 @@ def test_bars_of_rich_move(kernel: Kernel) -> None:
     assert is_live(kernel)
 
 
-def test_what_a_page_says_to_a_widget_reaches_its_rank(kernel: Kernel) -> None:
+def test_a_message_of_a_page_to_a_widget_reaches_its_rank(kernel: Kernel) -> None:
     cell = kernel.run(
         "%%rank 1\nimport ipywidgets\nheard = []\nbox = ipywidgets.IntSlider()\n"
         "box.observe(lambda change: heard.append(change['new']), 'value')\ndisplay(box)"
@@ -122,7 +122,7 @@ def test_what_a_page_says_to_a_widget_reaches_its_rank(kernel: Kernel) -> None:
 
 
 @pytest.mark.long
-def test_a_notebook_that_comes_later_has_the_bar_too(kernel: Kernel) -> None:
+def test_a_notebook_that_attaches_later_shows_the_bar(kernel: Kernel) -> None:
     kernel.run(
         "%%distributed --detach\nfrom tqdm.notebook import tqdm\nimport time, os\n"
         "for i in tqdm(range(300)):\n    time.sleep(0.02 if i < 20 or os.path.exists('go on') else 0.1)"

@@ -1,4 +1,4 @@
-"""The trace as arithmetic: clocks put together, lines that never overlap, messages tied, nothing invented."""
+"""Test a trace: aligned clocks, lines without overlaps, linked messages, and no invented durations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def spans(events: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
     return [one for one in events if one["ph"] == "X" and all(one[key] == value for key, value in wanted.items())]
 
 
-def test_all_ranks_are_on_rank_0s_clock_from_the_first_moment_on() -> None:
+def test_all_ranks_use_the_clock_of_rank_0_from_the_first_event() -> None:
     events = traced([], [])
     assert [(one["pid"], one["ts"], one["dur"]) for one in spans(events, cat="steps")] == [
         (0, 0.0, 10_000.0), (1, 0.0, 10_000.0)
@@ -44,7 +44,7 @@ def test_all_ranks_are_on_rank_0s_clock_from_the_first_moment_on() -> None:
     assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == ["rank 0 on a", "rank 1 on b"]
 
 
-def test_calls_that_overlap_lie_on_lines_of_their_own_and_each_axis_has_its_own() -> None:
+def test_overlapping_calls_are_on_separate_lines_and_each_axis_has_its_lines() -> None:
     own = [call("all_reduce", DP, 100, 104, place=1), call("all_reduce", DP, 102, 105, place=2)]
     own += [call("all_reduce", DP, 104, 106, place=3), call("broadcast", PP, 103, 104)]
     found = spans(traced(own, []), pid=0)
@@ -55,13 +55,13 @@ def test_calls_that_overlap_lie_on_lines_of_their_own_and_each_axis_has_its_own(
     }  # fmt: skip
 
 
-def test_the_late_rank_shows_in_what_it_issued_later() -> None:
+def test_a_late_rank_is_visible_in_the_delay_of_its_calls() -> None:
     found = spans(traced([call("all_reduce", DP, 101, 109)], [call("all_reduce", DP, 112, 114)]), name="all reduce")
     assert [one["args"]["issued after the first rank, us"] for one in found] == [0.0, 6000.0]
     assert found[0]["args"]["stood still, us"] == 7.0 and found[0]["args"]["ranks"] == [0, 1]
 
 
-def test_a_message_is_tied_to_its_receive_and_to_no_other() -> None:
+def test_a_send_is_linked_only_to_its_receive() -> None:
     own = [call("send", PP, 101, 102, peer=1, place=1), call("send", PP, 103, 104, peer=1, place=2)]
     theirs = [call("recv", PP, 106, 109, peer=0, place=2), call("recv", PP, 105, 107, peer=-1, place=1)]
     events = traced(own, theirs)
@@ -72,12 +72,12 @@ def test_a_message_is_tied_to_its_receive_and_to_no_other() -> None:
     assert [one["name"] for one in spans(events, pid=1) if "peer" in one["args"]] == ["recv", "recv from 0"]
 
 
-def test_what_was_not_timed_has_no_length_and_says_so() -> None:
+def test_a_call_that_was_not_timed_has_no_length_and_an_unknown_duration() -> None:
     (found,) = spans(traced([call("send", PP, 101, None, peer=1)], []), name="send to 1")
     assert found["dur"] == 0 and found["args"]["duration"] == "not known"
 
 
-def test_where_the_host_runs_ahead_of_the_device_the_trace_begins_with_the_host() -> None:
+def test_a_trace_begins_with_the_host_if_it_runs_ahead_of_the_device() -> None:
     events = traced([call("all_reduce", DP, 97, 98)], [])
     assert min(one["ts"] for one in spans(events)) == 0.0
     assert spans(events, cat="steps", pid=0)[0]["ts"] == 3000.0

@@ -1,4 +1,4 @@
-"""A notebook without a browser, in real kernels."""
+"""Test notebooks without a browser, in real kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(tmp_path / name))
 
 
-def test_outputs_come_into_the_notebook_and_text_is_told_as_it_comes(tmp_path: Path) -> None:
+def test_outputs_are_stored_in_the_notebook_and_text_is_reported_at_once(tmp_path: Path) -> None:
     notebook = notebook_of(
         "print('one'); print('two')",
         "from IPython.display import HTML, display\nhandle = display('old', display_id=True)\nHTML('<b>3</b>')",
@@ -53,7 +53,7 @@ def test_outputs_come_into_the_notebook_and_text_is_told_as_it_comes(tmp_path: P
     assert [cell["execution_count"] for cell in notebook["cells"]] == [1, 2, 3]
 
 
-def test_a_line_that_rewrites_itself_is_kept_as_it_ends(tmp_path: Path) -> None:
+def test_only_the_last_state_of_a_rewritten_line_is_kept(tmp_path: Path) -> None:
     notebook = notebook_of(
         "import time\nfor i in range(5):\n    print(f'\\rat {i}', end='', flush=True); time.sleep(0.02)\n"
         "print('\\rdone')"
@@ -93,7 +93,7 @@ def test_a_kernel_that_dies_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_a_kernel_has_no_port_that_others_could_take_unless_the_path_of_a_socket_is_too_long(
+def test_a_kernel_uses_ipc_sockets_unless_their_path_is_too_long(
     deep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(tempfile.gettempdir()) if not deep else tmp_path / ("a" * 100)
@@ -117,6 +117,6 @@ def test_cells_are_found_by_their_tag() -> None:
     assert [cell["source"] for cell in tagged(notebook, "second")] == ["2"]
 
 
-def test_a_notebook_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_notebook_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NbkitError, match=r"none\.ipynb cannot be read"):
         read_notebook(tmp_path / "none.ipynb")

@@ -1,4 +1,4 @@
-"""nbkit's part of JupyterLab: package.json fits the files that it names, and the server answers with what there is.
+"""Test nbkit's extension of JupyterLab: package.json matches the files that it names, and the server lists what exists.
 
 Write package.json after a change of nbkit.js or nbkit.css with `python -m tests.notebook.test_lab_files`.
 """
@@ -20,7 +20,7 @@ FOLDER = Path(nbkit.__file__).parent / "notebook" / "lab" / "nbkit-train"
 
 
 def package() -> str:
-    """Return what package.json must say. The digest is in the address, because browsers keep such files for a year."""
+    """Return the expected package.json. The digest is in the address, because browsers keep such files for a year."""
     digest = hashlib.sha256(b"".join((FOLDER / "static" / name).read_bytes() for name in ("nbkit.js", "nbkit.css")))
     build = {"load": f"static/nbkit.js?v={digest.hexdigest()[:16]}", "extension": "./extension"}
     told = {
@@ -45,7 +45,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "root"
 
 
-def test_the_sidebar_lists_runs_beside_the_notebook_and_in_the_servers_folder_the_newest_first(root: Path) -> None:
+def test_the_sidebar_lists_runs_of_both_folders_newest_first(root: Path) -> None:
     from nbkit.notebook.lab.server import Sidebar
 
     for age, name in enumerate(("deep/runs/b", "runs/a", "elsewhere/runs/c", "runs/no-run")):
@@ -59,7 +59,7 @@ def test_the_sidebar_lists_runs_beside_the_notebook_and_in_the_servers_folder_th
     assert told["lessons"][0] == "00_quickstart"
 
 
-def test_a_lesson_is_opened_where_it_is_or_copied_and_nothing_else_is(root: Path) -> None:
+def test_a_lesson_is_opened_in_place_or_copied_and_other_names_are_refused(root: Path) -> None:
     from nbkit.notebook.lab.server import Sidebar
 
     (root / "notebooks").mkdir()

@@ -1,4 +1,4 @@
-"""A quantity that is shown in two places is the same number there, to the last digit."""
+"""Test that a quantity has the same digits in every view that shows it."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ def shown(compared: dict[str, Any]) -> list[tuple[str, ...]]:
     return ControlResult("1", "compare", {}, 21, "", True, "", "", "", "", compared).compared[1:]
 
 
-def test_peak_and_bytes_at_rest_are_those_that_the_dashboard_draws(run: dict[str, Any]) -> None:
+def test_peak_and_bytes_at_rest_in_the_panel_equal_those_of_the_dashboard(run: dict[str, Any]) -> None:
     row, memory = panel_row(run["trained"]), run["picture"]["memory"]
     assert row["peak"] == size(max(one["peak"] for one in memory))
     assert row["memory"] == size(max(one["at_rest"] for one in memory))
     text = plain(lines_of(run["snapshot"]))
-    if run["trained"]["strategy"] in ("dp=2", "dp=4"):  # what is examined on rank 0 for the panel is no part of a step
+    if run["trained"]["strategy"] in ("dp=2", "dp=4"):  # the analysis for the panel on rank 0 is not part of a step
         assert len({(one["at_rest"], one["peak"]) for one in memory}) == 1
     for one in memory:
         assert sum(one["formula"]) == one["at_rest"]
@@ -115,7 +115,7 @@ def test_peak_and_bytes_at_rest_are_those_that_the_dashboard_draws(run: dict[str
         assert f"{size(one['at_rest'])} at rest, peak {size(one['peak'])}" in text
 
 
-def test_what_a_rank_sends_is_the_same_in_panel_dashboard_tab_and_report(run: dict[str, Any]) -> None:
+def test_the_bytes_sent_are_equal_in_panel_dashboard_tab_and_report(run: dict[str, Any]) -> None:
     sent = size(run["picture"]["sent"])
     assert panel_row(run["trained"])["sends"] == sent
     assert size(run["summary"]["sent"]) == sent  # the list of runs in the tab
@@ -123,12 +123,12 @@ def test_what_a_rank_sends_is_the_same_in_panel_dashboard_tab_and_report(run: di
     assert run["snapshot"]["step"]["sent"] == run["picture"]["sent"]  # the report draws the snapshot
 
 
-def test_a_comparison_shows_what_the_panel_shows_then(run: dict[str, Any]) -> None:
+def test_a_comparison_shows_the_figures_that_the_panel_shows_after_it(run: dict[str, Any]) -> None:
     for name, step, between, peak, sent in shown(run["compared"]):
         row = panel_row(run["after"], name)
         assert (row["step"], row["peak"], row["sends"]) == (step, peak, sent), name
         assert row["margin"] == f"{between} of 5 steps"
-    # The strategy in force sends and holds in a comparison what it does in the training.
+    # The current strategy has the same bytes and peak in a comparison as in the training.
     assert (peak_and_sent(run["after"])) == peak_and_sent(run["trained"])
 
 
@@ -137,7 +137,7 @@ def peak_and_sent(table: dict[str, Any]) -> tuple[str, str]:
     return row["peak"], row["sends"]
 
 
-def test_a_trial_shows_what_the_panel_shows_then(run: dict[str, Any]) -> None:
+def test_a_trial_shows_the_step_times_that_the_panel_shows_after_it(run: dict[str, Any]) -> None:
     tried = run["tried"]
     assert panel_row(run["then"], tried["strategy"])["step"] == seconds(tried["step_s"])
     if tried["before_step_s"] is not None:

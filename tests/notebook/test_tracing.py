@@ -1,4 +1,4 @@
-"""`cluster.trace`: the next steps of a real training as one file, and what it says where there are none."""
+"""Test `cluster.trace`: the next steps of a real training in one file, and the errors if there are none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         made.stop()
 
 
-def test_without_a_training_it_says_so(cluster: Cluster) -> None:
+def test_trace_without_a_running_training_is_refused(cluster: Cluster) -> None:
     with pytest.raises(UsageError, match="no Trainer on the ranks"):
         cluster.trace(3)
     cluster.run(TRAINER)
@@ -56,7 +56,7 @@ def test_without_a_training_it_says_so(cluster: Cluster) -> None:
 def test_the_next_steps_of_every_rank_are_one_valid_trace(cluster: Cluster) -> None:
     handle = cluster.run("trainer.fit(100_000)", detach=True)
     try:
-        wait_for_step(cluster, 5)  # beyond those that are kept anyway
+        wait_for_step(cluster, 5)  # after the steps that are always kept
         found = cluster.trace(3)
         with pytest.raises(UsageError, match="at least 1"):
             cluster.trace(0)
@@ -74,7 +74,7 @@ def test_the_next_steps_of_every_rank_are_one_valid_trace(cluster: Cluster) -> N
     check_against_records(cluster, events, found.first, found.last)
 
 
-def test_steps_that_are_not_asked_for_are_kept_as_before(cluster: Cluster) -> None:
+def test_other_steps_are_kept_as_without_a_trace(cluster: Cluster) -> None:
     run = Path(cluster.run("str(trainer.run_dir)").values[0])
     for path in rank_files(run).values():
         kept = [one.step for one in read_since(path)[0] if isinstance(one, Detail)]
@@ -82,7 +82,7 @@ def test_steps_that_are_not_asked_for_are_kept_as_before(cluster: Cluster) -> No
 
 
 @pytest.mark.long
-def test_a_training_that_ends_before_gives_what_there_is(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_training_that_ends_early_gives_a_trace_of_its_steps(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(TRAINER)
     slow = "import time\ntrainer._callbacks += (lambda *_: time.sleep(0.1),)\ntrainer.fit(40)\ntrainer.step"
     handle = cluster.run(slow, detach=True)
@@ -93,7 +93,7 @@ def test_a_training_that_ends_before_gives_what_there_is(cluster: Cluster, tmp_p
 
 
 @pytest.mark.long
-def test_a_training_that_is_not_recorded_says_so(cluster: Cluster) -> None:
+def test_trace_of_an_unrecorded_or_paused_training_is_refused(cluster: Cluster) -> None:
     cluster.run(TRAINER.replace("progress=False", "progress=False, log_dir=None"))
     handle = cluster.run("trainer.fit(100_000)", detach=True)
     try:
@@ -115,7 +115,7 @@ def wait_for_step(cluster: Cluster, step: int) -> None:
 
 
 def check_format(events: list[dict[str, Any]]) -> None:
-    """Check that the events have the form that the format's description asks for."""
+    """Check that the events follow the description of the format."""
     lines: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in events:
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
@@ -159,7 +159,7 @@ def check_rank(events: list[dict[str, Any]], numbers: range) -> None:
         step = steps[f"step {number}"]
         assert sum(event["dur"] for event in states) == pytest.approx(step["dur"], abs=0.01)
         assert any(event["name"] == "all reduce" and event["args"]["bytes"] > 0 for event in own)
-    # Nothing lies beside the steps.
+    # Every event is within a step.
     assert all(any(inside(event, step) for step in steps.values()) for event in spans)
 
 
@@ -171,7 +171,7 @@ def check_messages(events: list[dict[str, Any]]) -> None:
     starts = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     sends = [event for event in spans if event["name"].startswith("send to")]
-    # Forwards one way and backwards the other, of each micro-batch, step and pipeline; where stages meet, empty ones.
+    # Each micro-batch of a step and pipeline sends one forward and one backward. Messages that synchronize are empty.
     assert len(starts) == len(sends)
     assert sum(event["args"]["bytes"] > 0 for event in sends) == 2 * MICROS * 3 * (RANKS // 2)
     for id, start in starts.items():

@@ -1,4 +1,4 @@
-"""Files that a user asks for are whole, or what was there stays and one error says why."""
+"""Test that a user's file is complete, or that the old one stays and one error says why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 
 @contextlib.contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
-    """Make writes beyond so many bytes of a file fail, as on a disk that is full."""
+    """Make writes beyond `num_bytes` of a file fail, as on a full disk."""
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -27,7 +27,7 @@ def full_disk(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
 
 
-def test_a_file_that_cannot_be_written_whole_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_completely_keeps_its_old_content(tmp_path: Path) -> None:
     path = tmp_path / "a file"
     assert write_file(path, "before") == path
     path.chmod(0o640)
@@ -44,7 +44,7 @@ def test_a_file_that_cannot_be_written_whole_leaves_what_was_there(tmp_path: Pat
             write_file(wrong, b"")
 
 
-def test_links_stay_links_rights_stay_and_names_keep_their_bytes(tmp_path: Path) -> None:
+def test_write_file_keeps_links_permissions_and_bytes_that_are_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("before")
     (tmp_path / "real").chmod(0o640)
     (tmp_path / "link").symlink_to("real")
@@ -56,7 +56,7 @@ def test_links_stay_links_rights_stay_and_names_keep_their_bytes(tmp_path: Path)
     assert write_file(Path("/dev/null"), "nothing") == Path("/dev/null")
 
 
-def test_a_report_on_a_full_disk_is_one_sentence_and_a_home_is_found(
+def test_a_report_on_a_full_disk_is_refused_and_a_tilde_is_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with contextlib.closing(FakeRun(tmp_path / "run", 2, "ddp")) as run:

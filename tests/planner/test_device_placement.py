@@ -1,4 +1,4 @@
-"""The assignment of devices to stages is as good as the best of all; so are the shares of rows and blocks with it."""
+"""Test that no other assignment of devices to stages, with its shares of rows and blocks, is faster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nbkit.strategy import Strategy
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_assignment_of_devices_to_stages_has_a_shorter_slowest_stage(seed: int) -> None:
+def test_no_assignment_of_devices_to_stages_has_a_faster_slowest_stage(seed: int) -> None:
     draw = random.Random(seed)
     stages = draw.choice([2, 3, 4])
     costs = tuple(float(draw.randint(1, 9)) for _ in range(draw.randint(stages, 8)))
@@ -35,7 +35,7 @@ def test_no_assignment_of_devices_to_stages_has_a_shorter_slowest_stage(seed: in
 
 
 @pytest.mark.parametrize("speeds", [(2, 1, 1, 2), (1, 3, 2, 2), (4, 1, 2, 1), (1, 1, 1, 3)])
-def test_with_replicas_no_stages_of_devices_have_a_shorter_slowest_rank(speeds: tuple[int, ...]) -> None:
+def test_no_assignment_with_replicas_has_a_faster_slowest_rank(speeds: tuple[int, ...]) -> None:
     strategy, costs = Strategy(dp=2, pp=2, speeds=speeds), (3.0, 1.0, 1.0, 1.0, 2.0, 1.0)
     found = best_places(strategy, 24, costs)
 
@@ -43,13 +43,13 @@ def test_with_replicas_no_stages_of_devices_have_a_shorter_slowest_rank(speeds: 
     for places in permutations(range(4)):
         try:
             every.append(max(rank_seconds(replace(strategy, places=places), 24, costs)))
-        except StrategyError:  # ranks of a stage do not ascend
+        except StrategyError:  # the ranks of a stage are not in ascending order
             continue
     assert len(every) == 6 and max(rank_seconds(found, 24, costs)) == pytest.approx(min(every))
 
 
 @pytest.mark.long
-def test_a_larger_cluster_is_no_worse_off_than_in_the_order_of_its_ranks() -> None:
+def test_the_assignment_on_a_larger_cluster_is_not_slower_than_the_order_of_ranks() -> None:
     draw = random.Random(5)
     costs = tuple(draw.uniform(1, 3) for _ in range(24))
     for mesh in ({"dp": 2, "pp": 8}, {"dp": 2, "tp": 2, "pp": 4}):
@@ -63,7 +63,7 @@ def test_a_larger_cluster_is_no_worse_off_than_in_the_order_of_its_ranks() -> No
         assert {rank for group in found.mesh.groups("tp") for rank in group} == set(range(size))
 
 
-def test_places_say_which_rank_stands_where_in_the_mesh() -> None:
+def test_places_puts_each_rank_at_its_place_in_the_mesh() -> None:
     strategy = Strategy.parse("dp=2 pp=2 places=2:0:1:3 speeds=1:2:2:1", 4)
 
     assert strategy.mesh.groups("pp") == [(1, 0), (2, 3)] and strategy.mesh.groups("dp") == [(0, 3), (1, 2)]
@@ -79,7 +79,7 @@ def test_places_say_which_rank_stands_where_in_the_mesh() -> None:
             Strategy.parse(f"pp {raised.value.hint}", 2)
 
 
-def test_another_device_takes_a_stage_while_it_trains_where_other_stages_alone_do_not_help() -> None:
+def test_rebalancing_moves_a_stage_to_another_device_if_moving_blocks_is_not_enough() -> None:
     # The first block is half of the work, and its rank has become four times as slow as the other.
     costs = (3.0, 1.0, 1.0, 1.0)
     found = better(Strategy(pp=2), 16, costs, (2.0, 0.5))
@@ -89,6 +89,6 @@ def test_another_device_takes_a_stage_while_it_trains_where_other_stages_alone_d
     # If moving blocks is as good, devices stay where they are.
     even = better(Strategy(pp=2), 16, (1.0,) * 12, (0.5, 1.0))
     assert even is not None and not even[0].places
-    # Back where it was fast again: four parts of the work at one speed.
+    # At equal speeds, the original places are at least as fast.
     speeds = [1.0, 1.0]
     assert computing_seconds(found[0], 16, costs, speeds) >= computing_seconds(Strategy(pp=2), 16, costs, speeds)

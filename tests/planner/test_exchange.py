@@ -1,4 +1,4 @@
-"""The plan of a switch: exactly the missing elements, from ranks that hold them, in bounded rounds."""
+"""Test that the plan of a switch moves exactly the missing elements, from ranks that hold them, in bounded rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH, LAYERS, VOCABULARY = 512, 12, 8192
 
 
 def transformer(prefix: str = "") -> list[tuple[str, tuple[int, ...], int | None, int]]:
-    """Return (name, shape, dim that tp cuts, layer) of each weight; -1 is before the layers, LAYERS is behind them."""
+    """Return (name, shape, dim that tp cuts, layer) of each weight; -1 is before the layers, LAYERS is after them."""
     weights: list[tuple[str, tuple[int, ...], int | None, int]] = [("tokens", (VOCABULARY, WIDTH), 0, -1)]
     for layer in range(LAYERS):
         for name, shape, dim in (
@@ -87,7 +87,7 @@ def painted(layout: Layout | None, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def lacking(old: Side, new: Side, itemsize: dict[str, int]) -> list[int]:
-    """Return the lower bound, counted element by element: for each rank, the bytes that it must hold and does not."""
+    """Return the lower bound, counted element by element: for each rank, the bytes that it needs and lacks."""
     found = []
     for before, after in zip(old, new, strict=True):
         bits = 0
@@ -99,7 +99,7 @@ def lacking(old: Side, new: Side, itemsize: dict[str, int]) -> list[int]:
 
 
 def scattered(shape: tuple[int, ...], ranks: int, draw: random.Random) -> list[Layout | None]:
-    """Draw a way in which the ranks together hold all of a tensor."""
+    """Draw a layout for each rank. Together the ranks hold the whole tensor."""
     whole, dim = Layout.whole(shape), draw.randrange(len(shape)) if shape else 0
     ways = ["whole", "owner"] + ["cut", "packed", "uneven", "squares", "mixed"] * bool(shape)
     way = draw.choice(ways)
@@ -133,7 +133,7 @@ def scattered(shape: tuple[int, ...], ranks: int, draw: random.Random) -> list[L
 
 
 def scattered_sides(seed: int, ranks: int = 4) -> tuple[Side, Side, dict[str, int]]:
-    """Draw two sides in which every tensor is held in some way, and the bytes of an element of each tensor."""
+    """Draw two sides that hold every tensor, and the bytes of an element of each tensor."""
     draw = random.Random(seed)
     old: Side = [{} for _ in range(ranks)]
     new: Side = [{} for _ in range(ranks)]
@@ -149,7 +149,7 @@ def scattered_sides(seed: int, ranks: int = 4) -> tuple[Side, Side, dict[str, in
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_received_is_exactly_what_was_lacking_and_comes_from_who_holds_it(seed: int) -> None:
+def test_ranks_receive_exactly_the_missing_elements_from_ranks_that_hold_them(seed: int) -> None:
     old, new, itemsize = scattered_sides(seed)
 
     made = ExchangePlan.of(old, new, itemsize)
@@ -187,7 +187,7 @@ def test_every_rank_computes_the_same_plan(seed: int) -> None:
     assert rounds(made, limit=64) == rounds(again, limit=64)
 
 
-def test_the_closed_forms_of_the_literature() -> None:
+def test_the_total_bytes_equal_the_published_formulas() -> None:
     state = bytes_of(STRATEGIES["ddp"][0])
 
     assert plan("zero3", "ddp").total_bytes == 3 * state
@@ -203,19 +203,19 @@ def test_the_closed_forms_of_the_literature() -> None:
     ]
 
 
-def test_tensors_alike_are_planned_once() -> None:
+def test_tensors_with_equal_layouts_are_planned_once() -> None:
     assert len(transformer()) * 3 == 186
     assert len(plan("zero3", "tp").groups) < 10
 
 
 @pytest.mark.parametrize("pair", [("dp=2 pp=2", "ddp"), ("dp=2 tp=2", "ddp"), ("dp=2 pp=2", "zero3")])
-def test_ranks_that_hold_the_same_send_equally_much(pair: tuple[str, str]) -> None:
+def test_ranks_that_hold_the_same_tensors_send_equal_shares(pair: tuple[str, str]) -> None:
     made = plan(*pair)
 
     assert max(made.sent) <= 1.03 * sum(made.sent) / 4
 
 
-def test_part_of_a_larger_box_may_come_from_the_rank_that_has_less_to_send() -> None:
+def test_part_of_a_box_comes_from_the_rank_that_sends_less() -> None:
     whole = Layout.whole((4, 4))
     old: Side = [{"a": whole, "b": whole}, {"a": whole.cut(0, 0, 2)}, {}]
 
@@ -224,7 +224,7 @@ def test_part_of_a_larger_box_may_come_from_the_rank_that_has_less_to_send() -> 
     assert made.pairs == {(0, 2): 96, (1, 2): 32}
 
 
-def test_what_nobody_holds_is_named() -> None:
+def test_an_element_that_no_rank_holds_is_refused_with_its_name() -> None:
     whole = Layout.whole((4, 6))
 
     with pytest.raises(TrainingError, match=r"a\[2:4, 0:6\] for rank 1") as error:
@@ -234,7 +234,7 @@ def test_what_nobody_holds_is_named() -> None:
         ExchangePlan.of([{"a": whole}, {}], [{"b": whole}, {}], {"a": 4, "b": 4})
 
 
-def test_a_tensor_of_another_shape_and_a_layout_with_a_gap_are_refused() -> None:
+def test_different_shapes_and_a_layout_with_a_gap_are_refused() -> None:
     with pytest.raises(TrainingError, match=r"\(4, 4\) and \(4, 5\)"):
         ExchangePlan.of([{"a": Layout.whole((4, 4))}], [{"a": Layout.whole((4, 5))}], {"a": 4})
     whole = Layout.whole((4, 4))
@@ -242,7 +242,7 @@ def test_a_tensor_of_another_shape_and_a_layout_with_a_gap_are_refused() -> None
         ExchangePlan.of([{"a": whole}], [{"a": replace(whole, pieces=whole.cut(0, 0, 2).pieces)}], {"a": 4})
 
 
-def test_an_exchange_that_would_leave_a_gap_is_refused_before_it_begins() -> None:
+def test_an_exchange_that_leaves_a_gap_is_refused_before_it_begins() -> None:
     made = plan("zero3", "ddp")
     broken = replace(made, groups=(replace(made.groups[0], moves=made.groups[0].moves[1:]), *made.groups[1:]))
     receiver = made.groups[0].moves[0].dst
@@ -274,7 +274,7 @@ def test_rounds_stay_within_their_limit_and_make_every_move_once(pair: tuple[str
 
 
 @pytest.mark.parametrize("old", STRATEGIES)
-def test_in_place_no_rank_holds_much_more_than_the_larger_side(old: str) -> None:
+def test_a_switch_in_place_holds_little_more_than_the_larger_side(old: str) -> None:
     for new in STRATEGIES:
         made = plan(old, new)
         extra = [
@@ -283,11 +283,11 @@ def test_in_place_no_rank_holds_much_more_than_the_larger_side(old: str) -> None
                 peaks(made, rounds(made, limit=8 << 20, in_place=8 << 20)), made.old, made.new, strict=True
             )
         ]
-        # Two buffers of 8 MB come on top.
+        # The limit includes two buffers of 8 MB.
         assert max(extra) <= 48 << 20, f"{old} -> {new}: {max(extra) >> 20} MB"
 
 
-def test_the_way_back_brings_back_what_was_there() -> None:
+def test_the_reversed_exchange_restores_the_old_layouts() -> None:
     made = plan("pp", "tp")
     keys = [key for key in sizes(STRATEGIES["ddp"]) if "up" in key]
 
@@ -307,7 +307,7 @@ def total(old: Side, new: Side) -> int:
     return ExchangePlan.of(old, new, sizes(old)).total_bytes
 
 
-def test_two_ways_of_cutting_by_tp_overlap_when_the_ranks_of_one_are_in_another_order() -> None:
+def test_another_order_of_ranks_makes_two_tp_layouts_overlap() -> None:
     tensor, mixed = Strategy(tp=4), Strategy(dp=2, tp=2)
     held = {order: side(order.mesh) for order in (tensor, *orders(mixed, one_node=True))}
 
@@ -321,7 +321,7 @@ def test_two_ways_of_cutting_by_tp_overlap_when_the_ranks_of_one_are_in_another_
 
 
 @pytest.mark.parametrize(("old", "new"), PAIRS[::5])
-def test_no_order_moves_fewer_bytes_than_the_one_that_is_taken(old: str, new: str) -> None:
+def test_the_chosen_order_moves_the_fewest_bytes(old: str, new: str) -> None:
     strategy = Strategy.parse(new, 4)
     zero = strategy.zero
     found = orders(strategy, one_node=True)
@@ -334,15 +334,15 @@ def test_no_order_moves_fewer_bytes_than_the_one_that_is_taken(old: str, new: st
     assert best == strategy or total(STRATEGIES[old], side(best.mesh, zero)) < plan(old, new).total_bytes
 
 
-def test_tp_stays_fastest_over_several_nodes_and_where_the_order_changes_nothing() -> None:
+def test_tp_stays_the_fastest_axis_on_several_nodes_or_if_the_order_saves_nothing() -> None:
     assert placed(Strategy(dp=2, tp=2), lambda order: order.slowest != "tp", one_node=False) == Strategy(dp=2, tp=2)
     assert placed(Strategy(dp=2, tp=2), lambda order: 7, one_node=True) == Strategy(dp=2, tp=2)
     assert Strategy(tp=4, slowest="tp") == Strategy(tp=4) and Strategy(dp=4, slowest="tp") == Strategy(dp=4)
-    # A strategy that is given is taken up again in whatever order is best, not in the one that it had.
+    # A given strategy gets the best order, not the order that it had before.
     assert orders(Strategy(dp=2, tp=2, slowest="tp"), one_node=False) == [Strategy(dp=2, tp=2)]
 
 
-def test_what_a_rank_of_the_same_node_holds_comes_from_there() -> None:
+def test_data_that_the_same_node_holds_comes_from_that_node() -> None:
     whole = Layout.whole((8, 4))
     halves = [whole.part(0, 2, 0), whole.part(0, 2, 1)]
     old = [{"a": halves[0]}, {"a": halves[1]}, {"a": halves[0]}, {"a": halves[1]}]  # two nodes hold all of it
@@ -360,13 +360,13 @@ def crossing(made: ExchangePlan, node_of: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_no_rank_of_a_node_holds_crosses_to_it_once(seed: int) -> None:
+def test_data_that_a_node_lacks_is_sent_to_it_once(seed: int) -> None:
     ranks, node_of = 4, ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1))[seed % 3]
     old, new, itemsize = scattered_sides(seed)
 
     made = ExchangePlan.of(old, new, itemsize, node_of=node_of)
 
-    least = 0  # element by element: what somebody on a node lacks and nobody on it holds
+    least = 0  # element by element: a rank of the node needs it, and none of its ranks holds it
     for node in set(node_of):
         there = [rank for rank in range(ranks) if node_of[rank] == node]
         for key, size in itemsize.items():
@@ -379,21 +379,21 @@ def test_what_no_rank_of_a_node_holds_crosses_to_it_once(seed: int) -> None:
     assert sum(made.sent) == made.total_bytes
 
 
-def test_a_pipeline_over_two_nodes_becomes_ddp_with_each_stage_sent_across_once() -> None:
+def test_a_switch_from_pp_to_ddp_over_two_nodes_sends_each_stage_across_once() -> None:
     old, new = side(Mesh(dp=4, pp=2)), side(Mesh(dp=8))
     state, node_of = bytes_of(new[0]), (0, 0, 0, 0, 1, 1, 1, 1)
     sizes_of = sizes(old, new)
 
     made = ExchangePlan.of(old, new, sizes_of, node_of=node_of)
 
-    assert crossing(made, node_of) == state  # each stage once, to the node of the other one
+    assert crossing(made, node_of) == state  # each stage once, to the other node
     assert crossing(made.without_relays(), node_of) == 4 * state
     arrives = [sum(moved for (src, dst), moved in made.pairs.items() if dst == at and node_of[src] != node_of[at])
                for at in range(8)]  # fmt: skip
-    assert max(arrives) <= 2 * min(arrives)  # by the network cards of all ranks, not of one
+    assert max(arrives) <= 2 * min(arrives)  # the network cards of all ranks share the bytes
 
 
-def test_what_is_handed_on_has_come_in_an_earlier_round() -> None:
+def test_relayed_data_arrived_in_an_earlier_round() -> None:
     node_of = (0, 0, 1, 1)
     old, new, itemsize = scattered_sides(3)
     made = ExchangePlan.of(old, new, itemsize, node_of=node_of)

@@ -1,4 +1,4 @@
-"""Experts are exchanged until ranks compute equally many tokens; few move, and a strategy says where they are."""
+"""Test that a few exchanges of experts balance the tokens of ranks, and that a strategy says where experts are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOME = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_two_ranks_are_nearly_as_even_as_the_best_of_all_assignments(seed: int) -> None:
+def test_exchanges_between_two_ranks_are_near_the_best_assignment(seed: int) -> None:
     draw = random.Random(seed)
     tokens = [round(100 / (place + 1) ** draw.uniform(0.3, 1.5)) for place in range(8)]
     draw.shuffle(tokens)
@@ -29,7 +29,7 @@ def test_two_ranks_are_nearly_as_even_as_the_best_of_all_assignments(seed: int) 
     assert max(sum(tokens[n] for n in own) for own in found) <= 1.05 * best
 
 
-def test_many_experts_are_evened_by_few_exchanges() -> None:
+def test_few_exchanges_balance_many_experts() -> None:
     draw = random.Random(3)
     tokens = [round(1000 / (place + 1) ** 0.4) + draw.randint(0, 30) for place in range(64)]
     home = [list(range(8 * rank, 8 * rank + 8)) for rank in range(8)]
@@ -41,7 +41,7 @@ def test_many_experts_are_evened_by_few_exchanges() -> None:
     assert exchanged([5] * 64, home) == home
 
 
-def test_each_layer_is_evened_by_itself_and_unequal_numbers_of_experts_stay() -> None:
+def test_each_layer_is_balanced_separately_and_ranks_keep_their_number_of_experts() -> None:
     now = Strategy.parse("ep=2", 2)
     tokens = [[30, 30, 10, 10], [10, 10, 30, 30], [9, 1, 1, 1, 2]]
 
@@ -51,7 +51,7 @@ def test_each_layer_is_evened_by_itself_and_unequal_numbers_of_experts_stay() ->
     assert str(new) == "dp=2 ep=2 experts=0:0-2+1:0-2+2:0-4"
     assert most_tokens(now, tokens) == 60 + 60 + 11 and most_tokens(new, tokens) == 40 + 40 + 10
     assert moved_experts(now, new, tokens) == 6
-    # Popularities turn round: the experts go home.
+    # With these tokens, the experts of layer 1 return to their first rank.
     assert str(evened(new, [tokens[0], [20, 20, 10, 25], tokens[2]])) == "dp=2 ep=2 experts=0:0-2+2:0-4"
 
 
@@ -75,7 +75,7 @@ def test_a_strategy_says_which_experts_each_rank_holds(seed: int) -> None:
     assert sum(len(cycle) for _, cycles in strategy.experts for cycle in cycles) == count - at_home
 
 
-def test_one_spelling_says_where_experts_are() -> None:
+def test_places_of_experts_have_one_spelling() -> None:
     strategy = Strategy.parse("zero3 ep=2 experts=3:4-0+0:7-2,5-1", 4)
 
     assert str(strategy) == "dp=4 zero=3 ep=2 experts=0:1-5,2-7+3:0-4"
@@ -87,21 +87,21 @@ def test_one_spelling_says_where_experts_are() -> None:
             Strategy.parse(f"ep=2 experts={text}", 4)
 
 
-def test_experts_are_exchanged_only_where_that_saves_enough_of_a_step() -> None:
+def test_experts_are_exchanged_only_if_that_saves_enough_of_a_step() -> None:
     now, skewed, even = Strategy.parse("ep=2", 2), [[30, 30, 10, 10]], [[20, 20, 20, 20]]
 
     found = better_places(now, skewed, skewed, 0.01, 1.4)
     assert found is not None and str(found[0]) == "dp=2 ep=2 experts=0:0-2"
     # The rank with 60 tokens computes 1.6 s; each of two with 40 would compute 1.4 s.
     assert found[1:] == pytest.approx((0.2, 0.2 / 1.6))
-    # The next step does not show what the steps before it did; tokens take no time; all else takes much longer.
+    # No exchange: the next step has even tokens; a token takes no time; or the rest of the step takes much longer.
     assert better_places(now, skewed, even, 0.01, 1.4) is None
     assert better_places(now, skewed, skewed, 0.0, 1.4) is None
     assert better_places(now, skewed, skewed, 0.01, 9.0) is None
 
 
-def test_the_seconds_of_a_token_are_what_ranks_with_more_tokens_take_longer() -> None:
-    # Both ranks compute equally many tokens, but not in the same layer. A layer and a group have seconds of their own.
+def test_the_seconds_of_a_token_come_from_ranks_that_differ_in_tokens() -> None:
+    # Both ranks compute equally many tokens, but not in the same layer. Layers and groups differ in their base time.
     tokens = [[10.0, 30.0], [30.0, 10.0], [20.0, 25.0], [20.0, 15.0]]
     slow = [
         [own + layer + 0.01 * n for layer, n in enumerate(row)] for own, row in zip((1, 1, 5, 5), tokens, strict=True)

@@ -1,4 +1,4 @@
-"""The predictions of the formulas are on disk beside the measurements. Each line is about the steps after it."""
+"""Test that predictions are stored beside the measurements. Each line applies to the steps after it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ WEIGHTS = [Weight(f"block{i}", (8, 16), blocks=(i,)) for i in range(4)]
 ELEMENTS = 4 * 8 * 16
 
 
-def test_it_holds_memory_of_each_rank_and_traffic_of_all() -> None:
+def test_a_forecast_has_the_memory_and_traffic_of_all_ranks() -> None:
     made = forecast_of(WEIGHTS, Facts(), Strategy.parse("zero1", 4), step=7)
 
     assert (made.step, made.strategy) == (7, "dp=4 zero=1")
     assert [rest.optimizer for rest in made.memory] == [8 * ELEMENTS // 4] * 4
     given = {(term.op, term.axis): (term.calls, term.bytes) for term in made.traffic}
-    # Handed to a reduce-scatter by each: all of it; to an all-gather: a quarter.
+    # Each rank passes the whole to a reduce-scatter, and a quarter to an all-gather.
     assert given == {("reduce_scatter", "dp"): (1, 4 * 4 * ELEMENTS), ("all_gather", "dp"): (1, 4 * ELEMENTS)}
 
 
-def test_lines_come_back_equal_and_a_torn_one_is_left_out(tmp_path: Path) -> None:
+def test_read_returns_the_appended_lines_without_a_torn_one(tmp_path: Path) -> None:
     assert forecast.read(tmp_path) == []
     first = forecast_of(WEIGHTS, Facts(), Strategy.parse("ddp", 2))
     second = forecast_of(WEIGHTS, Facts(), Strategy.parse("zero3", 2), step=10)

@@ -1,4 +1,4 @@
-"""All ranks together hold the model, also where a degree does not divide a size."""
+"""Test that all ranks together hold the model, even if a degree does not divide a size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbkit.strategy import Strategy
 
 @pytest.mark.parametrize("strategy", Strategy.every(8), ids=str)
 def test_all_ranks_together_hold_the_model(strategy: Strategy) -> None:
-    """Use sizes that no degree divides: each element is held as often as the strategy replicates it."""
+    """Check, for sizes that no degree divides, that ranks hold each element as often as the strategy replicates it."""
     weights = transformer(blocks=19, width=11, vocab=101, tied=True)
     cuts = place([1.0] * 19, strategy) if strategy.pp > 1 else None
 

@@ -1,4 +1,4 @@
-"""Rows and blocks for ranks of unequal speed: as good, in a simulation of the step, as the best of all divisions."""
+"""Test that rows and blocks for ranks of unequal speed make a simulated step as short as the best division."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def every_division(strategy: Strategy, costs: list[float], speeds: list[float]) 
     ("mesh", "slow"),
     [({"pp": 2}, 0), ({"pp": 2}, 1), ({"pp": 3}, 1), ({"dp": 2, "pp": 2}, 1), ({"dp": 2, "pp": 2}, 2), ({"dp": 3}, 1)],
 )
-def test_a_rank_at_half_speed_is_given_what_the_best_division_gives_it(mesh: dict[str, int], slow: int) -> None:
+def test_the_division_for_a_rank_at_half_speed_is_near_the_best(mesh: dict[str, int], slow: int) -> None:
     draw = random.Random(slow)
     for strategy in (Strategy(**mesh), Strategy(**mesh, schedule="gpipe" if "pp" in mesh else None)):
         for costs in ([1.0] * BLOCKS, [draw.uniform(0.5, 2.0) for _ in range(BLOCKS)]):
@@ -49,8 +49,8 @@ def test_a_rank_at_half_speed_is_given_what_the_best_division_gives_it(mesh: dic
             assert took <= 1.031 * every_division(strategy, costs, speeds)
 
 
-def test_a_slow_last_stage_gets_less_than_its_share_where_that_gains_more_than_a_simulation_can_tell() -> None:
-    # 8 and 4 blocks take equally long; with 9 + 3 the step is 1/40 shorter, and only the simulation says so.
+def test_a_slow_last_stage_gets_less_only_if_the_gain_exceeds_the_simulation_error() -> None:
+    # 8 and 4 blocks take equally long. With 9 + 3 the simulated step is 1/40 shorter, which is within the error.
     strategy, costs, speeds = Strategy(pp=2), [1.0] * BLOCKS, [1.0, 0.5]
     assert best_speeds(strategy, ROWS, costs, speeds) == (100, 50)
     least, even = (computing_seconds(replace(strategy, speeds=each), ROWS, costs, speeds) for each in ((3, 1), (2, 1)))
@@ -62,9 +62,7 @@ def test_a_slow_last_stage_gets_less_than_its_share_where_that_gains_more_than_a
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize("ranks, micros", [(2, 8), (4, 16), (8, 16), (4, 32)])
 @pytest.mark.parametrize("last", [1.0, 1.2, 2.0])
-def test_long_pipelines_are_told_by_a_sum_that_says_what_the_simulation_does(
-    schedule: str, ranks: int, micros: int, last: float
-) -> None:
+def test_the_sum_for_long_pipelines_equals_the_simulation(schedule: str, ranks: int, micros: int, last: float) -> None:
     each = [2.0] * (ranks * (2 if schedule == "interleaved" else 1))
     each[-1] *= last
     for transfer in (0.0, 0.3):
@@ -79,6 +77,6 @@ def test_long_pipelines_are_told_by_a_sum_that_says_what_the_simulation_does(
         assert _full(schedule, micros, stages, transfer, ranks) == pytest.approx(run.makespan, rel=3e-2 * transfer)
 
 
-def test_uneven_stages_are_never_told_shorter_by_the_sum_than_by_the_simulation() -> None:
+def test_the_sum_for_uneven_stages_is_never_shorter_than_the_simulation() -> None:
     for stages in ((8.0, 8.0, 8.0, 12.0), (12.0, 8.0, 8.0, 8.0), (8.0, 12.0, 9.0, 8.0)):
         assert _full("1f1b", 8, stages, 0.0, 4) >= makespan("1f1b", 8, stages) - 1e-9

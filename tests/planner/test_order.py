@@ -1,4 +1,4 @@
-"""`order=` says which axis crosses nodes, and bytes between nodes follow; by default the links decide."""
+"""Test that `order=` sets which axis crosses nodes, and so their bytes. Without it, the speeds of links decide."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def crossing(text: str, batch: int = 16) -> float:
     return sum(between_nodes(terms, strategy, rank, NODES) for rank, terms in enumerate(every))
 
 
-def test_the_axis_of_order_is_the_slowest_and_the_strategy_says_so() -> None:
+def test_the_axis_of_order_is_the_slowest_and_part_of_the_spelling() -> None:
     usual, other = Strategy.parse("pp=2", 4), Strategy.parse("pp=2 order=dp", 4)
     assert usual.mesh.groups("dp") == [(0, 1), (2, 3)] and usual.mesh.groups("pp") == [(0, 2), (1, 3)]
     assert other.mesh.groups("dp") == [(0, 2), (1, 3)] and other.mesh.groups("pp") == [(0, 1), (2, 3)]
     assert str(other) == "dp=2 pp=2 schedule=1f1b microbatches=4 order=dp"
     assert Strategy.parse(str(other), 4) == other and other.composed == usual != other
-    # An order that was asked for stays; only the usual order may change.
+    # A given order stays. Only the default order may change.
     assert str(Strategy.parse("pp=2 order=pp", 4)).endswith("order=pp")
     assert orders(Strategy.parse("pp=2 order=pp", 4)) == [Strategy.parse("pp=2 order=pp", 4)]
     assert [order.slowest for order in orders(usual, one_node=False)] == ["", "dp"]
 
 
 @pytest.mark.parametrize(("text", "why"), [("ddp order=dp", "no other axis"), ("pp=2 order=tp", "tp is 1")])
-def test_an_order_that_changes_nothing_is_named(text: str, why: str) -> None:
+def test_an_order_without_effect_is_reported(text: str, why: str) -> None:
     found = Strategy.parse(text, 4)
     assert found.order == "" and why in found.without_effect[0]
 
@@ -53,20 +53,20 @@ def test_an_order_that_is_no_axis_is_refused() -> None:
     Strategy.parse(f"pp=2 {raised.value.hint}", 4)
 
 
-def test_bytes_between_nodes_are_those_of_the_axis_that_crosses_them() -> None:
+def test_the_bytes_between_nodes_are_those_of_the_axis_across_them() -> None:
     element, rows, hidden = 4, 16, 32 * 64
-    # A boundary of two stages: every row's hidden states one way, their gradients the other.
+    # Between two stages, the hidden states of every row go one way, and their gradients the other.
     assert crossing("pp=2 order=pp") == 2 * rows * hidden * element
     gradients = element * sum(weight.numel for weight in WEIGHTS)
     # Each stage has one rank on each of two nodes, and each of these sends 2 (k - 1) / k of the stage's gradients.
     assert crossing("pp=2 order=dp") == 2 * gradients
     assert crossing("ddp") == 2 * gradients  # in two levels
-    # One ring over the four ranks: two of them have their neighbour on the other node.
+    # In one ring over four ranks, two ranks send to the other node.
     assert crossing("zero1") == 2 * 1.5 * gradients
 
 
 @pytest.mark.parametrize(("batch", "crosses"), [(16, ""), (4096, "dp")])
-def test_by_default_the_axis_crosses_nodes_for_which_the_links_take_least(batch: int, crosses: str) -> None:
+def test_by_default_the_axis_with_the_shortest_link_time_crosses_nodes(batch: int, crosses: str) -> None:
     facts = Facts(**{**vars(FACTS), "batch": batch})
 
     def took(order: Strategy) -> float:
@@ -75,8 +75,10 @@ def test_by_default_the_axis_crosses_nodes_for_which_the_links_take_least(batch:
     assert placed(Strategy.parse("pp=2", 4), took, one_node=False).slowest == crosses
 
 
-def test_ranks_of_a_node_that_all_send_to_others_share_its_link() -> None:
-    shared = replace(LINK, ways=dict.fromkeys(WAYS, OperationSpeed(0.0, 2e8)))  # in a ring one of them sends to others
+def test_ranks_that_all_send_to_other_nodes_share_the_link() -> None:
+    shared = replace(
+        LINK, ways=dict.fromkeys(WAYS, OperationSpeed(0.0, 2e8))
+    )  # in a ring, one rank of a node sends to others
     for text, speed in (("ddp", 1e8), ("dp=2 tp=2", 1e8), ("zero3", 2e8)):
         strategy = Strategy.parse(text, 4)
         every = per_step(WEIGHTS, FACTS, strategy, 0, node_of=NODES)

@@ -1,4 +1,4 @@
-"""The partition of blocks over stages is the best there is, compared with all there are."""
+"""Test that no other partition of blocks over stages is better."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def by_trying_all(costs: list[float], stages: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_partition_is_better(seed: int) -> None:
+def test_no_other_partition_is_better(seed: int) -> None:
     draw = random.Random(seed)
     blocks = draw.randint(1, 12)
-    # Few different values make ties, thirds make sums that floating point gets wrong, zero is a block without work.
+    # Few values make ties, thirds make sums that floating point rounds, and 0 is a block without work.
     values = draw.choice([[1.0], [0.1, 0.2, 0.3], [0.0, 1 / 3, 2 / 3], [draw.uniform(0.5, 5) for _ in range(9)]])
     costs = [draw.choice(values) for _ in range(blocks)]
     for stages in range(1, blocks + 1):
@@ -43,11 +43,11 @@ def test_no_partition_is_better(seed: int) -> None:
 @pytest.mark.parametrize(
     ("blocks", "stages", "text"), [(10, 4, "3+3+2+2"), (8, 4, "2+2+2+2"), (10, 5, "2+2+2+2+2"), (5, 3, "2+2+1")]
 )
-def test_equal_blocks_are_counted_out(blocks: int, stages: int, text: str) -> None:
+def test_equal_blocks_are_divided_by_number(blocks: int, stages: int, text: str) -> None:
     assert spelled(partition([0.1] * blocks, stages)) == text
 
 
-def test_a_large_model_is_cut_at_once() -> None:
+def test_a_large_model_is_partitioned_without_gaps() -> None:
     draw = random.Random(0)
     ranges = partition([draw.uniform(1, 2) for _ in range(96)], 16)
 
@@ -62,7 +62,7 @@ def test_a_large_model_is_cut_at_once() -> None:
         ("zbv", (0, 1, 2, 2, 1, 0), [[(0, 2), (6, 7)], [(2, 3), (5, 6)], [(3, 4), (4, 5)]]),
     ],
 )
-def test_each_schedule_places_its_stages(
+def test_each_schedule_places_its_stages_on_ranks(
     schedule: str, ranks: tuple[int, ...], ranges: list[list[tuple[int, int]]]
 ) -> None:
     strategy = Strategy(pp=3, schedule=schedule)
@@ -74,7 +74,7 @@ def test_each_schedule_places_its_stages(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, 8])
-def test_stages_lie_where_the_schedule_runs_them(schedule: str, pp: int) -> None:
+def test_stages_are_on_the_ranks_where_the_schedule_runs_them(schedule: str, pp: int) -> None:
     run = Schedule.of(schedule, pp, 2 * pp)
 
     assert ranks_of_stages(Strategy(pp=pp, schedule=schedule)) == tuple(map(run.rank_of, range(run.num_stages)))
@@ -91,14 +91,14 @@ def test_stages_lie_where_the_schedule_runs_them(schedule: str, pp: int) -> None
         ([1.0, float("inf")], 2, "inf"),
     ],
 )
-def test_what_cannot_be_cut_says_so(costs: list[float], stages: int, words: str) -> None:
+def test_a_partition_that_is_impossible_is_refused_with_a_hint(costs: list[float], stages: int, words: str) -> None:
     with pytest.raises(StrategyError) as raised:
         partition(costs, stages)
 
     assert words in str(raised.value) and raised.value.hint
 
 
-def test_too_few_blocks_for_a_schedule_of_several_stages_a_rank_say_what_fits() -> None:
+def test_too_few_blocks_for_several_stages_per_rank_are_refused_with_what_fits() -> None:
     with pytest.raises(StrategyError, match="8 stages, 4 blocks") as refused:
         place((1.0,) * 4, Strategy.parse("pp=4 schedule=zbv", 4))
     assert refused.value.hint.startswith("pp=2 or fewer or schedule=1f1b")

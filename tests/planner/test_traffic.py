@@ -1,4 +1,4 @@
-"""Bytes of a step are those of the literature, written out here by hand for each strategy."""
+"""Test the bytes of a step against published formulas, written by hand for each strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HIDDEN = 16 * 24 * 16 * 4  # bytes of a hidden state of the whole batch
 
 
 def sizes(terms: tuple[TrafficTerm, ...]) -> dict[tuple[str, str], int]:
-    """Return the S of each axis and operation."""
+    """Return the bytes S of each axis and operation."""
     total: Counter[tuple[str, str]] = Counter()
     for term in terms:
         total[term.axis, term.op] += term.bytes
@@ -30,19 +30,19 @@ def sizes(terms: tuple[TrafficTerm, ...]) -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_the_data_axis(n: int) -> None:
+def test_data_parallel_strategies_send_the_published_bytes(n: int) -> None:
     ddp, zero1, zero2, zero3 = (per_step(WEIGHTS, Facts(), Strategy(dp=n, zero=zero), 0) for zero in range(4))
 
     assert sizes(ddp) == {("dp", "all_reduce"): P}
     assert sizes(zero1) == sizes(zero2) == {("dp", "reduce_scatter"): P, ("dp", "all_gather"): P}
     assert wire_bytes(ddp) == wire_bytes(zero1) == pytest.approx(2 * (n - 1) / n * P)
-    # 1.5 x in the paper, where all is gathered twice; what lies outside the blocks is kept in between.
+    # The paper has 1.5 x, since it gathers everything twice. Here, weights outside the blocks are kept in between.
     assert wire_bytes(zero3) == pytest.approx((n - 1) / n * (3 * P - 2 * VOCAB * 4))
     inside = [replace(weight, outside=False) for weight in WEIGHTS]
     assert wire_bytes(per_step(inside, Facts(), Strategy(dp=n, zero=3), 0)) == pytest.approx(1.5 * wire_bytes(ddp))
 
 
-def test_under_autocast_zero3_gathers_what_maps_alone_read_in_half_the_bytes() -> None:
+def test_zero3_under_autocast_gathers_matrices_in_half_the_bytes() -> None:
     cast = [weight if weight.outside or len(weight.shape) == 1 else replace(weight, gathered=2) for weight in WEIGHTS]
     whole, found = (sizes(per_step(weights, Facts(), Strategy(dp=2, zero=3), 0)) for weights in (WEIGHTS, cast))
     maps = sum(weight.numel for weight in cast if weight.gathered)
@@ -52,7 +52,7 @@ def test_under_autocast_zero3_gathers_what_maps_alone_read_in_half_the_bytes() -
     assert per_step(cast, Facts(), Strategy(dp=2, zero=2), 0) == per_step(WEIGHTS, Facts(), Strategy(dp=2, zero=2), 0)
 
 
-def test_levers_send_less() -> None:
+def test_compression_and_sync_every_send_fewer_bytes() -> None:
     plain, int8, bf16, seldom = (
         wire_bytes(per_step(WEIGHTS, Facts(), Strategy.parse(f"ddp {levers}", 4), 0))
         for levers in ("", "compress=int8", "compress=bf16", "sync_every=8")
@@ -62,7 +62,7 @@ def test_levers_send_less() -> None:
     assert (bf16, seldom) == (plain / 2, plain / 8)
 
 
-def test_hsdp_shards_within_and_reduces_shards_across() -> None:
+def test_hsdp_shards_within_a_group_and_reduces_shards_across_groups() -> None:
     terms = per_step(WEIGHTS, Facts(), Strategy(dp=8, zero=1, shard=4), 5)
 
     assert sizes(terms) == {
@@ -73,7 +73,7 @@ def test_hsdp_shards_within_and_reduces_shards_across() -> None:
     assert {term.axis: term.ranks for term in terms} == {"shard": 4, "replicate": 2}
 
 
-def test_accumulation_gathers_again_and_a_pipeline_does_not() -> None:
+def test_accumulation_under_zero3_gathers_again_and_a_pipeline_does_not() -> None:
     once, thrice = (per_step(WEIGHTS, Facts(), Strategy(dp=2, zero=3), 0, accumulation=k) for k in (1, 3))
     ddp = (per_step(WEIGHTS, Facts(), Strategy(dp=2), 0, accumulation=k) for k in (1, 3))
     piped = per_step(WEIGHTS, FACTS, Strategy(dp=2, pp=2, zero=3), 0, accumulation=3)
@@ -87,7 +87,7 @@ def test_accumulation_gathers_again_and_a_pipeline_does_not() -> None:
     }
 
 
-def test_hsdp_sums_shards_across_replicas_for_each_forward_as_its_engine_does() -> None:
+def test_hsdp_with_zero3_reduces_shards_across_replicas_for_each_forward() -> None:
     for zero, times in ((3, 3), (2, 1)):
         strategy = Strategy(dp=4, zero=zero, shard=2)
         once, thrice = (per_step(WEIGHTS, Facts(), strategy, 0, accumulation=k) for k in (1, 3))
@@ -105,13 +105,13 @@ def test_frozen_weights_have_no_gradient_to_send() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_tensor_parallelism(n: int) -> None:
+def test_tensor_parallelism_sends_the_published_bytes(n: int) -> None:
     plain_weights = transformer(sequence_parallel=False)
     plain = per_step(plain_weights, FACTS, Strategy(tp=n), 0, sequence_parallel=False)
     sequence = per_step(WEIGHTS, FACTS, Strategy(tp=n), 0)
-    loss, norms = 3 * 16 * 24 * 4, 4 * 2 * (16 + 1) * 4  # each with a number that says whether it is there
+    loss, norms = 3 * 16 * 24 * 4, 4 * 2 * (16 + 1) * 4  # each norm has a number that says whether its gradient exists
 
-    # Four in each of four blocks, one for the embedding, one for the head.
+    # Four sums in each of four blocks, one for the embedding, one for the head.
     assert sizes(plain) == {("tp", "all_reduce"): 18 * HIDDEN + loss}
     assert sizes(sequence) == {
         ("tp", "all_gather"): 18 * HIDDEN,
@@ -123,8 +123,8 @@ def test_tensor_parallelism(n: int) -> None:
     assert sizes(without) == {("tp", "all_reduce"): 16 * HIDDEN}
 
 
-def test_what_is_whole_outside_of_the_blocks_is_summed_in_every_forward() -> None:
-    """The table has more positions than a sample: only those in use are summed, and the norm after the last block."""
+def test_replicated_weights_outside_the_blocks_are_reduced_in_every_forward() -> None:
+    """Check a table with more positions than a sample, of which only the used ones are summed, and the last norm."""
     ends = [Weight("positions", (32, 16), blocks=(0,), outside=True), Weight("norm", (16,), blocks=(3,), outside=True)]
     extra = [
         Counter(sizes(per_step([*WEIGHTS, *ends], FACTS, strategy, rank)))
@@ -147,7 +147,7 @@ def test_what_is_whole_outside_of_the_blocks_is_summed_in_every_forward() -> Non
 
 
 @pytest.mark.parametrize(("schedule", "sends"), [("gpipe", [1, 2, 2, 1]), ("zb", [3, 4, 4, 3]), ("zbv", [2, 4, 4, 2])])
-def test_a_pipeline_sends_each_boundary_once_there_and_once_back(schedule: str, sends: list[int]) -> None:
+def test_a_pipeline_sends_hidden_states_and_gradients_once_per_boundary(schedule: str, sends: list[int]) -> None:
     weights, facts = transformer(blocks=8), replace(FACTS, blocks=8)
     strategy = Strategy(pp=4, schedule=schedule, microbatches=8)
 
@@ -164,13 +164,13 @@ def test_a_tied_weight_is_reduced_over_its_stages() -> None:
     for rank, size in enumerate([4 * (VOCAB + 1), None, None, 4 * (VOCAB + 1)]):
         terms = per_step(weights, FACTS, Strategy(pp=4), rank)
         assert sizes(terms).get(("pp", "all_reduce")) == size
-    # First and last stage on the same rank: nothing to send.
+    # With the first and last stage on one rank, there is nothing to send.
     folded = per_step(transformer(blocks=8, tied=True), FACTS, Strategy(pp=4, schedule="zbv"), 0)
     assert ("pp", "all_reduce") not in sizes(folded)
 
 
 @pytest.mark.parametrize(("schedule", "ends"), [("1f1b", [1, 1]), ("zb", [1, 1]), ("zbv", [2, 0])])
-def test_embedding_and_head_are_where_the_first_and_last_stage_are(schedule: str, ends: list[int]) -> None:
+def test_embedding_and_head_are_on_the_ranks_of_the_first_and_last_stage(schedule: str, ends: list[int]) -> None:
     strategy = Strategy(tp=2, pp=2, schedule=schedule)
 
     for at, count in enumerate(ends):
@@ -178,8 +178,8 @@ def test_embedding_and_head_are_where_the_first_and_last_stage_are(schedule: str
         assert gathered == (4 * 2 + count) * HIDDEN
 
 
-def test_context_parallelism() -> None:
-    """Expect keys and values of half the heads in four blocks, the ends of the region, and each block's gradient.
+def test_context_parallelism_sends_keys_values_and_gradients() -> None:
+    """Expect keys and values of half the heads in four blocks, the ends of the cp region, and the gradients of blocks.
 
     Forward and backward each gather keys and values.
     """
@@ -190,7 +190,7 @@ def test_context_parallelism() -> None:
     }
 
 
-def test_hybrids_divide_what_the_other_axes_have_cut() -> None:
+def test_combined_axes_divide_parts_that_the_other_axes_have_cut() -> None:
     strategy = Strategy(dp=2, tp=2, pp=2, zero=1)
     terms = per_step(WEIGHTS, FACTS, strategy, rank=0)
     cut, norms = 2 * (BLOCK - 2 * 16) + VOCAB, 2 * 2 * 16
@@ -205,8 +205,8 @@ def test_hybrids_divide_what_the_other_axes_have_cut() -> None:
     }
 
 
-def test_what_is_sent_and_what_is_handed_over() -> None:
-    """Sums over ranks of gloo's wire bytes were measured at 2 S and 6 S, 1 S and 3 S for 2 and 4 ranks."""
+def test_a_term_counts_the_bytes_sent_and_the_bytes_passed_in() -> None:
+    """Compare with measured wire bytes of gloo, over all ranks: all_reduce 2 S and 6 S, others 1 S and 3 S."""
     for n, reduced, moved in ((2, 2, 1), (4, 6, 3)):
         all_reduce, all_gather = (
             TrafficTerm("dp", "all_reduce", n, 1, 1000, ""),
@@ -220,7 +220,7 @@ def test_what_is_sent_and_what_is_handed_over() -> None:
 
 
 @pytest.mark.parametrize("strategy", Strategy.every(4), ids=str)
-def test_one_rank_alone_and_axes_of_one_say_nothing(strategy: Strategy) -> None:
+def test_one_rank_and_axes_of_degree_one_send_nothing(strategy: Strategy) -> None:
     weights = transformer(blocks=8)
 
     assert per_step(weights, FACTS, Strategy(), 0) == ()
@@ -232,7 +232,7 @@ def test_one_rank_alone_and_axes_of_one_say_nothing(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize("missing", ["batch", "sequence", "width", "blocks"])
-def test_a_number_that_is_needed_and_unknown_is_named(missing: str) -> None:
+def test_an_unknown_number_that_is_needed_is_refused_by_name(missing: str) -> None:
     with pytest.raises(StrategyError, match=f"{missing} is unknown"):
         per_step([Weight("w", (4, 4))], replace(FACTS, **{missing: None}), Strategy(tp=2), 0)
 
@@ -244,7 +244,7 @@ def test_an_all_reduce_over_nodes_has_two_levels(text: str, nodes: int, each: in
     strategy, node_of = Strategy.parse(text, ranks), [rank // each for rank in range(ranks)]
     (flat,) = (term for term in per_step(WEIGHTS, Facts(), strategy, 0) if term.op == "all_reduce")
     found = per_step(WEIGHTS, Facts(), strategy, 0, node_of=node_of)
-    if each == strategy.shard:  # one rank of each node holds the same
+    if each == strategy.shard:  # the ranks of a replica group are all on different nodes
         assert flat in found
         return
     near = each // (strategy.shard if strategy.zero else 1)

@@ -1,4 +1,4 @@
-"""A strategy that does not fit is refused with the arithmetic; one that fits unevenly gets a remark."""
+"""Test that a strategy that does not fit is refused with the arithmetic, and that an uneven one gets a remark."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbkit.planner.job_facts import Facts
 from nbkit.planner.validate import refuse, validate
 from nbkit.strategy import Strategy
 
-# name -> (strategy on how many ranks, facts, what the message says, what to type)
+# name -> (strategy, number of ranks, facts, what the message says, what to type)
 CANNOT = {
     "heads": (
         "tp",
@@ -47,7 +47,7 @@ CANNOT = {
     ),
 }
 
-# name -> (strategy on how many ranks, facts, what the remark says)
+# name -> (strategy, number of ranks, facts, what the remark says)
 SHOWN = {
     "vocabulary": (
         "tp",
@@ -73,7 +73,7 @@ FITS = Facts(
 
 
 @pytest.mark.parametrize("name", CANNOT)
-def test_what_cannot_run_is_refused_with_the_numbers(name: str) -> None:
+def test_a_strategy_that_cannot_run_is_refused_with_the_numbers(name: str) -> None:
     text, world_size, facts, words, hint = CANNOT[name]
 
     with pytest.raises(StrategyError) as raised:
@@ -84,7 +84,7 @@ def test_what_cannot_run_is_refused_with_the_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_what_runs_unevenly_is_shown(name: str) -> None:
+def test_a_strategy_that_runs_unevenly_gets_a_remark(name: str) -> None:
     text, world_size, facts, words = SHOWN[name]
 
     (finding,) = refuse(Strategy.parse(text, world_size), facts)
@@ -93,16 +93,16 @@ def test_what_runs_unevenly_is_shown(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [s for s in Strategy.every(4) if s.schedule != "gpipe"], ids=str)
-def test_nothing_is_said_of_what_fits(strategy: Strategy) -> None:
+def test_a_strategy_that_fits_has_no_findings(strategy: Strategy) -> None:
     assert validate(strategy, FITS) == []
 
 
 @pytest.mark.parametrize("strategy", Strategy.every(8), ids=str)
-def test_nothing_is_concluded_from_what_is_unknown(strategy: Strategy) -> None:
+def test_unknown_facts_give_no_findings(strategy: Strategy) -> None:
     assert validate(strategy, Facts()) == []
 
 
-def test_errors_come_before_remarks_and_all_are_told() -> None:
+def test_all_findings_are_listed_with_errors_before_remarks() -> None:
     facts = Facts(heads=6, kv_heads=3, vocab=99, blocks=3, batch=7)
 
     found = validate(Strategy(dp=2, tp=4, pp=2, microbatches=1), facts)

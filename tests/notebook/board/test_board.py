@@ -1,4 +1,4 @@
-"""TensorBoard as it runs: real processes, real event files, real HTTP."""
+"""Test TensorBoard with real processes, event files and HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def ended() -> Iterator[None]:
-    """End the board after the last test. Until then, each test takes up or replaces what the test before it started."""
+    """End the board after the last test. Until then, each test reuses or replaces the board of the previous test."""
     yield
     Board.end()
 
@@ -63,7 +63,7 @@ def wait_until_gone(pid: int) -> bool:
     return True
 
 
-def test_it_answers_with_the_runs_of_its_log_directory(logdir: Path) -> None:
+def test_the_board_serves_the_runs_of_its_log_directory(logdir: Path) -> None:
     board = Board.start(logdir)
 
     assert runs_of(board, {"lesson-dp2"}) == {"lesson-dp2"}
@@ -71,7 +71,7 @@ def test_it_answers_with_the_runs_of_its_log_directory(logdir: Path) -> None:
     assert [value for _, _, value in points] == [3.0, 2.0, 1.0]  # type: ignore[attr-defined]
 
 
-def test_it_listens_on_loopback_only(logdir: Path) -> None:
+def test_the_board_listens_on_loopback_only(logdir: Path) -> None:
     board = Board.start(logdir)
 
     family = [psutil.Process(board.pid), *psutil.Process(board.pid).children(recursive=True)]
@@ -80,9 +80,7 @@ def test_it_listens_on_loopback_only(logdir: Path) -> None:
     assert set(listening) <= {"127.0.0.1", "::1"}
 
 
-def test_the_same_log_directory_takes_up_the_same_process_and_another_one_replaces_it(
-    logdir: Path, tmp_path: Path
-) -> None:
+def test_the_same_log_directory_reuses_the_board_and_another_one_replaces_it(logdir: Path, tmp_path: Path) -> None:
     first = Board.start(logdir)
     again = Board.start(str(logdir), height=300)
     assert again.pid == first.pid
@@ -96,7 +94,7 @@ def test_the_same_log_directory_takes_up_the_same_process_and_another_one_replac
 
 
 @pytest.mark.long
-def test_one_that_was_killed_is_started_again(logdir: Path) -> None:
+def test_a_killed_board_is_started_again(logdir: Path) -> None:
     first = Board.start(logdir)
     psutil.Process(first.pid).kill()
     while first.is_alive():  # the system takes a moment to end all its threads
@@ -108,7 +106,7 @@ def test_one_that_was_killed_is_started_again(logdir: Path) -> None:
     assert runs_of(again, {"lesson-dp2"}) == {"lesson-dp2"}
 
 
-def test_it_ends_with_the_notebook_that_started_it_even_when_that_is_killed(tmp_path: Path) -> None:
+def test_the_board_ends_with_its_notebook_even_if_that_is_killed(tmp_path: Path) -> None:
     code = f"""
 import threading, time
 from nbkit import Board
@@ -134,9 +132,7 @@ time.sleep(60)
     assert all(wait_until_gone(pid) for pid in family)
 
 
-def test_a_third_party_plugin_that_breaks_does_not_keep_it_from_starting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_plugin_does_not_prevent_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "site" / "broken_plugin-1.0.dist-info"
     broken.mkdir(parents=True)
     (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
@@ -146,7 +142,7 @@ def test_a_third_party_plugin_that_breaks_does_not_keep_it_from_starting(
     assert Board.start(tmp_path / "runs").is_alive()
 
 
-def test_it_says_what_tensorboard_wrote_when_it_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_shows_the_error_of_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "__init__.py").write_text("raise RuntimeError('numpy is too old')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -158,7 +154,9 @@ def test_it_says_what_tensorboard_wrote_when_it_cannot_start(tmp_path: Path, mon
     assert Board.end() == "This notebook has no TensorBoard."
 
 
-def test_without_tensorboard_it_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_the_error_names_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(BoardError, match="pip install tensorboard"):
@@ -172,10 +170,10 @@ def test_a_log_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
         Board.start(tmp_path / "log.txt")
 
 
-def test_it_shows_a_link_the_ssh_line_and_a_frame(tmp_path: Path) -> None:
+def test_the_board_shows_a_link_an_ssh_command_and_a_frame(tmp_path: Path) -> None:
     board = Board.start(tmp_path)
     page, text = board._repr_html_(), repr(board)
-    assert "ends with this kernel: then <code>%board</code> again" in page  # a saved frame shows nothing then
+    assert "ends with this kernel: then <code>%board</code> again" in page  # a saved frame is empty then
 
     assert f"<iframe src='http://127.0.0.1:{board.port}/?" in page
     assert f"<a href='http://127.0.0.1:{board.port}/?" in page
@@ -208,7 +206,9 @@ def test_it_shows_a_link_the_ssh_line_and_a_frame(tmp_path: Path) -> None:
         ({"TENSORBOARD_PROXY_URL": "/p/%PORT%/", "JUPYTERHUB_SERVICE_PREFIX": "/user/ann/"}, "", "/p/6007/"),
     ],
 )
-def test_behind_a_server_the_address_goes_through_it(environment: dict[str, str], base_url: str, url: str) -> None:
+def test_the_address_behind_a_server_goes_through_that_server(
+    environment: dict[str, str], base_url: str, url: str
+) -> None:
     assert address.browser_url(6007, environment, base_url) == url
 
 
@@ -221,7 +221,7 @@ def test_in_colab_the_page_asks_colab_for_the_address(tmp_path: Path, monkeypatc
     assert "127.0.0.1" not in page
 
 
-def test_where_the_hub_does_not_find_the_address_it_says_what_forwards_ports() -> None:
+def test_other_way_names_the_tool_that_forwards_the_port() -> None:
     assert "pip install jupyter-server-proxy" in address.other_way(6007, {"JUPYTERHUB_SERVICE_PREFIX": "/user/ann/"})
     assert "ssh -L 6007:127.0.0.1:6007 " in address.other_way(6007, {})
 
@@ -229,7 +229,7 @@ def test_where_the_hub_does_not_find_the_address_it_says_what_forwards_ports() -
 def test_the_servers_base_url_is_read_from_its_own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jpserver-41.json").write_text(json.dumps({"base_url": "/lab-of-ann/"}))
     environment = {"JPY_PARENT_PID": "41"}
-    assert address.server_base_url(environment, tmp_path) == ""  # it does not forward ports
+    assert address.server_base_url(environment, tmp_path) == ""  # without jupyter-server-proxy, it forwards no ports
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: os)
 

@@ -1,4 +1,4 @@
-"""The card follows the steps also while it is too early for another picture of all ranks, which costs far more."""
+"""Test that the card shows new steps between two pictures of all ranks, which cost far more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbkit.records.records import StepRecord
 from nbkit.wire.activity import Activity, CodeLine, Operation
 
 
-def test_steps_are_followed_between_two_pictures(tmp_path: Path) -> None:
+def test_the_card_shows_new_steps_between_two_pictures(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", 2, "dp=2")
     shown: list[dict[str, str]] = []
     execution = cast(Any, SimpleNamespace(observers=[]))
@@ -35,7 +35,7 @@ def test_steps_are_followed_between_two_pictures(tmp_path: Path) -> None:
     run.close()
 
 
-def test_a_cell_that_waits_has_a_clock_which_names_the_ranks_at_work_after_ten_seconds() -> None:
+def test_the_clock_of_a_waiting_cell_names_what_the_ranks_do_after_ten_seconds() -> None:
     shown: list[dict[str, str]] = []
     execution = SimpleNamespace(observers=[], prompts={}, closing=False, waiting_for=[0, 1, 3], sent=time.time())
     states = {
@@ -61,8 +61,8 @@ def test_a_cell_that_waits_has_a_clock_which_names_the_ranks_at_work_after_ten_s
     assert shown == []
 
 
-def test_a_step_that_was_left_half_way_has_a_card_and_a_picture(tmp_path: Path) -> None:
-    """No rank knows the parts of this step."""
+def test_an_interrupted_step_has_a_picture_without_ranks(tmp_path: Path) -> None:
+    """Write a step of which no rank knows the parts."""
     run = FakeRun(tmp_path / "run", 2, "dp=2")
     run.step()
     for rank in range(2):
@@ -72,7 +72,7 @@ def test_a_step_that_was_left_half_way_has_a_card_and_a_picture(tmp_path: Path) 
     assert (found["seconds"], found["ranks"], found["reading"]) == (0.5, [], "")
 
 
-def test_a_card_that_cannot_be_drawn_says_so_in_the_kernels_log_alone(
+def test_an_error_of_the_card_goes_only_to_the_kernels_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     over = SimpleNamespace(done=lambda: bool(said))

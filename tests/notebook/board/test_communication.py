@@ -1,4 +1,4 @@
-"""The tab's server side, through a real TensorBoard: what it says of recorded runs, and only what is new."""
+"""Test the server of the Communication tab with recorded runs, through a real TensorBoard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two runs: four ranks, one late, switched from ddp to pp; and 64, switched to three axes."""
+    """Return a folder with two runs: 4 ranks, one late, that switch to pp; and 64 that switch to three axes."""
     folder = tmp_path_factory.mktemp("board") / "runs"
     small = FakeRun(folder / "small", 4, "ddp", late=2)
     for number in range(60):
@@ -73,12 +73,12 @@ def test_tensorboard_lists_the_tab_and_serves_its_page(board: Board) -> None:
     assert "export async function render" in text(board, "data/plugin/communication/static/index.js")
     for name in ("charts.js", "grids.js", "health.js", "tables.js", "paint.js", "live.js", "index.css"):
         page = text(board, f"data/plugin/communication/static/{name}")
-        assert "http://" not in page and "https://" not in page  # nothing is asked of anybody else
+        assert "http://" not in page and "https://" not in page  # it loads nothing from other servers
     with pytest.raises(urllib.error.HTTPError, match="404"):
         text(board, "data/plugin/communication/static/..%2Fplugin.py")
 
 
-def test_its_first_page_bears_the_script_that_makes_the_other_tabs_follow(board: Board) -> None:
+def test_the_first_page_has_the_script_that_refreshes_other_tabs(board: Board) -> None:
     assert "communication/static/live.js" in text(board, "")
     before = ask(board, "newest")["newest"]
     (board.logdir / "small" / "events.out.tfevents.1").write_bytes(b"")
@@ -88,7 +88,7 @@ def test_its_first_page_bears_the_script_that_makes_the_other_tabs_follow(board:
         time.sleep(0.2)
 
 
-def test_runs_are_found_and_summed_up(board: Board) -> None:
+def test_runs_are_found_and_summarized(board: Board) -> None:
     runs = {run["name"]: run for run in ask(board, "runs")["runs"]}
 
     assert set(runs) == {"small", "nested/big"}
@@ -98,7 +98,7 @@ def test_runs_are_found_and_summed_up(board: Board) -> None:
     assert runs["small"]["strategy"] == "pp=4 schedule=1f1b microbatches=8"
 
 
-def test_a_reader_with_a_cursor_gets_only_what_is_new(board: Board) -> None:
+def test_a_reader_with_a_cursor_gets_only_new_points(board: Board) -> None:
     first = ask(board, "poll", run="small")
     again = ask(board, "poll", run="small", epoch=first["epoch"], points=58, events=len(first["events"]))
 
@@ -110,13 +110,13 @@ def test_a_reader_with_a_cursor_gets_only_what_is_new(board: Board) -> None:
     assert {one[-1] for one in first["points"]} == {"dp=4", "pp=4 schedule=1f1b microbatches=8"}
 
 
-def test_a_run_that_is_not_there_is_refused(board: Board) -> None:
+def test_a_missing_run_is_refused(board: Board) -> None:
     for name in ("", "nobody", "../small"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             ask(board, "poll", run=name)
 
 
-def test_a_step_shows_bars_the_late_rank_traffic_and_what_the_formula_says(board: Board) -> None:
+def test_a_step_shows_bars_the_late_rank_and_its_traffic_by_formula(board: Board) -> None:
     step = ask(board, "step", run="small", step=20)
 
     assert [values[0] for values in step["ranks"]] == [0, 1, 2, 3]
@@ -128,7 +128,7 @@ def test_a_step_shows_bars_the_late_rank_traffic_and_what_the_formula_says(board
     (row,) = step["table"]
     assert (row["op"], row["axis"], row["calls"], row["bytes"]) == ("all_reduce", "dp", 1, 4 * WEIGHT)
     assert row["formula_bytes"] == 4 * WEIGHT
-    # Table, formula, picture and list of runs show the same bytes: a ring passes 3/2 of them on.
+    # Table, formula and picture show the same bytes. In a ring, each rank sends 3/2 of the size.
     drawn = sum(size for _, _, size in step["traffic"]["modelled"])
     assert row["sent"] == row["formula_sent"] == drawn == 6 * WEIGHT
     assert step["traffic"]["sent"] == []
@@ -137,7 +137,7 @@ def test_a_step_shows_bars_the_late_rank_traffic_and_what_the_formula_says(board
         assert sum(memory["formula"]) == memory["at_rest"] == memory["peak"] - memory["activations"]
 
 
-def test_what_follows_a_switch_is_not_said_by_the_steps_before_it(tmp_path: Path) -> None:
+def test_the_late_rank_after_a_switch_does_not_depend_on_steps_before_it(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", 4, "ddp", late=2)
     for number in range(12):
         if number == 10:
@@ -158,7 +158,7 @@ def test_what_follows_a_switch_is_not_said_by_the_steps_before_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("newest_only", [False, True])
-def test_sentence_mark_and_bars_are_of_the_same_twenty_steps(tmp_path: Path, newest_only: bool) -> None:
+def test_sentence_mark_and_bars_use_the_same_twenty_steps(tmp_path: Path, newest_only: bool) -> None:
     run, found = FakeRun(tmp_path / "run", 4, "ddp", late=2), Run(tmp_path / "run", newest_only=newest_only)
     for number in range(35):
         run.late = 2 if number < 30 else 0
@@ -177,7 +177,7 @@ def test_sentence_mark_and_bars_are_of_the_same_twenty_steps(tmp_path: Path, new
     assert newest_only or lateness(found)["rows"][0] == {"rank": 2, "steps": 34, "cause": "compute"}
 
 
-def test_steps_that_a_rank_has_no_record_of_are_in_no_median(tmp_path: Path) -> None:
+def test_steps_that_lack_a_record_of_a_rank_are_in_no_median(tmp_path: Path) -> None:
     run, found = FakeRun(tmp_path, 4, "ddp"), Run(tmp_path, newest_only=True)
     run.step()
     found.refresh()
@@ -193,7 +193,7 @@ def test_steps_that_a_rank_has_no_record_of_are_in_no_median(tmp_path: Path) -> 
     assert shown["of"] == "Steps 31 to 50, medians of 18"
 
 
-def test_memory_stands_beside_what_was_predicted_of_the_strategy_under_which_it_was_counted(tmp_path: Path) -> None:
+def test_memory_is_shown_with_the_formula_of_the_strategy_under_which_it_was_counted(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", 4, "dp=4")
     for number in range(6):
         if number == 4:
@@ -210,7 +210,7 @@ def test_memory_stands_beside_what_was_predicted_of_the_strategy_under_which_it_
         assert sum(row["formula"]) == row["at_rest"]
 
 
-def test_the_picture_of_a_pipeline_is_of_the_kept_step_that_is_nearest_to_the_usual_one(tmp_path: Path) -> None:
+def test_the_picture_of_a_pipeline_shows_the_most_typical_kept_step(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", 4, "pp=4 schedule=1f1b")
     for number in range(102):
         run.slow = number + 1 in (2, 100)
@@ -223,10 +223,10 @@ def test_the_picture_of_a_pipeline_is_of_the_kept_step_that_is_nearest_to_the_us
     assert picture(found, 102, usual=True)["moments"]["step"] in (3, 50)
     assert picture(found, 102)["moments"]["step"] == 100  # the step nearest to the one asked for
     found.curve.events.append({"kind": "switch", "step": 98})
-    assert picture(found, 102, usual=True)["moments"]["step"] == 100  # the only one of this strategy
+    assert picture(found, 102, usual=True)["moments"]["step"] == 100  # the only kept step of this strategy
 
 
-def test_whoever_opens_a_long_run_knows_the_groups_of_its_last_switch(tmp_path: Path) -> None:
+def test_a_long_run_that_is_opened_late_has_the_groups_of_its_last_switch(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", 4, "ddp")
     for number in range(1200):
         if number == 20:
@@ -241,7 +241,7 @@ def test_whoever_opens_a_long_run_knows_the_groups_of_its_last_switch(tmp_path: 
     assert {(i, j) for i, j, _ in shown["traffic"]["modelled"]} >= {(0, 1), (2, 3), (0, 2), (1, 3)}
 
 
-def test_a_step_whose_calls_were_not_timed_shows_those_of_the_step_before_that_were(board: Board) -> None:
+def test_a_step_without_timed_calls_shows_those_of_an_earlier_step(board: Board) -> None:
     shown = [ask(board, "step", run="small", step=step)["table"][0] for step in range(10, 16)]
 
     for name in ("seconds", "algbw", "busbw", "overlap"):
@@ -250,7 +250,7 @@ def test_a_step_whose_calls_were_not_timed_shows_those_of_the_step_before_that_w
     assert shown[0]["seconds"] != shown[5]["seconds"]
 
 
-def test_the_newest_step_shows_messages_exactly_and_the_pipeline_planned_and_measured(board: Board) -> None:
+def test_the_newest_step_shows_exact_messages_and_the_planned_and_measured_pipeline(board: Board) -> None:
     step = ask(board, "step", run="small", step="newest")
 
     assert step["step"] == 60
@@ -263,14 +263,14 @@ def test_the_newest_step_shows_messages_exactly_and_the_pipeline_planned_and_mea
     )  # the busiest rank
     moments = step["moments"]
     assert (moments["kind"], moments["step"], moments["ranks"]) == ("pipeline", 50, [0, 1, 2, 3])
-    # 1f1b: (p - 1) / (m + p - 1) is idle when transfers cost nothing.
+    # 1f1b: (p - 1) / (m + p - 1) is idle if transfers cost nothing.
     assert moments["planned_bubble"] == pytest.approx(3 / 11, abs=0.002)
     assert moments["planned_span"] == pytest.approx((8 + 3) * (0.4 + 0.8) / 1e3)
     assert moments["measured_bubble"] > moments["planned_bubble"] + 0.05
     assert [len(row) for row in moments["measured"]] == [len(row) for row in moments["planned"]] == [16] * 4
 
 
-def test_sixty_four_ranks_and_several_pipelines(board: Board) -> None:
+def test_a_step_of_64_ranks_with_several_pipelines_is_shown(board: Board) -> None:
     step = ask(board, "step", run="nested/big", step=12, replica=3)
 
     assert len(step["ranks"]) == 64 and step["traffic"]["world"] == 64
@@ -280,11 +280,11 @@ def test_sixty_four_ranks_and_several_pipelines(board: Board) -> None:
     assert {row["axis"] for row in step["table"]} == {"dp", "tp", "pp"}
 
 
-def test_a_step_that_nobody_recorded_is_empty(board: Board) -> None:
+def test_a_step_without_a_record_is_empty(board: Board) -> None:
     assert ask(board, "step", run="small", step=1000) == {"step": 1000, "ranks": []}
 
 
-def test_it_follows_a_run_in_bounded_memory(tmp_path: Path) -> None:
+def test_a_run_is_followed_in_bounded_memory(tmp_path: Path) -> None:
     fake = FakeRun(tmp_path / "run", 2, "ddp")
     run = Run(tmp_path / "run")
     fake.step()
@@ -301,11 +301,11 @@ def test_it_follows_a_run_in_bounded_memory(tmp_path: Path) -> None:
     assert run.newest == 1200
     assert len(run.steps) <= 64 and len(run.timeline.points) <= 480 and len(run.details) <= 4
     points = run.timeline.points
-    assert [b[0] - b[1] for b in points[1:]] == [a[0] for a in points[:-1]]  # no step is missing, none there twice
+    assert [b[0] - b[1] for b in points[1:]] == [a[0] for a in points[:-1]]  # no step is missing or counted twice
     assert sum(point[1] for point in points) == 1200
-    assert all(span == 1 for _, span, *_ in points[-200:])  # they can be shown alone
-    assert len(epochs) < 8  # a reader is rarely sent everything
-    # A step that is long out of memory comes from the files.
+    assert all(span == 1 for _, span, *_ in points[-200:])  # so each can be shown alone
+    assert len(epochs) < 8  # a reader rarely gets everything again
+    # A step that is no longer in memory is read from the files.
     shown = picture(run, 77)
     assert (shown["step"], shown["span"], len(shown["ranks"])) == (77, 1, 2)
     # A reader who opens it now sees the whole run too.
@@ -316,7 +316,7 @@ def test_it_follows_a_run_in_bounded_memory(tmp_path: Path) -> None:
     assert sum(point[1] for point in opened.timeline.points) == 1200
 
 
-def test_who_shows_one_step_after_the_other_reads_only_the_newest_and_sees_the_same(tmp_path: Path) -> None:
+def test_reading_only_the_newest_steps_gives_the_same_pictures(tmp_path: Path) -> None:
     fake, runs = FakeRun(tmp_path, 4, "ddp", late=1), [Run(tmp_path), Run(tmp_path, newest_only=True)]
     for steps in (3, 60, 1):
         if steps == 1:
@@ -332,7 +332,7 @@ def test_who_shows_one_step_after_the_other_reads_only_the_newest_and_sees_the_s
     fake.close()
 
 
-def test_the_mark_names_whom_the_sentence_names_also_in_a_step_that_was_broken_by_chance(tmp_path: Path) -> None:
+def test_mark_and_sentence_name_the_same_rank_even_if_one_step_differs(tmp_path: Path) -> None:
     fake, run = FakeRun(tmp_path, 4, "ddp", late=2), Run(tmp_path)
     for late in (2, 2, 2, 2, 0):
         fake.late = late
@@ -341,13 +341,13 @@ def test_the_mark_names_whom_the_sentence_names_also_in_a_step_that_was_broken_b
     seen = picture(run, 5, usual=True)
     assert seen["of"] == "Steps 2 to 5, medians" and picture(run, 5)["of"] == "Step 5"
     medians = {row[0]: row[2] for row in seen["ranks"]}
-    assert max(medians, key=lambda rank: medians[rank]) == 2  # the bars are of the steps that the sentence is of
+    assert max(medians, key=lambda rank: medians[rank]) == 2  # bars and sentence use the same steps
     assert picture(run, 5)["late"]["rank"] == 0
     assert "for rank 2" in seen["reading"] and seen["late"]["rank"] == 2
     fake.close()
 
 
-def test_steps_that_are_made_again_after_a_checkpoint_replace_the_old_ones(tmp_path: Path) -> None:
+def test_steps_that_are_repeated_after_a_checkpoint_replace_the_old_ones(tmp_path: Path) -> None:
     fake = FakeRun(tmp_path / "run", 2, "ddp")
     run = Run(tmp_path / "run")
     for _ in range(10):
@@ -375,7 +375,7 @@ def test_a_rank_that_has_died_does_not_stop_the_picture(tmp_path: Path) -> None:
     assert [values[0] for values in shown["ranks"]] == [0, 2] and shown["missing"] == [1]
 
 
-def test_what_only_the_overview_has_is_shown_as_the_mean_that_it_is(tmp_path: Path) -> None:
+def test_a_step_that_only_the_overview_has_is_shown_as_a_mean(tmp_path: Path) -> None:
     path = tmp_path / "telemetry" / "rank0.jsonl"
     file = RecordFile(path, lambda part: [Header(0, 1, part)], part_bytes=4000)
     overview = Overview(path, lines=8)
@@ -405,7 +405,7 @@ def test_folding_keeps_means_and_never_mixes_strategies() -> None:
         assert point[-1] == ("a" if point[0] - point[1] + 1 <= 45 else "b")
 
 
-def test_a_tensorboard_that_was_started_by_hand_finds_it(tmp_path: Path) -> None:
+def test_a_tensorboard_started_by_hand_finds_the_plugin(tmp_path: Path) -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["tensorboard_plugins"]
     entry = EntryPoint("communication", declared["communication"], "tensorboard_plugins")
     context = base_plugin.TBContext(logdir=str(tmp_path))
@@ -414,7 +414,7 @@ def test_a_tensorboard_that_was_started_by_hand_finds_it(tmp_path: Path) -> None
     assert plugin.is_active() and "/poll" in plugin.get_plugin_apps()
 
 
-def test_pages_of_another_kind_pass_unchanged() -> None:
+def test_other_pages_pass_unchanged() -> None:
     def app(environ: dict[str, Any], start_response: Any) -> list[bytes]:
         start_response("200 OK", [("Content-Length", "4")])
         return [b"page"]

@@ -1,4 +1,4 @@
-"""The tab opens with the run that trains now, not with the run that was written to last."""
+"""Test that the tab opens the run that trains now, not the run that was written last."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def record(folder: Path, began: float, *, steps: int, stopped: bool = False, sta
 
 
 def goes_on_noting(folder: Path) -> None:
-    """Append a record, as a Trainer does that still exists while another Trainer trains."""
+    """Append a record, as an idle Trainer does while another Trainer trains."""
     for path in rank_files(folder).values():
         with path.open("ab") as file:
             file.write(to_line(OUTSIDE).encode() + b"\n")
@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
     return [str(one["name"]) for one in RunCatalog(folder).summaries()]
 
 
-def test_a_trainer_that_made_no_step_is_neither_running_nor_first(tmp_path: Path) -> None:
+def test_a_run_without_steps_is_neither_live_nor_first(tmp_path: Path) -> None:
     record(tmp_path / "trains", 100.0, steps=3)
     idle = record(tmp_path / "idle", 200.0, steps=0, started=False)
     goes_on_noting(idle)
@@ -54,11 +54,11 @@ def test_a_trainer_that_made_no_step_is_neither_running_nor_first(tmp_path: Path
     assert newest_run(tmp_path) == tmp_path / "trains"
 
 
-def test_the_newest_is_the_one_that_began_last_not_the_one_that_was_written_to_last(tmp_path: Path) -> None:
+def test_runs_are_ordered_by_their_start_and_not_by_their_last_write(tmp_path: Path) -> None:
     first = record(tmp_path / "first", 100.0, steps=3, stopped=True)
     record(tmp_path / "second", 200.0, steps=3, stopped=True)
     goes_on_noting(first)
 
     assert names(tmp_path) == ["second", "first"]
     record(tmp_path / "earlier", 50.0, steps=3)
-    assert names(tmp_path) == ["earlier", "second", "first"]  # it trains
+    assert names(tmp_path) == ["earlier", "second", "first"]  # it still trains

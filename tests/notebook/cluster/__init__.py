@@ -1,1 +1,1 @@
-"""A package, so that the clusters of its tests end with the last of them."""
+"""Make these tests a package, so that their clusters end with the last test."""

@@ -1,4 +1,4 @@
-"""Real clusters of this test process, shared by all files of this folder; none survives them."""
+"""Provide real clusters for all files of this folder. None survives the tests."""
 
 from __future__ import annotations
 

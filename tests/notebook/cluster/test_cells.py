@@ -1,4 +1,4 @@
-"""Cells on real ranks: what they see, what comes back, and what a failing one leaves."""
+"""Test cells on real ranks: what they see, what they return, and what a failing one leaves."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def test_engine_ids_are_ranks_and_every_rank_is_pinned(four: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_answer_late_are_reached_all_the_same(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As if there were hundreds, each of which takes the notebook a millisecond.
+def test_ranks_that_answer_late_are_reached(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    # This imitates hundreds of ranks, each of which takes the notebook a millisecond.
     for name in ("HELLO_SECONDS", "HELLO_SECONDS_PER_RANK"):
         monkeypatch.setattr(client, name, 0.0)
     answers = two.connection.client.reach([0, 1], 10.0, lambda: True)
     assert {rank: answer["rank"] for rank, answer in answers.items()} == {0: 0, 1: 1}
 
 
-def test_the_environment_is_what_torchrun_would_have_set(two: Cluster) -> None:
+def test_the_environment_equals_that_of_torchrun(two: Cluster) -> None:
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR"
     values = two.run(f"import os; [os.environ[name] for name in {names.split()}]").values
     assert values == {0: ["0", "0", "2", "2", "127.0.0.1"], 1: ["1", "1", "2", "2", "127.0.0.1"]}
 
 
-def test_the_process_group_is_up_and_says_gloo(two: Cluster) -> None:
+def test_the_process_group_works_over_gloo(two: Cluster) -> None:
     results = two.run("x = torch.ones(1) * (rank + 1); dist.all_reduce(x); (x.item(), dist.get_backend())")
     assert results.values == {0: (3.0, "gloo"), 1: (3.0, "gloo")}
 
@@ -57,26 +57,26 @@ def test_a_second_init_process_group_is_harmless(two: Cluster) -> None:
     assert results.values == {0: 2.0, 1: 2.0}
 
 
-def test_a_name_can_be_used_once_at_a_time(two: Cluster) -> None:
+def test_the_name_of_a_running_cluster_cannot_be_used_again(two: Cluster) -> None:
     with pytest.raises(ClusterExists, match="attach two"):
         Cluster.start(2, cpu=True, name="two")
     assert two.run("rank").values == {0: 0, 1: 1}
 
 
-def test_an_idle_cluster_is_next_to_no_work(two: Cluster) -> None:
+def test_an_idle_cluster_does_almost_no_work(two: Cluster) -> None:
     roots = [psutil.Process(pid) for pid in (two.entry.controller.pid, two.entry.parent.pid)]
     family = [member for root in roots for member in (root, *root.children(recursive=True))]
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         before = sum(member.num_ctx_switches().voluntary for member in family)
         time.sleep(2)
-        # The heartbeat wakes the hub some 5 times a second; at its first pace it is 40 times.
+        # The heartbeat wakes the hub about 5 times a second, but 40 times a second at first.
         if (sum(member.num_ctx_switches().voluntary for member in family) - before) / 2 < 15:
             return
     pytest.fail("the heartbeat has not slowed down")
 
 
-def test_nothing_listens_but_on_loopback(two: Cluster) -> None:
+def test_processes_of_a_cluster_listen_on_loopback_only(two: Cluster) -> None:
     entry = two.entry
     pids = {process.pid for process in (entry.controller, entry.parent, *entry.ranks)}
     pids |= {child.pid for pid in list(pids) for child in psutil.Process(pid).children(recursive=True)}
@@ -91,25 +91,25 @@ def test_connection_files_are_private(two: Cluster) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in (folder / "profile" / "security").iterdir())
 
 
-def test_variables_live_from_cell_to_cell(two: Cluster) -> None:
+def test_variables_are_kept_from_cell_to_cell(two: Cluster) -> None:
     two.run("kept = rank * 10")
     assert two.run("kept").values == {0: 0, 1: 10}
 
 
-def test_a_subset_of_ranks(four: Cluster) -> None:
+def test_a_cell_runs_on_a_subset_of_ranks(four: Cluster) -> None:
     assert sorted(four.run("rank", ranks="0,2-3").values) == [0, 2, 3]
     assert sorted(four.run("rank", ranks=[1]).values) == [1]
 
 
 @pytest.mark.parametrize("ranks", ["9", "0-9", "x", "0;__import__('os')", "", []])
-def test_what_is_not_a_rank_is_refused(two: Cluster, ranks: str) -> None:
+def test_wrong_ranks_are_refused(two: Cluster, ranks: str) -> None:
     with pytest.raises(UsageError, match=r"rank") as caught:
         two.run("1", ranks=ranks)
     assert "0-1" in str(caught.value)
 
 
 def test_output_of_both_streams_arrives_labelled_and_complete(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(8):  # on a busy machine equal lines may come further apart than they are waited for
+    for _ in range(8):  # on a busy machine, equal lines may come too late to be merged
         results = two.run("import sys\nprint('same')\nprint('rank', rank)\nprint('bad', rank, file=sys.stderr)")
         out, err = capsys.readouterr()
         if "[0-1] same\n" in out:
@@ -129,12 +129,12 @@ def test_no_line_of_a_flood_is_lost(two: Cluster, capsys: pytest.CaptureFixture[
         assert own == [f"{rank} {i}" for i in range(20_000)]
 
 
-def test_everything_printed_is_on_disk_too(two: Cluster) -> None:
+def test_printed_text_is_on_disk_too(two: Cluster) -> None:
     two.run("print('to the log', rank * 7)")
     assert "to the log 7\n" in (two.entry.folder / "output" / "rank1.out").read_text()
 
 
-def test_the_last_value_is_shown_folded(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_last_values_are_shown_once(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     two.run("torch.arange(3)")
     assert "Out[0-1]:\x1b[0m tensor([0, 1, 2])" in capsys.readouterr().out
     two.run("rank")
@@ -153,7 +153,7 @@ def test_await_magics_and_shell_commands_work_in_a_cell(two: Cluster, capsys: py
     assert two.run("held.stdout").values == {0: "caught\n", 1: "caught\n"}
 
 
-def test_tasks_of_one_awaiting_cell_live_on_in_the_next(two: Cluster) -> None:
+def test_tasks_of_an_awaiting_cell_continue_in_the_next_cell(two: Cluster) -> None:
     two.run(
         "import asyncio\nasync def later():\n    await asyncio.sleep(0.05)\n    return 42\n"
         "await asyncio.sleep(0)\ntask = asyncio.get_running_loop().create_task(later())"
@@ -173,8 +173,10 @@ def test_a_syntax_error_is_reported_once_and_nothing_runs(two: Cluster) -> None:
     assert two.run("ran").values == {0: False, 1: False}
 
 
-def test_equal_failures_are_one_with_the_line_of_the_cell(four: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(8):  # on a busy machine ranks that share cores may fail later than equal failures are waited for
+def test_equal_failures_are_shown_once_with_the_line_of_the_cell(
+    four: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(8):  # on a busy machine, ranks that share cores may fail too late to be merged
         capsys.readouterr()
         with pytest.raises(CellError) as caught:
             four.run("x = 0\n1 / x")
@@ -191,7 +193,7 @@ def test_an_error_that_ends_in_a_full_stop_is_named_with_its_line(two: Cluster) 
         two.run("raise ValueError('No such thing.')")
 
 
-def test_a_device_that_computes_nothing_any_more_is_named_with_what_to_type(four: Cluster) -> None:
+def test_a_broken_cuda_context_gets_a_hint_to_restart(four: Cluster) -> None:
     with pytest.raises(CellError, match=r"%cluster restart   \(the CUDA context of ranks 0-3 is gone") as caught:
         four.run("raise RuntimeError('CUDA error: device-side assert triggered')")
     assert caught.value.hint.startswith("%cluster restart")
@@ -214,7 +216,7 @@ def test_the_rank_that_failed_first_is_the_cause_and_the_others_are_released(
     assert results.generation == four.connection.generation.number > 1
 
 
-def test_ranks_that_can_end_by_themselves_keep_their_world(four: Cluster) -> None:
+def test_a_failure_keeps_the_world_if_the_other_ranks_end_by_themselves(four: Cluster) -> None:
     four.run("dist.barrier()")
     before = four.connection.generation.number
     with pytest.raises(CellError, match="Rank 1 failed"):
@@ -223,7 +225,7 @@ def test_ranks_that_can_end_by_themselves_keep_their_world(four: Cluster) -> Non
     assert four.connection.generation.number == before
 
 
-def test_ddp_and_fsdp_objects_train_on_in_the_next_generation(two: Cluster) -> None:
+def test_ddp_and_fsdp_objects_work_in_the_next_generation(two: Cluster) -> None:
     two.run(
         "from torch.distributed.fsdp import fully_shard\n"
         "torch.manual_seed(0)\n"
@@ -241,7 +243,7 @@ def test_ddp_and_fsdp_objects_train_on_in_the_next_generation(two: Cluster) -> N
     assert values == {0: (True, True), 1: (True, True)}
 
 
-def test_a_world_destroyed_by_the_user_is_there_again(two: Cluster) -> None:
+def test_a_world_destroyed_by_the_user_is_formed_again(two: Cluster) -> None:
     two.run("dist.destroy_process_group()")
     assert two.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
 
@@ -251,14 +253,14 @@ def test_a_world_destroyed_by_the_user_is_there_again(two: Cluster) -> None:
     ["dist.destroy_process_group()", "dist.destroy_process_group(); dist.init_process_group('gloo')"],
     ids=["destroyed", "destroyed and initialised"],
 )
-def test_a_world_that_one_rank_alone_destroyed_is_there_again(two: Cluster, source: str) -> None:
+def test_a_world_destroyed_by_one_rank_is_formed_again(two: Cluster, source: str) -> None:
     with suppress(CellError):  # it waits for the other rank, as under torchrun
         two.run(source, ranks=[0], timeout=0.5)
     for _ in range(2):
         assert two.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
 
 
-def test_a_cell_sent_while_another_runs_names_it(two: Cluster) -> None:
+def test_a_cell_sent_while_another_runs_is_refused_with_its_source(two: Cluster) -> None:
     handle = two.run("import time; time.sleep(1)", detach=True)
     with pytest.raises(CellRunning, match=r"time\.sleep\(1\)"):
         two.run("1")
@@ -268,7 +270,7 @@ def test_a_cell_sent_while_another_runs_names_it(two: Cluster) -> None:
     assert handle.status == "ok"
 
 
-def test_a_detached_cell_gives_the_prompt_back_and_can_be_waited_for(two: Cluster) -> None:
+def test_a_detached_cell_returns_at_once_and_wait_gives_its_results(two: Cluster) -> None:
     handle = two.run("print('tick'); import time; time.sleep(0.5); 7", detach=True)
     assert handle.status == "running"
     assert ", ranks 0-1, 0 s)" in repr(handle) and ", ranks 0-1)" in handle._bundle(age=False)["text/plain"]
@@ -278,14 +280,14 @@ def test_a_detached_cell_gives_the_prompt_back_and_can_be_waited_for(two: Cluste
     assert handle.status == "ok"
 
 
-def test_waiting_has_a_time_out_that_leaves_the_cell_alone(two: Cluster) -> None:
+def test_a_timeout_of_wait_does_not_stop_the_cell(two: Cluster) -> None:
     handle = two.run("import time; time.sleep(1); 7", detach=True)
     with pytest.raises(TimeoutError, match="still runs"):
         handle.wait(timeout="0.1s")
     assert handle.wait(timeout=30).values == {0: 7, 1: 7}
 
 
-def test_a_detached_cell_that_fails_says_so_to_whoever_waits(two: Cluster) -> None:
+def test_wait_raises_the_error_of_a_detached_cell(two: Cluster) -> None:
     handle = two.run("1 / 0", detach=True)
     with pytest.raises(CellError, match="ZeroDivisionError"):
         handle.wait()
@@ -302,7 +304,7 @@ def test_a_detached_cell_that_fails_says_so_to_whoever_waits(two: Cluster) -> No
     ],
     ids=["sleep", "busy loop", "everyone in a collective", "one asleep, one in a collective"],
 )
-def test_stop_ends_a_cell_and_variables_live_on(two: Cluster, stuck: str) -> None:
+def test_stop_ends_a_cell_and_keeps_variables(two: Cluster, stuck: str) -> None:
     two.run("alive = rank + 1")
     handle = two.run(stuck, detach=True)
     time.sleep(0.3)
@@ -315,7 +317,7 @@ def test_a_timeout_stops_the_cell_and_is_an_error(two: Cluster) -> None:
         two.run("import time; time.sleep(60)", timeout="0.3s")
 
 
-def test_a_time_that_is_none_is_refused_before_the_cell_runs(two: Cluster) -> None:
+def test_a_wrong_timeout_is_refused_before_the_cell_runs(two: Cluster) -> None:
     with pytest.raises(UsageError, match="'soon' is no length of time"):
         two.run("began = True", timeout="soon")
     assert two.run("'began' in globals()").values == {0: False, 1: False}
@@ -331,9 +333,7 @@ def test_an_interrupt_that_user_code_swallows_is_repeated(two: Cluster) -> None:
     assert handle.status in ("ok", "interrupted")
 
 
-def test_a_cell_costs_the_notebook_none_of_ipyparallels_records_of_each_call(
-    two: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_leaves_no_records_of_calls_in_ipyparallel(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     two.run("0")  # forms the world again, if a test has broken it
     client, looked, woken = two.connection.client.ipp, list[str](), list[object]()
     monkeypatch.setattr("ipyparallel.util._parse_date", looked.append)
@@ -347,9 +347,7 @@ def test_a_cell_costs_the_notebook_none_of_ipyparallels_records_of_each_call(
     assert client._calls == {} and not client.history and not client.outstanding
 
 
-def test_the_number_of_ranks_is_not_read_for_each_record_of_a_cell(
-    four: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_ranks_is_read_once_for_a_cell(four: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     read, take, taken = list[int](), four.connection._take_record, list[int]()
 
     def counted(*record: Any) -> None:
@@ -396,7 +394,7 @@ def test_an_idle_rank_that_dies_is_noticed_before_the_next_cell(mortal: Cluster)
         mortal.run("1")
 
 
-def test_an_exception_of_ones_own_that_is_called_stopped_fails_its_cell(two: Cluster) -> None:
+def test_a_user_exception_named_stopped_fails_its_cell(two: Cluster) -> None:
     with pytest.raises(CellError) as caught:
         two.run("class Stopped(Exception): ...\nraise Stopped('mine')")
     assert "Rank" in str(caught.value) and "failed: Stopped: mine, line 2" in str(caught.value)
@@ -410,7 +408,7 @@ trainer = nbkit.Trainer(model=lambda: torch.nn.Linear(4, 2), loss=F.cross_entrop
 """
 
 
-def test_what_all_ranks_do_together_is_no_hang_where_one_does_it_alone(
+def test_a_collective_method_called_on_one_rank_is_an_error_and_not_a_hang(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two.run(TRAINER)

@@ -1,4 +1,4 @@
-"""An error in handling a message ends the cell and gives its reason; odd text is not an error."""
+"""Test that an error in handling a message ends the cell with the reason, and that odd text is no error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbkit.errors import CellError
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.output.lines import Lines
 
-# Half of a surrogate pair: a Python string may hold it, UTF-8 cannot. Written so that this file holds none.
+# Half of a surrogate pair: a Python string may contain it, UTF-8 may not. So it is written as code here.
 LONE = r"chr(0xd800)"
 SHOWN = r"\ud800"
 
@@ -28,7 +28,7 @@ SHOWN = r"\ud800"
     ],
     ids=["stdout", "stderr", "display", "display as text", "value"],
 )
-def test_half_of_a_surrogate_pair_is_shown_as_its_escape(
+def test_half_of_a_surrogate_pair_is_shown_as_an_escape(
     two: Cluster, capsys: pytest.CaptureFixture[str], source: str, text: str
 ) -> None:
     results = two.run(source, detach=True).wait(timeout=60)
@@ -37,7 +37,7 @@ def test_half_of_a_surrogate_pair_is_shown_as_its_escape(
     assert text in shown.out + shown.err
 
 
-def test_half_of_a_surrogate_pair_in_an_error_is_shown_as_its_escape(
+def test_half_of_a_surrogate_pair_in_an_error_is_shown_as_an_escape(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CellError) as failed:
@@ -54,14 +54,14 @@ def test_an_error_whose_text_cannot_be_made_ends_the_cell(two: Cluster) -> None:
     assert two.run("rank").values == {0: 0, 1: 1}
 
 
-def test_a_terminal_that_lacks_a_character_gets_its_escape(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_lacks_a_character_shows_an_escape(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", out)
     assert two.run("print('\\u6f22', rank)", detach=True).wait(timeout=60).status == "ok"
     assert rb"[0] \u6f22 0" in out.buffer.getvalue()
 
 
-def test_what_handling_an_output_raises_ends_the_cell_with_the_reason_and_stops_the_ranks(
+def test_an_error_in_handling_an_output_ends_the_cell_and_stops_the_ranks(
     two: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = Lines.feed
@@ -84,7 +84,7 @@ def test_what_handling_an_output_raises_ends_the_cell_with_the_reason_and_stops_
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["on_record", "_show_values", "_show_all_lines", "_close", "results"])
-def test_whatever_fails_at_the_end_of_a_cell_ends_it_with_the_reason(
+def test_an_error_at_the_end_of_a_cell_ends_it_with_the_reason(
     two: Cluster, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def fails(self: Execution, *args: object) -> None:
@@ -107,7 +107,7 @@ def test_a_timer_that_fails_ends_the_cell(two: Cluster, monkeypatch: pytest.Monk
     assert two.run("rank").values == {0: 0, 1: 1}
 
 
-def test_what_comes_before_the_end_may_fail_without_keeping_the_cell(two: Cluster) -> None:
+def test_a_cell_ends_even_if_an_observer_fails(two: Cluster) -> None:
     handle = two.run("import time; time.sleep(0.5)", detach=True)
 
     def fails(_: Execution) -> None:
@@ -119,7 +119,7 @@ def test_what_comes_before_the_end_may_fail_without_keeping_the_cell(two: Cluste
 
 
 @pytest.mark.long
-def test_a_screen_that_fails_stops_no_rank_and_is_told_in_the_end(two: Cluster) -> None:
+def test_a_failing_screen_stops_no_rank_and_is_reported_at_the_end(two: Cluster) -> None:
     handle = two.run("import time\nfor i in range(5): print(i); time.sleep(0.1)\nended = True", detach=True)
 
     class Closed:
@@ -135,18 +135,18 @@ def test_a_screen_that_fails_stops_no_rank_and_is_told_in_the_end(two: Cluster) 
     assert handle.output[0].endswith("4\n")
 
 
-def test_a_reply_that_cannot_be_read_ends_the_wait_for_it(two: Cluster) -> None:
+def test_an_unreadable_reply_ends_the_wait_for_it(two: Cluster) -> None:
     unreadable = "type('Odd', (), {'__reduce__': lambda self: (int, ('no number',))})()"
     with pytest.raises(ValueError, match="no number"):
         two.connection.client.call_and_wait([0], "builtins:eval", unreadable, timeout=60)
     assert two.run("rank").values == {0: 0, 1: 1}
 
 
-def test_missed_output_that_cannot_be_had_ends_the_cell_with_the_reason(
+def test_lost_output_that_cannot_be_fetched_ends_the_cell_with_the_reason(
     two: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nbkit.notebook.cluster.cells.connection.LATE_SECONDS", 0.1)
-    monkeypatch.setattr(Execution, "on_output", lambda *args: None)  # it is lost on its way
+    monkeypatch.setattr(Execution, "on_output", lambda *args: None)  # as if it were lost
     log = two.entry.folder / "output" / "rank1.jsonl"
     handle = two.run("import time; print(rank); time.sleep(1)", detach=True)
     time.sleep(0.3)
@@ -161,7 +161,7 @@ def test_missed_output_that_cannot_be_had_ends_the_cell_with_the_reason(
 
 
 @pytest.mark.long
-def test_an_answer_about_lost_output_of_a_rank_that_a_resize_took_out_is_not_an_error(two: Cluster) -> None:
+def test_lost_output_of_a_rank_removed_by_a_resize_is_not_an_error(two: Cluster) -> None:
     handle = two.run("import time; time.sleep(0.5)", detach=True)
     execution = handle._execution
     assert execution.arrived.keys() == {0, 1}

@@ -1,4 +1,4 @@
-"""The output of nvidia-smi is read as values, and CUDA_VISIBLE_DEVICES is read as CUDA reads it."""
+"""Test that the output of nvidia-smi is parsed, and that CUDA_VISIBLE_DEVICES is read as CUDA reads it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nbkit.notebook.cluster.machine.gpus import (
 
 
 def ended(rows: str, end: str) -> str:
-    """Append to each row what is the same in all: place on the bus, driver, MIG mode, compute mode."""
+    """Append `end` to each row: the place on the bus, the driver, the MIG mode and the compute mode."""
     return "".join(f"{row}, {end}\n" for row in rows.splitlines())
 
 
@@ -92,14 +92,14 @@ def test_gpus_are_read_with_their_memory_and_the_processes_on_them() -> None:
     assert gpus[0].processes == ()
 
 
-def test_memory_that_the_driver_does_not_tell_is_unknown_and_not_zero() -> None:
+def test_memory_that_the_driver_does_not_report_is_unknown_and_not_zero() -> None:
     (gpu,) = parse_gpus(f"0, GPU-aa, NVIDIA GB10, [N/A], [Not Supported], {REST}\n", "GPU-aa, 12, [Not Found], [N/A]\n")
 
     assert (gpu.total_mib, gpu.used_mib) == (None, None)
     assert gpu.in_use_by_others() == "pid 12 ([Not Found]) holds unknown memory"
 
 
-def test_a_gpu_is_in_use_by_a_process_or_by_memory_nobody_is_named_for() -> None:
+def test_a_gpu_is_in_use_if_it_has_a_process_or_much_used_memory() -> None:
     gpus = parse_gpus(A100, A100_PROCESSES)
     (hidden,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 900, {REST}\n")
     (desktop,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 300, {REST}\n")
@@ -112,15 +112,15 @@ def test_a_gpu_is_in_use_by_a_process_or_by_memory_nobody_is_named_for() -> None
     assert "1.1 GiB" in big.in_use_by_others()
 
 
-def test_what_the_notebook_itself_holds_does_not_make_a_gpu_busy() -> None:
+def test_memory_of_the_notebook_does_not_make_a_gpu_busy() -> None:
     (gpu,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 5003, {REST}\n", "GPU-aa, 77, python, 5000\n")
 
     assert gpu.in_use_by_others(own_pid=77) == ""
     assert gpu.in_use_by_others(own_pid=78) != ""
 
 
-def test_the_mps_server_is_nobody_but_its_clients_are_somebody() -> None:
-    """28 MiB are what an idle server of CUDA's Multi-Process Service holds."""
+def test_clients_of_the_mps_server_make_a_gpu_busy_but_the_server_does_not() -> None:
+    """Use 28 MiB, the memory of an idle server of CUDA's Multi-Process Service."""
     server = "GPU-aa, 2100, nvidia-cuda-mps-server, 28\n"
     (served,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 31, {REST}\n", server)
     (working,) = parse_gpus(f"0, GPU-aa, Tesla T4, 15360, 2331, {REST}\n", f"{server}GPU-aa, 2200, python, 2300\n")
@@ -131,7 +131,7 @@ def test_the_mps_server_is_nobody_but_its_clients_are_somebody() -> None:
     assert "processes that nvidia-smi does not show" in hidden.in_use_by_others()
 
 
-def test_a_gpu_in_mig_mode_without_an_instance_or_closed_to_processes_is_unfit() -> None:
+def test_a_gpu_in_mig_mode_without_an_instance_or_in_prohibited_mode_is_unfit() -> None:
     cut, whole, closed = parse_gpus(
         "0, GPU-aa, NVIDIA A100-SXM4-40GB, 40960, 2, 00000000:07:00.0, 535.183.01, Enabled, Default\n"
         "1, GPU-bb, NVIDIA A100-SXM4-40GB, 40960, 2, 00000000:0A:00.0, 535.183.01, Disabled, Exclusive_Process\n"
@@ -143,7 +143,7 @@ def test_a_gpu_in_mig_mode_without_an_instance_or_closed_to_processes_is_unfit()
     assert closed.unfit and closed.unfit.fix == "sudo nvidia-smi -i 2 -c DEFAULT"
 
 
-def test_mig_instances_take_the_place_of_their_gpu_with_their_own_memory_and_processes() -> None:
+def test_mig_instances_replace_their_gpu_with_their_own_memory_and_processes() -> None:
     first, second, whole = mig_machine()
 
     assert [gpu.number for gpu in (first, second, whole)] == ["0:0", "0:1", "1"]
@@ -155,7 +155,7 @@ def test_mig_instances_take_the_place_of_their_gpu_with_their_own_memory_and_pro
     assert first.unfit is None and first.bus == second.bus == "0000:07:00.0"
 
 
-def test_an_instance_that_nvidia_smi_does_not_describe_counts_as_used_by_whoever_uses_its_gpu() -> None:
+def test_a_mig_instance_without_a_description_is_in_use_if_its_gpu_is() -> None:
     gpus = parse_gpus(MIG_GPUS, "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77, 7001, python3, 5120\n")
 
     instances = put_instances(gpus, parse_instances(MIG_L), "<nvidia_smi_log/>")
@@ -199,14 +199,14 @@ def test_listed_gpus_keep_their_own_numbers_under_cuda_visible_devices() -> None
 
 
 @pytest.mark.parametrize("text", ["4", "x", "", "0,,1", "0-1"])
-def test_a_listed_gpu_that_is_none_is_refused_with_the_choice(text: str) -> None:
+def test_an_unknown_listed_gpu_is_refused_with_the_choice(text: str) -> None:
     with pytest.raises(UsageError) as error:
         choose_gpus(parse_gpus(A100), text)
     assert "4 GPUs found, to choose from: 0, 1, 2, 3" in error.value.numbers
 
 
 def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Put an nvidia-smi into PATH that answers with what a real one printed."""
+    """Put a script named nvidia-smi into PATH, which prints what a real one printed."""
     path = folder / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -221,15 +221,13 @@ def answers(folder: Path, gpus: str, processes: str, listing: str, xml: str = ""
         -L) cat {folder}/listing;; -q) cat {folder}/xml;; *) exit 2;; esac"""
 
 
-def test_nvidia_smi_is_asked_for_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_gpus_reads_gpus_and_processes_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, monkeypatch, answers(tmp_path, A100, A100_PROCESSES, ""))
 
     assert find_gpus() == parse_gpus(A100, A100_PROCESSES)
 
 
-def test_nvidia_smi_is_asked_for_the_instances_of_a_gpu_cut_up_by_mig(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_find_gpus_reads_mig_instances_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, monkeypatch, answers(tmp_path, MIG_GPUS, "", MIG_L, MIG_XML))
 
     assert find_gpus() == mig_machine()
@@ -250,14 +248,14 @@ def test_a_driver_that_sees_no_gpu_is_no_problem(tmp_path: Path, monkeypatch: py
     assert (survey_gpus().gpus, survey_gpus().problem) == ((), "")
 
 
-def test_a_broken_driver_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_driver_is_reported_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, monkeypatch, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
 
     assert survey_gpus().gpus == ()
     assert "Driver/library version mismatch" in survey_gpus().problem
 
 
-def test_an_answer_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_answer_of_nvidia_smi_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, monkeypatch, "echo 'surprise, surprise'")
 
     assert "of no use" in survey_gpus().problem

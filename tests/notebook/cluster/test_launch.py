@@ -1,4 +1,4 @@
-"""Starting: all or nothing. Ending: nothing is left, and nobody else's process is touched."""
+"""Test that a failed start leaves nothing, and that an end leaves nothing and touches no other process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def forked() -> Iterator[None]:
     """Fork the parents of clusters, in tests that are not about the start of the parent."""
-    with forked_parents(controllers=False):  # some are killed here
+    with forked_parents(controllers=False):  # some controllers are killed here
         yield
 
 
@@ -50,7 +50,7 @@ def processes_of(home: Path) -> list[psutil.Process]:
 
 
 HIDING = ("queue", "random", "profile", "logging", "socket")
-"""Modules of Python's own that have the name of a file in the folder in which `as_a_user` starts."""
+"""Standard modules that have the name of a file in the folder in which `as_a_user` starts."""
 
 
 @pytest.fixture
@@ -66,15 +66,15 @@ def as_a_user(nbkit_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return Cluster.start(2, cpu=True, name="gone")
 
 
-def test_files_of_the_folder_hide_no_module_of_pythons_and_warnings_end_no_start(as_a_user: Cluster) -> None:
+def test_files_of_the_folder_hide_no_standard_module_and_warnings_end_no_start(as_a_user: Cluster) -> None:
     source = f"import os, {', '.join(HIDING)}, of_mine\n(of_mine.answer, os.environ['PYTHONWARNINGS'])"
     assert as_a_user.run(source).values[1] == (42, "default,ignore::ImportWarning")
-    # They are also found after a cell has changed the folder.
+    # The user's modules are also found after a cell has changed the folder.
     assert as_a_user.run("os.chdir('/'); import importlib; importlib.reload(of_mine).answer").values[1] == 42
 
 
-def test_what_every_rank_imports_its_parent_has_imported(as_a_user: Cluster) -> None:
-    # The parent's objects are frozen, and are not among these.
+def test_modules_of_every_rank_are_imported_by_its_parent(as_a_user: Cluster) -> None:
+    # The parent's objects are frozen, so `gc` does not list them.
     source = "import gc, types; [each.__name__ for each in gc.get_objects() if isinstance(each, types.ModuleType)]"
     own = as_a_user.run(source).values[0]
     assert "tornado.platform.asyncio" in own and len(own) < 30, own
@@ -95,7 +95,7 @@ def test_stop_leaves_nothing_behind(nbkit_home: Path, as_a_user: Cluster) -> Non
 def test_a_rank_that_cannot_start_is_an_error_with_its_last_lines(
     nbkit_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # A sitecustomize that breaks a module which only ranks import.
+    # This sitecustomize breaks a module that only ranks import.
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nbkit.rank.world.failure_alarm'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ClusterError, match=r"nbkit\.rank\.world\.failure_alarm"):
@@ -113,7 +113,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(nbkit_home: Path, monkeypatc
         raise KeyboardInterrupt
 
     def wait_procs(*args: Any, **options: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)  # a second Ctrl-C, while what was started is being ended
+        signal.raise_signal(signal.SIGINT)  # a second Ctrl-C, during the clean-up
         return waited(*args, **options)
 
     waited = psutil.wait_procs
@@ -129,7 +129,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(nbkit_home: Path, monkeypatc
 
 @pytest.mark.long
 @pytest.mark.usefixtures("forked")
-def test_a_nameless_cluster_gets_a_name_is_listed_and_taken_by_the_next_start(nbkit_home: Path) -> None:
+def test_a_cluster_without_a_name_gets_one_and_is_reused_by_the_next_start(nbkit_home: Path) -> None:
     first = Cluster.start(1, cpu=True)
     try:
         assert first.entry.name in repr(Cluster.list())
@@ -143,7 +143,7 @@ def test_a_nameless_cluster_gets_a_name_is_listed_and_taken_by_the_next_start(nb
         first.stop()
 
 
-def test_attaching_to_nothing_names_what_runs(nbkit_home: Path) -> None:
+def test_attaching_to_an_unknown_cluster_says_what_runs(nbkit_home: Path) -> None:
     with pytest.raises(ClusterNotFound, match="no cluster is running"):
         Cluster.attach("nobody")
 
@@ -156,7 +156,7 @@ def test_clean_ends_only_what_the_registry_names(nbkit_home: Path) -> None:
     try:
         entry = cluster.entry
         assert len(followers(entry.controller.pid, entry.folder)) > 1  # its schedulers
-        entry.parent.end(signal.SIGSTOP)  # it would see to them itself
+        entry.parent.end(signal.SIGSTOP)  # it would end the ranks itself
         entry.controller.end(signal.SIGKILL)
         time.sleep(0.1)
         assert not entry.is_alive()
@@ -179,7 +179,7 @@ def test_the_hub_waits_for_a_rank_as_long_as_the_notebook(nbkit_home: Path) -> N
     registry.forget("waits")
 
 
-def test_a_pid_that_was_given_to_somebody_else_is_left_alone() -> None:
+def test_a_pid_reused_by_another_process_is_left_alone() -> None:
     bystander = subprocess.Popen(["sleep", "1000"])
     try:
         stale = registry.Process(bystander.pid, started=12345.0)
@@ -191,7 +191,7 @@ def test_a_pid_that_was_given_to_somebody_else_is_left_alone() -> None:
         bystander.wait()
 
 
-def test_a_port_that_a_controller_has_chosen_is_its_own() -> None:
+def test_no_other_process_can_take_a_port_that_a_controller_has_chosen() -> None:
     source = """
 import socket, zmq
 from ipyparallel import util
@@ -227,7 +227,7 @@ def test_a_start_in_which_a_scheduler_dies_ends_at_once(nbkit_home: Path) -> Non
             controller = controller_of(nbkit_home / "deaf")
             children = psutil.Process(controller.pid).children() if controller else []
             if len(children) > 2:
-                children[2].kill()  # by which requests pass
+                children[2].kill()  # the one that forwards requests
                 return
             time.sleep(0.01)
 
@@ -245,7 +245,7 @@ def test_the_ranks_end_when_the_controller_is_gone(nbkit_home: Path) -> None:
     cluster = Cluster.start(2, cpu=True, name="headless")
     entry = cluster.entry
     entry.controller.end(signal.SIGKILL)
-    until(lambda: not entry.left(), 30)  # the schedulers of the controller neither
+    until(lambda: not entry.left(), 30)  # also none of the controller's schedulers
     cluster.stop()
 
 
@@ -263,7 +263,7 @@ def test_ranks_end_when_their_parent_is_killed_but_not_within_a_cell(nbkit_home:
 
 
 @pytest.mark.long
-def test_ranks_can_be_spawned_where_forking_is_unsafe(nbkit_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_can_be_spawned_if_forking_is_unsafe(nbkit_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBKIT_START", "spawn")
     cluster = Cluster.start(2, cpu=True, name="spawned")
     try:
@@ -275,7 +275,7 @@ def test_ranks_can_be_spawned_where_forking_is_unsafe(nbkit_home: Path, monkeypa
 
 @pytest.mark.long
 @pytest.mark.usefixtures("forked")
-def test_gpus_that_torch_cannot_use_and_more_ranks_than_cores_are_said_and_no_obstacle(
+def test_unusable_gpus_and_more_ranks_than_cores_give_notes_and_no_error(
     nbkit_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores = tuple(os.sched_getaffinity(0))
@@ -291,7 +291,7 @@ def test_gpus_that_torch_cannot_use_and_more_ranks_than_cores_are_said_and_no_ob
         cluster.stop()
 
 
-def test_no_ranks_at_all_is_refused() -> None:
+def test_a_cluster_of_zero_ranks_is_refused() -> None:
     with pytest.raises(UsageError, match="at least one rank"):
         Cluster.start(0, cpu=True)
 
@@ -310,7 +310,7 @@ from nbkit.rank.train.runs_dir import MAX_BYTES
 
 
 @pytest.mark.long
-def test_ranks_record_where_nbkit_toml_says_unless_log_dir_says_otherwise(
+def test_runs_are_recorded_where_nbkit_toml_says_unless_log_dir_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

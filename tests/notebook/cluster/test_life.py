@@ -1,4 +1,4 @@
-"""A cluster that ends, or is taken, behind a notebook's back: nothing hangs, and the next cell says what happened."""
+"""Test clusters that end or are taken without the notebook's knowledge: nothing hangs, and the next cell says why."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_running_cell_ends_when_its_cluster_does(cluster: Cluster, how: str) -
         registry.end(cluster.entry)
     elif how == "controller killed":
         os.kill(cluster.entry.controller.pid, signal.SIGKILL)
-    elif how == "scheduler killed":  # without which cells, answers or output would reach nobody
+    elif how == "scheduler killed":  # it forwards cells, answers or output
         psutil.Process(cluster.entry.controller.pid).children()[2].kill()
     else:
         os.kill(cluster.entry.parent.pid, signal.SIGKILL)
@@ -58,17 +58,17 @@ def test_a_running_cell_ends_when_its_cluster_does(cluster: Cluster, how: str) -
     with pytest.raises(ClusterError, match="ended") as of_the_next:
         cluster.run("1")
     assert of_the_next.value.hint == "%cluster restart"
-    if how in ("stopped elsewhere", "parent killed"):  # the hint is right, with and without ranks that live
+    if how in ("stopped elsewhere", "parent killed"):  # the hint works with and without living ranks
         assert "%cluster restart" in of_the_cell.value.hint
         cluster.restart()
         assert cluster.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
 
 
 @pytest.mark.long
-def test_a_new_generation_can_be_formed_after_one_that_could_not(cluster: Cluster) -> None:
+def test_a_new_generation_is_formed_after_an_interrupted_attempt(cluster: Cluster) -> None:
     with pytest.raises(CellError):
         cluster.run("if rank == 0: raise ValueError\ndist.barrier()")
-    # An interrupted attempt leaves this: the ranks are in a generation that the notebook has not counted.
+    # After an interrupted attempt, the ranks are in a generation that the notebook has not counted.
     wire = cluster.connection.client
     _, port = wire.call_and_wait([0], "nbkit.bridge.calls:open_store")[0]
     wire.call_and_wait(range(2), "nbkit.bridge.calls:reform", 2, "127.0.0.1", port)
@@ -97,12 +97,12 @@ def test_another_notebook_is_refused_unless_it_takes_the_cluster(cluster: Cluste
                 end()
         assert all(process.is_alive() for process in cluster.entry.ranks)
         taker.communicate("\n", timeout=60)
-    cluster.stop()  # nobody uses it any more
+    cluster.stop()  # no notebook uses it now
     assert registry.find("life") is None
 
 
 @pytest.mark.long
-def test_a_cluster_whose_notebook_is_killed_while_it_starts_can_be_taken_up(nbkit_home: Path) -> None:
+def test_a_cluster_whose_notebook_is_killed_during_the_start_can_be_attached(nbkit_home: Path) -> None:
     code = "from nbkit import Cluster; Cluster.start(2, cpu=True, name='orphan')"
     with subprocess.Popen([sys.executable, "-c", code]) as starting:
         wait_until(lambda: registry.find("orphan"))
@@ -118,7 +118,7 @@ def test_a_cluster_whose_notebook_is_killed_while_it_starts_can_be_taken_up(nbki
 
 
 @pytest.mark.long
-def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> None:
+def test_attaching_to_a_cluster_with_a_dead_rank_reports_the_death(cluster: Cluster) -> None:
     os.kill(cluster.entry.ranks[1].pid, signal.SIGKILL)
     wait_until(lambda: cluster.connection.deaths)
     again = Cluster.attach("life")
@@ -131,7 +131,7 @@ def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> No
 
 
 @pytest.mark.long
-def test_a_cluster_that_is_registered_without_its_ranks_is_attached_to_with_all_of_them(cluster: Cluster) -> None:
+def test_attach_finds_all_ranks_of_a_cluster_registered_without_them(cluster: Cluster) -> None:
     registry.save(replace(cluster.entry, ranks=()))  # as if the notebook had been killed while they started
     again = Cluster.attach("life")
     assert [row.pid for row in again.status().rows] == [process.pid for process in cluster.entry.ranks]
@@ -140,8 +140,8 @@ def test_a_cluster_that_is_registered_without_its_ranks_is_attached_to_with_all_
 
 
 @pytest.mark.long
-def test_a_death_whose_news_are_lost_is_known_all_the_same(cluster: Cluster) -> None:
-    # As while a connection is being made: messages that are published meanwhile do not arrive.
+def test_a_death_is_known_even_if_its_message_is_lost(cluster: Cluster) -> None:
+    # This imitates messages that are published while a connection is made, which do not arrive.
     client = cluster.connection.client.ipp
     client._registration_callbacks.clear()
     client.listener = None
@@ -151,9 +151,9 @@ def test_a_death_whose_news_are_lost_is_known_all_the_same(cluster: Cluster) -> 
         handle.wait(timeout=30)
 
 
-def test_ranks_that_have_registered_while_a_client_was_being_made_are_known_to_it(two: Cluster) -> None:
+def test_a_client_knows_ranks_that_registered_while_it_was_created(two: Cluster) -> None:
     client = connect(two.entry)
-    # As if both came after the hub had listed its ranks, and before it published them to this client.
+    # This imitates ranks that register after the hub lists its ranks, and before it publishes them to this client.
     client.ipp._ids, client.ipp._engines = [], type(client.ipp._engines)()
     try:
         assert not client.wait_for(2, 0.05)

@@ -1,4 +1,4 @@
-"""Labels, folding and the moving line, without a cluster: `Lines` is told the time."""
+"""Test labels, folding and the moving line without a cluster. The tests pass the time to `Lines`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ def shown(lines: Lines, now: float, *, final: bool = False) -> str:
     return "".join(text for _, text in lines.take(now, final=final))
 
 
-def test_a_line_of_every_rank_is_folded_and_shown_at_once() -> None:
+def test_a_line_that_every_rank_printed_is_folded_and_shown_at_once() -> None:
     lines = Lines([0, 1, 2, 3])
     for rank in range(4):
         lines.feed(0.0, rank, "stdout", "hello\n")
     assert shown(lines, 0.0) == "[0-3] hello\n"
 
 
-def test_a_line_waits_for_its_twins_no_longer_than_the_window() -> None:
+def test_a_line_waits_for_equal_lines_no_longer_than_the_window() -> None:
     lines = Lines([0, 1])
     lines.feed(0.0, 0, "stdout", "late\n")
     assert shown(lines, FOLD_SECONDS / 2) == ""
@@ -51,7 +51,7 @@ def test_stdout_and_stderr_keep_their_order_and_their_names() -> None:
     assert lines.take(0.0) == [("stdout", "[0] out\n"), ("stderr", "[0] err\n")]
 
 
-def test_spaces_blank_lines_and_unicode_arrive_as_they_were() -> None:
+def test_spaces_blank_lines_and_unicode_arrive_unchanged() -> None:
     lines = Lines([0])
     lines.feed(0.0, 0, "stdout", "    indented  \n\nhéé 漢字 🚀\n")
     assert shown(lines, 0.0) == "[0]     indented  \n[0] \n[0] héé 漢字 🚀\n"
@@ -74,7 +74,7 @@ def test_progress_bars_of_all_ranks_are_one_moving_line() -> None:
         text += shown(lines, now)
     assert "\n" not in text
     states = [state for state in text.split("\r") if state.strip()]
-    assert 10 < len(states) <= 26  # ten a second of the hundred updates a second
+    assert 10 < len(states) <= 26  # only ten updates a second are shown
     assert states[-1].startswith("[0-1]")
 
 
@@ -101,14 +101,14 @@ def test_the_last_state_of_a_bar_stays() -> None:
     text = shown(lines, 1.0)
     lines.feed(1.2, 0, "stderr", "\r100%\n")
     text += shown(lines, 1.2)
-    assert _terminal(text) == ["[0] 100%"]  # it may be one of several bars, and move on
+    assert _terminal(text) == ["[0] 100%"]  # it may be one of several bars that still move
     wait = lines.due(1.21)
     assert wait is not None
     text += shown(lines, 1.21 + wait)
     assert _terminal(text) == ["[0] 100%", ""]
 
 
-def test_bars_below_each_other_are_one_moving_line() -> None:
+def test_nested_bars_are_one_moving_line() -> None:
     """Feed bars as tqdm draws them: each step moves down to the inner bar and back up."""
     lines = Lines([0, 1])
     text, now = "", 0.0
@@ -133,7 +133,7 @@ def test_bars_below_each_other_are_one_moving_line() -> None:
     assert _terminal(text) == ["[0-1] epoch 3", "[0-1] over", ""]
 
 
-def test_bars_below_each_other_that_stay_are_lines_when_the_cell_ends() -> None:
+def test_nested_bars_that_stay_become_lines_when_the_cell_ends() -> None:
     lines = Lines([0])
     lines.feed(0.0, 0, "stderr", f"\router 50%\n\rinner 10%{UP}")
     assert shown(lines, 1.0) == "[0] outer 50%  inner 10%"
@@ -144,7 +144,7 @@ def test_bars_below_each_other_that_stay_are_lines_when_the_cell_ends() -> None:
     ]
 
 
-def test_a_bar_that_loses_its_line_above_finds_one_again() -> None:
+def test_nested_bars_continue_after_the_outer_one_became_a_line() -> None:
     lines = Lines([0])
     lines.feed(0.0, 0, "stderr", "\router\n")
     before = shown(lines, 1.0)  # the rest comes late
@@ -198,14 +198,14 @@ def test_text_without_a_newline_is_shown_while_it_grows() -> None:
     assert "[0] xxxx" in "".join(seen)
 
 
-def test_the_same_line_printed_very_often_takes_no_longer_each_time() -> None:
+def test_fifty_thousand_equal_lines_are_folded() -> None:
     lines = Lines([0, 1])
     for rank in range(2):
         lines.feed(0.0, rank, "stdout", "x\n" * 50_000)
     assert shown(lines, 0.0) == "[0-1] x\n" * 50_000
 
 
-def test_the_moving_line_makes_way_and_is_drawn_again_below() -> None:
+def test_the_moving_line_is_cleared_for_other_output_and_drawn_again() -> None:
     lines = Lines(ranks=[0, 1])
     lines.feed(0.0, 0, "stdout", "first\n\rstep 1")
     shown = lines.take(1.0)
@@ -215,7 +215,7 @@ def test_the_moving_line_makes_way_and_is_drawn_again_below() -> None:
     assert lines.take(2.0) == [("stdout", "[0] step 1")]
 
 
-def test_the_line_of_a_training_is_left_out_beside_its_card() -> None:
+def test_the_progress_line_of_a_training_is_hidden_beside_its_card() -> None:
     lines = Lines((0,))
     lines.feed(0.0, 0, "stdout", "\rstep 5/300 · loss 2.314 · 4,442 tokens/s")
     assert "step 5/300" in "".join(text for _, text in lines.take(0.1))

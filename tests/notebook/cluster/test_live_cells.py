@@ -1,4 +1,4 @@
-"""Live cells: on all ranks together, at a step boundary of a training that goes on."""
+"""Test live cells, which run on all ranks at a step boundary while the training continues."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_live_cell_may_use_collectives_and_change_the_training(two: Cluster, t
     assert two.run("trainer.history[-1]['lr']").values == {0: 5e-7, 1: 5e-7}
 
 
-def test_an_error_in_a_live_cell_is_shown_and_the_training_goes_on(
+def test_an_error_in_a_live_cell_is_shown_and_the_training_continues(
     two: Cluster, training: CellHandle, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CellError, match="Ranks 0-1 failed: ZeroDivisionError"):
@@ -58,7 +58,7 @@ def test_an_error_in_a_live_cell_is_shown_and_the_training_goes_on(
     assert training.status == "running"
 
 
-def test_output_of_a_live_cell_is_its_own(
+def test_output_of_a_live_cell_is_separate_from_the_training(
     two: Cluster, training: CellHandle, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = two.run("print('from the live cell', rank)", at_step=True)
@@ -66,7 +66,7 @@ def test_output_of_a_live_cell_is_its_own(
     assert "from the live cell" not in training.output[0]
 
 
-def test_stop_ends_a_training_at_a_step_boundary_with_its_world_intact(two: Cluster, training: CellHandle) -> None:
+def test_stop_ends_a_training_at_a_step_boundary_and_keeps_its_world(two: Cluster, training: CellHandle) -> None:
     before = two.connection.generation.number
     two.run("1", at_step=True)
     assert training.stop().status == "interrupted"
@@ -77,15 +77,15 @@ def test_stop_ends_a_training_at_a_step_boundary_with_its_world_intact(two: Clus
     assert two.run("len(trainer.fit(3))").values == {0: 3, 1: 3}
 
 
-def test_stop_ends_a_live_cell_that_holds_its_interpreter_and_the_training_goes_on(
+def test_stop_ends_a_live_cell_that_holds_its_interpreter_but_not_the_training(
     two: Cluster, training: CellHandle
 ) -> None:
-    # `re` lets no other Python run, so the rank's own threads cannot interrupt it.
+    # `re` blocks all other Python code, so the rank's threads cannot interrupt it.
     source = "if rank == 1:\n    import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
     live = two.run(source, at_step=True, detach=True)
     deadline = time.monotonic() + 60
     while 0 not in live._execution.records and time.monotonic() < deadline:
-        time.sleep(0.02)  # rank 0 is through with it, so rank 1 has begun it too
+        time.sleep(0.02)  # rank 0 has finished it, so rank 1 has begun it too
     time.sleep(0.3)
     live.stop()
     assert live._execution.records[1].failure.ename == "KeyboardInterrupt"
@@ -95,7 +95,7 @@ def test_stop_ends_a_live_cell_that_holds_its_interpreter_and_the_training_goes_
 
 
 @pytest.mark.parametrize("rest", ["", "dist.all_reduce(torch.ones(1))"])
-def test_a_rank_that_dies_in_a_live_cell_ends_it_and_the_training_goes_on(
+def test_a_rank_that_dies_in_a_live_cell_ends_it_but_not_the_training(
     two: Cluster, training: CellHandle, rest: str
 ) -> None:
     kill = "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -114,12 +114,12 @@ def test_a_live_cell_waits_for_a_training_that_is_about_to_begin(two: Cluster) -
     handle.stop()
 
 
-def test_without_a_training_there_is_no_step_boundary(two: Cluster) -> None:
+def test_a_live_cell_without_a_training_is_refused(two: Cluster) -> None:
     with pytest.raises(UsageError, match="No training is running"):
         two.run("1", at_step=True)
 
 
-def test_a_live_cell_that_comes_too_late_says_so(two: Cluster) -> None:
+def test_a_live_cell_that_comes_too_late_is_refused(two: Cluster) -> None:
     two.run(TRAINER + "\nimport time")
     handle = two.run("trainer.fit(3)\ntime.sleep(1.0)", detach=True)
     time.sleep(0.6)
@@ -129,7 +129,7 @@ def test_a_live_cell_that_comes_too_late_says_so(two: Cluster) -> None:
     assert len(two.run("trainer.fit(2)").values) == 2
 
 
-def test_a_switch_that_comes_too_late_acts_when_the_training_has_ended(two: Cluster) -> None:
+def test_a_switch_during_the_last_step_acts_after_the_training(two: Cluster) -> None:
     """Ask for the switch during the last step, which no boundary follows."""
     two.run(f"{TRAINER}\ndef dawdle(trainer, record): time.sleep(2.5)\ntrainer._callbacks = (dawdle,)")
     handle = two.run("trainer.fit(1)", detach=True)
@@ -154,21 +154,21 @@ def test_a_switch_waits_for_a_cell_whose_training_has_just_ended(two: Cluster, t
     assert handle.status == "ok"
 
 
-def test_every_switch_says_what_was_predicted_of_it(two: Cluster, training: CellHandle) -> None:
-    """Compare with what the ranks predict. They do not wait for a table: no panel has been looked at."""
+def test_every_switch_has_its_prediction(two: Cluster, training: CellHandle) -> None:
+    """Compare with the prediction of the ranks, which needs no table: no panel was shown."""
     panels = controller_of(two)
     for strategy in ("zero3", "ddp"):
         switched = two.training.switch(strategy)
-        assert panels.look().results[0] == switched  # which no panel has asked for
+        assert panels.look().results[0] == switched  # although no panel requested it
         assert switched.predicted["moved_bytes"] == switched.result["moved_bytes"], strategy
-    assert switched.result["moved_bytes"] > 0  # to ddp: of plain SGD nothing moves to zero3
+    assert switched.result["moved_bytes"] > 0  # to ddp; a switch of plain SGD to zero3 moves nothing
     undone = two.training.undo()
     assert undone.predicted["moved_bytes"] == undone.result["moved_bytes"]
-    assert undone.predicted["switch_s"] > 0  # two switches are known to it
+    assert undone.predicted["switch_s"] > 0  # it is based on two switches
 
 
 @pytest.mark.long
-def test_a_switch_between_two_fits_says_what_was_predicted_of_it(two: Cluster) -> None:
+def test_a_switch_between_two_fits_has_its_prediction(two: Cluster) -> None:
     two.run(f"{TRAINER}\ntrainer.fit(2)")
     two.training.switch("zero3")
     switched = two.training.switch("ddp")

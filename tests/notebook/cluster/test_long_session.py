@@ -1,4 +1,4 @@
-"""Records that grow with every cell, call or line are bounded, in the notebook, the controller and the ranks."""
+"""Test that records of cells, calls and lines stay bounded in the notebook, the controller and the ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_signatures_of_answered_calls_are_forgotten(two: Cluster) -> None:
     assert all(0 < kept <= SIGNATURES_KEPT for kept in two.run(SIGNATURES).values.values())
 
 
-def test_the_hub_keeps_nothing_of_calls(two: Cluster) -> None:
+def test_the_hub_keeps_no_records_of_calls(two: Cluster) -> None:
     client = two.connection.client
     call, _ = client.call([0, 1], "nbkit.bridge.calls:hello").values()
     call.result(60)
@@ -46,8 +46,8 @@ def test_the_hub_keeps_nothing_of_calls(two: Cluster) -> None:
     assert all(status == {"queue": 0, "completed": 0, "tasks": 0} for status in known.values()), known
 
 
-def test_the_controller_remembers_as_many_signatures(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for patched, name in ((Hub, "__init__"), (HeartMonitor, "beat")):  # the file patches them in its reader
+def test_the_controller_keeps_a_bounded_number_of_signatures(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for patched, name in ((Hub, "__init__"), (HeartMonitor, "beat")):  # the config file patches them in its reader
         monkeypatch.setattr(patched, name, getattr(patched, name))
     config = PyFileConfigLoader("ipcontroller_config.py", str(two.connection.entry.folder / "profile")).load_config()
     controllers, sender = Session(config=config), Session(key=config.Session.key)
@@ -57,10 +57,10 @@ def test_the_controller_remembers_as_many_signatures(two: Cluster, monkeypatch: 
 
 
 @pytest.mark.parametrize(("engines", "milliseconds"), [(2, 1000), (1024, 2048)])
-def test_heartbeats_are_as_seldom_as_engines_are_many(
+def test_the_period_of_heartbeats_grows_with_the_number_of_engines(
     engines: int, milliseconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The controller takes 0.07 ms for an answer; one that comes two periods late does not count.
+    # The controller takes 0.07 ms for an answer. An answer that is two periods late does not count.
     monkeypatch.setattr(HeartMonitor, "beat", HeartMonitor.beat)
     controller.slow_down()
     context = zmq.Context()
@@ -77,14 +77,14 @@ def test_heartbeats_are_as_seldom_as_engines_are_many(
         context.destroy(linger=0)
 
 
-def test_ranks_forget_what_cells_have_shown(two: Cluster) -> None:
+def test_ranks_keep_no_outputs_of_cells(two: Cluster) -> None:
     two.run("'a value'")
     two.run("display('a display')")
     kept = two.run(f"sum(map(len, {SHOWN}.values())) if hasattr(get_ipython().history_manager, 'outputs') else 0")
     assert kept.values == {0: 0, 1: 0}
 
 
-def test_text_of_a_cell_takes_no_object_for_each_print() -> None:
+def test_the_text_of_a_cell_needs_no_object_for_each_print() -> None:
     text = KeptText()
     tracemalloc.start()
     try:
@@ -97,7 +97,7 @@ def test_text_of_a_cell_takes_no_object_for_each_print() -> None:
     assert taken < 600_000  # a string for each would take 6 MB
 
 
-def test_text_of_a_cell_is_kept_up_to_its_limit() -> None:
+def test_the_text_of_a_cell_is_kept_up_to_its_limit() -> None:
     text = KeptText()
     text.add("first ")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Torch's files, the CUDA driver, /sys, /proc and the table of nvidia-smi are read as values."""
+"""Test the readers of torch's files, the CUDA driver, /sys, /proc and the table of nvidia-smi."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ int cuGetErrorString(int code, const char **text) { *text = "system not yet init
 """
 
 
-def test_a_torch_is_known_by_its_version_file() -> None:
+def test_the_build_of_torch_is_read_from_its_version_file() -> None:
     assert machines.torch("2.13.0", cuda="13.0") == TorchBuild("2.13.0", cuda="13.0")
     assert machines.torch("2.13.0+rocm7.1", hip="7.1.25424").kind == "ROCm"
     assert machines.torch("2.13.0+xpu", xpu="20250302").kind == "XPU"
@@ -62,7 +62,7 @@ def test_a_torch_is_known_by_its_version_file() -> None:
         ("2.13.0+xpu", TorchBuild("2.13.0+xpu", xpu="unknown")),
     ],
 )
-def test_a_torch_without_a_version_file_is_known_by_its_version(version: str, build: TorchBuild) -> None:
+def test_the_build_of_torch_is_read_from_its_version_without_the_file(version: str, build: TorchBuild) -> None:
     assert parse_build(version, "") == build
 
 
@@ -80,7 +80,7 @@ def test_the_installed_torch_is_read_without_being_imported() -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="a library is compiled")
-def test_the_cuda_driver_is_asked_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_driver_is_read_in_a_separate_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def driver(fails: int) -> cuda_driver.CudaDriver | None:
         command = ["cc", "-shared", "-fPIC", f"-DFAILS={fails}", "-x", "c", "-", "-o", tmp_path / "libcuda.so.1"]
         subprocess.run(command, input=LIBCUDA, text=True, check=True)
@@ -98,7 +98,7 @@ def test_the_cuda_driver_is_asked_in_a_process_of_its_own(tmp_path: Path, monkey
     assert (broken.error, broken.code) == ("system not yet initialized", 802)
 
 
-def test_a_missing_cuda_library_is_an_error_and_no_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cuda_library_is_an_error_and_a_wrong_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_LIBRARIES", ("libnone.so", "/none/libcuda.so.1"))
     missing = cuda_driver.finish(cuda_driver.begin())
 
@@ -106,7 +106,7 @@ def test_a_missing_cuda_library_is_an_error_and_no_answer_is_none(monkeypatch: p
     assert parse_answer("") is parse_answer("Segmentation fault") is parse_answer('{"devices": [1]}') is None
 
 
-def test_an_instance_of_mig_is_named_as_one() -> None:
+def test_a_mig_instance_of_the_driver_gets_a_mig_uuid() -> None:
     answer = parse_answer(
         '{"version": [13, 0], "devices": [{"uuid": "c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "mib": 20096,'
         ' "name": "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bus": "0000:07:00.0", "capability": [8, 0]}]}'
@@ -120,13 +120,13 @@ def device(bus: str, vendor: str, kind: str, more: dict[str, str] | None = None)
     return {f"sys/bus/pci/devices/{bus}/{name}": f"{text}\n" for name, text in files.items()}
 
 
-def test_gpus_are_found_on_the_bus_with_the_driver_that_holds_them(tmp_path: Path) -> None:
+def test_gpus_on_the_pci_bus_are_found_with_their_driver_and_near_cores(tmp_path: Path) -> None:
     root = machines.write_tree(
         tmp_path,
         {
-            **device("0000:00:02.0", "0x8086", "0x030000"),  # in the CPU
+            **device("0000:00:02.0", "0x8086", "0x030000"),  # part of the CPU
             **device("0000:1b:00.0", "0x10de", "0x030200", {"local_cpulist": "0-2,8-10"}),
-            **device("0000:1b:00.1", "0x10de", "0x040300"),  # its sound
+            **device("0000:1b:00.1", "0x10de", "0x040300"),  # its sound device
             **device("0000:26:00.0", "0x1002", "0x120000"),
             **device("0000:3a:00.0", "0x8086", "0x038000"),
             **device("0000:41:00.0", "0x15b3", "0x020700"),  # InfiniBand
@@ -146,7 +146,7 @@ def test_gpus_are_found_on_the_bus_with_the_driver_that_holds_them(tmp_path: Pat
     assert near_cores("0000:26:00.0", root) == ()
 
 
-def test_gpus_without_a_device_file_are_not_this_containers(tmp_path: Path) -> None:
+def test_gpus_without_a_device_file_are_not_counted(tmp_path: Path) -> None:
     text = "Model: \t\t Tesla T4\nIRQ:   \t\t 33\nGPU UUID: \t GPU-????????-????-????-????-????????????\n"
     folder = "proc/driver/nvidia/gpus/0000:00:0{}.0/information"
     files = {folder.format(4 + minor): f"{text}Device Minor: \t {minor}\nGPU Excluded:\t No\n" for minor in range(3)}
@@ -156,7 +156,7 @@ def test_gpus_without_a_device_file_are_not_this_containers(tmp_path: Path) -> N
     assert nvidia_driver_gpus(tmp_path / "none") == ()
 
 
-def test_links_are_read_from_nvidia_smis_table() -> None:
+def test_gpu_links_are_read_from_the_table_of_nvidia_smi() -> None:
     a6000 = parse_topology(machines.A6000_TOPOLOGY)
 
     assert a6000 == (GpuLink(0, 1, "NV4"), GpuLink(0, 2, "NODE"), GpuLink(1, 2, "NODE"))
@@ -165,7 +165,7 @@ def test_links_are_read_from_nvidia_smis_table() -> None:
     assert show_links(()) == show_links(parse_topology("Failed to run topo command\n")) == ""
 
 
-def test_network_ports_that_are_up_are_read(tmp_path: Path) -> None:
+def test_active_network_ports_are_read(tmp_path: Path) -> None:
     def port(name: str, state: str, rate: str, kind: str) -> dict[str, str]:
         files = {"state": state, "rate": rate, "link_layer": kind}
         return {f"sys/class/infiniband/{name}/ports/1/{file}": f"{text}\n" for file, text in files.items()}

@@ -1,4 +1,4 @@
-"""The platforms that nbkit supports, and the error on all others."""
+"""Test which platforms nbkit supports, and the errors on all others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_linux_and_macos_with_new_enough_python_and_torch_are_supported(change: 
     ],
     ids=["windows", "old-python", "old-torch", "no-torch"],
 )
-def test_what_is_not_supported_is_told_with_the_numbers_and_what_to_type(change: dict, number: str, hint: str) -> None:
+def test_an_unsupported_platform_is_refused_with_numbers_and_what_to_type(change: dict, number: str, hint: str) -> None:
     with pytest.raises(ClusterError) as error:
         check_platform(**{**RIGHT, **change})
 
@@ -49,7 +49,7 @@ def test_what_is_not_supported_is_told_with_the_numbers_and_what_to_type(change:
     assert hint in error.value.hint
 
 
-def test_macos_spawns_its_ranks() -> None:
+def test_ranks_are_forked_on_linux_but_not_on_macos() -> None:
     assert starts_by_forking("linux")
     assert not starts_by_forking("darwin")
 
@@ -98,9 +98,9 @@ print("all of it")
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_what_does_not_need_linux_works_without_proc_fork_and_shared_memory(tmp_path: Path) -> None:
-    """tests/support/like_macos takes these from nbkit. Not tried on a Mac: its libraries, its launchd, its gloo."""
-    folder = "var-folders-zz-zyxvpxvq6csfxvn-n0000000000000-"  # as long as on a Mac, where sockets stand in it
+def test_a_cluster_works_without_proc_fork_and_shared_memory(tmp_path: Path) -> None:
+    """Hide these with tests/support/like_macos. The libraries, launchd and gloo of a real Mac are not tested."""
+    folder = "var-folders-zz-zyxvpxvq6csfxvn-n0000000000000-"  # as long as on a Mac, because it is part of socket paths
     with home_of_clusters(tmp_path / "home"), tempfile.TemporaryDirectory(prefix=folder) as temporary:
         environment = {**os.environ, "TMPDIR": temporary}
         environment["PYTHONPATH"] = os.pathsep.join([str(LIKE_MACOS), os.environ.get("PYTHONPATH", "")])

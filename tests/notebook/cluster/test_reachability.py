@@ -1,4 +1,4 @@
-"""The connections that a host tries before ranks are forked, and the results."""
+"""Test which connections a host tries before ranks are forked, and what it reports."""
 
 import socket
 
@@ -9,7 +9,7 @@ from nbkit.notebook.cluster.hosts.coordinator import hosts_to_try
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 17, 256])
-def test_every_host_is_tried_and_of_many_each_tries_few(n: int) -> None:
+def test_every_host_is_tried_and_each_of_many_hosts_tries_few(n: int) -> None:
     tried = [hosts_to_try(own, n) for own in range(n)]
 
     assert all(own not in others and set(others) <= set(range(n)) for own, others in enumerate(tried))
@@ -17,7 +17,7 @@ def test_every_host_is_tried_and_of_many_each_tries_few(n: int) -> None:
     assert all(len(others) == n - 1 if n <= 5 else len(others) <= 2 * n.bit_length() for others in tried)
 
 
-def test_what_does_not_listen_is_told_with_what_the_system_says() -> None:
+def test_a_host_that_does_not_listen_is_reported_with_the_system_error() -> None:
     probe = Probe("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The registry beside entries that another release has written."""
+"""Test the registry with entries of another release."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def saved(name: str, **changed: object) -> ClusterEntry:
     return entry
 
 
-def test_an_entry_is_read_as_it_was_written_and_what_another_release_added_is_passed_over() -> None:
+def test_an_entry_is_read_as_written_without_fields_of_another_release() -> None:
     plain, more = saved("plain"), saved("more", colour="blue", spare_hosts=["node3"])
 
     assert registry.find("none") is None
@@ -62,7 +62,7 @@ def test_the_progress_of_a_start_by_another_release_is_read_too(tmp_path: Path) 
         ({"protocol": None}, "protocol none"),
     ],
 )
-def test_an_entry_of_another_format_is_refused_by_name_and_disturbs_no_other(
+def test_an_entry_of_another_format_is_refused_by_name_and_others_work(
     changed: dict[str, object], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved("mine")
@@ -80,5 +80,5 @@ def test_an_entry_of_another_format_is_refused_by_name_and_disturbs_no_other(
     assert says in capsys.readouterr().err
     with pytest.raises(ClusterNotFound):
         registry.running("nobody")
-    # Tests beside this one may leave values in shared memory, which is the machine's.
+    # Other tests on this machine may leave values in its shared memory.
     assert [line for line in registry.clean() if not line.startswith("values")] == []

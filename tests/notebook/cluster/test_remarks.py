@@ -1,4 +1,4 @@
-"""The full remarks of `%cluster start` and `nbkit doctor` about machines that are not here."""
+"""Test the full remarks of `%cluster start` and `nbkit doctor` on descriptions of other machines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def doctor_says(machine: Machine, subject: str) -> str:
     return next(str(remark) for remark in remarks(machine) if remark.subject == subject)
 
 
-def test_where_all_is_well_nothing_is_told() -> None:
+def test_a_machine_without_problems_gets_no_remarks() -> None:
     assert told(machines.KAGGLE) == []
     assert told(machines.DGX_H100) == []
     assert told(machines.bare(machines.CPU_TORCH)) == []
@@ -151,13 +151,13 @@ CASES = {
 
 
 @pytest.mark.parametrize(("machine", "seen", "hint"), CASES.values(), ids=CASES)
-def test_a_machine_whose_gpus_no_rank_can_use_is_told_in_one_sentence(machine: Machine, seen: str, hint: str) -> None:
+def test_a_machine_whose_gpus_no_rank_can_use_gets_one_sentence(machine: Machine, seen: str, hint: str) -> None:
     assert told(machine) == [f"{seen}{ON_CPU}{hint}"]
     assert kinds(machine) == ["cpu", "cpu"]
     assert told(machine, cpu=True) == []
 
 
-def test_one_gpu_is_one_rank_and_says_how_to_have_two() -> None:
+def test_one_gpu_gets_one_rank_and_a_remark_on_how_to_get_two() -> None:
     colab = machines.nvidia(ONE_T4, machines.CUDA_13, machines.T4_DRIVER, env=machines.COLAB_ENV, is_container=True)
 
     (alone,) = told(colab)
@@ -185,14 +185,14 @@ def test_a_container_without_nvidia_smi_gets_its_gpus_from_the_cuda_driver() -> 
     assert len(told(replace(machine, torch=machines.CPU_TORCH))) == 1
 
 
-def test_any_driver_of_the_same_major_release_of_cuda_will_do() -> None:
+def test_a_driver_of_the_same_major_release_of_cuda_is_enough() -> None:
     machine = machines.nvidia(OLD, machines.torch("2.13.0+cu128", cuda="12.8"), machines.cuda(OLD, (12, 2), (7, 5)))
 
     assert told(machine) == []
     assert kinds(machine) == ["gpu", "gpu"]
 
 
-def test_a_torch_that_somebody_has_built_is_trusted_to_have_code_for_the_gpus() -> None:
+def test_a_self_built_torch_is_assumed_to_have_code_for_the_gpus() -> None:
     own = machines.torch("2.13.0a0+git1f2e3d4", cuda="13.0")
 
     assert kinds(machines.nvidia(P100, own, machines.cuda(P100, (13, 0), (6, 0)))) == ["gpu"]
@@ -203,7 +203,7 @@ def test_without_an_answer_of_the_cuda_driver_gpus_are_used_as_nvidia_smi_shows_
     assert told(replace(machines.KAGGLE, cuda=None)) == []
 
 
-def test_a_gpu_that_is_asked_for_and_cannot_be_used_is_refused_with_what_to_do() -> None:
+def test_a_requested_gpu_that_cannot_be_used_is_refused_with_what_to_do() -> None:
     with pytest.raises(UsageError, match="No rank can compute on GPU 0") as error:
         pins_on(replace(machines.KAGGLE, torch=machines.CPU_TORCH), gpus="0")
 
@@ -211,7 +211,7 @@ def test_a_gpu_that_is_asked_for_and_cannot_be_used_is_refused_with_what_to_do()
     assert "pip uninstall torch" in error.value.hint and "--cpu" in error.value.hint
 
 
-def test_one_gpu_of_several_that_cannot_be_used_is_left_alone() -> None:
+def test_one_unusable_gpu_of_several_gets_no_rank() -> None:
     mixed = f"{ONE_T4}1, GPU-p1, Tesla P100-PCIE-16GB, 16384, 0, 00000000:00:05.0, 580.82.07, [N/A], Default\n"
     driver = machines.cuda(mixed, (13, 0), (7, 5))
     driver = replace(driver, devices=(driver.devices[0], replace(driver.devices[1], capability=(6, 0))))
@@ -225,7 +225,7 @@ def test_one_gpu_of_several_that_cannot_be_used_is_left_alone() -> None:
     assert told(replace(machine, env={"CUDA_VISIBLE_DEVICES": "GPU-0f4d"})) == [second]
 
 
-def test_one_gpu_in_use_is_told_of_as_such_alone() -> None:
+def test_one_gpu_in_use_gets_only_the_remark_that_it_is_in_use() -> None:
     stranger = "GPU-0f4ddc2a-66d0-7bf4-1a0c-2b8d6f0d7a01, 4242, python, 9000\n"
     machine = machines.nvidia(ONE_T4, machines.CUDA_13, machines.T4_DRIVER, stranger)
 
@@ -233,7 +233,7 @@ def test_one_gpu_in_use_is_told_of_as_such_alone() -> None:
     assert sentence.startswith("GPU 0 (Tesla T4) is in use and left alone: pid 4242 (python)")
 
 
-def test_mig_instances_are_gpus_of_their_own_and_share_no_memory() -> None:
+def test_mig_instances_count_as_gpus_that_share_no_memory() -> None:
     uuid = "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"
     whole = f"0, {uuid}, NVIDIA A100-SXM4-40GB, 40960, 38, 00000000:07:00.0, 580.82.07, Enabled, Default\n"
     listing = (
@@ -261,25 +261,25 @@ def test_an_mps_server_makes_no_gpu_busy_and_is_named_by_the_doctor() -> None:
     assert "runs on GPU 0: it counts as nobody's" in doctor_says(machine, "MPS server")
 
 
-def test_bf16_is_said_to_be_slow_where_it_is_emulated() -> None:
+def test_the_doctor_says_that_emulated_bf16_is_slow() -> None:
     assert doctor_says(machines.KAGGLE, "bf16").endswith('precision="bf16" is warned of. precision="fp16"')
     assert not any(remark.subject == "bf16" for remark in remarks(machines.DGX_H100))
 
 
-def test_the_doctor_names_the_links() -> None:
+def test_the_doctor_names_gpu_links_and_network_ports() -> None:
     assert doctor_says(machines.DGX_H100, "GPU links") == "NVLink between all 8 (NV18): by NCCL."
     assert doctor_says(machines.KAGGLE, "GPU links") == "PCIe through the CPU between both (PHB): by NCCL."
     assert doctor_says(machines.DGX_H100, "network").startswith("8 InfiniBand ports of 400 Gb/s (mlx5_0 to mlx5_7): ")
 
 
-def test_ranks_of_two_sockets_get_the_cores_of_theirs() -> None:
+def test_ranks_get_cores_of_the_socket_of_their_gpu() -> None:
     pins = pins_on(machines.DGX_H100).pins
 
     assert all({*pin.cores} <= {*machines.TWO_SOCKETS[rank >= 4]} for rank, pin in enumerate(pins))
     assert sorted(core for pin in pins for core in pin.cores) == [*range(224)]
 
 
-def test_graphics_of_a_desktop_are_told_by_the_doctor_alone() -> None:
+def test_only_the_doctor_reports_desktop_graphics() -> None:
     for machine in (
         machines.bare(machines.CUDA_13, pci=RADEON),
         machines.bare(machines.CPU_TORCH, pci=ARC),

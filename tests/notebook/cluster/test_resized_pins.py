@@ -1,4 +1,4 @@
-"""The devices after a resize: a rank that stays keeps its GPU, and more devices than there are get refused."""
+"""Test the devices after a resize: remaining ranks keep their GPUs, and too many ranks are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def no_other_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpus(count: int) -> Machine:
-    """Return a machine with idle GPUs: those of our own ranks are idle too until they compute."""
+    """Return a machine with idle GPUs. Those of our own ranks are idle too until they compute."""
     found = tuple(Gpu(i, f"GPU-{i}000", "A100", 81920, 4) for i in range(count))
     return Machine(TorchBuild("2.13.0", cuda="13.0"), Survey(found), cores=tuple(range(8)))
 
@@ -35,7 +35,7 @@ def test_gpus_stay_with_their_ranks_and_new_ranks_get_others() -> None:
     assert resized_pins(Site(), machine, four, 3).pins == four.pins[:3]
 
 
-def test_more_ranks_than_there_are_gpus_or_the_site_allows_are_refused_with_what_fits() -> None:
+def test_more_ranks_than_gpus_or_than_the_site_allows_are_refused_with_what_fits() -> None:
     machine = gpus(3)
     two = pins_on(machine, gpus="0,1")
     with pytest.raises(UsageError, match=r"cannot grow to 4 ranks\. More ranks than idle GPUs") as refused:
@@ -49,7 +49,7 @@ def test_more_ranks_than_there_are_gpus_or_the_site_allows_are_refused_with_what
         resized_pins(limited, machine, pins_on(machine, 2, cpu=True), 4)
 
 
-def test_cores_of_cpu_ranks_are_shared_anew() -> None:
+def test_cores_of_cpu_ranks_are_divided_again() -> None:
     machine = gpus(0)
     two = pins_on(machine, 2, cpu=True)
     four = resized_pins(Site(), machine, two, 4)
@@ -57,7 +57,7 @@ def test_cores_of_cpu_ranks_are_shared_anew() -> None:
     assert [pin.threads for pin in resized_pins(Site(), machine, four, 1).pins] == [8]
 
 
-def test_a_larger_cluster_takes_no_device_in_reserve_nor_one_that_a_rank_was_taken_off() -> None:
+def test_a_larger_cluster_takes_no_spare_and_no_retired_device() -> None:
     now = pins_on(gpus(4), gpus="0,1,2", spares=1)
     bad = pins_on(gpus(4), gpus="3").pins
     larger = resized_pins(Site(), gpus(5), replace(now, retired=bad), 3)

@@ -1,4 +1,4 @@
-"""nbkit.toml: what a machine, a user and a project set, and what a user may take by it."""
+"""Test nbkit.toml: the settings of a machine, a user and a project, and the limits for a user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
     """Return the paths of the settings of a machine, a user and a project. None of these files exists yet."""
     found = tmp_path / "machine.toml", tmp_path / "user.toml", tmp_path / "project.toml"
     monkeypatch.setattr(site_settings, "files", lambda: found)
-    # Importing torch takes seconds of a core for each report: tests/commands/test_doctor.py does it.
+    # Importing torch takes seconds for each report. tests/commands/test_doctor.py does it.
     monkeypatch.setattr("nbkit.notebook.doctor._private_symbols", lambda torch: ())
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "home"))
     return found
@@ -74,7 +74,7 @@ def test_a_later_file_wins_and_a_limit_of_the_machine_is_only_lowered(files: Fil
         ('home = "/scratch"', "for a machine or a user"),
     ],
 )
-def test_what_means_nothing_is_refused_with_the_file_and_doctor_says_so(files: Files, text: str, says: str) -> None:
+def test_a_wrong_setting_is_refused_with_its_file_and_shown_by_doctor(files: Files, text: str, says: str) -> None:
     files[2].write_text(text)
 
     with pytest.raises(UsageError) as error:
@@ -97,7 +97,7 @@ def test_one_user_takes_no_more_than_the_machine_allows(files: Files) -> None:
     assert any("1 of 2 ranks are taken, since max_ranks is 3" in note for note in fewer.notes)
 
 
-def test_gpus_are_counted_by_themselves(files: Files) -> None:
+def test_gpus_have_a_separate_limit(files: Files) -> None:
     files[0].write_text("max_gpus = 2\n")
     held(2, "GPU 7 A100", "GPU 7 A100")
 
@@ -105,7 +105,7 @@ def test_gpus_are_counted_by_themselves(files: Files) -> None:
     assert [pin.label for pin in pins_within(site_settings.read(), gpus(4)).pins] == ["GPU 0 A100"]
     with pytest.raises(UsageError, match="2 GPUs asked for"):
         pins_within(site_settings.read(), gpus(4), gpus="0,1")
-    with pytest.raises(UsageError, match="2 GPUs asked for"):  # one in reserve is held too
+    with pytest.raises(UsageError, match="2 GPUs asked for"):  # a spare counts too
         pins_within(site_settings.read(), gpus(4), 1, spares=1)
 
 
@@ -119,7 +119,7 @@ def test_the_time_to_live_has_a_default_and_a_bound(files: Files) -> None:
         site_settings.read().ttl_of(7200.0)
 
 
-def test_clusters_live_where_the_machine_says(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_are_stored_where_the_machine_says(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     files[0].write_text('home = "/scratch"\n')
     monkeypatch.delenv("NBKIT_HOME")
     monkeypatch.setattr(site_settings, "getpass", type("Known", (), {"getuser": staticmethod(lambda: "ada")}))

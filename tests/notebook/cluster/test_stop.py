@@ -1,4 +1,4 @@
-"""Stop, pressed once, twice and too often, on ranks that answer, that hold their interpreter, and that never answer."""
+"""Test one and more presses of Stop, on ranks that answer, that hold the interpreter lock, and that never answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbkit.errors import CellError, CellStopped
 from nbkit.notebook.cluster.cells import stop as rank_signals
 from nbkit.notebook.cluster.cells.handle import CellHandle
 
-# `re` holds the interpreter and looks for signals now and then; the sum holds it and never looks.
+# Both hold the interpreter lock. `re` checks for signals now and then; the sum never does.
 REGEX = "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
 C_CALL = "sum(range(10**11))"
 SWALLOWS = """
@@ -38,7 +38,7 @@ def press(cluster: Cluster) -> None:
 
 
 def run_pressed(cluster: Cluster, source: str, presses: Callable[[], object], **options: Any) -> BaseException:
-    """Run a cell, and the presses in a thread of their own as soon as it runs; what it raised."""
+    """Run a cell, and `presses` in another thread. Return what the cell raised."""
     presser = threading.Thread(target=presses, daemon=True)
     presser.start()
     with pytest.raises((CellStopped, CellError)) as raised:
@@ -69,7 +69,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
 
 @pytest.fixture(scope="module")
 def mortal(nbkit_home: object) -> Iterator[Cluster]:
-    """Yield a cluster whose ranks may be lost: each test that ends a rank has its own one, beside rank 0."""
+    """Yield a cluster whose ranks may be lost. Each test that ends a rank uses another one, and rank 0."""
     cluster = Cluster.start(4, cpu=True, name="mortal", ttl=600)
     cluster.run("kept = rank + 1")
     yield cluster
@@ -85,9 +85,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", [SWALLOWS, REGEX], ids=["swallows interrupts for a while", "holds the interpreter"])
-def test_presses_in_quick_succession_end_no_rank_that_would_have_answered(
-    two: Cluster, shown: Shown, source: str
-) -> None:
+def test_quick_presses_end_no_rank_that_would_still_answer(two: Cluster, shown: Shown, source: str) -> None:
     two.run("kept = rank + 1")
 
     def presses() -> None:
@@ -115,7 +113,7 @@ def test_presses_in_quick_succession_end_no_rank_that_would_have_answered(
     ],
     ids=["one rank in a regex", "all ranks", "one rank in a C call that a signal ends"],
 )
-def test_one_press_interrupts_a_rank_that_holds_its_interpreter_and_it_lives_on(
+def test_one_press_interrupts_a_rank_that_holds_its_interpreter_without_ending_it(
     two: Cluster, shown: Shown, ranks: str, held: str
 ) -> None:
     two.run("kept = rank + 1")
@@ -127,7 +125,7 @@ def test_one_press_interrupts_a_rank_that_holds_its_interpreter_and_it_lives_on(
     assert {record.status for record in handle._execution.records.values()} == {"interrupted"}
     assert two.connection.deaths == {}
     assert "interrupted from outside now (SIGINT)" in shown
-    # No interrupt is left over for the cell that comes next.
+    # No interrupt is left for the next cell.
     assert two.run("import time; time.sleep(0.5); kept").values == {0: 1, 1: 2}
     assert two.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
 
@@ -143,7 +141,9 @@ value = 7
 
 
 @pytest.mark.parametrize("ends", ["release", "stop"])
-def test_a_release_and_a_stop_wait_for_the_import_of_what_is_installed(two: Cluster, tmp_path: Path, ends: str) -> None:
+def test_a_release_and_a_stop_wait_for_the_import_of_an_installed_package(
+    two: Cluster, tmp_path: Path, ends: str
+) -> None:
     begun, installed, name = tmp_path / "begun", tmp_path / "site-packages", f"slow_{ends}"
     installed.mkdir()
     (installed / f"{name}.py").write_text(SLOW_PACKAGE.format(begun=str(begun)))
@@ -162,7 +162,7 @@ def test_a_release_and_a_stop_wait_for_the_import_of_what_is_installed(two: Clus
     assert found.values == {0: (7, 1)}
 
 
-def test_a_module_of_the_users_own_is_interrupted_at_once(two: Cluster, tmp_path: Path) -> None:
+def test_the_import_of_a_users_module_is_interrupted_at_once(two: Cluster, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     (tmp_path / "own_training.py").write_text(
         f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)"
@@ -172,14 +172,14 @@ def test_a_module_of_the_users_own_is_interrupted_at_once(two: Cluster, tmp_path
     assert handle.stop().status == "interrupted"
 
 
-def test_a_single_rank_that_holds_its_interpreter_is_reached_too(two: Cluster) -> None:
+def test_stop_interrupts_a_single_rank_that_holds_its_interpreter(two: Cluster) -> None:
     handle = two.run(REGEX, ranks="0", detach=True)
     time.sleep(0.5)
     assert handle.stop().status == "interrupted"
     assert two.connection.deaths == {}
 
 
-def test_where_the_processes_are_on_another_host_their_parent_interrupts(
+def test_the_parent_interrupts_ranks_on_another_host(
     two: Cluster, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = two.run(f"if rank == 1:\n    {REGEX}\nelse:\n    import time; time.sleep(60)", detach=True)
@@ -192,8 +192,8 @@ def test_where_the_processes_are_on_another_host_their_parent_interrupts(
     assert {record.status for record in handle._execution.records.values()} == {"interrupted"}
 
 
-def test_a_handler_of_a_cells_own_is_called_first_and_keeps_no_stop_from_its_end(two: Cluster) -> None:
-    # Like a program's handler that saves at Ctrl-C. It is gone in the next cell.
+def test_a_sigint_handler_of_a_cell_is_called_and_does_not_prevent_the_stop(two: Cluster) -> None:
+    # A program may have such a handler to save at Ctrl-C. It is removed in the next cell.
     handler = """
 import signal, time
 pressed = []
@@ -210,15 +210,15 @@ signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
 
 
 @pytest.mark.long
-def test_a_rank_that_never_answers_is_warned_of_before_a_press_ends_it(mortal: Cluster, shown: Shown) -> None:
+def test_stop_warns_before_a_press_ends_a_rank_that_never_answers(mortal: Cluster, shown: Shown) -> None:
     def presses() -> None:
         until(lambda: is_in_cell(mortal))
         time.sleep(0.5)
         press(mortal)
         time.sleep(0.3)
-        press(mortal)  # too early: nothing but an answer
+        press(mortal)  # too early: it only gets an answer
         until(lambda: "press stop again" in shown)
-        press(mortal)  # the warning has not stood long enough to be read
+        press(mortal)  # too early: the warning must be shown for 2 s
         time.sleep(2.5)
         assert mortal.connection.deaths == {}
         press(mortal)
@@ -245,7 +245,7 @@ def test_a_rank_that_never_answers_is_warned_of_before_a_press_ends_it(mortal: C
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_suspended_rank_is_named_as_that_and_ended_by_nobody_but_the_user(two: Cluster, shown: Shown) -> None:
+def test_a_suspended_rank_is_named_and_not_ended_by_one_press(two: Cluster, shown: Shown) -> None:
     two.run("kept = rank + 1")
     rank = two.entry.ranks[1]
 
@@ -255,7 +255,7 @@ def test_a_suspended_rank_is_named_as_that_and_ended_by_nobody_but_the_user(two:
         rank.end(signal.SIGSTOP)
         press(two)
         until(lambda: "it is suspended (SIGSTOP)" in shown)
-        time.sleep(2)  # well beyond all that a warning waits for
+        time.sleep(2)  # longer than all waits of a stop
         rank.end(signal.SIGCONT)
 
     stopped = run_pressed(two, "import time; time.sleep(60)", presses)
@@ -266,11 +266,11 @@ def test_a_suspended_rank_is_named_as_that_and_ended_by_nobody_but_the_user(two:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_the_last_press_gives_the_notebook_back_and_a_late_interrupt_still_ends_its_cell(
+def test_the_last_press_frees_the_notebook_and_a_late_interrupt_ends_the_cell(
     two: Cluster, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two.run("kept = rank + 1")
-    monkeypatch.setattr(rank_signals, "end", lambda *args: None)  # as with a process that waits for a lost disk
+    monkeypatch.setattr(rank_signals, "end", lambda *args: None)  # as if it waits for a lost disk
     rank = two.entry.ranks[1]
 
     def presses() -> None:
@@ -295,7 +295,7 @@ def test_the_last_press_gives_the_notebook_back_and_a_late_interrupt_still_ends_
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_timeout_ends_a_rank_that_nobody_is_there_to_end_and_says_when(
+def test_a_timeout_ends_a_rank_that_never_answers_and_says_when(
     mortal: Cluster, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nbkit.notebook.cluster.cells.stop.END_AFTER_SECONDS", 1.0)
@@ -308,7 +308,7 @@ def test_a_timeout_ends_a_rank_that_nobody_is_there_to_end_and_says_when(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("hurried")
-def test_a_stop_from_elsewhere_is_one_press_of_the_same_ladder(mortal: Cluster, shown: Shown) -> None:
+def test_stop_calls_of_other_threads_count_as_presses(mortal: Cluster, shown: Shown) -> None:
     handle = mortal.run(f"if rank == 3: {C_CALL}", ranks=[0, 3], detach=True)
     time.sleep(0.5)
     stops = [threading.Thread(target=handle.stop, daemon=True) for _ in range(2)]
@@ -363,7 +363,7 @@ def test_a_training_of_long_steps_stops_at_a_boundary_and_not_within_a_step(two:
 @pytest.mark.long
 def test_a_second_press_interrupts_a_training_of_long_steps_within_its_step(two: Cluster, shown: Shown) -> None:
     patience = "from nbkit.rank.train.control import step_boundary; step_boundary.LEAST_PATIENCE = "
-    two.run(f"{patience}600")  # without the second press nobody is interrupted before the test times out
+    two.run(f"{patience}600")  # without the second press, the test times out before an interrupt
     handle = slow_training(two, naps="600, 1.2")
     time.sleep(1.5)
     first = threading.Thread(target=handle.stop, daemon=True)

@@ -1,4 +1,4 @@
-"""Push and pull between a process without torch and ranks with it."""
+"""Test push and pull between a process without torch and ranks with torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbkit.wire import parcel
 
 @pytest.fixture(scope="module")
 def spare(nbkit_home: Path) -> Iterator[str]:
-    """Yield the name of a cluster that nobody uses, for other processes than this one, which has torch."""
+    """Yield the name of an unused cluster, for other processes than this one, which has imported torch."""
     cluster = Cluster.start(2, cpu=True, name="spare", ttl=600)
     cluster.connection.close("another process takes it")
     yield "spare"
@@ -32,7 +32,7 @@ def run_beside(name: str, code: str) -> str:
     return done.stdout
 
 
-def test_what_is_pushed_arrives_on_every_rank(two: Cluster) -> None:
+def test_pushed_values_arrive_on_every_rank(two: Cluster) -> None:
     two.push({"lr": 0.1, "names": ["a", "b"], "table": {"x": (1, 2)}})
     assert two.run("lr, names, table").values == {r: (0.1, ["a", "b"], {"x": (1, 2)}) for r in range(2)}
 
@@ -45,7 +45,7 @@ def test_an_array_arrives_writable_and_private_to_each_rank(two: Cluster) -> Non
 
 
 @pytest.mark.long
-def test_a_tensor_comes_back_as_an_array_where_torch_is_not_imported(spare: str) -> None:
+def test_a_tensor_is_pulled_as_an_array_if_torch_is_not_imported(spare: str) -> None:
     shown = run_beside(
         spare,
         'value = cluster.pull(\'{"w": torch.arange(3.0), "h": torch.ones(2, dtype=torch.bfloat16)}\', 1)\n'
@@ -54,13 +54,13 @@ def test_a_tensor_comes_back_as_an_array_where_torch_is_not_imported(spare: str)
     assert shown.strip() == "ndarray [0.0, 1.0, 2.0] [1.0, 1.0] False"
 
 
-def test_several_ranks_give_a_list(two: Cluster) -> None:
+def test_pull_from_several_ranks_returns_a_list(two: Cluster) -> None:
     two.run("mine = rank * 2")
     assert two.pull("mine", None) == [0, 2]
     assert two.pull("mine", [1]) == [2]
 
 
-def test_what_is_not_on_a_rank_is_named_as_it_was_typed(two: Cluster) -> None:
+def test_a_value_that_a_rank_lacks_is_named_as_typed(two: Cluster) -> None:
     with pytest.raises(TransferError, match=r"'nothing' has no value on rank 1\.\nNameError.*\n→ %%rank 1"):
         two.pull("nothing", 1)
 
@@ -72,7 +72,7 @@ def test_nothing_stays_in_shared_memory(two: Cluster) -> None:
     assert set(parcel.folder().glob("nbkit-*")) <= before
 
 
-def test_what_is_too_large_is_refused_with_its_size(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_is_too_large_is_refused_with_its_size(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parcel, "LIMIT_BYTES", 1_000)
     with pytest.raises(TransferError, match=r"0\.01 GB.*\n.*--force"):
         two.push({"big": np.zeros(1_000_000)})
@@ -82,7 +82,7 @@ def test_what_is_too_large_is_refused_with_its_size(two: Cluster, monkeypatch: p
     assert two.pull("big", force=True).shape == (1000,)
 
 
-def test_what_cannot_travel_says_why(two: Cluster) -> None:
+def test_values_that_cannot_be_sent_are_refused_with_the_reason(two: Cluster) -> None:
     with pytest.raises(TransferError, match="cannot travel"):
         two.push({"code": lambda: 1})
     with pytest.raises(TransferError, match="NameError"):
@@ -93,7 +93,7 @@ def test_what_cannot_travel_says_why(two: Cluster) -> None:
         two.pull("rank", 7)
 
 
-def test_an_instance_of_a_class_that_the_ranks_do_not_know_names_the_way_round(spare: str) -> None:
+def test_an_instance_of_a_class_that_ranks_lack_is_refused_with_a_hint(spare: str) -> None:
     shown = run_beside(
         spare,
         "class Config: pass\ntry: cluster.push({'config': Config()})\nexcept Exception as error: print(error)\n",

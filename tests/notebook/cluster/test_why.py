@@ -1,4 +1,4 @@
-"""The sentence from what ranks say of themselves: who waits in what, who is the cause, and where ranks differ."""
+"""Test the sentence that explains a hang: which ranks wait in what, which rank is the cause, and where ranks differ."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def of(*states: RankState) -> HangVerdict:
 FIRST, SECOND = collective("all_reduce", 1, 6), collective("all_reduce", 2, 6)
 
 
-def test_who_waits_and_whom_they_wait_for() -> None:
+def test_the_sentence_names_the_waiting_ranks_and_the_late_rank() -> None:
     others = [waits(rank, FIRST, SECOND) for rank in (0, 1, 3)]
 
     found = of(*others, runs(2, FIRST, calls="time.sleep"))
@@ -92,7 +92,7 @@ def test_the_late_rank_may_be_in_any_state(late: RankState, said: str) -> None:
     [(ended(1, FIRST), True), (waits(1, FIRST, collective("barrier", 2, 7)), True), (runs(1, FIRST), False)],
     ids=["it has ended", "it waits elsewhere", "it is on its way"],
 )
-def test_a_split_model_that_some_ranks_call_is_said_to_be_one_for_all(other: RankState, is_past: bool) -> None:
+def test_a_split_model_that_only_some_ranks_call_is_explained(other: RankState, is_past: bool) -> None:
     gather = collective("all_gather", 2, 6)
     alone = waits(0, FIRST, gather)
     assert alone.activity is not None
@@ -104,7 +104,7 @@ def test_a_split_model_that_some_ranks_call_is_said_to_be_one_for_all(other: Ran
     assert (said in found.sentence) is is_past and found.sentence.startswith(of(alone, other).sentence)
 
 
-def test_of_a_chain_of_ranks_that_wait_the_last_is_the_cause() -> None:
+def test_the_last_rank_of_a_chain_of_waiting_ranks_is_the_cause() -> None:
     pair = replace(FIRST, group="dp 2 [0,1]", axis="dp", members=(0, 1))
     first = waits(0, FIRST, pair)
     first = replace(first, activity=replace(first.activity, groups={"world": log(FIRST), pair.group: log(pair)}))  # type: ignore[type-var]
@@ -124,7 +124,7 @@ def test_of_a_chain_of_ranks_that_wait_the_last_is_the_cause() -> None:
         (replace(SECOND, root=1), "root"),
     ],
 )
-def test_a_collective_that_is_another_one_on_a_rank(other: Operation, what: str) -> None:
+def test_a_collective_that_differs_on_one_rank_is_a_mismatch(other: Operation, what: str) -> None:
     found = of(*(waits(rank, FIRST, SECOND) for rank in (0, 2, 3)), waits(1, FIRST, other))
 
     assert found.sentence.startswith(f"Collective #2 on world differs in {what}: all_reduce of 16 bytes float32")
@@ -132,7 +132,7 @@ def test_a_collective_that_is_another_one_on_a_rank(other: Operation, what: str)
     assert (found.kind, found.ranks) == ("mismatch", (1,))
 
 
-def test_an_earlier_mismatch_is_named_when_ranks_wait_in_something_later() -> None:
+def test_an_earlier_mismatch_is_named_if_ranks_wait_in_a_later_collective() -> None:
     odd = collective("all_reduce", 1, 6, dtype="float64")
 
     found = of(*(waits(rank, FIRST, SECOND) for rank in (0, 1, 2)), runs(3, odd))
@@ -142,7 +142,7 @@ def test_an_earlier_mismatch_is_named_when_ranks_wait_in_something_later() -> No
     assert found.ranks == (3,)
 
 
-def test_gathered_sizes_that_differed_and_went_through_are_not_the_cause() -> None:
+def test_different_sizes_in_a_completed_all_gather_are_not_the_cause() -> None:
     small, large = collective("all_gather", 1, 5), collective("all_gather", 1, 5, size=32)
 
     found = of(*(waits(rank, small, SECOND) for rank in (0, 1, 2)), runs(3, large))
@@ -150,7 +150,7 @@ def test_gathered_sizes_that_differed_and_went_through_are_not_the_cause() -> No
     assert (found.kind, found.ranks) == ("late", (3,))
 
 
-def test_a_collective_that_a_rank_has_left_out_is_named_by_its_line() -> None:
+def test_a_collective_that_a_rank_has_skipped_is_named_with_its_line() -> None:
     left_out, later = collective("all_reduce", 1, 3), [collective("all_reduce", n, 5) for n in (1, 2)]
 
     found = of(*(waits(rank, left_out, later[1]) for rank in (0, 2, 3)), ended(1, later[0]))
@@ -162,7 +162,7 @@ def test_a_collective_that_a_rank_has_left_out_is_named_by_its_line() -> None:
     assert found.ranks == (1,)
 
 
-def test_other_lines_alone_are_no_mismatch() -> None:
+def test_different_lines_alone_are_no_mismatch() -> None:
     root, others = collective("broadcast", 1, 2), collective("broadcast", 1, 4)
 
     found = of(waits(0, root, SECOND), *(waits(rank, others, SECOND) for rank in (1, 2)), runs(3, others))
@@ -170,14 +170,14 @@ def test_other_lines_alone_are_no_mismatch() -> None:
     assert (found.kind, found.ranks) == ("late", (3,))
 
 
-def test_a_message_without_its_other_end() -> None:
+def test_a_send_or_receive_without_its_other_end_names_the_other_rank() -> None:
     assert of(waits(0, message("send", 1)), ended(1)).sentence == (
         "Rank 0 waits in send #1 to rank 1 since 3 s (cell 9 line 2); rank 1 has ended its cell without receiving it."
     )
     assert of(waits(0, message("recv", 1)), runs(1)).ranks == (1,)
 
 
-def test_the_two_ends_of_a_message_that_differ() -> None:
+def test_a_message_with_different_ends_is_a_mismatch() -> None:
     found = of(waits(0, message("send", 1, tag=5)), waits(1, message("recv", 0, tag=6)))
     assert found.sentence.startswith("Message #1 from rank 0 to rank 1 differs in tag: send")
     assert (found.kind, found.ranks) == ("mismatch", (0, 1))
@@ -185,18 +185,18 @@ def test_the_two_ends_of_a_message_that_differ() -> None:
     assert "differs in size" in of(waits(0, message("send", 1)), waits(1, message("recv", 0, size=4))).sentence
 
 
-def test_ranks_that_wait_for_each_other() -> None:
+def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
     found = of(waits(0, message("recv", 1)), waits(1, message("recv", 0)))
 
     assert (found.kind, found.ranks) == ("circle", (0, 1))
     assert found.sentence.endswith(": each waits for another one of them.")
 
 
-def test_whoever_receives_from_any_rank_waits_for_all_that_do_not_wait() -> None:
+def test_a_receive_from_any_rank_waits_for_all_ranks_that_do_not_wait() -> None:
     assert of(waits(0, message("recv", ANYONE)), runs(1), ended(2), ended(3)).ranks == (1, 2, 3)
 
 
-def test_a_group_that_a_rank_does_not_make() -> None:
+def test_the_rank_that_does_not_make_a_group_is_named() -> None:
     made = Operation("new_group", "", "", WORLD, 3, line=line(2))
 
     found = of(*(waits(rank, made) for rank in (0, 1, 2)), ended(3))
@@ -205,21 +205,21 @@ def test_a_group_that_a_rank_does_not_make() -> None:
     assert found.ranks == (3,)
 
 
-def test_what_all_have_come_to_is_under_way_until_it_takes_long() -> None:
+def test_an_operation_that_all_ranks_have_entered_is_stuck_only_after_a_while() -> None:
     quick = replace(FIRST, seconds=0.1)
 
     assert not of(*(waits(rank, quick) for rank in WORLD)).stuck
     assert of(*(waits(rank, FIRST) for rank in WORLD)).stuck
 
 
-def test_when_nobody_waits_it_says_what_ranks_do() -> None:
+def test_the_sentence_says_what_ranks_do_if_none_waits() -> None:
     assert of(*(ended(rank) for rank in WORLD)).sentence == "No cell runs."
     found = of(*(runs(rank, calls="time.sleep") for rank in WORLD))
     assert (found.sentence, found.stuck) == ("Ranks 0-3 are in time.sleep, cell 9 line 4.", False)
     assert of(runs(0), RankState(1, "stopped", "is stopped by the system")).stuck
 
 
-def test_what_is_shown_has_a_row_for_each_rank() -> None:
+def test_the_report_has_a_row_for_each_rank() -> None:
     states = {0: waits(0, FIRST), 1: runs(1, calls="time.sleep"), 2: ended(2), 3: RankState(3, "silent", "no answer")}
     text = repr(Why(states, verdict(states), 0.1))
 

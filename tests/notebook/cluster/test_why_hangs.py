@@ -1,4 +1,4 @@
-"""The answer to who is stuck where, on real ranks: a hang for each way to see a rank. `make why` has all hangs."""
+"""Test `why` on real ranks, with a hang for each way to inspect a rank. `make why` has all hangs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ SLEEP = "import time\nif rank == 1:\n    time.sleep(1000)\ndist.barrier()"
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_planted_hang_is_named(four: Cluster, name: str) -> None:
+def test_a_planted_hang_is_explained(four: Cluster, name: str) -> None:
     answer = ask(four, next(hang for hang in HANGS if hang.name == name), begin(four))
 
-    assert answer.wrong == "", answer.why.sentence  # how soon it comes says `make why`
+    assert answer.wrong == "", answer.why.sentence  # `make why` also checks how soon it comes
 
 
-def test_on_another_host_a_rank_that_answers_looks_at_one_beside_it(
-    four: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_answers_inspects_another_rank_of_its_host(four: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClusterEntry, "is_spread", property(lambda entry: True))
     looks = looks_from_outside(four.entry, four.connection.client, [1], [0])
 
@@ -38,7 +36,7 @@ def test_on_another_host_a_rank_that_answers_looks_at_one_beside_it(
     assert looks[1].stack[-1].function in ("_run_module_as_main", "<module>")  # the parent may have been forked
 
 
-def test_it_speaks_by_itself_when_nothing_moves_and_answers_in_a_terminal(
+def test_a_hang_is_reported_without_a_request_and_explained_in_a_terminal(
     four: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("QUIET_SECONDS", 1.0), ("_LOOK_SECONDS", 0.5), ("_ANSWER_SECONDS", 0.4)):

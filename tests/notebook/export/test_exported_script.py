@@ -1,4 +1,4 @@
-"""A notebook is run, exported, and the script run by torchrun where Jupyter cannot be imported: every loss is equal."""
+"""Test that an exported script has the losses of its notebook, under torchrun and without Jupyter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ first.fit(STEPS // 5)
 """
 MADE = TRAINING[TRAINING.index("    return") : TRAINING.index("# Never")].replace("\n    ", "\n").strip()
 SWITCHED = MADE.replace("return", "trainer =").replace("strategy=strategy,", 'strategy="ddp",  # to begin with')
-# Its old keywords go into the script as they are.
+# The script keeps these old keywords.
 SWITCHED = SWITCHED.replace("compute=nbkit.Compute(microbatch_size=2)", "microbatch_size=2")
 SWITCHED = SWITCHED.replace("checkpoints=nbkit.Checkpoints(every=False)", "save_every=False")
 LOSSES = """
@@ -81,7 +81,7 @@ sys.meta_path.insert(0, Blocker())
 
 @dataclass(frozen=True)
 class Ran:
-    """A notebook that ran in `folder`. cells: with outputs. losses: of its two trainings, with their strategies."""
+    """A notebook that ran in `folder`. cells: with outputs. losses: (loss, strategy) of each step of both trainings."""
 
     folder: Path
     cells: list[dict[str, Any]]
@@ -125,7 +125,7 @@ def torchrun(folder: Path, script: str, *arguments: str) -> str:
 
 
 @pytest.mark.long
-def test_the_losses_of_the_script_are_those_of_the_notebook_also_with_its_switch(ran: Ran) -> None:
+def test_the_script_has_the_losses_of_the_notebook_with_its_switch(ran: Ran) -> None:
     script = (ran.folder / "live.py").read_text()
     switched = [strategy for _, strategy in ran.losses[1]]
 
@@ -150,7 +150,7 @@ def test_the_saved_notebook_gives_the_same_script_and_the_same_plan(ran: Ran) ->
     assert "torchrun --nproc-per-node 2 saved.py --switches saved.switches.json" in done.stdout
 
 
-def test_what_is_left_out_is_listed(ran: Ran) -> None:
+def test_lines_that_are_left_out_are_listed(ran: Ran) -> None:
     header = (ran.folder / "live.py").read_text().partition("import argparse")[0]
 
     assert "#   cell 2   %cluster start -n 2 --cpu --ttl 60\n" in header

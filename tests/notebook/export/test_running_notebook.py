@@ -1,4 +1,4 @@
-"""The script of a running notebook is made of the cells and values that it has sent to its ranks."""
+"""Test that the script of a running notebook has the cells and values that it sent to its ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def switch(do: str, step: int, old: str, new: str, **args: str) -> Any:
 
 
 def entry(*labels: str, **options: object) -> ClusterEntry:
-    """Return the entry of a cluster that has ranks with these labels. on=...: it is on several hosts."""
+    """Return the entry of a cluster whose ranks have these labels. on=...: it is on several hosts."""
     nobody = Process(0, 0)
     known: dict[str, Any] = {"controller": nobody, "parent": nobody, "kernel": nobody, "reasons": labels}
     known |= {"host": "here", "backend": "gloo", "ttl": 1.0, "born": 0.0, "options": options}
@@ -56,7 +56,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_the_cells_that_ran_well_stand_in_their_order(cluster: Any, tmp_path: Path) -> None:
+def test_cells_that_did_not_fail_are_exported_in_order(cluster: Any, tmp_path: Path) -> None:
     cluster.sent += [
         cell(3, "# %%distributed\ntrainer = nbkit.Trainer(model=None)"),
         SentValues.of(4, (0, 1), {"STEPS": 5}),
@@ -113,7 +113,7 @@ def test_a_node_of_the_job_has_as_many_ranks_as_a_host_of_the_cluster(cluster: A
     assert asked(nodes=2) == ["2", "2", "2"] and asked() == ["1", "2", "2"]
 
 
-def test_a_job_with_another_number_of_ranks_is_named(cluster: Any, tmp_path: Path) -> None:
+def test_a_job_with_another_number_of_ranks_gets_a_note(cluster: Any, tmp_path: Path) -> None:
     cluster.sent.append(cell(1, "# %%distributed\nx = 1"))
     cluster.entry = entry("a: cores 0-1", "a: cores 2-3", "b: cores 0-1", "b: cores 2-3", on={})
     same = export(tmp_path / "train.py", slurm=True)
@@ -126,7 +126,7 @@ def test_a_job_with_another_number_of_ranks_is_named(cluster: Any, tmp_path: Pat
     assert same.notes == () and "the job has 8 ranks, the notebook had 4" in more.notes[0]
 
 
-def test_ranks_that_no_even_division_gives_are_refused(cluster: Any, tmp_path: Path) -> None:
+def test_ranks_that_do_not_divide_evenly_over_nodes_are_refused(cluster: Any, tmp_path: Path) -> None:
     cluster.sent.append(cell(1, "# %%distributed\nx = 1"))
     cluster.entry = entry("a: cores 0", "a: cores 1", "a: cores 2", "b: cores 0", on={})
 
@@ -143,12 +143,12 @@ def test_ranks_that_no_even_division_gives_are_refused(cluster: Any, tmp_path: P
     assert "--nproc-per-node 2 " in (tmp_path / "train.sbatch").read_text()
 
 
-def test_nothing_has_run_yet(cluster: Any, tmp_path: Path) -> None:
+def test_export_before_any_cell_ran_is_refused(cluster: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No cell has run on the ranks"):
         export(tmp_path / "train.py")
 
 
-def test_a_value_is_sent_as_it_was_and_what_is_no_literal_is_named(tmp_path: Path) -> None:
+def test_a_value_is_stored_as_it_was_sent_and_other_types_are_named(tmp_path: Path) -> None:
     sizes = [1, (2, None)]
     sent = SentValues.of(1, (0,), {"sizes": sizes, "far": float("inf"), "path": tmp_path, "many": [0] * 5000})
     sizes.append(3)

@@ -1,4 +1,4 @@
-"""The script of a saved notebook, and the notebooks that are refused. No process is started."""
+"""Test the script of a saved notebook, and which notebooks are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refused(folder: Path, *sources: str) -> str:
     return str(error.value)
 
 
-def test_cells_stand_as_they_are_in_sections_under_their_headings(tmp_path: Path) -> None:
+def test_cells_are_copied_unchanged_into_sections_with_their_headings(tmp_path: Path) -> None:
     text = exported(
         tmp_path,
         "# The data",
@@ -60,7 +60,7 @@ def test_cells_stand_as_they_are_in_sections_under_their_headings(tmp_path: Path
     )
 
 
-def test_what_only_a_notebook_understands_goes_and_what_it_measures_stays(tmp_path: Path) -> None:
+def test_magics_are_removed_but_the_statements_that_they_time_stay(tmp_path: Path) -> None:
     text = exported(
         tmp_path,
         "%%distributed\n%%time\n%matplotlib inline\nfrom IPython.display import display\n!ls it's\n"
@@ -77,7 +77,7 @@ def test_what_only_a_notebook_understands_goes_and_what_it_measures_stays(tmp_pa
     assert "%%distributed --at-step | trainer.lr = 1 …   (ran inside a training (--at-step))\n" in header
 
 
-def test_pushed_values_are_arguments_of_their_types(tmp_path: Path) -> None:
+def test_pushed_values_become_arguments_of_their_types(tmp_path: Path) -> None:
     text = exported(
         tmp_path,
         "STEPS, RATE = 2 * 150, -1e-3  # many\nNAME: str = 'it'\nFAST = True\nSIZES = [1, (2, None)]",
@@ -96,7 +96,7 @@ def test_pushed_values_are_arguments_of_their_types(tmp_path: Path) -> None:
     assert "# %% cell 3: pushed\nSTEPS = 7\nMORE = args.more\n" in text
 
 
-def test_the_last_strategy_is_the_default_and_switches_are_a_plan(tmp_path: Path) -> None:
+def test_the_last_strategy_is_the_default_and_switches_are_in_a_file(tmp_path: Path) -> None:
     shown = {"output_type": "execute_result", "data": {"text/plain": "dp=2 → dp=2 zero=3 after step 12\n  bytes moved"}}
     text = exported(
         tmp_path,
@@ -112,7 +112,7 @@ def test_the_last_strategy_is_the_default_and_switches_are_a_plan(tmp_path: Path
     assert json.loads((tmp_path / "train.switches.json").read_text()) == {"0": "dp=2", "12": "dp=2 zero=3"}
 
 
-def test_a_strategy_that_is_no_literal_stays_and_another_librarys_trainer_is_left_alone(tmp_path: Path) -> None:
+def test_a_computed_strategy_and_the_trainer_of_another_library_are_kept(tmp_path: Path) -> None:
     script = nbkit.export(
         tmp_path / "train.py",
         saved(
@@ -156,13 +156,13 @@ def test_a_failed_cell_is_left_out_and_a_stopped_one_runs_to_its_end(tmp_path: P
         (["import math", "%%distributed\ndef f():\n    return math.pi * unknown"], ["define.\nunknown (cell 2)\n"]),
     ],
 )  # fmt: skip
-def test_what_a_script_cannot_have_is_refused(cells: list[str], words: list[str], tmp_path: Path) -> None:
+def test_cells_that_a_script_cannot_run_are_refused(cells: list[str], words: list[str], tmp_path: Path) -> None:
     said = refused(tmp_path, *cells)
 
     assert [word for word in words if word not in said] == []
 
 
-def test_an_import_of_the_notebook_itself_that_ranks_need_stands_in_the_script(tmp_path: Path) -> None:
+def test_an_import_of_the_notebook_that_ranks_need_is_in_the_script(tmp_path: Path) -> None:
     own = "%matplotlib inline\nimport math, os.path\nfrom IPython import display\nfrom json import dumps as text"
     notebook = saved(tmp_path, own, "%%distributed\nprint(math.pi, text(3))")
 
@@ -174,7 +174,7 @@ def test_an_import_of_the_notebook_itself_that_ranks_need_stands_in_the_script(t
     assert "the ranks need what a cell of the notebook itself imports: import math, os.path; from json" in repr(script)
 
 
-def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_file_that_nbkit_did_not_write_is_not_overwritten(tmp_path: Path) -> None:
     notebook = saved(tmp_path, "%%distributed\nprint(rank)")
     (tmp_path / "mine.py").write_text("x = 1\n")
 
@@ -196,14 +196,14 @@ def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
         ("", "nodes=1 2"),
     ],
 )
-def test_the_hosts_of_a_saved_notebook_are_those_that_it_asks_for(typed: str, each: str, tmp_path: Path) -> None:
+def test_the_job_of_a_saved_notebook_has_the_hosts_that_it_asks_for(typed: str, each: str, tmp_path: Path) -> None:
     nbkit.export(tmp_path / "train.py", saved(tmp_path, f"%cluster start {typed}", "%%distributed\nx = 1"), slurm=True)
     batch = (tmp_path / "train.sbatch").read_text()
 
     assert " ".join(re.findall(r"nodes=\d+|(?<=--nproc-per-node )\d+", batch)) == each
 
 
-def test_a_file_of_hosts_is_looked_for_in_the_folder_of_the_notebook_first(
+def test_a_hosts_file_is_searched_in_the_folder_of_the_notebook_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book, here = tmp_path / "book", tmp_path / "here"

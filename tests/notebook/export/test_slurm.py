@@ -1,4 +1,4 @@
-"""The sbatch files do what they say, where stand-ins of Slurm's commands run them on this machine."""
+"""Test the sbatch files with replacements of Slurm's commands, which run them on this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def notebook(folder: Path, *sources: str, name: str = "my lesson") -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_file_of_a_script_starts_its_ranks_and_hands_arguments_on(nodes: int, slurm: Path) -> None:
+def test_the_sbatch_file_of_a_script_starts_its_ranks_and_passes_arguments(nodes: int, slurm: Path) -> None:
     start = f"%cluster start --slurm -n 2 --nodes {nodes}"
     notebook(slurm, start, "STEPS = 3\n%push STEPS", "%%rank 1\nprint('steps', STEPS, 'of', world_size)")
     script = nbkit.export("my train.py", "my lesson.ipynb", slurm=True, time="1:00")
@@ -66,7 +66,7 @@ def test_a_notebook_is_submitted_with_its_parameters(slurm: Path, capfd: pytest.
     assert "job 7, from my lesson.sbatch" in capfd.readouterr().out
 
 
-def test_without_slurm_it_is_said(
+def test_a_job_that_slurm_refuses_and_a_missing_slurm_are_reported(
     slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     notebook(slurm, "1")
@@ -97,10 +97,10 @@ NAMES = [
 ]
 
 
-def test_names_that_hold_anything_become_words_and_never_lines_of_a_batch_script(
+def test_odd_file_names_are_quoted_and_add_no_lines_to_a_batch_script(
     slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # The stand-in writes the arguments of srun down, in a file for each job.
+    # This srun writes its arguments into a file for each job.
     (slurm / "bin" / "srun").write_text(
         f"#!{sys.executable}\nimport json, os, sys\njson.dump(sys.argv[1:], open(os.environ['SRUN'], 'w'))\n"
     )
@@ -124,7 +124,7 @@ def test_names_that_hold_anything_become_words_and_never_lines_of_a_batch_script
         assert exported[-1] == f"{file}.py"
         compile(Path(f"{name}.py").read_text(), "script", "exec")
         for batch in (Path(f"{name}.sbatch").read_text(), script_job("train.py", name, 2, SlurmOptions())):
-            # Slurm reads no further than the first line that is neither empty nor a comment.
+            # Slurm stops at the first line that is neither empty nor a comment.
             comments = itertools.takewhile(lambda line: not line or line[0] == "#", batch.splitlines()[1:])
             asked = [line for line in comments if line.startswith("#SBATCH")]
             assert asked and all(re.fullmatch(r"#SBATCH --[\w-]+=[\w.%=+@,-]+", line) for line in asked)

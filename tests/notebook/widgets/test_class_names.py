@@ -1,4 +1,4 @@
-"""Class names of the panel, the dashboard and the tab: none of them is a name that the page around has rules for."""
+"""Test that the surrounding page has no rules for a class name of the panel, the dashboard or the tab."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ OURS = Path(javascript.__file__).parent / "static"
 BOARDS = javascript._BOARDS
 FILES = sorted(path for folder in (OURS, BOARDS) for path in folder.iterdir() if path.suffix in (".css", ".js"))
 
-# Rules that stand alone (".name {"), of JupyterLab and its widgets, Font Awesome 4 to 6, and Bootstrap 3 and 5, which
-# nbviewer, nbconvert and many themes bring along.
+# Names that have a rule alone (".name {") in JupyterLab and its widgets, Font Awesome 4 to 6, and Bootstrap 3 and 5,
+# which nbviewer, nbconvert and many themes include.
 PREFIXES = ("jp-", "lm-", "p-", "bp3-", "bp4-", "fa-", "widget-", "jupyter-", "cm-", "btn-", "col-", "text-", "bg-")
 NAMES = set(
     """
@@ -40,13 +40,13 @@ def names_in(text: str, kind: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_no_class_name_of_ours_is_one_of_the_page_around(path: Path) -> None:
+def test_no_class_name_of_nbkit_is_used_by_the_surrounding_page(path: Path) -> None:
     found = names_in(path.read_text(), path.suffix)
 
     assert sorted(name for name in found if name in NAMES or name.startswith(PREFIXES)) == []
 
 
-def test_the_names_are_found_that_there_are() -> None:
+def test_names_in_finds_class_names_in_style_sheets_and_scripts() -> None:
     assert {"nbkit-panel", "legend", "aside", "told"} <= names_in((OURS / "panel.css").read_text(), ".css")
     assert {"nbkit-panel", "headline", "aside", "told"} <= names_in((OURS / "panel.js").read_text(), ".js")
     assert {"nbkit-dashboard", "chip", "reading"} <= names_in((OURS / "dashboard.js").read_text(), ".js")

@@ -1,7 +1,7 @@
-"""The colours of a set are told apart by readers with and without colour blindness, on light and dark ground.
+"""Test that readers with and without colour blindness can distinguish the colours of a set, on light and dark ground.
 
 Colour blindness is simulated as by Machado, Oliveira and Fernandes (2009) at full strength. Differences are those of
-CIEDE2000, as in Sharma, Wu and Dalal (2005); a difference of 1 is just seen side by side.
+CIEDE2000, as in Sharma, Wu and Dalal (2005). A difference of 1 is just visible side by side.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def apart(one: Colour, other: Colour) -> float:
     return math.sqrt(dl**2 + dc**2 + dh**2 + rotation * dc * dh)
 
 
-def test_the_difference_is_that_of_the_published_pairs() -> None:
+def test_the_colour_difference_equals_that_of_published_pairs() -> None:
     assert apart((50.0, 2.6772, -79.7751), (50.0, 0.0, -82.7485)) == pytest.approx(2.0425, abs=1e-4)
     assert apart((50.0, 2.5, 0.0), (58.0, 24.0, 15.0)) == pytest.approx(19.4535, abs=1e-4)
     assert apart((6.7747, -0.2908, -2.4247), (5.8714, -0.0985, -2.2286)) == pytest.approx(0.6377, abs=1e-4)
@@ -89,7 +89,7 @@ def test_the_difference_is_that_of_the_published_pairs() -> None:
 def colours_of(name: str) -> dict[str, str]:
     """Return meaning -> colour of a set in paint.js, or of the LAPS of a step.
 
-    LAPS are the parts of a step, moment by moment: those of COLOURS, with compute as forward and backward.
+    LAPS are the parts of a step over time: those of COLOURS, with forward and backward instead of compute.
     """
     if name == "LAPS":
         return {**colours_of("COLOURS"), **{key: colours_of("PASSES")[key] for key in ("F", "B")}}
@@ -107,8 +107,8 @@ def colours_of(name: str) -> dict[str, str]:
         ("FAMILIES", GROUNDS + CELLS),
     ],
 )
-def test_the_colours_of_a_set_are_told_apart(name: str, grounds: tuple[str, ...], by: str) -> None:
-    colours = set(colours_of(name).values())  # forward is compute
+def test_the_colours_of_a_set_are_distinguishable(name: str, grounds: tuple[str, ...], by: str) -> None:
+    colours = set(colours_of(name).values())  # forward has the colour of compute
 
     assert len(colours) >= 3
     for one, other in itertools.combinations([*colours, *grounds], 2):
@@ -116,8 +116,8 @@ def test_the_colours_of_a_set_are_told_apart(name: str, grounds: tuple[str, ...]
             assert apart(seen(one, by), seen(other, by)) >= APART, (one, other)
 
 
-def test_what_is_no_shade_of_the_same_has_a_colour_of_its_own() -> None:
-    """Compare the panel with the dashboard: both can stand in one notebook."""
+def test_colours_of_different_sets_are_distinguishable() -> None:
+    """Compare the panel with the dashboard, because a notebook can show both."""
     sets = [set(colours_of(name).values()) for name in ("COLOURS", "MEMORY", "FAMILIES")]
 
     for these, those in itertools.combinations(sets, 2):
@@ -125,7 +125,7 @@ def test_what_is_no_shade_of_the_same_has_a_colour_of_its_own() -> None:
             assert apart(seen(one, "everybody"), seen(other, "everybody")) >= 9, (one, other)
 
 
-def test_a_dot_of_a_family_is_seen_on_light_and_dark_ground_and_its_name_is_read_on_its_colour() -> None:
+def test_colours_of_families_have_contrast_to_both_grounds_and_to_text() -> None:
     def light(colour: str) -> float:
         values = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         parts = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
@@ -140,8 +140,8 @@ def test_a_dot_of_a_family_is_seen_on_light_and_dark_ground_and_its_name_is_read
         assert max(contrast(colour, ink) for ink in ("#16181c", "#ffffff")) >= 4.2, colour
 
 
-def test_no_view_has_a_colour_of_a_strategy_of_its_own() -> None:
-    """All of them take FAMILIES of paint.js."""
+def test_every_view_takes_the_colours_of_strategies_from_paint_js() -> None:
+    """Check that they all use FAMILIES of paint.js."""
     ours = set(colours("FAMILIES").values())
     files = [path for path in NOTEBOOK.rglob("*") if path.suffix in (".py", ".js", ".css") and path.name != "paint.js"]
 

@@ -1,4 +1,4 @@
-"""The content of a dashboard, without a widget: from record files to messages, text, and a page."""
+"""Test the content of a dashboard without a widget: messages, text and a page, made from record files."""
 
 from __future__ import annotations
 
@@ -69,21 +69,21 @@ def curve_of(num: int, at_most: int = 4000) -> Curve:
     return curve
 
 
-def test_a_point_has_what_the_axes_need() -> None:
+def test_a_point_has_a_value_for_each_axis() -> None:
     curve = curve_of(3)
     point = dict(zip(COLUMNS, curve.points[-1], strict=True))
     assert point == {"step": 3, "span": 1, "time": 2.5, "tokens": 30, "loss": 1 / 3, "rate": 20, "strategy": 0}
     assert array("d", packed(curve.points)).tolist() == [value for one in curve.points for value in one]
 
 
-def test_what_was_not_told_is_not_a_number_and_harms_nothing() -> None:
+def test_a_missing_loss_or_rate_is_nan() -> None:
     curve = curve_of(1)
     curve.take(StepRecord(2))
     loss, rate = curve.points[-1][4:6]
     assert math.isnan(loss) and math.isnan(rate) and curve.points[-1][3] == 10
 
 
-def test_every_view_has_one_rate_and_one_sentence_though_it_is_drawn_a_few_steps_later(tmp_path: Path) -> None:
+def test_all_views_keep_the_same_rate_and_sentence_for_a_few_steps(tmp_path: Path) -> None:
     run = fake_run(tmp_path, 4, "ddp", late=2)
     run.switch("dp=4 zero=3")
     for _ in range(31):
@@ -105,7 +105,7 @@ def test_every_view_has_one_rate_and_one_sentence_though_it_is_drawn_a_few_steps
     run.close()
 
 
-def test_a_rate_of_what_has_no_tokens_is_one_of_rows_in_every_view(tmp_path: Path) -> None:
+def test_the_rate_of_data_without_tokens_is_in_rows_in_every_view(tmp_path: Path) -> None:
     run = fake_run(tmp_path, 2, "ddp")
     run.of_rows = True
     for _ in range(3):
@@ -123,7 +123,7 @@ def test_a_rate_of_what_has_no_tokens_is_one_of_rows_in_every_view(tmp_path: Pat
     assert curve.unit == "rows"
 
 
-def test_what_is_told_of_a_step_is_told_of_the_same_ones_until_five_more_are_made(tmp_path: Path) -> None:
+def test_the_steps_that_a_sentence_uses_change_only_every_five_steps(tmp_path: Path) -> None:
     run = fake_run(tmp_path, 2, "ddp")
     for _ in range(32):
         run.step()
@@ -134,19 +134,24 @@ def test_what_is_told_of_a_step_is_told_of_the_same_ones_until_five_more_are_mad
     read = Run(tmp_path)
     read.refresh()
     steps = {step: [one[0].step for one in read.near(step)] for step in (3, 5, 9, 25, 29, 33, 37, 38)}
-    assert steps[3] == [2, 3] and steps[5] == steps[9] == [2, 3, 4, 5]  # the first step makes what later ones reuse
+    assert steps[3] == [2, 3] and steps[5] == steps[9] == [
+        2,
+        3,
+        4,
+        5,
+    ]  # not the first step: it makes what later ones reuse
     assert steps[25] == steps[29] == list(range(6, 26))
-    assert steps[33] == [33] and steps[37] == steps[38] == [34, 35]  # none of another strategy
+    assert steps[33] == [33] and steps[37] == steps[38] == [34, 35]  # only steps of the same strategy
 
 
-def test_a_reader_gets_only_what_is_new() -> None:
+def test_a_reader_gets_only_new_points() -> None:
     curve = curve_of(3)
     grown = curve.since(curve.epoch, 2, 0)
     assert (grown.keep, [point[0] for point in grown.points]) == (2, [3])
     assert curve.since(curve.epoch - 1, 2, 0).keep == 0
 
 
-def test_a_training_that_goes_back_loses_what_comes_after() -> None:
+def test_a_training_that_goes_back_loses_its_later_points() -> None:
     curve = curve_of(5)
     before = curve.epoch
     curve.take(step(3, loss=9.0))
@@ -154,7 +159,7 @@ def test_a_training_that_goes_back_loses_what_comes_after() -> None:
     assert curve.epoch > before
 
 
-def test_a_long_run_is_bounded_and_never_mixes_strategies() -> None:
+def test_the_points_of_a_long_run_are_bounded_and_never_mix_strategies() -> None:
     curve = curve_of(1000, at_most=100)
     for number in range(1001, 3000):
         curve.take(step(number, strategy="tp=2"))
@@ -165,7 +170,7 @@ def test_a_long_run_is_bounded_and_never_mixes_strategies() -> None:
     assert ends[-1] == 1000
 
 
-def test_an_event_lies_at_its_own_time() -> None:
+def test_an_event_has_its_own_time() -> None:
     curve = curve_of(2)
     curve.take(EventRecord(2, ns=5 * 10**9, event={"kind": "switch", "new": "tp=2"}))
     (event,) = curve.events
@@ -182,7 +187,7 @@ def run(tmp_path: Path) -> Any:
 
 
 class Page:
-    """Puts messages together as the page does."""
+    """Assembles messages as the page does."""
 
     def __init__(self) -> None:
         self.points: list[list[float]] = []
@@ -222,7 +227,7 @@ def test_messages_add_up_to_the_run_and_stop_when_nothing_is_new(run: Any) -> No
     pump.turn(200.0)
     assert [point[0] for point in page.points] == list(range(1, 22)) and page.sent == 1
     assert page.events[-1]["kind"] == "switch" and page.step["moments"] is not None
-    assert sorted(page.kinds) == ["curve", "state", "step"]  # the rate is another
+    assert sorted(page.kinds) == ["curve", "state", "step"]  # the rate has changed
 
     late = Page()
     pump._send = late.take
@@ -231,7 +236,7 @@ def test_messages_add_up_to_the_run_and_stop_when_nothing_is_new(run: Any) -> No
     assert late.points == page.points and late.events == page.events and late.step and late.state == page.state
 
 
-def test_a_pump_without_a_run_waits_and_takes_up_another_run(tmp_path: Path, run: Any) -> None:
+def test_the_refresh_waits_for_a_run_and_follows_the_next_one(tmp_path: Path, run: Any) -> None:
     page, where = Page(), [None]
     pump = RefreshThread(lambda: where[0], page.take)
     pump.turn(1.0)
@@ -247,7 +252,7 @@ def test_a_pump_without_a_run_waits_and_takes_up_another_run(tmp_path: Path, run
     assert len(page.points) == 1 and page.state["run"] == "two"
 
 
-def test_a_run_whose_first_parts_are_gone_begins_with_its_overview(tmp_path: Path) -> None:
+def test_a_run_whose_first_parts_are_deleted_begins_with_its_overview(tmp_path: Path) -> None:
     made = fake_run(tmp_path / "long", 2, "dp=2")
     for file in made.files:
         file._part_bytes = 40_000
@@ -260,7 +265,7 @@ def test_a_run_whose_first_parts_are_gone_begins_with_its_overview(tmp_path: Pat
     assert sum(point[1] for point in points) == 900
 
 
-def test_the_text_says_the_same(run: Any) -> None:
+def test_the_text_of_a_dashboard_has_the_run_the_late_rank_and_the_bytes(run: Any) -> None:
     run.event("run_stopped", reason="done")
     text = plain(lines_of(RunReader(run.folder).snapshot(), 100))
     assert "dp=4   4 ranks, ended: done" in text and "step 20" in text
@@ -269,14 +274,14 @@ def test_the_text_says_the_same(run: Any) -> None:
     assert max(len(line) for line in text.splitlines()) <= 130
 
 
-def test_tokens_of_experts_are_told_by_rank_and_their_imbalance_over_a_run_of_any_length(tmp_path: Path) -> None:
+def test_tokens_of_experts_are_shown_by_rank_and_their_imbalance_over_the_run(tmp_path: Path) -> None:
     run = fake_run(tmp_path, 4, "dp=4 ep=2 experts=0:1-5")
     for _ in range(1000):
         run.step()
     run.close()
     seen = RunReader(tmp_path).snapshot()
 
-    assert seen["strategies"] == ["dp=4 ep=2 experts=…"]  # the numbers of all experts may have no room
+    assert seen["strategies"] == ["dp=4 ep=2 experts=…"]  # the numbers of all experts may not fit
     experts = seen["step"]["experts"]
     assert experts["ranks"][1] == [1, [[4, 2000.0], [5, 2250.0], [6, 2500.0], [7, 2750.0]]]
     assert "rank 1   9,500   4 experts, 127% of the mean" in plain(lines_of(seen))
@@ -285,7 +290,7 @@ def test_tokens_of_experts_are_told_by_rank_and_their_imbalance_over_a_run_of_an
     assert experts["imbalance"][0][1] > 1.6 and experts["imbalance"][-1][1] == pytest.approx(1.5, abs=1e-3)
 
 
-def test_many_ranks_are_few_lines(tmp_path: Path) -> None:
+def test_many_ranks_are_shown_in_few_lines(tmp_path: Path) -> None:
     made = fake_run(tmp_path / "big", 64, "dp=8 tp=8", late=37)
     for _ in range(3):
         made.step()
@@ -293,7 +298,7 @@ def test_many_ranks_are_few_lines(tmp_path: Path) -> None:
     assert len(plain(lines_of(RunReader(made.folder).snapshot())).splitlines()) < 45
 
 
-def test_another_run_is_chosen_and_laid_over_the_shown_one(tmp_path: Path) -> None:
+def test_another_run_can_be_chosen_or_shown_beside_the_current_one(tmp_path: Path) -> None:
     for name, steps in (("first", 3), ("second", 5)):
         run = fake_run(tmp_path / name, 2, "ddp")
         for _ in range(steps):
@@ -317,12 +322,12 @@ def test_another_run_is_chosen_and_laid_over_the_shown_one(tmp_path: Path) -> No
     refresh.choose(run="")
     refresh.turn(3.0)
     assert last("state")["state"]["run"] == "second"
-    refresh.choose(run="../elsewhere")  # only what is in the list
+    refresh.choose(run="../elsewhere")  # only runs of the list can be chosen
     refresh.turn(4.0)
     assert last("state")["state"]["run"] == "second"
 
 
-def test_a_dashboard_stays_with_the_run_and_the_steps_that_are_pinned(tmp_path: Path) -> None:
+def test_a_dashboard_keeps_the_pinned_run_and_steps(tmp_path: Path) -> None:
     first = fake_run(tmp_path / "first", 2, "ddp")
     for number in range(30):
         if number == 20:
@@ -359,8 +364,8 @@ def test_a_dashboard_stays_with_the_run_and_the_steps_that_are_pinned(tmp_path: 
         Dashboard(tmp_path / "first", steps=(9, 3))
 
 
-def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) -> None:
-    assert about(RunReader(run.folder).snapshot()) == []  # of a release that did not record it
+def test_a_report_is_one_page_that_loads_nothing(run: Any, tmp_path: Path) -> None:
+    assert about(RunReader(run.folder).snapshot()) == []  # as in records of an older release
     run.event("checkpoint", path="</script><b>")
     run.event("run_started", strategy="dp=4", arithmetic="global 8", total=9, about={"model": "Net", "seed": "3"})
     run.switch("zero3")
@@ -382,7 +387,7 @@ def test_a_report_is_one_page_that_asks_for_nothing(run: Any, tmp_path: Path) ->
     assert str(tmp_path) not in page.replace("<\\/script>", "")
 
 
-def test_the_scripts_are_joined_without_leftovers() -> None:
+def test_the_joined_script_has_no_imports_and_only_two_exports() -> None:
     script = joined()
     assert not re.search(r"^import ", script, re.M)
     assert re.findall(r"^export .*$", script, re.M) == [
@@ -392,7 +397,7 @@ def test_the_scripts_are_joined_without_leftovers() -> None:
     assert "jpThemeLight" in script and 'classList.contains("dark");' not in script
 
 
-def test_a_dashboard_of_a_recorded_run_shows_itself_as_text(run: Any) -> None:
+def test_a_dashboard_of_a_recorded_run_has_a_text_and_a_picture(run: Any) -> None:
     board = Dashboard(run.folder)
     try:
         bundle = board._repr_mimebundle_()
@@ -401,7 +406,7 @@ def test_a_dashboard_of_a_recorded_run_shows_itself_as_text(run: Any) -> None:
         board.close()
 
 
-def test_a_run_that_does_not_exist_is_refused_with_the_newest_five_that_do(
+def test_a_missing_run_is_refused_with_the_names_of_the_newest_five(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(act: Callable[[], object]) -> tuple[str, str]:
@@ -432,7 +437,7 @@ def test_a_run_that_does_not_exist_is_refused_with_the_newest_five_that_do(
     )
 
 
-def test_the_picture_has_the_curve_the_switches_and_a_bar_for_each_part_of_each_rank(run: Any) -> None:
+def test_the_picture_has_the_curve_switches_and_a_bar_for_each_part_of_a_rank(run: Any) -> None:
     run.switch("zero3")
     run.event("checkpoint", path="</svg>")
     snapshot = RunReader(run.folder).snapshot()
@@ -448,7 +453,7 @@ def test_the_picture_has_the_curve_the_switches_and_a_bar_for_each_part_of_each_
     assert {"compute", "exposed communication", "other"} <= set(shares) and 98 <= sum(shares.values()) <= 102
     assert any(word.endswith("<b>&") for word in words)
     assert len(bars) == sum(part > 0 for row in snapshot["step"]["ranks"] for part in row[2:])
-    assert longest <= float(picture.get("width", 0)) - 100  # the seconds stand beside
+    assert longest <= float(picture.get("width", 0)) - 100  # the seconds are beside the bar
     assert svg_of({**snapshot, "points": []}) == ""
 
 
@@ -462,7 +467,7 @@ def test_watch_prints_the_newest_run(run: Any, capsys: pytest.CaptureFixture[str
     assert main(["watch", str(tmp_path / "nothing")]) == 2
 
 
-def test_how_ranks_and_hosts_are_is_told_where_it_was_seen(run: Any, tmp_path: Path) -> None:
+def test_the_health_of_ranks_and_hosts_is_shown_if_recorded(run: Any, tmp_path: Path) -> None:
     assert RunReader(run.folder).snapshot()["step"]["health"] is None
     assert "Ranks and hosts" not in plain(lines_of(RunReader(run.folder).snapshot()))
 
@@ -495,7 +500,7 @@ def test_how_ranks_and_hosts_are_is_told_where_it_was_seen(run: Any, tmp_path: P
     small.close()
 
 
-def test_every_kind_of_event_has_one_text_which_all_views_use(run: Any) -> None:
+def test_every_kind_of_event_has_one_text_in_all_views(run: Any) -> None:
     marks = {}
     for kind in Event.__subclasses__():
         mark = mark_of(kind(7).as_dict())
@@ -518,7 +523,7 @@ def test_every_kind_of_event_has_one_text_which_all_views_use(run: Any) -> None:
     assert text in plain(lines_of(snapshot)) and "▤ rescued: recompute=True" in svg_of(snapshot)
 
 
-def test_a_failure_is_told_once_by_whoever_knows_most(run: Any) -> None:
+def test_a_failure_is_shown_once_with_the_most_details(run: Any) -> None:
     reader = RunReader(run.folder)
     reader.snapshot()
     for rank, told in enumerate(({}, {"error": "ValueError", "what": "odd"}, {}, {})):
@@ -533,7 +538,7 @@ def test_a_failure_is_told_once_by_whoever_knows_most(run: Any) -> None:
     assert [event["kind"] for event in reader.snapshot()["events"]].count("failure") == 2
 
 
-def test_a_rank_that_was_replaced_is_told_in_text_and_picture(run: Any) -> None:
+def test_a_replaced_rank_is_shown_in_text_and_picture(run: Any) -> None:
     reader = RunReader(run.folder)
     run.event("replaced", ranks="2", why="rank 2 died (SIGKILL)", steps_lost=0, seconds=2.2)
     snapshot = reader.snapshot()
@@ -545,7 +550,7 @@ def test_a_rank_that_was_replaced_is_told_in_text_and_picture(run: Any) -> None:
     assert f"2.2 s lost; {devices}" in plain(lines_of(reader.snapshot()))
 
 
-def test_another_number_of_ranks_is_told_in_text_and_picture(run: Any) -> None:
+def test_a_resize_is_shown_in_text_and_picture(run: Any) -> None:
     reader = RunReader(run.folder)
     changed = {"old_ranks": 4, "ranks": 2, "moved_bytes": 1, "pause_s": 1.2}
     changed |= {"old": "dp=4 ep=4 experts=0:1-5,2-7+3:0-4", "new": "dp=2 ep=2 experts=0:1-5,2-7+3:0-4"}
@@ -558,7 +563,7 @@ def test_another_number_of_ranks_is_told_in_text_and_picture(run: Any) -> None:
     assert "⤢ 2 ranks" in svg_of(snapshot)
 
 
-def test_a_switch_that_was_taken_back_ends_no_run(run: Any) -> None:
+def test_an_undone_switch_does_not_end_the_run(run: Any) -> None:
     reader = RunReader(run.folder)
     what = "dp=4 → dp=4 zero=3 was taken back after step 20: the first step under it failed"
     run.event("run_started", strategy="dp=4", arithmetic="", total=0)
@@ -567,7 +572,7 @@ def test_a_switch_that_was_taken_back_ends_no_run(run: Any) -> None:
     said = plain(lines_of(reader.snapshot()))
     assert f"rank 1: SwitchError: {what}" in said
     for path in run.folder.rglob("*.jsonl"):
-        os.utime(path, (0, 0))  # nothing has come for long
+        os.utime(path, (0, 0))  # as if no record came for a long time
     assert reader.state()["stands"] == "quiet"
     run.step()
     run.event("run_stopped", reason="done")
@@ -579,7 +584,7 @@ def test_a_switch_that_was_taken_back_ends_no_run(run: Any) -> None:
     assert "ended by an error: rank 1: ValueError: odd" in card_text(reader.snapshot(), ended=True)
 
 
-def test_the_time_to_the_end_is_that_of_the_newest_steps_under_this_strategy(tmp_path: Path) -> None:
+def test_the_remaining_time_follows_from_the_newest_steps_of_the_strategy(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "long", 2, "dp=2")
     reader = RunReader(tmp_path / "long")
     run.event("run_started", strategy="dp=2", arithmetic="", total=100_000)
@@ -588,7 +593,7 @@ def test_the_time_to_the_end_is_that_of_the_newest_steps_under_this_strategy(tmp
         run.step()
     run.switch("zero3")
     run.step()
-    assert reader.snapshot()["state"]["left"] == ""  # one step tells no time
+    assert reader.snapshot()["state"]["left"] == ""  # one step is not enough
     for _ in range(5):
         run.step()
     seen = reader.snapshot()
@@ -601,12 +606,12 @@ def test_the_time_to_the_end_is_that_of_the_newest_steps_under_this_strategy(tmp
     assert reader.snapshot()["state"]["left"] == ""
 
 
-def test_every_page_counts_steps_from_the_first_training_on_and_tells_the_step_it_ends_with(tmp_path: Path) -> None:
+def test_all_views_count_steps_from_the_first_training_and_show_the_last_step(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "again", 2, "dp=2")
     reader = RunReader(tmp_path / "again")
 
     def fit(total: int, *, until: int) -> set[str]:
-        """Return what card, terminal and dashboard say within such a training."""
+        """Return what card, terminal and dashboard say in such a training."""
         run.event("run_started", strategy="dp=2", arithmetic="", total=total)
         return make(until)
 
@@ -614,7 +619,7 @@ def test_every_page_counts_steps_from_the_first_training_on_and_tells_the_step_i
         while run.number < until:
             run.step()
         seen = reader.snapshot()
-        goal = seen["state"]["goal"]  # the dashboard and the report put the same words together in the page
+        goal = seen["state"]["goal"]  # dashboard and report build the same words in the page
         step = f"step {int(seen['points'][-1][0])}"
         words = [card_text(seen), plain(lines_of(seen)), f"{step} of {goal} · " if goal else f"{step} · "]
         return {found[0] if (found := re.search(r"step \d+( of \d+)? · ", text)) else text for text in words}
@@ -628,7 +633,7 @@ def test_every_page_counts_steps_from_the_first_training_on_and_tells_the_step_i
     before, run.number = run.number, 2
     run.event("checkpoint", path="model", action="loaded", before=before)
     assert fit(10, until=5) == {"step 5 of 12 · "}
-    before, run.number = run.number, 1  # by a live cell, while it trains: it makes as many more steps as it had to
+    before, run.number = run.number, 1  # loaded by a live cell: fit still makes all its remaining steps
     run.event("checkpoint", path="model", action="loaded", before=before)
     assert make(3) == {"step 3 of 8 · "}
     run.event("run_stopped", reason="done")
@@ -636,7 +641,7 @@ def test_every_page_counts_steps_from_the_first_training_on_and_tells_the_step_i
     run.close()
 
 
-def test_the_last_step_is_sent_also_when_the_picture_has_read_it_first(run: Any) -> None:
+def test_the_last_step_is_sent_even_if_the_picture_has_read_it_first(run: Any) -> None:
     page = Page()
     refresh = RefreshThread(lambda: run.folder, page.take)
     refresh.turn(1.0)

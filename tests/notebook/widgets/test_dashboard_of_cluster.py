@@ -1,4 +1,4 @@
-"""The dashboard of a real cluster: it finds the newest training by itself, also where the ranks' disk is not ours."""
+"""Test that the dashboard of a real cluster finds the newest training, even if the ranks use another disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.stop()
 
 
-def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_training_is_found_read_and_copied(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
     board, brought = Dashboard(cluster), NewestRun(cluster.connection, mirror=True)
     try:
         assert "nothing is recorded yet" in repr(board) and brought() is None
@@ -61,14 +61,14 @@ def test_the_newest_training_is_found_read_and_brought_over(cluster: Any, capsys
         for file in (here / "telemetry").glob("rank?.jsonl"):
             assert file.read_bytes() == (copy / "telemetry" / file.name).read_bytes()
 
-        # Between two parts there is none for a moment.
+        # Between two parts, the file is missing for a moment.
         (file,) = (here / "telemetry").glob("rank1.jsonl")
         away = file.rename(file.with_suffix(".new"))
         assert brought() == copy
         away.rename(file)
         assert brought() == copy and len(RunReader(copy).snapshot()["points"]) == 15
 
-        # The last lines of a part that another part has followed since.
+        # The last lines of a part are copied even if the next part has begun.
         head, *_, last = file.read_text().splitlines(keepends=True)
         with file.open("a") as more:
             more.write(last)

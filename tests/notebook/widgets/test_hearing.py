@@ -1,4 +1,4 @@
-"""A panel that cannot receive clicks while a cell runs says so, and says what to type instead."""
+"""Test that a panel that cannot receive clicks while a cell runs says so, and says what to type instead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nbkit.notebook.widgets.widget_output import here, in_vscode, lost_words, no
     ("8.0.0a1", False, False),
     ("", False, False),
 ])  # fmt: skip
-def test_what_a_version_of_ipykernel_cannot_do_is_said_and_nothing_else(version: str, note: bool, lost: bool) -> None:
+def test_only_the_limits_of_this_version_of_ipykernel_are_explained(version: str, note: bool, lost: bool) -> None:
     said, below = note_words(version, vscode=False), lost_words(version, vscode=False)
 
     assert (bool(said), bool(below)) == (note, lost)
@@ -36,7 +36,7 @@ def test_what_a_version_of_ipykernel_cannot_do_is_said_and_nothing_else(version:
 
 
 @pytest.mark.parametrize("version", ["6.31.0", "7.4.0"])
-def test_vs_code_is_named_whatever_the_kernel(version: str) -> None:
+def test_vs_code_is_named_with_every_version_of_the_kernel(version: str) -> None:
     said = note_words(version, vscode=True)
 
     assert said.startswith("With VS Code the buttons act between cells")
@@ -50,16 +50,18 @@ def test_vs_code_is_named_whatever_the_kernel(version: str) -> None:
     ({}, {"__vsc_ipynb_file__": "lesson.ipynb"}, True),
     ({"VSCODE_GIT_IPC_HANDLE": "JupyterLab from its terminal"}, {"x": 1}, False),
 ])  # fmt: skip
-def test_vs_code_is_known_by_what_it_sets(environment: dict[str, str], variables: dict[str, Any], vscode: bool) -> None:
+def test_vs_code_is_recognized_by_the_variables_that_it_sets(
+    environment: dict[str, str], variables: dict[str, Any], vscode: bool
+) -> None:
     assert in_vscode(environment, variables) is vscode
 
 
-def test_outside_of_a_kernel_nothing_is_said() -> None:
+def test_there_are_no_notes_outside_of_a_kernel() -> None:
     assert note_words(**here()) == lost_words(**here()) == ""
 
 
 class Panel:
-    """Stands for a panel, whose picture changes."""
+    """Imitates a panel whose picture changes."""
 
     def __init__(self, widget: Any) -> None:
         self.widget, self.words = widget, "the panel as text"
@@ -74,8 +76,10 @@ class Panel:
         return self.still()
 
 
-def test_the_words_come_below_the_picture(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotImplementedError):  # IPython then displays it as any object
+def test_the_note_is_shown_below_the_picture(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NotImplementedError):  # so IPython displays it like any object
         widget_output.display_until_stopped(Panel(None), None, "This is a picture.")
     monkeypatch.setattr(widget_output, "notebook_shell", lambda: SimpleNamespace(kernel=object()))
     widget_output.display_until_stopped(Panel(None), None, "This is a picture.")
@@ -84,7 +88,7 @@ def test_the_words_come_below_the_picture(capsys: pytest.CaptureFixture[str], mo
     assert shown.index("the panel as text") < shown.index("This is a picture.")
 
 
-def test_a_widget_has_its_newest_picture_beside_it_and_leaves_the_last_when_the_cluster_stops(
+def test_a_widget_updates_its_picture_and_leaves_the_last_one_after_the_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(widget_output, "notebook_shell", lambda: SimpleNamespace(kernel=object()))
@@ -106,7 +110,7 @@ def test_a_widget_has_its_newest_picture_beside_it_and_leaves_the_last_when_the_
         InteractiveShell.clear_instance()
 
     view, first, second, *_, last, gone = caught.outputs
-    # Pages that do not trust a notebook, or have no kernel, show none of the outputs that hold a widget.
+    # A page that does not trust the notebook, or has no kernel, shows no output that contains a widget.
     assert set(view.data) == {"application/vnd.jupyter.widget-view+json"}
     assert set(first.data) == {"text/plain", "text/html"} and "words for old kernels" in first.data["text/html"]
     assert second.update and second.transient == first.transient and "alt='step 2'" in second.data["text/html"]

@@ -1,4 +1,4 @@
-"""The state and the content of the panel, without a widget: plain functions of plain values."""
+"""Test the state and the content of the panel without a widget."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def verdict_of(**changed: Any) -> ControlResult:
     return ControlResult(**{**told, **changed})
 
 
-def test_the_phase_follows_what_a_rank_says() -> None:
+def test_the_phase_follows_the_answer_of_a_rank() -> None:
     table = table_of()
     assert state_of(Looked(answer_of(table))).phase == "training"
     assert state_of(Looked(answer_of(table, held=True))).phase == "held"
@@ -61,13 +61,13 @@ def test_the_phase_follows_what_a_rank_says() -> None:
     assert state_of(Lost("the cluster was stopped")).why == "the cluster was stopped"
 
 
-def test_a_cluster_that_is_back_is_shown_again() -> None:
+def test_a_cluster_that_answers_again_is_shown_again() -> None:
     state = state_of(Lost("the cluster has ended"), Looked(answer_of(table_of())))
 
     assert (state.phase, state.why) == ("training", "")
 
 
-def test_while_one_thing_is_done_only_stop_can_be_pressed() -> None:
+def test_only_stop_can_be_pressed_while_a_request_runs() -> None:
     looked = Looked(answer_of(table_of(previous="tp=4")))
     idle, busy = pulse_view(state_of(looked)), pulse_view(state_of(looked, Asked("switching to tp …")))
 
@@ -76,11 +76,11 @@ def test_while_one_thing_is_done_only_stop_can_be_pressed() -> None:
     assert [name for name, yes in busy["can"].items() if yes] == ["stop"]
     assert busy["asked"] == "switching to tp …"
     assert pulse_view(state_of(looked, Asked("…"), Finished(verdict_of())))["can"]["apply"]
-    # Ranks that do not answer for a moment may be at it.
+    # Ranks that do not answer for a moment may still work on the request.
     assert not pulse_view(state_of(looked, Asked("…"), Lost("no answer"), looked))["can"]["apply"]
 
 
-def test_a_look_that_finds_the_same_table_makes_its_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_an_unchanged_table_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[State] = []
     monkeypatch.setattr(panel, "job_view", lambda state: (made.append(state), job_view(state))[1])
     listeners: list[Any] = []
@@ -95,7 +95,7 @@ def test_a_look_that_finds_the_same_table_makes_its_rows_once(monkeypatch: pytes
     assert "step 8" in widget.pulse["headline"] and widget.job["previous"] == "tp=4"
 
 
-def test_what_was_asked_for_promises_a_step_boundary_and_not_the_next_step() -> None:
+def test_requests_promise_a_step_boundary_and_not_the_next_step() -> None:
     told = {do: words.format(strategy="zero3", steps=10, number=5) for do, words in _WORDS.items()}
 
     assert not any("next step" in words for words in told.values())
@@ -103,14 +103,14 @@ def test_what_was_asked_for_promises_a_step_boundary_and_not_the_next_step() -> 
     assert "zero3" in told["switch"] and "zero3 for 10 steps" in told["try"]
 
 
-def test_a_switch_from_elsewhere_is_shown_and_ends_nothing_that_a_panel_has_asked_for() -> None:
+def test_a_switch_from_elsewhere_is_shown_and_ends_no_request_of_the_panel() -> None:
     other, own = verdict_of(id="b"), verdict_of()
     state = state_of(Asked("switching to tp …"), SwitchedElsewhere(other))
     assert (state.asked, state.results) == ("switching to tp …", (other,))
     assert reduce(reduce(state, SwitchedElsewhere(own)), Finished(own)).results == (own, other)
 
 
-def test_nothing_to_undo_and_nothing_to_pause() -> None:
+def test_undo_needs_a_previous_strategy_and_pause_needs_a_training() -> None:
     can = pulse_view(state_of(Looked(answer_of(table_of(), training=False))))["can"]
 
     assert not can["undo"]
@@ -120,7 +120,7 @@ def test_nothing_to_undo_and_nothing_to_pause() -> None:
     assert pulse_view(state_of(Looked(answer_of(table_of(), held=True))))["can"]["resume"]
 
 
-def test_what_was_predicted_stands_beside_what_was_measured() -> None:
+def test_a_result_shows_predicted_beside_measured_figures() -> None:
     predicted = {"moved_bytes": 1_500_000, "switch_s": 0.2}
     told = pulse_view(state_of(Finished(verdict_of(predicted=predicted))))["results"][0]
 
@@ -136,7 +136,7 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     assert pulse_view(state_of(Finished(first)))["results"][0]["deviations"] == first.notes[1:] != []
 
 
-def test_a_refusal_is_told_and_raised() -> None:
+def test_a_refusal_is_shown_and_raised() -> None:
     refused = verdict_of(ok=False, error="StrategyError", what="No.", numbers="3 x 2 = 6", hint="tp=2", result={})
 
     told = pulse_view(state_of(Finished(refused)))["results"][0]
@@ -145,10 +145,10 @@ def test_a_refusal_is_told_and_raised() -> None:
         refused.check()
     with pytest.raises(NbkitError) as raised:
         verdict_of(ok=False, error="NotFinite", what="NaN.", result={}).check()
-    assert not isinstance(raised.value, NotFinite)  # that would need numbers that no verdict has
+    assert not isinstance(raised.value, NotFinite)  # NotFinite needs numbers that a result lacks
 
 
-def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
+def test_the_rows_list_the_strategies_that_fit_first() -> None:
     rows = job_view(state_of(Looked(answer_of(table_of()))))["rows"]
 
     fits = [row["ok"] for row in rows]
@@ -170,7 +170,7 @@ def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
     assert by_name["pp=4 schedule=1f1b microbatches=8"]["payback"] == "25 steps"
 
 
-def test_a_row_has_the_numbers_that_it_is_sorted_and_drawn_by() -> None:
+def test_a_row_has_the_numbers_for_sorting_and_drawing() -> None:
     rows = rows_of(state_of(Looked(answer_of(table_of()))))
     values = rows["tp=4"]["values"]
 
@@ -182,7 +182,7 @@ def test_a_row_has_the_numbers_that_it_is_sorted_and_drawn_by() -> None:
     assert "Infinity" not in json.dumps(list(rows.values())) and rows["cp=4"]["values"] == {}
 
 
-def test_bars_are_of_the_limit_where_it_is_near() -> None:
+def test_bars_are_relative_to_the_memory_limit_if_it_is_near() -> None:
     roomy, tight = (
         {row["strategy"]: row for row in job_view(state_of(Looked(answer_of(table_of(limit_bytes=limit)))))["rows"]}
         for limit in (1_000_000_000, 4_500_000)
@@ -192,14 +192,14 @@ def test_bars_are_of_the_limit_where_it_is_near() -> None:
     assert not roomy["dp=4 zero=1"]["tight"] and tight["dp=4 zero=1"]["tight"]
 
 
-def test_ranks_of_several_nodes_stand_apart() -> None:
+def test_ranks_of_different_nodes_are_shown_apart() -> None:
     lines = text_of(state_of(Looked(answer_of(table_of(nodes=2))))).splitlines()
 
     assert "          node 0  node 1" in lines
     assert "rank      0  1    2  3" in lines
 
 
-def test_the_rest_of_the_rows() -> None:
+def test_a_strategy_that_does_not_fit_shows_the_reason() -> None:
     by_name = {row["strategy"]: row for row in job_view(state_of(Looked(answer_of(table_of()))))["rows"]}
     assert by_name["cp=4"]["why"].startswith("The blocks")
 
@@ -219,7 +219,7 @@ def test_the_family_is_the_axis_that_divides_the_model(strategy: str, family: st
     assert family_of(strategy) == family
 
 
-def test_a_typed_line_is_read_as_everywhere_else() -> None:
+def test_a_typed_strategy_is_checked() -> None:
     state = state_of(Looked(answer_of(table_of())))
 
     assert checked(state, "zero3") == {"text": "zero3", "ok": True, "strategy": "dp=4 zero=3", "why": ""}
@@ -229,7 +229,7 @@ def test_a_typed_line_is_read_as_everywhere_else() -> None:
     assert not checked(state, "")["ok"]
 
 
-def test_a_typed_strategy_without_a_row_has_the_figures_that_ranks_predict_of_it() -> None:
+def test_a_typed_strategy_without_a_row_shows_the_predictions_of_ranks() -> None:
     state = state_of(Looked(answer_of(table_of())))
     verdict = checked(state, "pp schedule=zbv")
     like = next(row for row in state.table["options"] if row["strategy"].startswith("pp=4"))
@@ -245,7 +245,7 @@ def test_a_typed_strategy_without_a_row_has_the_figures_that_ranks_predict_of_it
     assert not refused["ok"] and refused["why"] == refused["row"]["why"] == "no two blocks"
 
 
-def test_a_strategy_that_was_not_tried_yet_does_not_fit_and_can_be_chosen() -> None:
+def test_a_strategy_that_was_not_examined_yet_can_be_chosen() -> None:
     table = table_of()
     for row in table["options"]:
         if row["strategy"] == "tp=4":
@@ -256,7 +256,7 @@ def test_a_strategy_that_was_not_tried_yet_does_not_fit_and_can_be_chosen() -> N
     assert "  not examined yet, a switch does it first: tp=4" in text_of(state).splitlines()
 
 
-def test_the_panel_as_text_says_the_same() -> None:
+def test_the_text_of_the_panel_has_the_same_content() -> None:
     text = text_of(state_of(Looked(answer_of(table_of("zero3", previous="dp=4"))), Finished(verdict_of())))
 
     assert "training · step 7 of 100 · loss 2.5" in text
@@ -269,7 +269,7 @@ def test_the_panel_as_text_says_the_same() -> None:
     assert "no Trainer" in text_of(state_of(Looked({"training": False, "held": False, "job": False})))
 
 
-def test_the_picture_says_the_same_and_holds_what_fits() -> None:
+def test_the_picture_of_the_panel_has_the_same_content_within_its_size() -> None:
     table = table_of()
     state = state_of(Looked(answer_of(table)), Finished(verdict_of(what="</svg>")))
     job = job_view(state)
@@ -283,7 +283,7 @@ def test_the_picture_says_the_same_and_holds_what_fits() -> None:
     assert len([one for one in picture.iter(f"{SVG}circle") if one.get("r") == "5"]) == len(known) > 2
     assert "7 cannot be used here" in words
     assert any(line.startswith("last: ") for line in words)
-    # Of many ranks and strategies too.
+    # This is also true for many ranks and strategies.
     for ranks, nodes in ((64, 8), (2, 1)):
         many = job_view(state_of(Looked(answer_of(table_of(ranks=ranks, nodes=nodes)))))
         picture = ElementTree.fromstring(svg_of("training", many, ""))
@@ -291,7 +291,7 @@ def test_the_picture_says_the_same_and_holds_what_fits() -> None:
         assert all(float(one.get("x", 0)) <= wide and float(one.get("y", 0)) <= high for one in picture.iter())
 
 
-def test_strategies_that_are_called_alike_are_told_apart() -> None:
+def test_strategies_with_the_same_name_get_different_labels() -> None:
     rows = job_view(state_of(Looked(answer_of(table_of(ranks=8, nodes=2)))))["rows"]
     labels = [row["label"] for row in rows]
 
@@ -299,7 +299,7 @@ def test_strategies_that_are_called_alike_are_told_apart() -> None:
     assert {"ddp", "zero3", "hsdp shard=4", "hsdp shard=2", "ddp+tp tp=2", "ddp+tp tp=4"} <= set(labels)
 
 
-def test_a_pause_is_won_back_after_whole_steps() -> None:
+def test_payback_is_a_whole_number_of_steps() -> None:
     def payback(pause: float) -> str:
         rows = table_of()
         for row in rows["options"]:
@@ -307,36 +307,36 @@ def test_a_pause_is_won_back_after_whole_steps() -> None:
         (tp,) = [row for row in job_view(state_of(Looked(answer_of(rows))))["rows"] if row["strategy"] == "tp=4"]
         return str(tp["payback"])
 
-    # 10 ms are won with each step.
+    # Each step saves 10 ms.
     assert [payback(pause) for pause in (0.0, 0.002, 0.01, 0.012)] == ["1 step", "1 step", "1 step", "2 steps"]
 
 
-def test_steps_are_counted_from_the_first_training_on_and_so_is_the_goal() -> None:
+def test_steps_and_goal_are_counted_from_the_first_training() -> None:
     def headline(finished: int, **progress: int | str) -> str:
         answer = answer_of(table_of())
         answer |= {"step": finished, "progress": answer["progress"] | progress}
         return str(pulse_view(state_of(Looked(answer)))["headline"])
 
     assert "training · step 7 of 100 · loss" in headline(7)
-    assert "training · step 7 of 100 · loss" in headline(8)  # the eighth is being made
+    assert "training · step 7 of 100 · loss" in headline(8)  # step 8 is running
     assert "training · step 1,307 of 1,400 · loss" in headline(1308, step=1307, goal=1400)
     assert "training · step 1,308 · loss" in headline(1308, step=1307, goal=0)  # a loop over job.batches
     assert headline(7, eta_s=540).endswith(" tokens/s · 9 min to go")
     assert headline(7, unit="rows").endswith(" 1,234 rows/s")
 
 
-def test_a_mistyped_strategy_is_answered_with_the_one_that_was_meant() -> None:
+def test_a_mistyped_strategy_gets_a_suggestion() -> None:
     assert checked(state_of(Looked(answer_of(table_of()))), "zer3")["why"].endswith("→ zero3")
 
 
-def test_a_strategy_that_was_tried_before_any_other_step_stands_beside_nothing() -> None:
+def test_a_trial_before_any_other_step_has_no_time_to_compare_with() -> None:
     tried = {"strategy": "tp=4", "steps": 1, "step_s": 0.76, "before_step_s": None}
     line = verdict_of(do="try", strategy="dp=4", result=tried).line
 
     assert line == "tried tp=4 for 1 step: 760 ms a step, dp=4 is not measured yet"
 
 
-def test_of_a_cluster_that_is_gone_nothing_can_be_pressed() -> None:
+def test_no_button_can_be_pressed_if_the_cluster_is_gone() -> None:
     assert not any(pulse_view(state_of(Looked(answer_of(table_of())), Lost("the cluster has ended")))["can"].values())
 
 
@@ -351,7 +351,7 @@ def test_the_recommended_strategy_keeps_its_place_and_is_named_with_its_peak() -
     assert "recommended: pp=4" in text_of(state) and "→ pp=4" in text_of(state)
 
 
-def test_what_levers_would_save_stands_under_the_table_with_what_they_cost() -> None:
+def test_the_savings_of_levers_and_their_cost_are_shown_under_the_table() -> None:
     levers = {"strategy": "dp=4", "step_s": 0.04, "each": {"bucket=4M": 0.035, "compress=int8": 0.02}}
     state = reduce(State("c", 4), Looked(answer_of(table_of(levers=levers))))
     said = (
@@ -375,16 +375,18 @@ def rows_of(state: State) -> dict[str, Any]:
     return {row["strategy"]: row for row in job_view(state)["rows"]}
 
 
-def test_the_row_in_force_has_the_pace_of_the_headline_and_pays_back_and_the_choice_rest_on_it() -> None:
+def test_the_current_row_payback_and_recommendation_use_the_newest_pace() -> None:
     state = state_of(Looked(paced(0.0201, 0.02, 0.0202)))
     rows = rows_of(state)
     assert rows["dp=4"]["step"] == "20.1 ms" and rows["dp=4"]["margin"] == "20–20.2 ms of 20 steps"
     assert rows["tp=4"]["payback"] == "never"  # 30 ms; by the table's 40 ms it would be 50 steps
     assert job_view(state)["recommended"] == "dp=4"  # within 2 % of the pipeline's 20 ms, and simpler
-    assert rows_of(state_of(Looked(paced(0.02, strategy="tp=4"))))["dp=4"]["step"] == "40 ms"  # from before a switch
+    assert (
+        rows_of(state_of(Looked(paced(0.02, strategy="tp=4"))))["dp=4"]["step"] == "40 ms"
+    )  # the pace is from before a switch
 
 
-def test_the_pace_of_a_step_belongs_to_the_strategy_with_its_experts_in_full() -> None:
+def test_a_pace_belongs_to_the_strategy_with_its_full_list_of_experts() -> None:
     answer, whole = paced(0.0201, 0.02, 0.0202), "dp=4 ep=2 experts=0:1-5"
     rows = [answer["table"], *(row for row in answer["table"]["options"] if row["strategy"] == "dp=4")]
     for one in rows:
@@ -394,15 +396,15 @@ def test_the_pace_of_a_step_belongs_to_the_strategy_with_its_experts_in_full() -
     assert rows_of(state_of(Looked(answer)))[whole]["step"] == "20.1 ms"
 
 
-def test_a_pace_that_changes_little_draws_no_new_table() -> None:
+def test_a_small_change_of_the_pace_keeps_the_table() -> None:
     first = state_of(Looked(paced(0.05, 0.049, 0.051)))
     assert job_view(reduce(first, Looked(paced(0.0505, 0.0495, 0.051, step=130)))) == job_view(first)
     assert rows_of(reduce(first, Looked(paced(0.06, 0.059, 0.061, step=120))))["dp=4"]["step"] == "60 ms"
-    # Nor one of steps of which some were looked at before, however much it is.
+    # A large change keeps the table too, if some of its steps were in the previous look.
     assert job_view(reduce(first, Looked(paced(0.06, 0.059, 0.061, step=119)))) == job_view(first)
 
 
-def test_within_the_margin_of_the_steps_nothing_pays_back_and_what_runs_now_is_recommended() -> None:
+def test_within_noise_nothing_pays_back_and_the_present_strategy_is_recommended() -> None:
     state = state_of(Looked(paced(0.04, 0.015, 0.055)))
     assert rows_of(state)["tp=4"]["payback"] == "within noise"
     assert rows_of(state)["tp=4"]["margin"] == "29–31 ms of 20 steps"
@@ -413,7 +415,7 @@ def test_within_the_margin_of_the_steps_nothing_pays_back_and_what_runs_now_is_r
     assert job_view(few)["recommended"] == ""  # too few steps of what runs now
 
 
-def test_seconds_that_were_measured_long_ago_are_said_to_be_and_decide_only_what_is_far_apart() -> None:
+def test_old_measurements_show_their_age_and_have_a_wider_margin() -> None:
     def row(ago: int, now: float) -> dict[str, Any]:
         answer = paced(now, 0.999 * now, 1.001 * now)
         for one in answer["table"]["options"]:
@@ -428,14 +430,14 @@ def test_seconds_that_were_measured_long_ago_are_said_to_be_and_decide_only_what
     assert [one["payback"] for one in (fresh, old, far)] == ["167 steps", "within noise", "50 steps"]
 
 
-def test_of_strategies_within_noise_that_all_ask_for_a_switch_the_one_that_holds_least_is_recommended() -> None:
+def test_among_strategies_within_noise_the_one_with_least_memory_is_recommended() -> None:
     table = table_of("zero3")
     for row in table["options"]:
         if row["strategy"] in ("dp=4", "tp=4"):
             row.update(step_s=0.03, step_low_s=0.02, step_high_s=0.04, predicted_step_s=None)
         row["predicted_step_s"] = None
     state = state_of(Looked(answer_of(table)))
-    assert job_view(state)["recommended"] == "tp=4"  # 3 MB at the peak, ddp 12; zero3, in force, is slower than both
+    assert job_view(state)["recommended"] == "tp=4"  # its peak is 3 MB, that of ddp 12 MB; the present zero3 is slower
     assert job_view(state)["because"] == "not measurably slower than ddp, and it needs the least memory"
     table["limit_bytes"] = 2_000_000
     assert job_view(state_of(Looked(answer_of(table))))["recommended"] == ""
@@ -451,7 +453,7 @@ def test_without_evidence_nothing_is_recommended_and_a_button_measures_what_fits
     by_name = {row["strategy"]: row for row in table["options"]}
     by_name["dp=4"].update(step_s=0.1, step_low_s=0.09, step_high_s=0.11)
     by_name["tp=4"].update(step_s=0.05, step_low_s=None, step_high_s=None, step_steps=1)  # one step is no evidence
-    by_name["dp=4 zero=3"].update(step_s=None, predicted_step_s=0.01)  # nor a prediction that was never compared
+    by_name["dp=4 zero=3"].update(step_s=None, predicted_step_s=0.01)  # nor is a prediction that was never compared
     said = job_view(state_of(Looked(answer_of(table))))
     assert said["recommended"] == ""
     fits = [row["strategy"] for row in table["options"] if row["ok"] and row["strategy"] != "dp=4"]
@@ -463,12 +465,12 @@ def test_without_evidence_nothing_is_recommended_and_a_button_measures_what_fits
     assert said["recommended"] == "dp=4 zero=3" and said["because"].startswith("the fastest")
 
 
-def test_why_no_second_is_predicted_is_said_once() -> None:
+def test_the_reason_for_missing_predictions_is_shown_once() -> None:
     table = table_of(unpredicted="the ranks share cores")
     assert text_of(state_of(Looked(answer_of(table)))).count("No step time is predicted: the ranks share cores") == 1
 
 
-def test_the_button_measures_first_what_has_no_measured_step() -> None:
+def test_the_button_first_measures_strategies_without_a_measured_step() -> None:
     table = {"strategy": "dp=4", "limit_bytes": None}
     row = {"ok": True, "peak_bytes": 1, "step_bytes": 5, "step_s": 0.1, "predicted_step_s": None, "switch_s": None}
     options = [row | {"strategy": name} for name in ("dp=4", *map(str, range(14)))]

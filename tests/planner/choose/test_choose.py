@@ -1,4 +1,4 @@
-"""The planner's choices, refusals and explanations, for models and hardware with known answers."""
+"""Test the planner's choices, refusals and explanations on models and hardware with known answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEVEN = GPTConfig(vocab=32000, block=4096, layers=32, heads=32, width=4096)
 GPT3 = GPTConfig(vocab=50304, block=2048, layers=96, heads=96, width=12288)
 
 
-def test_hardware_is_a_line() -> None:
+def test_hardware_is_parsed_from_a_line() -> None:
     one = Hardware.parse("128 x 8 H100")
     assert (one.nodes, one.node, one.devices, one.device.memory) == (128, 8, 1024, 80e9)
     assert Hardware.parse("8 a100").nodes == 1
@@ -45,7 +45,7 @@ def test_hardware_is_a_line() -> None:
         ("2 x 6 H100", 2, 6, "2 x 6 H100"),
     ],
 )
-def test_more_devices_than_a_node_has_are_on_several_nodes_unless_the_line_says_otherwise(
+def test_devices_beyond_one_node_spread_over_nodes_unless_the_line_says_otherwise(
     line: str, nodes: int, node: int, told: str
 ) -> None:
     on = Hardware.parse(line)
@@ -53,7 +53,7 @@ def test_more_devices_than_a_node_has_are_on_several_nodes_unless_the_line_says_
     assert Hardware.parse(str(on)) == on
 
 
-def test_a_model_that_fits_on_each_device_is_split_over_data_alone() -> None:
+def test_a_model_that_fits_on_one_device_gets_plain_data_parallelism() -> None:
     best = plan(SMALL, batch=64, on="8 A100").rows[0]
     assert Strategy.parse(best.strategy, 8).dp == 8
     assert not best.recompute
@@ -62,7 +62,7 @@ def test_a_model_that_fits_on_each_device_is_split_over_data_alone() -> None:
     assert best.rate == pytest.approx(64 * 1024 / best.seconds)
 
 
-def test_seven_billion_parameters_are_sharded_on_eight_devices_and_what_does_not_fit_says_the_sum() -> None:
+def test_a_7b_model_on_eight_devices_is_sharded_and_dp_is_refused_with_the_sum() -> None:
     made = plan(SEVEN, batch=128, on="8 H100")
     best = Strategy.parse(made.rows[0].strategy, 8)
     assert best.zero >= 2 and best.tp == 1
@@ -73,7 +73,7 @@ def test_seven_billion_parameters_are_sharded_on_eight_devices_and_what_does_not
     assert not {row.strategy for row in made.rows} & {one.strategy for one in made.refused}
 
 
-def test_a_block_is_recomputed_in_part_or_whole_only_where_nothing_cheaper_fits() -> None:
+def test_recomputation_is_chosen_only_if_nothing_cheaper_fits() -> None:
     subject, on, strategy = GPTPieces(SEVEN, element=2), Hardware.parse("8 H100"), Strategy.parse("dp=8 zero=3", 8)
     facts, found = subject.facts(8), {}
     for candidate in _candidates(strategy, 8, 32):
@@ -82,7 +82,7 @@ def test_a_block_is_recomputed_in_part_or_whole_only_where_nothing_cheaper_fits(
         took = seconds(load, strategy, on, Rates())
         found[candidate.recompute] = _peak(known, candidate, rest_of(known, strategy)), took.compute, load.sent
     plain, part, whole = (found[how] for how in RECOMPUTE)
-    # The part that runs again only reads and writes memory: much less than a whole forward, which is a third more.
+    # The part that selective recomputes is limited by memory, so it is cheap. A whole forward adds a third.
     assert 1 < part[1] / plain[1] < 1.1 and whole[1] / plain[1] == pytest.approx(4 / 3)
     assert plain[2] == part[2] == whole[2]
     sizes = [one[0].activations for one in (plain, part, whole)]
@@ -91,7 +91,7 @@ def test_a_block_is_recomputed_in_part_or_whole_only_where_nothing_cheaper_fits(
         made = search(subject, 8, on, memory=fitting[0].total)
         assert next(row.recompute for row in made.rows if row.strategy == str(strategy)) == expected
     assert "dp=8 zero=3 recompute=selective" in repr(search(subject, 8, on, memory=part[0].total))
-    # Under tp, only whole blocks send their hidden states again.
+    # Under tp, only the recomputation of whole blocks sends hidden states again.
     split, sent = Strategy.parse("tp=8", 8), {}
     for candidate in (one for one in _candidates(split, 8, 32) if one.micros == 1):
         sent[candidate.recompute] = load_of(Known(subject), candidate, facts).sent["tp"]
@@ -105,13 +105,13 @@ def test_the_largest_model_keeps_tp_within_a_node_and_has_a_pipeline() -> None:
     assert "Nothing fits" in repr(plan(GPT3, batch=64, on="8 H100"))
 
 
-def test_a_slower_network_moves_what_is_sent_off_it() -> None:
+def test_a_slower_network_changes_the_best_strategy() -> None:
     fast, slow = (plan(SEVEN, batch=64, on=f"4 x 8 H100 net={speed}GB/s").rows[0] for speed in (50, 0.5))
     assert slow.seconds > fast.seconds
     assert Strategy.parse(slow.strategy, 32) != Strategy.parse(fast.strategy, 32)
 
 
-def test_two_rows_are_explained_part_by_part_with_what_would_change_the_choice() -> None:
+def test_explain_compares_two_rows_and_names_what_would_change_the_choice() -> None:
     made = plan(SEVEN, batch=128, on="8 H100")
     first, second = made.rows[0].settings, made.rows[-1].settings
     words = repr(explain(SEVEN, first, second, batch=128, on="8 H100"))
@@ -135,7 +135,7 @@ def test_two_rows_are_explained_part_by_part_with_what_would_change_the_choice()
         ("dp=4 cp=2", 4),
     ],
 )
-def test_what_is_sent_is_what_the_formulas_of_each_weight_say(text: str, element: int) -> None:
+def test_the_bytes_of_each_axis_are_near_the_formulas_per_weight(text: str, element: int) -> None:
     config = GPTConfig(vocab=512, block=256, layers=4, heads=8, width=64)
     subject, strategy = GPTPieces(config, element), Strategy.parse(text, 8)
     known, facts = Known(subject), subject.facts(32)
@@ -146,18 +146,18 @@ def test_what_is_sent_is_what_the_formulas_of_each_weight_say(text: str, element
             (size // 4,),
             blocks=(i,),
             summed=("cp",) if j < len(piece.inside) else (),
-            gathered=element if j < 6 or (i == 3 and size == piece.outside[-1]) else None,  # maps and the head
+            gathered=element if j < 6 or (i == 3 and size == piece.outside[-1]) else None,  # linear layers and the head
         )
         for i, piece in enumerate(subject.weights(strategy.tp, strategy.cp))
         for j, size in enumerate((*piece.inside, *piece.outside))
     ]
     terms = per_step(weights, facts, strategy, 0, each=ADAM)
     for axis, size in load_of(known, candidate, facts).sent.items():
-        # Losses, roots that are gathered once, and gradients of norms are a little beside it.
+        # The difference is losses, roots that are gathered once, and gradients of norms.
         assert size == pytest.approx(wire_bytes(terms, axis), rel=0.12), axis
 
 
-def test_the_stage_that_has_the_head_is_longer_and_waited_for() -> None:
+def test_the_last_stage_has_the_head_and_makes_the_step_longer() -> None:
     subject, on = GPTPieces(SMALL, element=2), Hardware.parse("4 A100")
     known, facts = Known(subject), subject.facts(64)
     strategy = Strategy.parse("pp", 4)
@@ -167,7 +167,7 @@ def test_the_stage_that_has_the_head_is_longer_and_waited_for() -> None:
     assert subject.costs() == (block,) * 11 + (block + head,)
     cuts = ([0, *inner, 12] for inner in combinations(range(1, 12), 3))
     least = min(max(sum(subject.costs()[a:b]) for a, b in pairwise(at)) for at in cuts)
-    # 4 + 4 + 3 + 1 blocks, as a training divides them; cut by their number, the last would have two blocks more.
+    # A training divides them into 4 + 4 + 3 + 1 blocks. With equal numbers, the last stage would have two more.
     assert max(load.stages) == pytest.approx(least / (12 * block + head)) and least == block + head
     assert list(load.stages[:3]) == pytest.approx([n * block / (12 * block + head) for n in (4, 4, 3)])
     parts = seconds(load, candidate.strategy, on, Rates())
@@ -184,15 +184,15 @@ class Uneven(GPTPieces):
         return (3.0,) * half + (1.0,) * half
 
 
-def test_what_a_pipeline_holds_is_looked_at_where_most_of_its_blocks_and_parameters_are() -> None:
+def test_pipeline_memory_is_checked_at_the_stages_with_most_blocks_and_parameters() -> None:
     strategy, known = Strategy.parse("pp=4 microbatches=4", 4), Known(Uneven(SMALL))
     block, ends = known.weights(1, 1)[1].total, known.weights(1, 1)
-    assert known.stages(strategy) == ((0, 2),)  # of blocks that cost 3: the last place has six of those that cost 1
+    assert known.stages(strategy) == ((0, 2),)  # two blocks that cost 3; the last stage has six that cost 1
     assert known.ranges(strategy)[3] == ((6, 12),)
     assert known.held(strategy) == 5 * block + ends[-1].total > ends[0].total + block
 
 
-def test_no_step_is_told_to_be_shorter_than_its_bytes_need_to_leave() -> None:
+def test_no_step_is_predicted_shorter_than_the_time_to_send_its_bytes() -> None:
     ddp = next(row for row in plan(SMALL, batch=64, on="4 x 1 A100 net=0.1GB/s").rows if row.strategy == "dp=4")
     best = Rates().links * (1 + Rates().spread)
     assert ddp.seconds > ddp.low >= ddp.sent["dp"] / (0.1e9 * best) > 10 * ddp.parts.compute
@@ -210,7 +210,7 @@ def test_no_step_is_told_to_be_shorter_than_its_bytes_need_to_leave() -> None:
         ("dp=8 pp=4 microbatches=8", "pp", "send", 1),
     ],
 )
-def test_a_collective_leaves_a_node_by_the_links_of_all_its_ranks_there_and_a_message_by_one(
+def test_a_collective_uses_the_links_of_all_its_ranks_on_a_node_and_a_send_uses_one(
     text: str, axis: str, op: str, links: int
 ) -> None:
     on, strategy = Hardware.parse("4 x 8 H100 net=10GB/s"), Strategy.parse(text, 32)
@@ -220,7 +220,7 @@ def test_a_collective_leaves_a_node_by_the_links_of_all_its_ranks_there_and_a_me
     assert lines_of(strategy, replace(on, nodes=1, node=32), Rates(links=1.0))(term).way.speed == on.device.near
 
 
-def test_one_measured_step_calibrates() -> None:
+def test_one_measured_step_calibrates_the_rates() -> None:
     subject, on = GPTPieces(SMALL, element=2), Hardware.parse("8 A100")
     strategy = Strategy.parse("ddp", 8)
     known, facts = Known(subject), subject.facts(64)
@@ -230,7 +230,7 @@ def test_one_measured_step_calibrates() -> None:
     assert rates.spread < Rates().spread
 
 
-def test_where_a_link_is_waited_for_the_plan_says_what_levers_save() -> None:
+def test_a_plan_shows_what_compression_saves_if_the_step_waits_for_a_link() -> None:
     slow, quick = (plan(SMALL, batch=64, on=f"4 x 1 A100 net={net}") for net in ("0.1GB/s", "100GB/s"))
     ddp = next(row for row in slow.rows if row.strategy == "dp=4")
     assert list(ddp.levers) == ["compress=bf16", "compress=int8", "sync_every=8"]
@@ -251,7 +251,7 @@ def test_a_plan_needs_no_torch() -> None:
     assert done.stdout.startswith("dp=2")
 
 
-def test_the_magic_takes_a_variable_of_the_notebook() -> None:
+def test_the_magic_plans_a_variable_of_the_notebook() -> None:
     asked = {"batch": 8, "on": "2 A100", "precision": "fp32", "why": None}
     made = planned({"config": GPTConfig()}, model="config", **asked)  # type: ignore[arg-type]
     assert repr(made) == repr(plan(GPTConfig(), batch=8, on="2 A100", precision=None))
@@ -262,13 +262,15 @@ def test_the_magic_takes_a_variable_of_the_notebook() -> None:
         planned({"config": 3}, model="config", **asked)  # type: ignore[arg-type]
 
 
-def test_a_comparison_is_measured_again_for_those_that_may_still_be_the_best() -> None:
+def test_strategies_that_may_still_be_the_best_are_measured_again() -> None:
     def row(name: str, low: float, middle: float, high: float) -> dict[str, Any]:
         return {"strategy": name, "step_s": middle, "low_s": low, "high_s": high, "error": ""}
 
     rows = [row("ddp", 0.9, 1.0, 1.2), row("zero1", 0.8, 0.9, 0.95), row("zero3", 1.5, 1.6, 1.7)]
-    assert undecided(rows, "ddp") == ["zero1"]  # each comparison has the strategy in force too
+    assert undecided(rows, "ddp") == ["zero1"]  # the present strategy is part of each comparison
     assert undecided(rows, "zero3") == ["zero1", "ddp"]
-    assert undecided([row("ddp", 0.96, 1.0, 1.2), *rows[1:]], "ddp") == []  # it is measurably slower
+    assert (
+        undecided([row("ddp", 0.96, 1.0, 1.2), *rows[1:]], "ddp") == []
+    )  # zero1 is the best, and ddp is measurably slower
     assert undecided([row("ddp", 0.9, 0.92, 1.2), *rows[1:]], "ddp") == []  # as good as the best
     assert undecided([{**row("tp", 0, 0, 0), "error": "no"}, {**rows[0], "low_s": None, "high_s": None}], "ddp") == []
