@@ -497,7 +497,7 @@ def refuse(world: Any) -> list[str]:
 def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
     convs, turned, shared, eager, chain, flat, short, none = run_ranks(refuse, 2)[0]
 
-    assert "'convs.0.0' mixes positions" in convs and "Conv2d" in convs
+    assert "'convs.0.0' combines positions" in convs and "Conv2d" in convs
     assert "'layers.0.self_attn'" in turned and "batch_first=True" in turned
     assert "'blocks.0.attention.q.weight' is used both inside and outside of the blocks" in shared
     assert "attn_implementation='eager'" in eager

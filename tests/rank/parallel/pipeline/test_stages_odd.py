@@ -163,7 +163,7 @@ def test_what_a_model_does_otherwise_than_when_it_was_cut_is_an_error_with_names
         part.module.blocks[1](hidden[0])
     for numbers in ((0,), (0, 2)):
         part.module.numbers = numbers
-        with pytest.raises(StrategyError, match=r"did not come to blocks\.1"):
+        with pytest.raises(StrategyError, match=r"did not call blocks\.1"):
             part.forward(0, ids, hidden)
     part.module.numbers = (0, 1, 2)
     assert part.forward(0, ids, hidden).shape == (2, LENGTH, WIDTH)
