@@ -71,7 +71,7 @@ SAID: dict[str, tuple[Any, str, Any, int | None, bool, list[str]]] = {
     "no effect": (lambda: gpt(2), "zero=3 tp=2", 64, 2, True, ["zero=3 has no effect with dp=1"]),
     "frozen": (frozen, "ddp", 64, 2, True, ["frozen: no gradient"]),
     "batch norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "ddp", 8, 2, True, ["BatchNorm '1'"]),
-    "no chain": (ZOO["sequential"].build, "pp=2", [torch.zeros(4, 7), torch.zeros(4)], 2, False, ["nbkit cannot cut Sequential into stages"]),
+    "no chain": (ZOO["sequential"].build, "pp=2", [torch.zeros(4, 7), torch.zeros(4)], 2, False, ["needs a model that can be cut into blocks"]),
 }
 
 

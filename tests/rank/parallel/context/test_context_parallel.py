@@ -501,7 +501,7 @@ def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
     assert "'layers.0.self_attn'" in turned and "batch_first=True" in turned
     assert "'blocks.0.attention.q.weight' is used both inside and outside of the blocks" in shared
     assert "attn_implementation='eager'" in eager
-    assert "chain of blocks" in chain
+    assert "needs to know the blocks of the model" in chain
     assert "does not take hidden states" in flat
     assert "3 positions over cp=2" in short
     assert "'0' does not call an attention function" in none
