@@ -1,4 +1,4 @@
-"""The strategy in force on another number of ranks: its degrees stay, and dp takes the rest."""
+"""Test the current strategy on another number of ranks: its degrees stay, and dp takes the rest."""
 
 from __future__ import annotations
 
