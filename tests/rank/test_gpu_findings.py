@@ -172,7 +172,7 @@ def connecting(world: Any, gpu: PretendAccelerator) -> list[str]:
 
 def forgotten(world: Any, gpu: PretendAccelerator) -> list[int]:
     """Count the open communicators besides that of all ranks after each of three switches, and the forgotten groups
-    that are left. The group of zero3 is forgotten before the first switch; rank 0 alone has one more."""
+    that are left. The group of zero3 is forgotten before the first switch; only rank 0 has one more."""
 
     def open_now() -> int:
         return sum(one.met and not one.shut for one in Communicator.everyone) - others

@@ -50,7 +50,7 @@ def all_gathers(world: World) -> dict[str, bool]:
     right["future"] = torch.equal(later, whole)
     dist.all_gather_into_tensor(out := torch.zeros_like(whole), part_of(rank).t().contiguous().t())
     right["not contiguous"] = torch.equal(out, whole)
-    # Only rank 0 passes a tensor that is not contiguous: messages must not depend on how a tensor lies in memory.
+    # Only rank 0 passes a tensor that is not contiguous, because messages must not depend on the layout in memory.
     turned = part_of(rank).t().contiguous().t() if rank == 0 else part_of(rank)
     dist.all_gather_into_tensor(out := torch.zeros_like(whole), turned)
     right["input not contiguous on one rank"] = torch.equal(out, whole)
@@ -120,7 +120,7 @@ def reduce_scatters(world: World) -> dict[str, bool]:
         out = torch.empty(2, 5, dtype=dtype)
         dist._reduce_scatter_base(out, given(rank, n, dtype))
         right[f"base {dtype}"] = near(out, expected(rank, n, "sum", dtype))
-    # One output lies in its input, as NCCL allows, and the rank waits for the works out of order.
+    # One output is a part of its input, as NCCL allows, and the rank waits for the works out of order.
     mine, other = given(rank, n), given(rank, n)
     works = [
         dist.reduce_scatter_tensor(mine[2 * rank : 2 * rank + 2], mine, async_op=True),

@@ -97,7 +97,7 @@ def facts() -> Iterator[Facts]:
 
 def test_every_composed_strategy_makes_the_step_of_one_process(facts: Facts) -> None:
     def small(output: Any, target: Any) -> Any:
-        return facts.loss(output, target) / 100  # beside a small norm, the epsilon of clipping shows
+        return facts.loss(output, target) / 100  # a small norm shows errors in the epsilon of clipping
 
     assert facts.refusal("dp=2 zero=2", small) is None
     assert {text: found for text in COMPOSED if (found := facts.refusal(text)) is not None} == {}

@@ -104,7 +104,7 @@ def test_a_rank_alone_in_the_first_use_of_a_communicator_is_seen_waiting_there()
 
 
 class Stream:
-    """A device's stream, which stands still for a call or does not."""
+    """A device's stream that is blocked in a call, or is not."""
 
     def __init__(self, is_open: bool) -> None:
         self._open = is_open

@@ -1,4 +1,4 @@
-"""Test that a user's call of a split model, which all ranks must make, is told from the call of a step."""
+"""Test that a user's call of a split model, which all ranks must make, is distinguished from the call of a step."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ class Torn(torch.optim.AdamW):
 
 
 def interrupted(world: Any, torn: bool) -> dict[str, Any]:
-    """Interrupt all ranks in the forward of step 4, before all weights came. torn: rank 1 in the update before it."""
+    """Interrupt all ranks in the forward of step 4, before all weights arrive. torn: rank 1 in the update before it."""
     zero1_2.all_gather = hidden
     trainer = trained("zero1 bucket=1kb", optimizer=lambda model: Torn(model.parameters(), lr=0.05))
     missing: list[int] = []
