@@ -25,7 +25,7 @@ def tried(folder: Path, *options: str) -> tuple[str, str]:
 
 
 @pytest.mark.long
-def test_selftest_over_ssh(ssh: SshHosts, tmp_path: Path) -> None:
+def test_selftest_works_over_ssh(ssh: SshHosts, tmp_path: Path) -> None:
     said, report = tried(tmp_path, "--hosts", ",".join(f"{name}:1" for name in ssh.names))
 
     assert "4 items on 2 CPU ranks on 2 hosts" in said and "2 ok, 2 left out" in said
@@ -36,7 +36,7 @@ def test_selftest_over_ssh(ssh: SshHosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_selftest_in_a_slurm_job_described_in_nbkit_toml(slurm: SlurmNodes, tmp_path: Path) -> None:
+def test_selftest_works_in_a_slurm_job_described_in_nbkit_toml(slurm: SlurmNodes, tmp_path: Path) -> None:
     (tmp_path / "nbkit.toml").write_text('[clusters]\nnodes = "--slurm -n 2 --nodes 2"\n')
     said, _ = tried(tmp_path, "--on", "nodes")
 

@@ -259,7 +259,7 @@ def test_dropout_that_cannot_be_keyed_is_refused(drop: Callable[[], Any], what: 
         drop()
 
 
-def test_probabilities_zero_and_one_empty_tensors_and_bfloat16() -> None:
+def test_dropout_is_right_for_probabilities_0_and_1_empty_tensors_and_bfloat16() -> None:
     nothing_left = torch.ones(ROWS, WIDTH, requires_grad=True)
     with KeyedDropout(nn.Module(), seed=0).step(0, range(ROWS)):
         assert not F.dropout(nothing_left, 1.0).any()

@@ -209,7 +209,7 @@ def test_chunks_send_the_same_bytes_in_one_call_per_piece(recompute: Any) -> Non
         assert (more["reduce_scatter"], more["all_gather"]) == (4 * 3 + again, 4 * 3)
 
 
-def test_the_planner_counts_the_same_calls() -> None:
+def test_the_planner_counts_the_calls_of_tp_chunks() -> None:
     facts = Facts(batch=8, sequence=16, width=16, blocks=2)
     plain, chunked = (
         {term.op: term for term in per_step([], facts, Strategy.parse(text, 2), 0)}

@@ -22,7 +22,7 @@ from nbkit.rank.parallel.proof.unchanged import plain_attention
 from verify.models.specimens import LENGTH, WIDTH, ZOO, Specimen, gpt, hf_gpt2, hf_llama, next_tokens
 
 
-# ten_convs has many small layers, and test_ten_convolutions_in_five_stages_of_two tests the same model.
+# ten_convs has many small layers, and test_ten_convolutions_can_be_cut_into_five_stages_of_two tests the same model.
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "ten_convs" else n for n in ZOO])
 def test_every_partition_of_every_model_equals_the_whole(name: str) -> None:
@@ -44,7 +44,7 @@ def test_every_partition_of_every_model_equals_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2_padded", "llama_tied", "encoder", "pairs", "ten_convs"])
-def test_several_stages_on_a_rank_with_other_shapes_and_in_evaluation(name: str) -> None:
+def test_several_stages_on_a_rank_are_right_with_other_shapes_and_in_evaluation(name: str) -> None:
     specimen = ZOO[name]
     model = specimen.build(torch.float64)
     chain = find_chain(model, lambda: call(model, specimen.batch(3, dtype=torch.float64)[0]))
@@ -66,7 +66,7 @@ def test_several_stages_on_a_rank_with_other_shapes_and_in_evaluation(name: str)
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_ten_convolutions_in_five_stages_of_two() -> None:
+def test_ten_convolutions_can_be_cut_into_five_stages_of_two() -> None:
     specimen = ZOO["ten_convs"]
     model = specimen.build(torch.float64)
     value, target = specimen.batch(4, dtype=torch.float64)

@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-def test_shared_memory_shared_parameters_and_in_place_changes_across_stages() -> None:
+def test_stages_with_shared_memory_parameters_and_in_place_changes_are_right() -> None:
     specimen = Specimen(Decoder, ZOO["sequential"].sample, cross_entropy, ())
     model = specimen.build(torch.float64)
     value, target = specimen.batch(6, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_shared_memory_shared_parameters_and_in_place_changes_across_stages() ->
 
 
 @pytest.mark.parametrize("how", [odd.penalty_between, odd.shapes, odd.penalty])
-def test_shapes_and_penalties_of_weights_of_other_stages(how: Any) -> None:
+def test_stages_can_use_shapes_and_penalties_of_weights_of_other_stages(how: Any) -> None:
     specimen = Specimen(odd.doing(how), _ids, cross_entropy, ())
     model = specimen.build(torch.float64)
     value, target = specimen.batch(2, dtype=torch.float64)

@@ -20,7 +20,7 @@ def rows(name: str) -> dict[str, str]:
     return {path: how for path, how, _ in plan_of(model, 2).describe(model)}
 
 
-def test_plans_of_the_zoo_models() -> None:
+def test_plans_split_the_zoo_models_as_expected() -> None:
     assert rows("gpt") == {
         "tokens": "vocab",
         "positions": "whole",

@@ -58,7 +58,7 @@ ALSO_UNEQUAL = [("gpt2", {"length": 1}), ("gpt", {"length": 3, "sequence": False
 
 @pytest.mark.long
 @pytest.mark.parametrize("runs", [UNEQUAL, pytest.param(ALSO_UNEQUAL, marks=pytest.mark.long)])
-def test_gradients_on_four_ranks_with_unequal_parts(runs: list[tuple[str, dict[str, Any]]]) -> None:
+def test_gradients_on_four_ranks_with_unequal_parts_equal_one_process(runs: list[tuple[str, dict[str, Any]]]) -> None:
     for name, worst, loss, _, _ in run_ranks(differences, 4, runs, timeout=150)[0]:
         assert worst <= LIMIT, name
         assert loss <= LIMIT, name

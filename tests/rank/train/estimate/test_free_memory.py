@@ -52,7 +52,7 @@ def test_the_tightest_cgroup_of_version_2_counts_without_cached_files(tmp_path: 
     assert host_memory.of_cgroups(proc, top) == 3 * GB
 
 
-def test_cgroups_of_version_1_and_of_a_container_without_its_path(tmp_path: Path) -> None:
+def test_cgroups_of_version_1_are_read_even_if_a_containers_path_is_not_mounted(tmp_path: Path) -> None:
     proc, top = tmp_path / "proc", tmp_path / "cgroup"
     written(proc / "self", cgroup="5:cpu,cpuacct:/\n4:memory:/docker/abc\n")
     written(

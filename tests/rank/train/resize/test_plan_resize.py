@@ -24,7 +24,7 @@ from nbkit.strategy import Strategy
         ("speeds=2:1:1:1", 4, 8, "dp=8"),
     ],
 )
-def test_dp_takes_the_rest(now: str, before: int, ranks: int, then: str) -> None:
+def test_degrees_stay_and_dp_takes_the_remaining_ranks(now: str, before: int, ranks: int, then: str) -> None:
     assert str(scaled(Strategy.parse(now, before), ranks)) == then
 
 
