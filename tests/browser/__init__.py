@@ -1,1 +1,1 @@
-"""A package, so that the browser and the server of its tests end with the last of them."""
+"""Make this folder a package, so that browser and server end with the last test."""

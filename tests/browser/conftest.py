@@ -1,4 +1,4 @@
-"""JupyterLab and Chromium for all tests of this folder: see tests/support/jupyter_lab.py."""
+"""Start JupyterLab and Chromium for all tests of this folder. See tests/support/jupyter_lab.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="package")
 def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Yield a running server, whose kernels start clusters of forked parents."""
-    if find_spec("jupyterlab") is None:  # to import it here takes seconds of a core
+    if find_spec("jupyterlab") is None:  # an import here would take seconds of a core
         pytest.skip("pip install jupyterlab")
     home = tmp_path_factory.mktemp("lab")
     with jupyter_lab(home) as server, forked_parents_of_kernels(home / "ipython"):
@@ -43,7 +43,7 @@ def lab_page(browser: Any, lab: dict[str, str]) -> Iterator[LabPage]:
 
 @pytest.fixture(scope="module")
 def open_page(lab_page: LabPage, lab: dict[str, str]) -> Iterator[Callable[[dict[str, Any]], LabPage]]:
-    """Show a notebook to a person: its JSON -> the page that shows it. Kernels and clusters end with the test file."""
+    """Return a function: JSON of a notebook -> the page that shows it. Kernels and clusters end with the test file."""
 
     def open_page(notebook: dict[str, Any], name: str = "lesson.ipynb", height: int = 1000) -> LabPage:
         (Path(lab["root"]) / name).write_text(json.dumps(notebook))
@@ -59,7 +59,7 @@ def open_page(lab_page: LabPage, lab: dict[str, str]) -> Iterator[Callable[[dict
 
 @pytest.fixture(autouse=True)
 def calm(request: pytest.FixtureRequest) -> None:
-    """Give an idle kernel to a test that is run again, whatever its first run left behind."""
+    """Give an idle kernel to a repeated test, whatever its first run left behind."""
     if getattr(request.node, "execution_count", 1) > 1 and "page" in request.fixturenames:
         page = request.getfixturevalue("page")
         if isinstance(page, LabPage):

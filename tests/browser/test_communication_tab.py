@@ -1,4 +1,4 @@
-"""The tab "Communication" in a real browser, in TensorBoard and on its own, while runs are written."""
+"""Test the tab "Communication" in a real browser, in TensorBoard and alone, while runs are written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
   write.call(this, text, x, y);
 };
 """
-BEFORE = 30  # steps that are there when the page opens
+BEFORE = 30  # steps that exist when the page opens
 
 
 def fake_run() -> Any:
@@ -37,7 +37,7 @@ def fake_run() -> Any:
 
 
 class Training:
-    """A run of four ranks that goes on in a thread, five steps a second; it also writes a loss for TensorBoard."""
+    """A run of four ranks in a thread, with five steps per second. It also writes a loss for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -91,7 +91,7 @@ def board(training: Training) -> Iterator[Board]:
 
 @pytest.fixture(scope="module")
 def page(browser: Any, board: Board) -> Iterator[Any]:
-    """Yield TensorBoard, opened at the tab. problems: what went wrong in it; asked: every address that it asked."""
+    """Yield TensorBoard, opened at the tab. problems: its errors; asked: every address that it requested."""
     context = browser.new_context(viewport={"width": 1400, "height": 1100}, color_scheme="light")
     context.add_init_script(DRAWN)
     page = context.new_page()
@@ -128,7 +128,7 @@ def newest(frame: Any) -> int:
 
 
 def hover(page: Any, frame: Any, host: str, x: float, y: float) -> str:
-    """Return the text shown under the pointer at (x, y), given as shares of a picture's width and height."""
+    """Return the text under the pointer at (x, y), given as fractions of a picture's width and height."""
     canvas = frame.locator(f"#{host} canvas")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
@@ -142,7 +142,7 @@ SAID_OF = """(() => {
 })()"""
 
 
-def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: Any) -> None:
+def test_the_tab_shows_bars_cells_and_rows_with_explanations(page: Any, tab: Any) -> None:
     assert tab.input_value("#run") == "small"
     assert data(tab, "bars", "rows") == "4"
     assert data(tab, "traffic", "cells") == "4"
@@ -151,7 +151,7 @@ def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: An
     assert tab.inner_text("#live") == "4 ranks · running"
     row = tab.inner_text("#table tr:nth-child(2)")
     assert row.split("\t")[:5] == ["all reduce", "dp", "1", "25.2 MB", "25.2 MB (100 %)"]
-    # Each says of which steps it is.
+    # Each names its steps.
     assert re.match(r"Steps \d+ to \d+, medians: .*for rank 2", tab.inner_text("#reading"))
     step, table, traffic = tab.evaluate(SAID_OF)
     assert (table, traffic) == (f"step {step}, all ranks", f"bytes, step {step}")
@@ -165,12 +165,12 @@ def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: An
 
 
 def cell(tab: Any, i: int, j: int) -> tuple[float, float]:
-    """Return (x, y) of the cell from rank i to rank j in the picture of four ranks, as shares of its size."""
+    """Return (x, y) of the cell from rank i to rank j in the picture of four ranks, as fractions of its size."""
     size = tab.eval_on_selector("#traffic canvas", "c => [c.clientWidth, c.clientHeight]")
     return (64 + (j + 0.5) * 44) / size[0], (22 + (i + 0.5) * 44) / size[1]
 
 
-def test_it_follows_the_run_and_shows_a_switch_without_being_touched(tab: Any, page: Any, training: Training) -> None:
+def test_the_tab_follows_the_run_and_a_switch_without_a_click(tab: Any, page: Any, training: Training) -> None:
     before = newest(tab)
     assert "modelled as a ring" in hover(page, tab, "traffic", *cell(tab, 1, 2))
     training.switch_to = "pp"
@@ -182,10 +182,10 @@ def test_it_follows_the_run_and_shows_a_switch_without_being_touched(tab: Any, p
 
     assert newest(tab) > before
     assert tab.inner_text("#table tr:nth-child(2)").startswith("send\tpp")
-    tab.wait_for_function("document.querySelector('.tip').textContent.includes('(exact)')", timeout=5000)  # no move
+    tab.wait_for_function("document.querySelector('.tip').textContent.includes('(exact)')", timeout=5000)  # mouse rests
 
 
-def test_a_step_that_is_clicked_is_shown_and_stays(tab: Any, page: Any) -> None:
+def test_a_clicked_step_is_shown_and_stays(tab: Any, page: Any) -> None:
     canvas = tab.locator("#timeline canvas")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
@@ -201,11 +201,11 @@ def test_a_step_that_is_clicked_is_shown_and_stays(tab: Any, page: Any) -> None:
     tab.wait_for_function("Number(document.querySelector('#step').value) > 30", timeout=5000)
 
 
-def test_sixty_four_ranks_and_their_pipelines(tab: Any, page: Any) -> None:
+def test_the_tab_shows_sixty_four_ranks_and_their_pipelines(tab: Any, page: Any) -> None:
     tab.click("#runs button:has-text('big')")
     tab.wait_for_function("document.querySelector('#bars canvas').dataset.rows === '64'", timeout=15_000)
     assert data(tab, "traffic", "world") == "64"
-    assert tab.inner_text("#live") == "64 ranks · ended"  # though it was written to a moment ago
+    assert tab.inner_text("#live") == "64 ranks · ended"  # even though it was written a moment ago
     assert int(data(tab, "traffic", "cells")) > 200
     assert (data(tab, "moments", "kind"), data(tab, "moments", "rows")) == ("pipeline", "4")
     assert tab.locator("#momentshead option").count() == 16
@@ -214,15 +214,15 @@ def test_sixty_four_ranks_and_their_pipelines(tab: Any, page: Any) -> None:
     tab.wait_for_function("document.querySelector('#bars canvas').dataset.rows === '4'", timeout=15_000)
 
 
-def test_another_run_is_laid_over_the_one_that_is_open(tab: Any, page: Any) -> None:
+def test_another_run_can_be_drawn_over_the_open_one(tab: Any, page: Any) -> None:
     tab.select_option("#other", "big")
     tab.wait_for_function("Number(document.querySelector('#timeline canvas').dataset.other) > 20", timeout=10_000)
-    page.wait_for_timeout(300)  # for the picture
+    page.wait_for_timeout(300)  # for the screenshot
     tab.select_option("#other", "")
     tab.wait_for_function("document.querySelector('#timeline canvas').dataset.other === '0'", timeout=10_000)
 
 
-def test_the_newest_steps_are_so_many_steps_however_long_the_run_is(tab: Any, training: Training) -> None:
+def test_the_newest_steps_are_a_fixed_number_for_any_length_of_the_run(tab: Any, training: Training) -> None:
     long = fake_run()(training.fake.folder.parent / "long", 2, "ddp")
     for _ in range(727):
         long.step()
@@ -242,7 +242,7 @@ LEGEND = "['exact', 'modelled'].map((id) => getComputedStyle(document.getElement
 CELL = """(() => {
   const pen = document.querySelector("#traffic canvas").getContext("2d");
   return `rgb(${[...pen.getImageData(64 + 44 + 4, 22 + 4, 1, 1).data.slice(0, 3)].join(", ")})`;
-})()"""  # in the corner of the cell from 0 to 1, where nothing is written
+})()"""  # in the corner of the cell from 0 to 1, which has no text
 
 
 def test_light_and_dark_follow_tensorboard(tab: Any, page: Any) -> None:
@@ -256,7 +256,7 @@ def test_light_and_dark_follow_tensorboard(tab: Any, page: Any) -> None:
     page.evaluate("document.body.classList.remove('dark-mode')")
 
 
-def test_the_stock_tabs_follow_too(page: Any, tab: Any) -> None:
+def test_tensorboards_own_tabs_follow_the_run_too(page: Any, tab: Any) -> None:
     page.get_by_role("tab", name="Time Series").click()
     page.wait_for_selector("text=/loss/", timeout=30_000)
     asked = len([url for url in page.asked if "timeSeries" in url])
@@ -267,6 +267,6 @@ def test_the_stock_tabs_follow_too(page: Any, tab: Any) -> None:
     raise AssertionError("nobody pressed TensorBoard's reload button")
 
 
-def test_nothing_was_asked_of_another_host_and_nothing_went_wrong(page: Any, tab: Any) -> None:
+def test_the_page_requested_no_other_host_and_had_no_errors(page: Any, tab: Any) -> None:
     assert {urlsplit(url).hostname for url in page.asked if not url.startswith(("data:", "blob:"))} == {"127.0.0.1"}
     assert page.problems == []

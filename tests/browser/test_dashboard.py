@@ -1,4 +1,4 @@
-"""The dashboard in a real JupyterLab while a cell trains; and its saved page, with four ranks and with 64."""
+"""Test the dashboard in a real JupyterLab while a cell trains, and its saved page with four and 64 ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CELLS = {
         "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),\n"
         "    data=nbkit.TextDataset(block=32, limit=100_000),\n"
         "    batch_size=4 * world_size,\n"
-        "    callbacks=[lambda *_: time.sleep(0.12)],\n"  # leaves the browser some of the machine
+        "    callbacks=[lambda *_: time.sleep(0.12)],\n"  # leaves some CPU time for the browser
         ")"
     ),
     "fit": "%%distributed\ntrainer.fit(100_000)",
@@ -63,14 +63,14 @@ def page(open_page: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def wait_for_step(page: Any, least: int, seconds: float = 30) -> int:
-    """Wait until the loss curve has come to a step."""
+    """Wait until the loss curve has reached a step."""
     page.page.wait_for_function(
         f"() => Number(document.querySelector('{SHOWN}')?.dataset.step || 0) >= {least}", timeout=seconds * 1000
     )
     return int(page.page.eval_on_selector(SHOWN, "canvas => canvas.dataset.step"))
 
 
-def test_it_moves_while_a_cell_trains(page: Any, tmp_path: Path) -> None:
+def test_the_dashboard_updates_while_a_cell_trains(page: Any, tmp_path: Path) -> None:
     page.run(NUMBER["load"])
     page.run(NUMBER["start"], seconds=120)
     page.run(NUMBER["dashboard"])
@@ -88,25 +88,25 @@ def test_it_moves_while_a_cell_trains(page: Any, tmp_path: Path) -> None:
     page.page.click(".nbkit-dashboard button.trace")
     page.wait_for_output(NUMBER["dashboard"], "open it in ui.perfetto.dev")
     page.picture(tmp_path / "training.png")
-    page.wait_for_output(NUMBER["fit"], "of 100,000 · ")  # the card that the cell shows by itself
+    page.wait_for_output(NUMBER["fit"], "of 100,000 · ")  # the card that the cell shows automatically
     page.cell(NUMBER["fit"]).screenshot(path=str(tmp_path / "card.png"))
     assert page.prompt(NUMBER["fit"]) == "[*]:" and "of the step" in page.output(NUMBER["dashboard"])
 
 
-def test_the_card_of_a_cell_that_is_over_is_its_summary(page: Any, tmp_path: Path) -> None:
+def test_the_card_of_a_finished_cell_is_its_summary(page: Any, tmp_path: Path) -> None:
     page.interrupt()
     page.wait_done(NUMBER["fit"], seconds=30)
     page.wait_for_output(NUMBER["fit"], "tokens/s on average")
-    assert page.output(NUMBER["fit"]).count(" tokens/s ·") == 1  # the moving line lies below the card, and nowhere else
+    assert page.output(NUMBER["fit"]).count(" tokens/s ·") == 1  # the progress line is only below the card
     page.cell(NUMBER["fit"]).screenshot(path=str(tmp_path / "ended.png"))
 
 
 @pytest.mark.long
-def test_it_is_there_after_a_reload_of_the_page(page: Any) -> None:
+def test_the_dashboard_is_there_after_a_reload_of_the_page(page: Any) -> None:
     ended = wait_for_step(page, 1)
     page.run(NUMBER["detached"])
     before = wait_for_step(page, ended + 1)
-    # The steps of the training before count, and so does the step that this one ends with.
+    # The steps of the previous training count, and so does the last step of this one.
     page.wait_for_output(NUMBER["dashboard"], f" of {100_000 + ended:,} · ")
     assert "of 2 ranks: " in page.run(NUMBER["trace"])
     page.reload()
@@ -116,7 +116,7 @@ def test_it_is_there_after_a_reload_of_the_page(page: Any) -> None:
     page.run(NUMBER["end"], seconds=30)
 
 
-def test_a_click_changes_the_axis_and_dark_is_dark(page: Any) -> None:
+def test_a_click_changes_the_axis_and_the_dark_theme_is_used(page: Any) -> None:
     page.page.click(".nbkit-dashboard button[data-along='time']")
     page.page.wait_for_function(f"document.querySelector('{SHOWN}').dataset.along === 'time'")
     page.page.evaluate("document.body.dataset.jpThemeLight = 'false'")
@@ -125,7 +125,7 @@ def test_a_click_changes_the_axis_and_dark_is_dark(page: Any) -> None:
     page.page.wait_for_function("!document.querySelector('.nbkit-dashboard').classList.contains('dark')")
 
 
-def test_the_report_of_the_run_is_a_page(page: Any, lab: dict[str, str]) -> None:
+def test_the_report_of_a_run_is_a_saved_page(page: Any, lab: dict[str, str]) -> None:
     said = page.run(NUMBER["report"], seconds=30)
     assert "page.html" in said and "open it in a browser" in said and "PosixPath" not in said
     assert "nbkit-dashboard" in (Path(lab["root"]) / "page.html").read_text()
@@ -141,7 +141,7 @@ def saved_picture(page: Any, lab: dict[str, str]) -> str:
 
 
 @pytest.mark.long
-def test_after_a_reload_while_a_cell_trains_and_then_a_restart_it_has_its_history_and_moves(
+def test_the_dashboard_has_its_history_after_a_reload_and_a_restart(
     page: Any, lab: dict[str, str], tmp_path: Path
 ) -> None:
     before = wait_for_step(page, 1)
@@ -164,7 +164,7 @@ def test_after_a_reload_while_a_cell_trains_and_then_a_restart_it_has_its_histor
     page.run(NUMBER["dashboard"])
     last = wait_for_step(page, before + 1)
     wait_for_step(page, last + 5)
-    # On a quick machine the run is long by now, and its oldest steps are means.
+    # On a fast machine the run is long by now, and its oldest steps are means.
     points = int(page.page.eval_on_selector(SHOWN, "canvas => canvas.dataset.points"))
     assert points >= min(before, OVERVIEW_LINES // 2)
     page.picture(tmp_path / "restarted.png")
@@ -199,7 +199,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_late_rank_and_the_rest_of_a_peak_are_named(browser: Any, reports: Path) -> None:
+def test_a_late_rank_and_the_modules_of_the_peak_are_named(browser: Any, reports: Path) -> None:
     told, count = re.subn(
         r'"modules":\[\[.*?\]\]',
         '"modules":[["parameters","blocks.*",1000]]',
@@ -216,7 +216,7 @@ def test_a_late_rank_and_the_rest_of_a_peak_are_named(browser: Any, reports: Pat
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.long), "dark"])
-def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Path, scheme: str) -> None:
+def test_a_saved_page_draws_all_pictures(browser: Any, reports: Path, tmp_path: Path, scheme: str) -> None:
     context = browser.new_context(viewport={"width": 1200, "height": 1000}, color_scheme=scheme)
     page = context.new_page()
     problems: list[str] = []
@@ -258,7 +258,7 @@ def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Pa
     context.close()
 
 
-def test_curves_are_zoomed_hidden_smoothed_and_saved(browser: Any, reports: Path, tmp_path: Path) -> None:
+def test_curves_can_be_zoomed_hidden_smoothed_and_saved(browser: Any, reports: Path, tmp_path: Path) -> None:
     page = browser.new_page(viewport={"width": 1200, "height": 1000})
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -283,7 +283,7 @@ def test_curves_are_zoomed_hidden_smoothed_and_saved(browser: Any, reports: Path
     assert len(rows) == 61 and rows[0].startswith("run,last_step,steps,") and rows[1].startswith("small,1,1,")
     drawn = save("svg")
     loss = re.findall(r'<path d="([^"]*)"', drawn)[0]
-    assert loss.count("M") == 1 and loss.count("L") == 59  # the switch breaks nothing
+    assert loss.count("M") == 1 and loss.count("L") == 59  # the switch does not interrupt the line
     assert "⇄ pp=4" in drawn and "✕ rank 2: NotFinite" in drawn
     assert save("png").startswith("\ufffdPNG")
 
@@ -293,7 +293,7 @@ def test_curves_are_zoomed_hidden_smoothed_and_saved(browser: Any, reports: Path
     page.mouse.up()
     low, high = map(float, shown("zoom").split())
     assert (low, high) == (pytest.approx(15, abs=0.2), pytest.approx(45, abs=0.2))
-    assert len(save("csv").splitlines()) == pytest.approx(31, abs=1)  # what is in sight
+    assert len(save("csv").splitlines()) == pytest.approx(31, abs=1)  # only the visible steps
     page.mouse.dblclick(*middle(page, ".curves .u-over", 0.5, 0.5))
     assert shown("zoom") == ""
 
@@ -309,7 +309,7 @@ def test_curves_are_zoomed_hidden_smoothed_and_saved(browser: Any, reports: Path
     assert page.get_attribute("button[data-do='log']", "aria-pressed") == "true"
     page.fill(".tools input", "0.9")
     page.click("button[data-line='raw']")
-    # Only the smoothed line is left, which does not lag: it ends near the last values.
+    # Only the smoothed line is left. It does not lag, so it ends near the last values.
     assert len(re.findall('stroke-width="2.2"', save("svg"))) == 2 and 'stroke-width="1.6"' not in save("svg")
     page.keyboard.press("Escape")
     page.click("button[data-along='time']")
@@ -350,7 +350,7 @@ tell({ kind: "runs", runs: ["first"], pinned: "", beside: "", steps: null });
 """
 
 
-def test_a_press_pins_the_run_and_the_steps_in_sight(browser: Any) -> None:
+def test_a_click_pins_the_run_and_its_visible_steps(browser: Any) -> None:
     page = browser.new_page(viewport={"width": 1200, "height": 900})
     script = joined().replace("export const", "const").replace("export default", "void")
     page.set_content(f"<style>{style()}</style><div id='here'></div><script type='module'>{script}{PIN}</script>")
@@ -370,7 +370,7 @@ def test_a_press_pins_the_run_and_the_steps_in_sight(browser: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [760, pytest.param(1300, marks=pytest.mark.long)])
-def test_no_word_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) -> None:
+def test_no_text_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) -> None:
     page = browser.new_page(viewport={"width": width, "height": 1000})
     page.add_init_script(WORDS)
     page.goto(f"file://{reports / 'small.html'}")
@@ -381,9 +381,9 @@ def test_no_word_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) 
     # A long strategy is shortened to its axes if there is no room for the rest.
     assert {"⇄ pp=4", "dp=4"} < set(page.evaluate("drawn"))
     assert any(words.startswith("planned: zbv, ") and "for all passes" in words for words in page.evaluate("drawn"))
-    # The share of bubble of one step's passes would stand beside that of the steps, which is another number.
+    # The bubble of one step's passes would be next to that of the steps, which is another number.
     assert not any("bubble" in words for words in page.evaluate("drawn"))
-    # The end of the axis of steps, the name of that of bars, and memory as numbers.
+    # These are the end of the axis of steps, the name of the axis of bars, and memory as numbers.
     assert {"60", "time"} < set(page.evaluate("drawn"))
     assert sum(" at rest, peak " in words for words in set(page.evaluate("drawn"))) > 0
     note = page.inner_text(".memorynote")
@@ -424,7 +424,7 @@ SPILT = """() => {
 }"""
 
 
-def test_in_a_narrow_pane_of_a_wide_window_nothing_overlaps_and_no_word_is_cut_off(
+def test_nothing_overlaps_or_is_cut_off_in_a_narrow_pane_of_a_wide_window(
     browser: Any, reports: Path, tmp_path: Path
 ) -> None:
     pane = (reports / "small.html").read_text().replace('<main id="run">', '<main id="run" style="width: 500px">')
@@ -444,13 +444,13 @@ def test_in_a_narrow_pane_of_a_wide_window_nothing_overlaps_and_no_word_is_cut_o
     page.close()
 
 
-def test_a_card_that_stands_still_says_so(browser: Any, reports: Path) -> None:
+def test_a_card_without_updates_says_so(browser: Any, reports: Path) -> None:
     seen = RunReader(reports / "small").snapshot()
     page = browser.new_page()
     page.set_content(card_html(seen))
     words = page.locator("text=has not changed for a minute")
     assert words.count() == 1 and not words.is_visible()
-    page.evaluate("document.getAnimations().forEach((one) => one.finish())")  # a minute
+    page.evaluate("document.getAnimations().forEach((one) => one.finish())")  # as after a minute
     assert words.is_visible() and "%dashboard" in words.inner_text()
     page.set_content(card_html(seen, ended=True))
     assert words.count() == 0

@@ -1,4 +1,4 @@
-"""No word of a drawing lies on another one, leaves its box or leaves the picture, in Chromium."""
+"""Test that no word of a drawing overlaps another, leaves its box or leaves the picture, in Chromium."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MISPLACED = """() => {
 }"""
 
 
-def test_no_word_lies_on_another_or_leaves_its_place(browser: Any) -> None:
+def test_no_word_overlaps_another_or_leaves_its_box(browser: Any) -> None:
     page = browser.new_page()
     misplaced = {}
     for drawing in DRAWINGS:

@@ -1,4 +1,4 @@
-"""A lesson in a real JupyterLab in a real browser: what a person sees while ranks run."""
+"""Test a lesson in a real JupyterLab in a real browser, as a person sees it while ranks run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CELLS = {
         "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),\n"
         "    data=train,\n"
         "    batch_size=4 * world_size,\n"
-        "    callbacks=[lambda *_: time.sleep(0.12)],\n"  # leaves the browser some of the machine
+        "    callbacks=[lambda *_: time.sleep(0.12)],\n"  # leaves some CPU time for the browser
         ")"
     ),
     "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",
@@ -54,7 +54,7 @@ def notebook_of(sources: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def page(open_page: Callable[[dict[str, Any]], Any]) -> Any:
-    """Open the lesson, and start a cluster of two."""
+    """Open the lesson, and start a cluster of two ranks."""
     page = open_page(notebook_of(list(CELLS.values())))
     page.run(NUMBER["load"])
     assert "2 ranks" in page.run(NUMBER["start"], seconds=90)
@@ -68,7 +68,7 @@ def pictures(request: pytest.FixtureRequest, page: Any, tmp_path: Path) -> Itera
     page.picture(tmp_path / "after.png")
 
 
-def test_a_cell_shows_what_each_rank_says(page: Any) -> None:
+def test_a_cell_shows_the_output_of_each_rank(page: Any) -> None:
     shown = page.run(NUMBER["values"])
 
     assert "[0] from 0" in shown
@@ -90,14 +90,14 @@ def test_the_switch_sends_cells_to_all_ranks_and_the_sidebar_shows_them(page: An
     assert page.page.locator(".nbkit-status").inner_text() == "2 ranks"
     page.page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
 
-    switch.press("Space")  # by the keyboard
+    switch.press("Space")  # with the keyboard
     page.page.wait_for_selector(f"{PANEL} .nbkit-switch[aria-checked=false]", timeout=60_000)
     assert "NameError" in page.run(NUMBER["plain"])  # the notebook has no world_size
 
 
 def test_output_streams_and_the_stop_button_stops_the_cell(page: Any) -> None:
     page.start(NUMBER["ticks"])
-    page.wait_for_output(NUMBER["ticks"], "tick 5")  # both ranks in one line, or each in its own
+    page.wait_for_output(NUMBER["ticks"], "tick 5")  # of both ranks in one line, or in a line each
     assert page.prompt(NUMBER["ticks"]) == "[*]:"
 
     page.interrupt()
@@ -105,11 +105,11 @@ def test_output_streams_and_the_stop_button_stops_the_cell(page: Any) -> None:
 
     assert "KeyboardInterrupt" in page.output(NUMBER["ticks"])
     assert "tick 599" not in page.output(NUMBER["ticks"])
-    assert "True" in page.run(NUMBER["kept"])  # variables live on
+    assert "True" in page.run(NUMBER["kept"])  # variables are kept
 
 
 def test_a_detached_training_prints_in_its_own_cell_while_others_run(page: Any) -> None:
-    if page.output(NUMBER["detached"]):  # this test failed a minute ago, and is run again
+    if page.output(NUMBER["detached"]):  # this test failed a minute ago, and is repeated
         page.run(NUMBER["end"])
     page.run(NUMBER["trainer"])
     page.run(NUMBER["detached"])
@@ -121,25 +121,25 @@ def test_a_detached_training_prints_in_its_own_cell_while_others_run(page: Any) 
     assert "step" not in page.output(NUMBER["meanwhile"])
     before = step_of(page)
     deadline = time.monotonic() + 30
-    while step_of(page) <= before:  # about once a second, later on a busy machine
+    while step_of(page) <= before:  # updated about once a second, less often on a busy machine
         assert time.monotonic() < deadline, f"the line stands still at step {before}"
         page.page.wait_for_timeout(100)
 
 
 @pytest.mark.long
-def test_the_board_is_alive_in_its_frame(page: Any) -> None:
+def test_tensorboard_works_in_its_frame(page: Any) -> None:
     shown = page.run(NUMBER["board"])
     assert "ssh -L" in shown
 
     frame = page.cell(NUMBER["board"]).locator("iframe").element_handle().content_frame()
     page.cell(NUMBER["board"]).locator("iframe").scroll_into_view_if_needed()
-    frame.wait_for_selector("text=/dp2/", timeout=30_000)  # the run, by its name
-    frame.wait_for_selector("text=/loss/", timeout=30_000)  # pinned, so that it is the first thing one sees
-    page.page.wait_for_timeout(500)  # it draws
+    frame.wait_for_selector("text=/dp2/", timeout=30_000)  # the name of the run
+    frame.wait_for_selector("text=/loss/", timeout=30_000)  # pinned, so it is the first chart
+    page.page.wait_for_timeout(500)  # time to draw
 
 
 @pytest.mark.long
-def test_after_a_reload_of_the_page_the_training_is_still_there(page: Any) -> None:
+def test_the_training_is_still_there_after_a_reload_of_the_page(page: Any) -> None:
     page.reload()
 
     assert "after the reload: running" in page.run(NUMBER["again"])
@@ -156,12 +156,12 @@ def test_an_error_on_one_rank_is_shown_once_with_its_rank(page: Any) -> None:
     page.run(NUMBER["stop"])
 
 
-def test_the_page_had_no_error_of_its_own(page: Any) -> None:
+def test_the_page_had_no_errors(page: Any) -> None:
     assert page.problems == []
 
 
 def step_of(page: Any) -> int:
-    """Return the step that the detached cell shows, in a line or a card. While they change, it shows none."""
+    """Return the step that the detached cell shows, in a line or a card. During an update it shows none."""
     deadline = time.monotonic() + 30
     while not (steps := re.findall(r"step ([\d,]+)(?:/| of )", page.output(NUMBER["detached"]))):
         assert time.monotonic() < deadline, f"no step is shown: {page.output(NUMBER['detached'])}"

@@ -1,4 +1,4 @@
-"""nbkit's part of JupyterLab: sidebar, status bar, what is docked, and the switch. test_lab.py has the short test."""
+"""Test nbkit's extension of JupyterLab: sidebar, status bar, docked tabs, the switch. test_lab.py has a short test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CELLS = ["'first'", TRAINING, "handle.stop()", "7 * 6"]
 
 @pytest.fixture(scope="module")
 def page(open_page: Callable[..., Any]) -> Any:
-    """Open the notebook and the sidebar, by the command that the palette has."""
+    """Open the notebook, and the sidebar by the command in the palette."""
     cells = [
         {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
         for i, source in enumerate(CELLS)
@@ -43,7 +43,7 @@ def appears(page: Any, selector: str) -> Any:
     return page.page.wait_for_selector(selector, timeout=SECONDS)
 
 
-def test_a_cluster_is_started_by_a_cell_that_one_can_read(page: Any) -> None:
+def test_the_sidebar_starts_a_cluster_with_a_visible_cell(page: Any) -> None:
     page.page.locator("#nbkit-options").fill("-n 2 --cpu --ttl 10min --name seen")
     page.page.keyboard.press("Enter")
 
@@ -53,7 +53,7 @@ def test_a_cluster_is_started_by_a_cell_that_one_can_read(page: Any) -> None:
     assert source == "%load_ext nbkit\n%cluster start -n 2 --cpu --ttl 10min --name seen"
 
 
-def test_a_training_is_in_the_status_bar_and_its_dashboard_and_panel_dock_as_tabs(page: Any, tmp_path: Path) -> None:
+def test_a_training_is_in_the_status_bar_and_dashboard_and_panel_dock(page: Any, tmp_path: Path) -> None:
     page.run(2)
     appears(page, ".nbkit-status >> text=/2 ranks · dp=2 · .* tok.s/")
     appears(page, ".nbkit-here .nbkit-note >> text=/step \\d+ · dp=2/")
@@ -74,7 +74,7 @@ def test_a_training_is_in_the_status_bar_and_its_dashboard_and_panel_dock_as_tab
         page.picture(tmp_path / f"{theme}.png")
 
 
-def test_a_run_is_listed_and_the_focus_stays_while_the_sidebar_changes(page: Any) -> None:
+def test_a_run_is_listed_and_the_focus_stays_when_the_sidebar_changes(page: Any) -> None:
     appears(page, "[data-key^=run-]")
     page.page.locator("[data-key=stop-seen]").focus()
     before = page.page.locator(".nbkit-here").inner_text()
@@ -85,7 +85,7 @@ def test_a_run_is_listed_and_the_focus_stays_while_the_sidebar_changes(page: Any
     assert page.page.evaluate("document.activeElement.dataset.key") == "stop-seen"
 
 
-def test_the_switch_is_asked_of_the_kernel_and_a_new_kernel_has_it_off(page: Any) -> None:
+def test_the_switch_follows_the_kernel_and_is_off_in_a_new_kernel(page: Any) -> None:
     page.run(3)
     page.page.locator(f"{PANEL} .nbkit-switch").click()
     appears(page, f"{PANEL}.nbkit-all-ranks .nbkit-switch[aria-checked=true]")
@@ -107,7 +107,7 @@ def test_the_switch_says_why_it_stays_off_without_a_cluster(page: Any) -> None:
     assert page.page.locator(f"{PANEL} .nbkit-switch").get_attribute("aria-checked") == "false"
 
 
-def test_attach_and_stop_by_the_keyboard(page: Any) -> None:
+def test_attach_and_stop_work_with_the_keyboard(page: Any) -> None:
     page.page.evaluate("jupyterapp.commands.execute('nbkit:sidebar')")
     attach = appears(page, "[data-key=attach-seen]:enabled")
     attach.press("Enter")
@@ -121,13 +121,13 @@ def test_attach_and_stop_by_the_keyboard(page: Any) -> None:
     appears(page, ".nbkit-status >> text=/no cluster/")
 
 
-def test_ipyparallels_own_tab_says_that_these_clusters_are_elsewhere(page: Any) -> None:
+def test_ipyparallels_own_tab_refers_to_the_tab_of_nbkit(page: Any) -> None:
     page.page.evaluate("jupyterapp.shell.activateById('ipp-cluster-launcher')")
 
     assert "Those of nbkit are in the tab nbkit." in appears(page, "#ipp-cluster-launcher .nbkit-other").inner_text()
 
 
-def test_a_lesson_opens_as_a_copy_of_ones_own(page: Any, lab: dict[str, str]) -> None:
+def test_a_lesson_opens_as_the_users_own_copy(page: Any, lab: dict[str, str]) -> None:
     page.page.evaluate("jupyterapp.commands.execute('nbkit:sidebar')")
     appears(page, "[data-key=lesson-01_all_reduce]").click()
     appears(page, ".lm-TabBar-tabLabel >> text=/01_all_reduce.ipynb/")

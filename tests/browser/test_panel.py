@@ -1,4 +1,4 @@
-"""The strategy panel in a real JupyterLab: a training is switched, undone and stopped by clicks while its cell runs."""
+"""Test the strategy panel in a real JupyterLab: clicks switch, undo and stop a training while its cell runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CELLS = {
         "    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),\n"
         "    data=nbkit.TextDataset(block=32, limit=100_000),\n"
         "    batch_size=16, log_dir=None,\n"
-        "    callbacks=[lambda *_: time.sleep(0.12)])\n"  # leaves the browser some of the machine
+        "    callbacks=[lambda *_: time.sleep(0.12)])\n"  # leaves some CPU time for the browser
     ),
     "panel": "%strategy",
     "train": "%%distributed\nrecords = trainer.fit(1_000_000)",
     "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",
-    # Some releases of ipykernel do not answer a page that is opened while a cell runs.
+    # Some releases of ipykernel do not answer a page opened while a cell runs.
     "second": (
         "from nbkit.notebook.widgets import widget_output as support\n"
         "support.kernel_version = lambda: '7.3.0'\n%strategy"
@@ -64,7 +64,7 @@ class PanelOnPage:
         self.page, self.root = page, page.cell(cell).locator(".nbkit-panel")
 
     def trained(self) -> str:
-        """Return the end of what the cell that trains shows."""
+        """Return the end of the output of the training cell."""
         return str(self.page.output(NUMBER["train"]))[-1000:]
 
     def wait(self, what: Callable[[], bool], why: str, seconds: float = SECONDS) -> None:
@@ -100,7 +100,7 @@ class PanelOnPage:
         self.root.locator(f'tr[data-strategy="{strategy}"]').click()
 
     def apply(self, strategy: str) -> float:
-        """Choose the row and press Apply; seconds from the click until the panel shows the new strategy."""
+        """Choose the row and press Apply. Return the seconds from the click until the panel shows the new strategy."""
         self.choose(strategy)
         began = time.monotonic()
         self.press("Apply")
@@ -125,11 +125,11 @@ def panel(page: Any) -> PanelOnPage:
     return panel
 
 
-def test_a_training_is_switched_through_the_families_by_clicks_while_its_cell_runs(
+def test_clicks_switch_a_training_through_the_families_while_its_cell_runs(
     page: Any, panel: PanelOnPage, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if getattr(request.node, "execution_count", 1) > 1 and panel.strategy != "dp=2":
-        panel.apply("dp=2")  # a first run that failed has left the ranks under another strategy
+        panel.apply("dp=2")  # a failed first run has left the ranks under another strategy
     assert panel.strategy == "dp=2"
     page.start(NUMBER["train"])
     panel.wait(lambda: panel.step > 3, "the panel does not follow the training")
@@ -150,7 +150,7 @@ def test_a_training_is_switched_through_the_families_by_clicks_while_its_cell_ru
     page.picture(tmp_path / "choosing.png")
 
 
-def test_a_pause_holds_and_lets_go(panel: PanelOnPage) -> None:
+def test_a_pause_stops_the_steps_until_go_on(panel: PanelOnPage) -> None:
     panel.press("Pause")
     panel.wait(lambda: panel.headline.startswith("paused"), "it did not pause")
     held = panel.step
@@ -168,27 +168,27 @@ def test_the_keys_that_run_and_edit_cells_switch_nothing(page: Any, panel: Panel
 
     for keys in ("Shift+Enter", "Control+Enter", "Alt+Enter", "Meta+Enter", "Enter"):
         page.page.keyboard.press(keys)
-    # The plain one has gone on to Apply, where those of a notebook press nothing either.
+    # The plain key moved the focus to Apply, where keys of a notebook press nothing either.
     assert page.page.evaluate("document.activeElement.textContent") == "Apply"
     for keys in ("Shift+Enter", "Control+Enter", "Alt+Enter", "Meta+Enter", "Shift+Space"):
         page.page.keyboard.press(keys)
 
     steps = panel.step
-    panel.wait(lambda: panel.step > steps + 3, "no more steps")  # a switch would have been made by now
+    panel.wait(lambda: panel.step > steps + 3, "no more steps")  # a switch would have happened by now
     assert (panel.strategy, panel.told) == (before, told)
     assert [page.prompt(number) for number in range(len(CELLS))] == prompts
     page.page.keyboard.press("Enter")
     panel.wait(lambda: panel.strategy == "tp=2", "Enter on Apply did not apply")
 
 
-def test_its_buttons_are_written_in_its_own_font(panel: PanelOnPage) -> None:
+def test_buttons_use_the_font_of_the_panel(panel: PanelOnPage) -> None:
     own = panel.root.evaluate("panel => getComputedStyle(panel).fontFamily")
     for label in ("Apply", "Undo", "Pause", "Save", "Stop"):
         button = panel.root.get_by_role("button", name=label, exact=True)
         assert button.evaluate("button => getComputedStyle(button).fontFamily") == own, label
 
 
-def test_what_cannot_be_is_refused_in_words_and_nothing_ends(page: Any, panel: PanelOnPage) -> None:
+def test_an_impossible_strategy_is_refused_with_a_reason_and_nothing_ends(page: Any, panel: PanelOnPage) -> None:
     panel.root.locator("input").fill("dp=3")
     panel.wait(lambda: "the world has 2" in panel.root.inner_text(), "it does not say why")
     assert panel.root.get_by_role("button", name="Apply").is_disabled()
@@ -196,11 +196,11 @@ def test_what_cannot_be_is_refused_in_words_and_nothing_ends(page: Any, panel: P
     assert page.prompt(NUMBER["train"]) == "[*]:"
 
 
-def test_the_dark_theme(page: Any, panel: PanelOnPage, tmp_path: Path) -> None:
+def test_the_panel_can_be_used_in_the_dark_theme(page: Any, panel: PanelOnPage, tmp_path: Path) -> None:
     choose_theme(page, "Dark")
     panel.choose("dp=2 zero=1")
     page.picture(tmp_path / "dark.png")
-    choose_theme(page, "Light")  # the server remembers it for the other files
+    choose_theme(page, "Light")  # the server keeps the theme for the other files
 
 
 def choose_theme(page: Any, theme: str) -> None:
@@ -222,12 +222,10 @@ def test_stop_ends_the_cell_at_a_step_boundary(page: Any, panel: PanelOnPage) ->
 
 
 @pytest.mark.long
-def test_a_page_opened_while_the_cell_runs_has_the_panel_and_steers_in_lab_and_in_notebook_7(
-    page: Any, panel: PanelOnPage, tmp_path: Path
-) -> None:
+def test_a_page_opened_while_the_cell_runs_has_a_working_panel(page: Any, panel: PanelOnPage, tmp_path: Path) -> None:
     page.start(NUMBER["train"])
     panel.wait(lambda: panel.headline.startswith("training"), "it does not train")
-    # The steps of the training before count, and so does the step that this one ends with.
+    # The steps of the previous training count, and so does the last step of this one.
     panel.wait(lambda: " of 1,000," in panel.headline, "it does not say how many steps")
     goal = re.search(r"step [\d,]+ of 1,000,(\d+)", panel.headline)
     assert goal is not None and 0 < int(goal[1]) <= panel.step, panel.headline
@@ -238,7 +236,7 @@ def test_a_page_opened_while_the_cell_runs_has_the_panel_and_steers_in_lab_and_i
     other = page.beside()
     beside = PanelOnPage(other, NUMBER["panel"])
     beside.root.wait_for(timeout=SECONDS * 1000)
-    others = list(other.problems)  # Notebook 7's own, of the plugins of Lab that it leaves out
+    others = list(other.problems)  # errors of Notebook 7 itself, about plugins of Lab that it does not have
 
     beside.apply("dp=2 zero=3")
     panel.wait(lambda: panel.told == beside.told, "Lab does not show what was done in Notebook 7")
@@ -246,7 +244,7 @@ def test_a_page_opened_while_the_cell_runs_has_the_panel_and_steers_in_lab_and_i
     beside.wait(lambda: beside.strategy == "tp=2", "Notebook 7 does not show what was done in Lab")
     other.picture(tmp_path / "notebook7.png")
     page.picture(tmp_path / "lab.png")
-    for one in (panel, beside):  # each page is told that its own click was heard
+    for one in (panel, beside):  # each page must learn that its own click was received
         one.wait(lambda it=one: it.root.get_attribute("data-unheard") == "0", "a click was not heard")  # type: ignore[misc]
 
     beside.press("Stop")
@@ -257,9 +255,7 @@ def test_a_page_opened_while_the_cell_runs_has_the_panel_and_steers_in_lab_and_i
 
 
 @pytest.mark.long
-def test_after_a_reload_of_the_page_the_panel_is_there_again_and_a_second_one_agrees(
-    page: Any, panel: PanelOnPage
-) -> None:
+def test_the_panel_is_there_after_a_reload_and_a_second_one_agrees(page: Any, panel: PanelOnPage) -> None:
     page.run(NUMBER["detached"])
     page.reload()
     panel.root.wait_for(timeout=SECONDS * 1000)
@@ -275,13 +271,13 @@ def test_after_a_reload_of_the_page_the_panel_is_there_again_and_a_second_one_ag
     panel.wait(lambda: panel.told == second.told, "the panels tell different things")
     picture = page.cell(NUMBER["second"]).locator(".nbkit-still")
     assert not picture.is_visible()
-    second.root.evaluate("panel => panel.remove()")  # such a page gets no widget
+    second.root.evaluate("panel => panel.remove()")  # as in a page without widgets
     assert picture.is_visible()
     page.run(NUMBER["end"])
 
 
 @pytest.mark.long
-def test_after_a_restart_of_the_kernel_the_panel_says_what_to_type(page: Any, panel: PanelOnPage) -> None:
+def test_the_panel_says_what_to_type_after_a_restart_of_the_kernel(page: Any, panel: PanelOnPage) -> None:
     page.restart_kernel()
     panel.wait(lambda: panel.root.get_attribute("data-phase") == "silent", "it does not notice")
     assert "%cluster attach steered" in panel.root.locator(".note").inner_text()
@@ -292,6 +288,6 @@ def test_after_a_restart_of_the_kernel_the_panel_says_what_to_type(page: Any, pa
     panel.wait(lambda: panel.headline.startswith("not training"), "the new one shows nothing")
 
 
-def test_the_page_had_no_error_of_its_own(page: Any) -> None:
+def test_the_page_had_no_errors(page: Any) -> None:
     assert page.problems == []
     page.run(NUMBER["stop"])

@@ -1,4 +1,4 @@
-"""The panel's JavaScript in a page of its own: what keys and clicks send, and that it stands 64 ranks."""
+"""Test the panel's JavaScript in its own page: the messages of keys and clicks, and 64 ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shown(window: Any, table: dict[str, Any], **answer: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def window(browser: Any) -> Iterator[Any]:
-    """Yield one window for all tests: making a window takes the browser longer than making a page."""
+    """Yield one window for all tests, because the browser makes a window more slowly than a page."""
     window = browser.new_context(viewport={"width": 1100, "height": 700})
     yield window
     window.close()
@@ -58,11 +58,11 @@ def page(window: Any) -> Any:
 
 
 def sent(page: Any) -> list[dict[str, Any]]:
-    """Return the messages that the page sent to Python, without the numbers of its presses."""
+    """Return the messages of the page to Python, without the numbers of its clicks."""
     return [{key: value for key, value in one.items() if key != "press"} for one in page.evaluate("model.sent")]
 
 
-def test_arrows_choose_a_row_and_enter_goes_on_to_apply(page: Any) -> None:
+def test_arrows_choose_a_row_and_enter_moves_to_apply(page: Any) -> None:
     page.locator("tr.now").focus()
     page.keyboard.press("ArrowDown")
     chosen = page.locator("tr[aria-selected='true']").get_attribute("data-strategy")
@@ -83,7 +83,7 @@ def focused(page: Any) -> str:
 
 
 def held(page: Any, key: str, times: int = 6) -> None:
-    """Press a key, hold it so that it repeats itself, and let it go."""
+    """Press a key, hold it so that it repeats, and release it."""
     for _ in range(times):
         page.keyboard.down(key)
     page.keyboard.up(key)
@@ -92,7 +92,7 @@ def held(page: Any, key: str, times: int = 6) -> None:
 MODIFIED = [f"{modifier}+{key}" for modifier in ("Shift", "Control", "Alt", "Meta") for key in ("Enter", "Space")]
 
 
-def test_no_key_that_means_something_else_in_a_notebook_acts(page: Any) -> None:
+def test_keys_with_another_meaning_in_a_notebook_do_nothing(page: Any) -> None:
     for where in ("row", "line", "Apply", "Try 10 steps", "Undo", "Pause", "Save", "Stop"):
         there = focused_on(page, where)
         for keys in MODIFIED:
@@ -103,7 +103,7 @@ def test_no_key_that_means_something_else_in_a_notebook_acts(page: Any) -> None:
 
 
 def focused_on(page: Any, where: str) -> Any:
-    """Click the row of tp=4, then focus that row, the line or a button, and return it."""
+    """Click the row of tp=4. Then focus this row, the input line or a button, and return it."""
     row = page.locator("tr[data-strategy='tp=4']")
     row.click()
     there = {"row": row, "line": page.locator("input")}.get(where) or page.get_by_role("button", name=where, exact=True)
@@ -115,20 +115,20 @@ def focused_on(page: Any, where: str) -> Any:
     ("where", "acts"),
     [("row", 0), ("Apply", 1), *(pytest.param(also, 1, marks=pytest.mark.long) for also in ("line", "Undo", "Pause"))],
 )
-def test_a_key_that_is_held_down_is_pressed_once(page: Any, where: str, acts: int) -> None:
+def test_a_key_that_is_held_down_acts_once(page: Any, where: str, acts: int) -> None:
     focused_on(page, where)
 
     held(page, "Enter")
 
     assert len(sent(page)) == acts
-    held(page, "ArrowDown")  # but rows go by while an arrow is held
+    held(page, "ArrowDown")  # a held arrow moves over several rows
     if where == "row":
         page.locator("tr.now").focus()
         held(page, "ArrowDown", 2)
         assert page.locator("tr[aria-selected='true']").get_attribute("data-strategy") != "dp=4 zero=1"
 
 
-def test_a_column_says_of_whom_its_figures_are(page: Any) -> None:
+def test_a_column_names_the_ranks_of_its_figures(page: Any) -> None:
     heads = {head.split("\n")[0]: head for head in page.locator("thead th").all_inner_texts()}
     title = page.locator(".words").inner_text()
 
@@ -151,7 +151,7 @@ def test_a_typed_line_is_checked_before_it_can_be_applied(page: Any) -> None:
     assert page.locator("input").input_value() == "dp=4"
 
 
-def test_a_typed_strategy_without_a_row_is_previewed_like_those_that_have_one(page: Any) -> None:
+def test_a_typed_strategy_without_a_row_gets_a_preview(page: Any) -> None:
     typed = "pp schedule=zbv"
     page.locator("input").fill(typed)
     strategy = "pp=4 schedule=zbv microbatches=8"
@@ -168,7 +168,7 @@ def test_a_typed_strategy_without_a_row_is_previewed_like_those_that_have_one(pa
     assert "7.77 MB" in first.inner_text() and page.locator(".ghost").count() > 0
     assert "global 16" in page.locator(".sum").inner_text()
     page.evaluate("model.set('job', { ...model.state.job, unsure: 'news' })")
-    assert sent(page)[-1] == {"do": "check", "strategy": typed}  # its figures may be old
+    assert sent(page)[-1] == {"do": "check", "strategy": typed}  # because its figures may be old
     page.evaluate(say, {**told, "row": {**row, "peak": "8.88 MB"}})
     assert "8.88 MB" in page.locator("tbody tr").first.inner_text()
     first.click()
@@ -179,14 +179,14 @@ def test_a_typed_strategy_without_a_row_is_previewed_like_those_that_have_one(pa
     assert page.locator("tbody tr").count() == rows
 
 
-def test_the_strategy_in_force_and_those_that_do_not_fit_cannot_be_applied(page: Any) -> None:
+def test_the_current_strategy_and_those_that_do_not_fit_cannot_be_applied(page: Any) -> None:
     assert page.get_by_role("button", name="Apply").is_disabled()
-    page.locator("tr.no").first.click(force=True)  # a reader of the page is told that it is disabled
+    page.locator("tr.no").first.click(force=True)  # it is marked as disabled for screen readers
     assert page.get_by_role("button", name="Apply").is_disabled()
     assert "which positions" in page.locator(".said").inner_text()
 
 
-def test_a_row_tells_what_it_sends_and_holds_and_which_figures_are_predicted(page: Any) -> None:
+def test_a_row_shows_traffic_and_memory_and_marks_predictions(page: Any) -> None:
     row = page.locator("tr[data-strategy='pp=4 schedule=1f1b microbatches=8']")
 
     assert "≈ 20 ms" in row.inner_text()
@@ -196,7 +196,7 @@ def test_a_row_tells_what_it_sends_and_holds_and_which_figures_are_predicted(pag
     assert page.locator("tr[data-strategy='dp=4 zero=1'] td.sends").inner_text() == "≈ 250 kB"
 
 
-def test_news_does_not_disturb_what_the_user_is_choosing(page: Any) -> None:
+def test_updates_do_not_disturb_the_users_choice(page: Any) -> None:
     page.locator("tr[data-strategy='tp=4']").click()
     state = reduce(State("lesson", 4), Looked(answer_of(table_of(step=8), held=True)))
     page.evaluate("job => window.model.set('job', job)", job_view(state))
@@ -208,7 +208,7 @@ def test_news_does_not_disturb_what_the_user_is_choosing(page: Any) -> None:
     assert sent(page) == [{"do": "resume"}, {"do": "try", "strategy": "tp=4"}]
 
 
-def test_a_row_is_chosen_though_news_redraw_the_table_before_the_mouse_is_let_go(page: Any) -> None:
+def test_a_row_is_chosen_even_if_the_table_is_redrawn_during_the_click(page: Any) -> None:
     page.locator("tr[data-strategy='tp=4']").hover()
     page.mouse.down()
     page.evaluate("model.set('job', { ...model.get('job') })")
@@ -266,7 +266,7 @@ SEEN_ROW = """() => {
 
 
 @pytest.mark.parametrize("width", [1100, pytest.param(700, marks=pytest.mark.long)])
-def test_a_click_reaches_its_row_while_news_of_8_ranks_arrives(window: Any, width: int) -> None:
+def test_a_click_reaches_its_row_during_updates_of_8_ranks(window: Any, width: int) -> None:
     page = shown(window, table_of(ranks=8))
     page.set_viewport_size({"width": width, "height": 800})
     page.locator("th.step button").click()
@@ -275,7 +275,7 @@ def test_a_click_reaches_its_row_while_news_of_8_ranks_arrives(window: Any, widt
     page.on("pageerror", lambda error: errors.append(str(error)))
     for number in range(50):
         if number % 5 == 0:
-            page.mouse.move(3, 3)  # the pointer leaves, and the rows get the order of now
+            page.mouse.move(3, 3)  # the pointer leaves, and the rows get their current order
             page.wait_for_timeout(60)
             orders.add(tuple(order(page)))
             page.locator(".rows").hover()
@@ -287,10 +287,10 @@ def test_a_click_reaches_its_row_while_news_of_8_ranks_arrives(window: Any, widt
     page.close()
 
     assert errors == [] and reached == 50
-    assert len(orders) > 5  # or the news would change nothing
+    assert len(orders) > 5  # otherwise the updates would change nothing
 
 
-def test_a_head_sorts_the_rows_and_what_is_not_known_comes_last(page: Any) -> None:
+def test_a_column_head_sorts_the_rows_with_unknown_values_last(page: Any) -> None:
     table = order(page)
     steps = {"pp=4 schedule=1f1b microbatches=8": 20, "tp=4": 30, "dp=4": 40, "dp=4 zero=3": 50}
     head = page.locator("th.step button")
@@ -304,7 +304,7 @@ def test_a_head_sorts_the_rows_and_what_is_not_known_comes_last(page: Any) -> No
     assert order(page) == table and head.get_attribute("aria-label") == "sort by step"
 
 
-def test_a_chip_shows_one_family_in_table_and_picture(page: Any) -> None:
+def test_a_chip_filters_table_and_picture_by_family(page: Any) -> None:
     names = page.locator(".chip").all_inner_texts()
     page.locator(".chip[data-family=zero]").click()
 
@@ -319,7 +319,7 @@ def test_a_chip_shows_one_family_in_table_and_picture(page: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [700, 1600])
-def test_each_strategy_has_one_line_and_what_is_not_known_is_said_once(window: Any, width: int) -> None:
+def test_each_strategy_has_one_line_and_unknown_values_are_explained_once(window: Any, width: int) -> None:
     table = table_of("zero3")
     for place, row in enumerate(table["options"]):
         row.update(step_s=None, predicted_step_s=None)
@@ -337,38 +337,38 @@ def test_each_strategy_has_one_line_and_what_is_not_known_is_said_once(window: A
     assert wide <= width
 
 
-def test_the_picture_has_a_dot_for_each_strategy_rings_the_one_that_runs_and_draws_the_best(page: Any) -> None:
+def test_the_picture_has_dots_a_ring_for_the_current_strategy_and_a_best_line(page: Any) -> None:
     fits = page.locator("tbody tr:not(.no)").count()
 
     assert page.locator(".point").count() == fits and page.locator(".point:not(.unknown)").count() == 4
     assert page.locator(".point:has(.ring)").get_attribute("data-strategy") == "dp=4"
     kinds = [page.locator(f".point[data-strategy^='{one}']").first.get_attribute("class") for one in ("pp=4", "tp=4")]
     assert kinds == ["point predicted", "point measured"]
-    # pp=4 is the fastest of those that need the least memory, so no other is on the line.
+    # pp=4 is the fastest of the strategies with the least memory, so no other is on the line.
     at = page.locator(".point[data-strategy^='pp=4']").get_attribute("transform")
     x, y = at.removeprefix("translate(").removesuffix(")").split()
     path = page.locator(".frontier").get_attribute("d")
     assert path.startswith(f"M{x} ") and f"V{y}H" in path and path.count("V") == 1
 
 
-def test_a_click_on_a_dot_chooses_and_so_do_arrows(page: Any) -> None:
+def test_clicks_and_arrows_on_dots_choose_a_strategy(page: Any) -> None:
     dot, line = page.locator(".point[data-strategy='tp=4']"), page.locator(".line input")
     dot.scroll_into_view_if_needed()
     box = dot.locator(".dot").bounding_box()
-    page.mouse.click(box["x"] - 1, box["y"] + 6)  # beside it
+    page.mouse.click(box["x"] - 1, box["y"] + 6)  # next to the dot
 
     assert line.input_value() == page.locator("tr[aria-selected=true]").get_attribute("data-strategy") == "tp=4"
     assert dot.get_attribute("aria-selected") == "true" and dot.get_attribute("role") == "option"
     assert dot.get_attribute("aria-label") == page.locator("tr[data-strategy='tp=4']").get_attribute("aria-label")
     page.locator("th.payback button").focus()
     page.keyboard.press("Tab")  # to the chosen row
-    for _ in range(12):  # past the line and the buttons, to its dot
+    for _ in range(12):  # past the input line and the buttons, to its dot
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.tagName") == "g":
             break
     assert page.evaluate("[document.activeElement.tagName, document.activeElement.dataset.strategy]") == ["g", "tp=4"]
     page.keyboard.press("End")
-    assert line.input_value() == "dp=4"  # it needs most memory
+    assert line.input_value() == "dp=4"  # the one with most memory
     page.keyboard.press("ArrowLeft")
     assert line.input_value() not in ("dp=4", "tp=4")
     page.keyboard.press("Enter")
@@ -383,8 +383,8 @@ def test_python_and_the_page_give_a_strategy_the_same_family(page: Any) -> None:
     assert found == [family_of(one) for one in every] and set(found) == set(javascript.colours("FAMILIES"))
 
 
-def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> None:
-    page = shown(browser, table_of())  # in a window of its own, whose clock is stopped
+def test_a_click_that_the_kernel_has_not_received_is_shown_as_waiting(browser: Any) -> None:
+    page = shown(browser, table_of())  # in its own window, whose clock is stopped
     page.clock.install()
     note = page.locator(".note")
     page.get_by_role("button", name="Pause", exact=True).click()
@@ -392,7 +392,7 @@ def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> 
     assert note.inner_text() == ""
     page.clock.fast_forward(1700)
     assert "has not received this click" in note.inner_text() and "%%distributed --detach" in note.inner_text()
-    page.evaluate("model.heard['msg:custom']({ heard: 0.5 })")  # a press in another page
+    page.evaluate("model.heard['msg:custom']({ heard: 0.5 })")  # a click in another page
     assert note.inner_text() != ""
     page.evaluate("model.heard['msg:custom']({ heard: model.sent[0].press })")
     assert note.inner_text() == ""
@@ -403,12 +403,12 @@ def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> 
     page.close()
 
 
-def test_a_kernel_of_which_nothing_comes_any_more_is_said_to_be_gone_and_takes_no_clicks(browser: Any) -> None:
-    page = shown(browser, table_of())  # in a window of its own, whose clock is stopped
+def test_a_silent_kernel_is_reported_and_clicks_are_disabled(browser: Any) -> None:
+    page = shown(browser, table_of())  # in its own window, whose clock is stopped
     page.clock.install()
     root, row = page.locator(".nbkit-panel"), page.locator("tr[data-strategy='tp=4']")
     beat = "model.heard['msg:custom']({ beat: true })"
-    for _ in range(3):  # as when a cell runs or a training is paused, and nothing else is new
+    for _ in range(3):  # as during a cell or a pause without other updates
         page.evaluate(beat)
         page.clock.fast_forward(3000)
     assert root.get_attribute("data-phase") == "training" and page.locator(".keys button:enabled").count() > 0
@@ -445,7 +445,7 @@ def test_64_ranks_of_8_nodes_fit_without_scrolling_sideways(window: Any) -> None
     page.close()
 
 
-def test_the_recommended_row_has_a_mark_and_keeps_its_place(page: Any) -> None:
+def test_the_recommended_row_is_marked_and_keeps_its_place(page: Any) -> None:
     mark = page.locator(".recommended")
     row = page.locator("tbody tr:has(.recommended)")
 
@@ -457,7 +457,7 @@ def test_the_recommended_row_has_a_mark_and_keeps_its_place(page: Any) -> None:
     assert row.locator("td").all_inner_texts()[1:4] == ["1 MB", "≈ 3 MB", "≈ 20 ms"]
 
 
-def test_what_levers_would_save_stands_under_the_link(window: Any) -> None:
+def test_savings_of_levers_are_shown_under_the_link(window: Any) -> None:
     page = shown(window, table_of(levers={"strategy": "dp=4", "step_s": 0.04, "each": {"compress=int8": 0.02}}))
 
     assert page.locator(".legend .levers").inner_text() == (
@@ -466,7 +466,7 @@ def test_what_levers_would_save_stands_under_the_link(window: Any) -> None:
     page.close()
 
 
-def test_what_is_not_measured_yet_says_how_to_measure_it(page: Any) -> None:
+def test_unmeasured_figures_say_how_to_measure_them(page: Any) -> None:
     assert "Try 10 steps" in page.locator("tr[data-strategy='dp=4 zero=1'] td.step").get_attribute("title")
     assert page.locator(".grid .side").all_inner_texts()[1:] == [
         "before blocks",
@@ -476,7 +476,7 @@ def test_what_is_not_measured_yet_says_how_to_measure_it(page: Any) -> None:
     ]
 
 
-def test_margins_and_why_nothing_is_predicted_and_what_is_recommended_stand_in_the_table(window: Any) -> None:
+def test_the_table_has_margins_reasons_and_the_recommendation(window: Any) -> None:
     crowded = {"unpredicted": "the ranks share cores", "unpredicted_pause": "the first switch shows it"}
     table = table_of(**crowded)
     for row in table["options"]:
@@ -503,13 +503,13 @@ def test_margins_and_why_nothing_is_predicted_and_what_is_recommended_stand_in_t
 
 
 @pytest.mark.parametrize(("width", "beside"), [(950, False), (1120, False), (1250, True)])
-def test_the_widest_figures_fit_and_the_pictures_stand_beside_the_table_where_there_is_room(
+def test_the_widest_figures_fit_and_pictures_are_beside_the_table_if_possible(
     browser: Any, width: int, beside: bool
 ) -> None:
     table = table_of("pp")
     table["link"] = "0.287 GB/s within a node, 0.1 GB/s between nodes, 6.05 ms"
     for row in table["options"]:
-        if row["ok"]:  # as wide as figures get
+        if row["ok"]:  # set the widest possible figures
             row |= {
                 "step_s": 0.0676,
                 "step_low_s": 0.0669,
@@ -534,7 +534,7 @@ def test_the_widest_figures_fit_and_the_pictures_stand_beside_the_table_where_th
     page.close()
 
 
-def test_before_there_is_a_trainer_it_says_what_to_type(browser: Any) -> None:
+def test_without_a_trainer_the_panel_says_what_to_type(browser: Any) -> None:
     page = shown(browser, table_of())
     state = reduce(State("lesson", 4), Looked({"training": False, "held": False, "job": False}))
     page.evaluate("pulse => window.model.set('pulse', pulse)", pulse_view(state))
@@ -545,11 +545,11 @@ def test_before_there_is_a_trainer_it_says_what_to_type(browser: Any) -> None:
     page.close()
 
 
-# JupyterLab has these rules, and so have many pages that show a saved notebook on the web.
+# JupyterLab has these rules, like many web pages that show a saved notebook.
 FONT_AWESOME = ".fa, .fab, .fad, .fal, .far, .fas, .fat { font-family: 'Font Awesome 5 Free', serif; }"
 
 
-def test_the_fonts_of_a_page_s_icons_are_none_of_the_panel_s(page: Any) -> None:
+def test_icon_fonts_of_the_page_do_not_change_the_fonts_of_the_panel(page: Any) -> None:
     page.add_style_tag(content=FONT_AWESOME)
     strange = page.evaluate("""() => {
       const panel = document.querySelector(".nbkit-panel");
@@ -561,7 +561,7 @@ def test_the_fonts_of_a_page_s_icons_are_none_of_the_panel_s(page: Any) -> None:
     assert strange == []
 
 
-def test_no_figure_runs_into_the_next_column(window: Any) -> None:
+def test_no_figure_reaches_into_the_next_column(window: Any) -> None:
     table = table_of()
     for option in table["options"]:
         option["memory"] = {"now": 104_000_000, "during": 226_400_000, "after": 102_600_000}
@@ -569,7 +569,7 @@ def test_no_figure_runs_into_the_next_column(window: Any) -> None:
     page = shown(window, table)
     page.set_viewport_size({"width": 900, "height": 700})
 
-    # A range has the box of what is written, wherever its cell ends.
+    # A range has the box of the text itself, wherever its cell ends.
     apart = page.evaluate("""[...document.querySelectorAll("tbody tr:not(.no)")].map((row) => {
       const boxes = [...row.cells].slice(1).filter((cell) => cell.textContent).map((cell) => {
         const written = document.createRange();
@@ -583,7 +583,7 @@ def test_no_figure_runs_into_the_next_column(window: Any) -> None:
     assert len(apart) > 3 and min(apart) >= 4
 
 
-def test_a_reader_of_the_screen_hears_outcomes_once_no_steps_and_rows_with_the_names_of_their_columns(
+def test_a_screen_reader_gets_outcomes_once_and_rows_with_column_names(
     page: Any,
 ) -> None:
     page.evaluate(

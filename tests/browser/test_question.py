@@ -1,4 +1,4 @@
-"""The form of a question, in a page of its own and in JupyterLab: by mouse, by keyboard, and by name."""
+"""Test the form of a question in its own page and in JupyterLab: with mouse, keyboard, and accessible names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sent(page: Any) -> Any:
     return page.evaluate("model.sent")
 
 
-def test_a_number_is_locked_by_the_keyboard_alone(window: Any) -> None:
+def test_a_number_can_be_locked_with_the_keyboard_alone(window: Any) -> None:
     page = shown(window, NUMBER)
 
     page.keyboard.press("Tab")  # the slider
@@ -79,7 +79,7 @@ def test_a_choice_is_locked_by_a_click(window: Any) -> None:
     page.close()
 
 
-def test_a_reader_may_not_know(window: Any) -> None:
+def test_a_reader_can_answer_i_do_not_know(window: Any) -> None:
     page = shown(window, NUMBER)
 
     page.get_by_role("button", name="I do not know").click()
@@ -96,7 +96,7 @@ def test_a_page_that_loads_later_shows_the_guess(window: Any) -> None:
     page.close()
 
 
-def test_a_kernel_that_does_not_answer_is_named(window: Any) -> None:
+def test_a_kernel_that_does_not_answer_is_reported_as_busy(window: Any) -> None:
     page = shown(window, NUMBER)
 
     page.get_by_role("spinbutton").fill("2")
@@ -106,7 +106,7 @@ def test_a_kernel_that_does_not_answer_is_named(window: Any) -> None:
 
 
 @pytest.mark.long
-def test_in_jupyterlab_the_answer_comes_when_the_guess_is_locked(open_page: Any, lab: dict[str, str]) -> None:
+def test_the_answer_in_jupyterlab_comes_when_the_guess_is_locked(open_page: Any, lab: dict[str, str]) -> None:
     sources = [
         "import nbkit\nsent = nbkit.lesson.predict('How many S?', key='1.2', unit='S', between=(0, 8))",
         "sent.check(1.5, formula=1.5)",

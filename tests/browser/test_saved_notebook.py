@@ -1,4 +1,4 @@
-"""A notebook that was saved while its widgets lived, in pages that have no kernel for them."""
+"""Test a notebook that was saved with live widgets, in pages without a kernel for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def panel_still() -> dict[str, Any]:
 
 
 def saved_notebook() -> dict[str, Any]:
-    """Return a notebook as Lab saves it: each output of a widget, and the picture beside it."""
+    """Return a notebook as Lab saves it: each output has a widget, and a picture of it."""
     card = {"text/plain": "dp=2   60 steps", "text/html": card_html(SNAPSHOT)}
     cells = []
     for number, still in enumerate((panel_still(), card)):
@@ -73,19 +73,19 @@ def test_jupyterlab_shows_the_pictures_and_no_error(
     page.picture(tmp_path / "saved.png")
     for number in (0, 1):
         assert "Error displaying widget" not in page.cell(number).locator(".jp-Cell-outputArea").inner_text()
-    # While a widget lives in the same cell, its picture is hidden.
+    # While a widget in the same cell is live, its picture is hidden.
     still = page.cell(0).locator(".nbkit-still")
     still.evaluate(
         "still => { const live = document.createElement('div'); live.className = 'nbkit-live';"
         "still.closest('.jp-OutputArea').append(live); }"
     )
     hidden = still.is_hidden()
-    assert hidden if trusted else not hidden  # what is not trusted has no styles, and no widgets either
+    assert hidden if trusted else not hidden  # an untrusted output has no styles, and no widgets
     assert page.cell(1).locator(".nbkit-still").is_visible()
 
 
-def test_in_vs_code_a_widget_hides_the_picture_of_its_own_cell_only(browser: Any) -> None:
-    """VS Code shows all outputs of a notebook in one page, which has a .cell_container for each cell."""
+def test_a_widget_in_vs_code_hides_only_the_picture_of_its_cell(browser: Any) -> None:
+    """Test a page like that of VS Code, which has all outputs, with a .cell_container for each cell."""
     still = beside_widget(panel_still())["text/html"]
     cells = f"<div class=nbkit-live></div><div>{still}</div>", f"<div>{still}</div>"
     page = browser.new_page()
@@ -95,8 +95,8 @@ def test_in_vs_code_a_widget_hides_the_picture_of_its_own_cell_only(browser: Any
     page.close()
 
 
-def test_on_a_dark_page_with_the_variables_of_a_light_one_words_have_the_colour_of_the_page(browser: Any) -> None:
-    """JupyterLab's variables have the values of its light theme in a dark VS Code that has shown a widget."""
+def test_text_has_the_pages_colour_on_a_dark_page_with_light_variables(browser: Any) -> None:
+    """Test it, because JupyterLab's variables have light values in a dark VS Code that has shown a widget."""
     tabs = object.__new__(RankTabs)
     tabs.id, tabs.texts = "tabs", {0: RankText(), 1: RankText()}
     words = clock_bundle("running")["text/html"] + card_html(SNAPSHOT) + tabs.still()["text/html"]
@@ -110,7 +110,7 @@ def test_on_a_dark_page_with_the_variables_of_a_light_one_words_have_the_colour_
     page.close()
 
 
-def test_a_page_made_of_the_notebook_shows_the_pictures(browser: Any, tmp_path: Path) -> None:
+def test_a_page_exported_from_the_notebook_shows_the_pictures(browser: Any, tmp_path: Path) -> None:
     nbconvert = pytest.importorskip("nbconvert", reason="pip install nbconvert")
 
     notebook = from_dict(copy.deepcopy(saved_notebook()))

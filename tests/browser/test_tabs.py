@@ -1,4 +1,4 @@
-"""A tab for each rank in a real JupyterLab, while the cell runs and in the saved notebook; and a prompt on a rank."""
+"""Test a tab for each rank in a real JupyterLab, during the cell and in the saved notebook, and a prompt on a rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_rank_has_a_tab_while_the_cell_runs_and_afterwards(page: Any, tmp_p
     page.picture(tmp_path / "running.png")
     go.touch()
     page.wait_done(NUMBER["tabs"])
-    page.wait_for_output(NUMBER["tabs"], "ended by 1")  # the tab that was open is the one that stays open
+    page.wait_for_output(NUMBER["tabs"], "ended by 1")  # the open tab stays open
     assert not output.get_by_text("ended by 0").is_visible()
     output.locator("label", has_text="rank 0").click()
     output.get_by_text("ended by 0").wait_for()
@@ -71,10 +71,10 @@ def brightness(colour: str) -> float:
 
 
 @pytest.mark.long
-def test_a_breakpoint_asks_in_the_page(page: Any) -> None:
+def test_a_breakpoint_has_its_prompt_in_the_page(page: Any) -> None:
     page.start(NUMBER["breakpoint"])
     for number, line in enumerate(("p x * 2", "c")):
-        # An answered one stays in the page, and takes no more.
+        # An answered prompt stays in the page, and accepts no more input.
         box = page.cell(NUMBER["breakpoint"]).locator("input.jp-Stdin-input").nth(number)
         box.wait_for()
         box.fill(line)

@@ -1,4 +1,4 @@
-"""Widgets that live on ranks, in a real JupyterLab: bars that move while the cell runs, and what they leave."""
+"""Test widgets of ranks in a real JupyterLab: bars that move while the cell runs, and their final state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def page(open_page: Callable[..., Any]) -> Iterator[Any]:
 
 @pytest.fixture
 def go(page: Any) -> Iterator[Path]:
-    """Yield a path: bars wait half-way until a file is there."""
+    """Yield a path. Bars wait half-way until this file exists."""
     path = Path(page.server["root"]) / "go"
     path.unlink(missing_ok=True)
     yield path
@@ -85,7 +85,7 @@ def test_a_widget_bar_of_every_rank_moves_while_the_cell_runs(page: Any, go: Pat
 
 
 @pytest.mark.long
-def test_bars_that_may_choose_are_one_line_that_moves_and_stays(page: Any, go: Path, tmp_path: Path) -> None:
+def test_bars_of_tqdm_auto_are_one_line_that_moves_and_stays(page: Any, go: Path, tmp_path: Path) -> None:
     number = NUMBER["auto"]
     page.start(number)
     page.wait_for_output(number, "epoch:  50%")
@@ -101,7 +101,7 @@ def test_bars_that_may_choose_are_one_line_that_moves_and_stays(page: Any, go: P
 
 
 @pytest.mark.long
-def test_bars_of_rich_move_each_in_its_own_place(page: Any, go: Path, tmp_path: Path) -> None:
+def test_bars_of_rich_each_move_in_their_own_place(page: Any, go: Path, tmp_path: Path) -> None:
     number = NUMBER["rich"]
     page.start(number)
     deadline = time.monotonic() + 40
@@ -117,7 +117,7 @@ def test_bars_of_rich_move_each_in_its_own_place(page: Any, go: Path, tmp_path: 
 
 
 @pytest.mark.long
-def test_a_click_reaches_the_rank_and_output_is_live_after_all_that(page: Any) -> None:
+def test_a_click_reaches_the_rank_and_later_output_is_live(page: Any) -> None:
     page.run(NUMBER["button"])
     page.cell(NUMBER["button"]).locator("button.jupyter-button").click()
     page.page.wait_for_timeout(500)
@@ -131,11 +131,11 @@ def test_a_click_reaches_the_rank_and_output_is_live_after_all_that(page: Any) -
 
 
 def wait_for_bars(page: Any, number: int, *, half: bool) -> None:
-    """Wait until all four bars stand half-way, or at their end."""
+    """Wait until all four bars are half-way, or at their end."""
     deadline = time.monotonic() + 40
     wanted = "20/40" if half else "40/40"
     while page.output(number).count(wanted) < 4:
         if half and page.output(number).count("/40") == 4 and "0/40" not in page.output(number).replace("20/40", ""):
-            return  # tqdm itself draws ten times a second: some stand a little before the middle
+            return  # tqdm draws ten times a second, so some bars are a little before the middle
         assert time.monotonic() < deadline, page.output(number)
         page.page.wait_for_timeout(100)

@@ -1,7 +1,7 @@
-"""Clusters on several hosts: over a Slurm and over SSH hosts that are started here, shared by the files of this folder.
+"""Start clusters over a Slurm and over SSH hosts, which run on this machine, for all files of this folder.
 
-Tests that are not marked long are a sample over each launcher: a start, cells, an error, a training, a dead rank, the
-end. `make machines` runs all. Without Slurm or sshd, the tests are skipped and say why.
+Tests that are not marked long are a sample for each launcher: a start, cells, an error, a training, a dead rank, the
+end. `make machines` runs all. Without Slurm or sshd, the tests are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="package")
 def slurm(nbkit_home: Path) -> Iterator[SlurmNodes]:
-    """Run Slurm with two nodes. Its commands find them in this process too."""
+    """Run Slurm with two nodes. Its commands work in this process too."""
     if why := slurm_nodes.missing():
         pytest.skip(why)
     with slurm_nodes.running(ROOT) as nodes:
@@ -51,7 +51,7 @@ def on_slurm(slurm: SlurmNodes) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="package")
 def ssh(nbkit_home: Path) -> Iterator[SshHosts]:
-    """Run two hosts for ssh, in this process too. They share neither /tmp nor /dev/shm with this one."""
+    """Run two hosts for ssh, which this process can use too. They share neither /tmp nor /dev/shm with this machine."""
     if why := ssh_hosts.missing():
         pytest.skip(why)
     hosts = SshHosts(ROOT)

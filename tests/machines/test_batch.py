@@ -1,4 +1,4 @@
-"""Clusters in jobs of LSF, PBS and Grid Engine, whose commands are stand-ins that run the jobs on this machine."""
+"""Test clusters in jobs of LSF, PBS and Grid Engine. Their commands are stand-ins that run the jobs on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TITLES = {"lsf": "LSF", "pbs": "PBS", "sge": "Grid Engine"}
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Install a system's commands. Returns their folder."""
+    """Return a function that installs a system's commands and returns their folder."""
 
     def install(system: str) -> Path:
         batch_systems.install(system, tmp_path / system)
@@ -39,14 +39,14 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 def driver(system: str, folder: Path, *options: str) -> LauncherDriver:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    # A stand-in for Python that prints its host number and the agent's payload.
+    # This is a stand-in for Python that prints its host number and the agent's payload.
     program = folder / "agent"
     program.write_text('#!/bin/sh\nread payload; echo "$NBKIT_HOST_INDEX $payload"; exec sleep 60\n')
     program.chmod(0o755)
     return LauncherDriver(LauncherRequest(system, 2, 2, options=options, python=str(program)), folder)
 
 
-def test_a_cluster_waits_in_the_queue_and_starts_a_host_in_each_job(commands: Callable[[str], Path]) -> None:
+def test_a_cluster_waits_in_the_queue_and_starts_one_host_per_job(commands: Callable[[str], Path]) -> None:
     folder = commands("lsf")
     (folder / "hold").touch()
     on = requested(options_of("start --launcher lsf -n 2 --nodes 2 --cpu --detach -- -q normal"))
@@ -69,7 +69,7 @@ def test_a_cluster_waits_in_the_queue_and_starts_a_host_in_each_job(commands: Ca
 
 
 def command_line(pid: str) -> str:
-    """Return "" for a process that has ended."""
+    """Return the command line of a process, or "" if it has ended."""
     path = Path(f"/proc/{pid}/cmdline")
     return path.read_text() if path.exists() else ""
 
@@ -97,9 +97,7 @@ def test_jobs_are_submitted_polled_and_deleted(commands: Callable[[str], Path], 
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_what_the_system_refuses_is_said_in_its_words(
-    commands: Callable[[str], Path], tmp_path: Path, system: str
-) -> None:
+def test_a_refusal_of_the_system_is_quoted(commands: Callable[[str], Path], tmp_path: Path, system: str) -> None:
     commands(system)
     with pytest.raises(ClusterError, match=f"{TITLES[system]} has refused the job") as caught:
         driver(system, tmp_path / "cluster", "-q", "no-such-queue").start("{}")
@@ -107,7 +105,7 @@ def test_what_the_system_refuses_is_said_in_its_words(
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_system_that_is_away_for_a_moment_ends_nothing(
+def test_a_short_outage_of_the_system_ends_nothing(
     commands: Callable[[str], Path], tmp_path: Path, system: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = commands(system)
@@ -136,7 +134,7 @@ def test_a_job_of_grid_engine_in_an_error_state_will_not_start(commands: Callabl
     started.stop()
 
 
-def test_the_time_in_which_hosts_have_to_answer_does_not_pass_while_a_job_waits(
+def test_the_timeout_for_hosts_to_answer_does_not_run_while_a_job_waits(
     commands: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands("lsf")
@@ -148,7 +146,7 @@ def test_the_time_in_which_hosts_have_to_answer_does_not_pass_while_a_job_waits(
         gathering.progress(LauncherStatus("running", "both run"))
 
 
-def test_without_its_commands_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_commands_of_the_system_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="There is no bsub on this machine"):
         driver("lsf", tmp_path / "cluster")

@@ -1,4 +1,4 @@
-"""A container for the ranks of other hosts: words before the agent's command, here a wrapper that changes the root."""
+"""Test a container for ranks of other hosts: words before the agent's command, here a wrapper that changes the root."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ WRAPPER = Path(__file__).resolve().parents[1] / "support" / "change_root.sh"
 
 @pytest.mark.long
 @pytest.mark.parametrize(("launcher", "line"), [("slurm", "--slurm -n 2 --nodes 2"), ("ssh", "--hosts {0}:1,{1}:1")])
-def test_ranks_run_in_the_container_and_nothing_stays(request: pytest.FixtureRequest, launcher: str, line: str) -> None:
+def test_ranks_run_in_the_container_and_leave_nothing_behind(
+    request: pytest.FixtureRequest, launcher: str, line: str
+) -> None:
     hosts: Any = request.getfixturevalue(launcher)
     names = hosts.names if launcher == "ssh" else ()
     on = requested(options_of(f"start {line.format(*names)} --cpu --container {WRAPPER}"))
@@ -31,7 +33,7 @@ def test_ranks_run_in_the_container_and_nothing_stays(request: pytest.FixtureReq
 
 
 @pytest.mark.long
-def test_options_of_pyxis_go_to_srun() -> None:
+def test_options_of_pyxis_are_passed_to_srun() -> None:
     words = "--container-image=torch.sqsh --no-container-mount-home"
     found = requested(options_of(f"start --slurm -n 2 --container '{words}'"))
     assert found is not None and loaded(saved(found)) == found

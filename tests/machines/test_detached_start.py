@@ -1,4 +1,4 @@
-"""A cluster whose job waits in the queue while nobody waits for it: %cluster start --slurm --detach."""
+"""Test a cluster whose job waits in the queue while the notebook goes on: %cluster start --slurm --detach."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def state_of(name: str) -> str:
 
 
 @pytest.mark.long
-def test_a_job_that_nobody_waits_for_is_seen_in_the_queue_and_cancelled(slurm: SlurmNodes, busy: str) -> None:
+def test_a_detached_job_is_shown_in_the_queue_and_can_be_cancelled(slurm: SlurmNodes, busy: str) -> None:
     listed = Cluster.submit(ASKED, name="waits")
     assert [entry.name for entry in listed] == ["waits"]
     until(lambda: re.search(PENDING, state_of("waits")))
@@ -62,7 +62,7 @@ def test_a_job_that_nobody_waits_for_is_seen_in_the_queue_and_cancelled(slurm: S
 
 
 @pytest.mark.long
-def test_a_kernel_that_ends_while_its_job_waits_loses_nothing(slurm: SlurmNodes, busy: str) -> None:
+def test_the_end_of_the_kernel_does_not_end_its_waiting_job(slurm: SlurmNodes, busy: str) -> None:
     source = (
         "from nbkit import Cluster\nfrom nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest\n"
         "Cluster.submit(SlurmRequest(2, nodes=2, cpu=True), name='later', ttl=45)"
@@ -72,7 +72,7 @@ def test_a_kernel_that_ends_while_its_job_waits_loses_nothing(slurm: SlurmNodes,
     entry = registry.find("later")
     assert entry is not None and not entry.kernel.is_alive() and not entry.is_attached()
     until(lambda: re.search(PENDING, state_of("later")))
-    # Longer than its time to live: the time in the queue is nobody's absence.
+    # This is longer than its time to live, which does not count the time in the queue.
     until(lambda: time.monotonic() > born + 50)
     slurm.command("scancel", busy)
     cluster = Cluster.attach("later")
@@ -84,7 +84,7 @@ def test_a_kernel_that_ends_while_its_job_waits_loses_nothing(slurm: SlurmNodes,
 
 
 @pytest.mark.long
-def test_an_attach_that_is_interrupted_leaves_the_job_in_the_queue(slurm: SlurmNodes, busy: str) -> None:
+def test_an_interrupted_attach_leaves_the_job_in_the_queue(slurm: SlurmNodes, busy: str) -> None:
     Cluster.submit(ASKED, name="left")
     source = "from nbkit import Cluster\nCluster.attach('left')"
     notebook = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

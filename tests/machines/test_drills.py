@@ -1,4 +1,4 @@
-"""Everything that works on one machine works on two hosts: cells, first error, stop, values, a switch, a dead rank."""
+"""Test that all features of one machine work on two hosts: cells, first error, stop, values, a switch, a dead rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trained(strategies, steps=3):
 
 
 def engine_file(cluster: Cluster, home: Path) -> Path:
-    """Return the file that an engine needs to reach the controller; it holds keys."""
+    """Return the file with keys that an engine needs to reach the controller."""
     return home / cluster.entry.name / "profile/security" / f"ipcontroller-{cluster.entry.name}-engine.json"
 
 
@@ -46,7 +46,7 @@ def test_ranks_are_numbered_by_host_and_meet_in_one_world(spread: Cluster) -> No
     assert spread.run(cell).values == {rank: [rank, rank % 2, 4, 4] for rank in range(4)}
     hosts = [label.partition(":")[0] for label in spread.entry.labels]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
-    # Strategies know by these which ranks are near, also if two nodes of Slurm's are one machine.
+    # From these, strategies know which ranks share a node, even if two nodes of Slurm are one machine.
     cell = "from nbkit.rank.comm.link_probe import link_of\nlink_of(device).node_of"
     assert set(spread.run(cell).values.values()) == {(0, 0, 1, 1)}
 
@@ -58,15 +58,15 @@ def test_the_first_error_releases_the_ranks_of_the_other_host(spread: Cluster) -
     assert set(spread.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values.values()) == {4.0}
 
 
-def test_stop_reaches_a_rank_of_the_other_host_that_keeps_its_interpreter(spread: Cluster) -> None:
-    # Only SIGINT ends it, and that has to be sent by the parent on its own host.
+def test_stop_interrupts_a_rank_on_the_other_host_in_native_code(spread: Cluster) -> None:
+    # Only SIGINT ends it, and only the parent on its own host can send this.
     handle = spread.run("import re\nif rank == 3: re.match(r'(a+)+$', 'a' * 40 + 'b')\ndist.barrier()", detach=True)
     time.sleep(0.5)
     assert handle.stop(end_after=30).status == "interrupted"
     assert spread.run("rank").values[3] == 3
 
 
-def test_values_travel_without_shared_memory(spread: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_sent_without_shared_memory(spread: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("shared memory was used")
 
@@ -76,7 +76,7 @@ def test_values_travel_without_shared_memory(spread: Cluster, monkeypatch: pytes
     assert spread.pull("rank", ranks=None) == [0, 1, 2, 3]
 
 
-def test_the_projects_files_reach_hosts_that_do_not_see_them(
+def test_sync_copies_the_projects_files_to_hosts_that_do_not_see_them(
     spread: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -94,11 +94,11 @@ def test_the_projects_files_reach_hosts_that_do_not_see_them(
     values = spread.run(looks).values
     assert [width for width, _ in values.values()] == [3] * 4
     assert [reason.partition(" ")[0] for reason in first.left_out] == ["data.bin", "other.py"]
-    if "on_slurm" in os.environ["PYTEST_CURRENT_TEST"]:  # its nodes see this file system
+    if "on_slurm" in os.environ["PYTEST_CURRENT_TEST"]:  # the nodes of Slurm see this file system
         assert {folder for _, folder in values.values()} == {str(tmp_path)}
         assert set(first.hosts.values()) == {None} and "sees them itself" in str(first)
         return
-    # .gitignore, layers.py, old.py, sizes.py, in a folder that nobody else can read.
+    # These are .gitignore, layers.py, old.py and sizes.py, in a private folder.
     assert [sent and sent[0] for sent in first.hosts.values()] == [4, 4]
     assert spread.run("import os; [os.stat(sizes.__file__).st_mode & 0o77, os.path.exists('secret.txt')]").values == {
         rank: [0, False] for rank in range(4)
@@ -120,7 +120,7 @@ def test_a_training_with_switches_gives_the_losses_of_one_strategy(spread: Clust
     assert one == pytest.approx(switched, rel=1e-9)
 
 
-def test_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(spread: Cluster, nbkit_home: Path) -> None:
+def test_keys_are_in_no_command_line_and_no_file_readable_by_others(spread: Cluster, nbkit_home: Path) -> None:
     info = json.loads(engine_file(spread, nbkit_home).read_text())
     assert info["curve_serverkey"]
     words = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
@@ -130,7 +130,7 @@ def test_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(spread:
     assert not any(mode & 0o077 for mode in on_hosts.values())
 
 
-def test_every_socket_listens_on_the_one_address_needed(spread: Cluster, nbkit_home: Path) -> None:
+def test_every_socket_listens_only_on_the_address_that_is_needed(spread: Cluster, nbkit_home: Path) -> None:
     entry = spread.entry
     family = [psutil.Process(entry.parent.pid), psutil.Process(entry.controller.pid)]
     family += psutil.Process(entry.controller.pid).children(recursive=True)
@@ -148,11 +148,11 @@ store
 """
 
 
-def test_the_store_of_the_world_admits_the_hosts_of_the_job_alone(spread: Cluster) -> None:
-    for _ in range(2):  # in one generation and in the next
+def test_the_store_of_the_world_admits_only_hosts_of_the_job(spread: Cluster) -> None:
+    for _ in range(2):  # in two generations
         stores = spread.run(STORE).values
         address, port = stores[0]
-        assert stores == {rank: [address, port] for rank in range(4)}  # each has been at it, also from the other host
+        assert stores == {rank: [address, port] for rank in range(4)}  # each reached it, from the other host too
         if not address.startswith("127."):  # Slurm's two nodes are this machine
             with pytest.raises(TimeoutError):  # the notebook's host has no rank
                 socket.create_connection((address, port), 1)
@@ -171,7 +171,7 @@ def test_a_rank_that_dies_is_named_and_the_other_host_is_released(spread: Cluste
 
 
 @pytest.mark.long
-def test_ranks_are_lost_with_the_agent_of_their_host(spread: Cluster) -> None:
+def test_ranks_die_with_the_agent_of_their_host(spread: Cluster) -> None:
     cell = "import os, time\nos.kill(os.getppid(), 9) if rank == 2 else None\ntime.sleep(100)"
     handle = spread.run(cell, ranks=[0, 1, 2], detach=True)
     with pytest.raises(RankDied, match=r"Rank 2 died: the agent of its host .* ended") as caught:
@@ -180,7 +180,7 @@ def test_ranks_are_lost_with_the_agent_of_their_host(spread: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_a_host_whose_cable_is_out_is_named_within_seconds(on_ssh: Cluster, ssh: SshHosts) -> None:
+def test_a_disconnected_host_is_named_within_seconds(on_ssh: Cluster, ssh: SshHosts) -> None:
     handle = on_ssh.run("import time; time.sleep(100)", ranks=[0, 1], detach=True)
     time.sleep(0.5)
     ssh.link(1, "down")

@@ -1,7 +1,7 @@
-"""A job of Slurm's ends under a training: at its time limit, for another job, or because somebody cancels it.
+"""Test the end of a Slurm job during a training: at its time limit, for another job, or because it is cancelled.
 
-The training is saved before the hosts are gone, and the notebook says which of the three it was. Each test has its own
-cluster, which ends with its job.
+The training is saved before the hosts are lost, and the notebook gives the reason. Each test has its own cluster,
+which ends with its job.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def job_of(slurm: SlurmNodes, name: str) -> str:
 
 
 def training(name: str, folder: Path, pause: float = 0.05, **options: Any) -> tuple[Cluster, Any]:
-    """Start a rank on each of two nodes. Return the cluster, and the handle of a cell that has trained some steps."""
+    """Start a rank on each of two nodes. Return the cluster, and the handle of a cell that is training."""
     cluster = Cluster.start(name=name, on=SlurmRequest(2, nodes=2, cpu=True, **options), ttl=600)
     cluster.run(SETUP)
     handle = cluster.run(f"trainer = made({str(folder)!r}, {pause})\ntrainer.fit(100_000)", detach=True)
@@ -63,7 +63,7 @@ def training(name: str, folder: Path, pause: float = 0.05, **options: Any) -> tu
 
 
 def saved_step(said: str, folder: Path) -> int:
-    """Return the step after which a training ended, as the error says. Check that the checkpoint goes on from there."""
+    """Return the step after which a training ended, from the error. Check that the checkpoint continues from there."""
     found = re.search(rf"has ended after step (\d+), saved to {folder}", said)
     assert found, said
     ((step, loaded, alone),) = run_ranks(gone_on, 1, str(folder))
@@ -73,7 +73,7 @@ def saved_step(said: str, folder: Path) -> int:
 
 
 def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
-    """Return the step of the checkpoint, and the losses of two trainings: one that goes on from it, one left alone."""
+    """Return the step of the checkpoint, and the losses of two trainings: one continues from it, one is undisturbed."""
     names: dict[str, Any] = {}
     exec(SETUP, names)
     loaded, alone = names["made"](None, 0), names["made"](None, 0)
@@ -85,7 +85,7 @@ def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
 
 
 def left_alone(world: Any) -> list[float]:
-    """Return the losses of a training that nobody ends."""
+    """Return the losses of an undisturbed training."""
     names: dict[str, Any] = {}
     exec(SETUP, names)
     return [record["loss"] for record in names["made"](None, 0).fit(STEPS)]
@@ -104,7 +104,7 @@ def test_a_training_whose_controller_or_coordinator_is_killed_is_saved(
         handle.wait(timeout=PATIENCE)
     assert "died" not in str(caught.value)
     assert saved_step(str(caught.value), tmp_path / "saved") > 2
-    until(lambda: not slurm.jobs())  # the ranks have ended by themselves
+    until(lambda: not slurm.jobs())  # the ranks end by themselves
     with pytest.raises(NbkitError, match="has ended"):
         cluster.run("1")
     cluster.stop()
@@ -112,7 +112,7 @@ def test_a_training_whose_controller_or_coordinator_is_killed_is_saved(
 
 
 def assert_over(cluster: Cluster, slurm: SlurmNodes, words: str) -> None:
-    """Check that a cell and an attach get told how the job of the cluster has ended, and that nothing of it is left."""
+    """Check that a cell and an attach get the reason for the end of the job, and that nothing of it is left."""
     until(lambda: not cluster.entry.is_alive())
     with pytest.raises(NbkitError) as caught:
         cluster.run("1")
@@ -126,7 +126,7 @@ def assert_over(cluster: Cluster, slurm: SlurmNodes, words: str) -> None:
 
 
 @pytest.mark.long
-def test_a_training_in_a_job_that_is_cancelled_is_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
+def test_a_training_in_a_cancelled_job_is_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
     cluster, handle = training("cancelled", tmp_path / "saved")
     slurm.command("scancel", job_of(slurm, "cancelled"))
     with pytest.raises(NbkitError) as caught:
@@ -137,15 +137,13 @@ def test_a_training_in_a_job_that_is_cancelled_is_saved(slurm: SlurmNodes, tmp_p
 
 
 @pytest.mark.long
-def test_a_training_whose_job_is_put_back_in_the_queue_goes_on_after_a_restart(
-    slurm: SlurmNodes, tmp_path: Path
-) -> None:
+def test_a_training_of_a_requeued_job_continues_after_a_restart(slurm: SlurmNodes, tmp_path: Path) -> None:
     cluster, handle = training("again", tmp_path / "saved")
     slurm.command("scontrol", "requeue", job_of(slurm, "again"))
     with pytest.raises(NbkitError, match=r"job \d+ was put back in the queue") as caught:
         handle.wait(timeout=PATIENCE)
     step = saved_step(str(caught.value), tmp_path / "saved")
-    until(lambda: not slurm.jobs())  # it would run again without the cells
+    until(lambda: not slurm.jobs())  # otherwise it would run again without the cells
     with pytest.raises(NbkitError, match="has ended after step") as caught:
         cluster.run("1")
     assert caught.value.hint.startswith("%cluster restart ")
@@ -172,9 +170,7 @@ trainer.fit(until={STEPS}, resume='auto')
 
 @pytest.mark.long
 @pytest.mark.timeout(500)  # two starts under Slurm, and two trainings
-def test_a_cluster_with_requeue_asks_for_hosts_again_and_its_training_goes_on_by_itself(
-    slurm: SlurmNodes, tmp_path: Path
-) -> None:
+def test_a_cluster_with_requeue_gets_new_hosts_and_continues_its_training(slurm: SlurmNodes, tmp_path: Path) -> None:
     shown = io.StringIO()
     with redirect_stdout(shown), redirect_stderr(shown):
         cluster = Cluster.start(name="returns", on=SlurmRequest(2, nodes=2, cpu=True, requeue=True), ttl=600)
@@ -202,8 +198,8 @@ def test_a_cluster_with_requeue_asks_for_hosts_again_and_its_training_goes_on_by
 
 
 @pytest.mark.long
-def test_slurms_own_time_limit_finds_a_training_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
-    """The job gets two minutes, of which the last thirty seconds are left for saving. Nobody changes the limit."""
+def test_a_training_is_saved_before_slurms_own_time_limit(slurm: SlurmNodes, tmp_path: Path) -> None:
+    """Give the job two minutes, of which the last thirty seconds are for saving. The limit is not changed."""
     cluster, handle = training("timed", tmp_path / "saved", 0.5, time="2")
     with pytest.raises(NbkitError, match=r"job \d+ reaches its time limit at"):
         handle.wait(timeout=PATIENCE)
@@ -212,12 +208,10 @@ def test_slurms_own_time_limit_finds_a_training_saved(slurm: SlurmNodes, tmp_pat
 
 
 @pytest.mark.long
-def test_a_training_is_saved_before_the_time_limit_and_its_ranks_stay_until_then(
-    slurm: SlurmNodes, tmp_path: Path
-) -> None:
+def test_ranks_stay_until_the_time_limit_after_the_training_is_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
     shown = io.StringIO()
     with redirect_stderr(shown):
-        # A step takes longer than the notebook's look at the folder of the cluster.
+        # A step takes longer than the interval in which the notebook reads the folder of the cluster.
         cluster, handle = training("limited", tmp_path / "saved", 1.5, time="30:00")
         job = job_of(slurm, "limited")
         slurm.command("scontrol", "update", f"JobId={job}", f"EndTime={in_seconds(60)}")
@@ -228,13 +222,13 @@ def test_a_training_is_saved_before_the_time_limit_and_its_ranks_stay_until_then
     assert "a training ends at its next step boundary, and is saved" in shown.getvalue()
     log = (cluster.entry.folder / "logs" / "coordinator.log").read_text()
     assert f"job {job} reaches its time limit at" in log
-    assert slurm.jobs() == [f"{job} RUNNING"]  # the ranks, with what they hold, are there until the limit
+    assert slurm.jobs() == [f"{job} RUNNING"]  # the ranks and their variables exist until the limit
     assert set(cluster.run("trainer.step > 2").values.values()) == {True}
     assert_over(cluster, slurm, rf"job {job} reached its time limit")
 
 
 @pytest.mark.long
-def test_a_training_in_a_job_that_makes_way_for_another_is_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
+def test_a_training_in_a_preempted_job_is_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
     cluster, handle = training("low", tmp_path / "saved", partition="low", options=("--cpus-per-task=2",))
     other = slurm.command("sbatch", "--parsable", "-phigh", "-N2", "-c2", "-t1", "-o/dev/null", "--wrap=sleep 60")
     with pytest.raises(NbkitError) as caught:
@@ -246,7 +240,7 @@ def test_a_training_in_a_job_that_makes_way_for_another_is_saved(slurm: SlurmNod
 
 
 @pytest.mark.long
-def test_a_time_limit_that_is_put_off_lets_a_training_go_on(slurm: SlurmNodes, tmp_path: Path) -> None:
+def test_a_training_goes_on_if_the_time_limit_is_extended(slurm: SlurmNodes, tmp_path: Path) -> None:
     cluster = Cluster.start(name="longer", on=SlurmRequest(2, nodes=2, cpu=True, time="30:00"), ttl=600)
     try:
         cluster.run(SETUP)
@@ -264,7 +258,7 @@ def test_a_time_limit_that_is_put_off_lets_a_training_go_on(slurm: SlurmNodes, t
 
 
 def in_seconds(seconds: float) -> str:
-    """Return the time so many seconds from now, in the form that scontrol takes."""
+    """Return the time `seconds` from now, in the form for scontrol."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
 
 
@@ -285,7 +279,7 @@ def line(**changes: str) -> str:
     return " ".join(f"{name}={value}" for name, value in (fields | changes).items())
 
 
-def test_how_a_job_ends_is_told_apart() -> None:
+def test_the_reasons_for_the_end_of_a_job_are_distinguished() -> None:
     ends = time.mktime(time.strptime("2026-03-02T14:00:00", "%Y-%m-%dT%H:%M:%S"))
     limit = f"job 7 reaches its time limit {moment(ends)}"
     assert parsed("7", line()).seen(120) == LauncherStatus(
@@ -301,7 +295,7 @@ def test_how_a_job_ends_is_told_apart() -> None:
         "was preempted by another job": {"PreemptTime": "2026-03-02T11:00:00"},
     }
     for words, changes in ending.items():
-        again = words != "was cancelled"  # by somebody, who does not want it back
+        again = words != "was cancelled"  # a cancelled job must not start again
         seen = parsed("7", line(JobState="COMPLETING", **changes)).seen(120)
         assert seen == LauncherStatus("ending", f"job 7 {words}", again=again)
     over = {"CANCELLED": "was cancelled", "TIMEOUT": "reached its time limit", "PREEMPTED": "was preempted"}

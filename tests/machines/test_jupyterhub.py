@@ -1,4 +1,4 @@
-"""A notebook in a server of a JupyterHub: links go through the Hub's proxy, and its clusters outlive the server."""
+"""Test a notebook on a JupyterHub: links go through the Hub's proxy, and clusters outlive the notebook server."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_tensorboard_is_reached_through_the_hubs_proxy_and_ends_with_the_server(
     hub.start_server()
     shown = hub.kernel().run("%load_ext nbkit\n%board .")
     (link,) = set(re.findall(rf"/user/{jupyter_hub.USER}/proxy/\d+/", shown))
-    assert "127.0.0.1" not in shown  # which the reader's browser would look for on the reader's machine
+    assert "127.0.0.1" not in shown  # in the user's browser, this would be the user's own machine
     assert b"TensorBoard" in hub.get(link)
     assert b"scalars" in hub.get(f"{link}data/plugins_listing")
     hub.stop_server()
     assert not hub.answers(link)
 
 
-def test_a_cluster_on_slurm_outlives_the_server_and_is_attached_in_the_next_one(
+def test_a_slurm_cluster_outlives_the_server_and_can_be_attached_in_the_next(
     hub: JupyterHub, slurm: SlurmNodes
 ) -> None:
     hub.start_server()

@@ -1,4 +1,4 @@
-"""The lesson "From a laptop to a cluster", executed on a Slurm of two nodes."""
+"""Execute the lesson "From a laptop to a cluster" on a Slurm of two nodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SAID = {
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_lesson_goes_from_this_machine_to_two_nodes_and_into_a_job(
+def test_the_lesson_runs_on_this_machine_two_nodes_and_in_a_job(
     slurm: SlurmNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NBKIT_GUESSES", json.dumps(GUESSES))

@@ -1,4 +1,4 @@
-"""Agents that mpirun starts: on this machine, on hosts that it reaches over SSH, and what goes wrong."""
+"""Test agents started by mpirun: on this machine, on hosts over SSH, and failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest
 OF_MPI = "[name for name in os.environ if name.startswith(('OMPI_', 'PMI'))]"
 
 
-# Debian's name of each mpirun if several are installed, and the package that has it.
+# Debian's name of each mpirun if several are installed, and its package.
 OPEN_MPI, MPICH = ("mpirun.openmpi", "openmpi-bin"), ("mpirun.mpich", "mpich")
 
 
@@ -37,7 +37,7 @@ def mpi(
     if program is None:
         pytest.skip(f"not installed: {name} (apt-get install {package})")
     folder = tmp_path_factory.mktemp("bin")
-    (folder / "mpirun").write_text(f'#!/bin/sh\nexec {program} "$@"\n')  # no link: Open MPI finds its parts by its path
+    (folder / "mpirun").write_text(f'#!/bin/sh\nexec {program} "$@"\n')  # no link: Open MPI needs its real path
     (folder / "mpirun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     if os.geteuid() == 0:
@@ -51,7 +51,7 @@ def agents() -> list[psutil.Process]:
 
 
 @pytest.mark.long
-def test_one_death_ends_that_rank_alone_and_nothing_of_mpi_is_left_to_the_ranks(mpi: None) -> None:
+def test_a_death_ends_only_that_rank_and_ranks_get_no_mpi_variables(mpi: None) -> None:
     cluster = Cluster.start(name="mpi", on=MpiRequest((("localhost", 2),), cpu=True), ttl=60)
     try:
         ran = cluster.run(f"import os\nseen = torch.ones(1); dist.all_reduce(seen)\nseen.item(), {OF_MPI}")
@@ -65,7 +65,7 @@ def test_one_death_ends_that_rank_alone_and_nothing_of_mpi_is_left_to_the_ranks(
 
 
 @pytest.mark.long
-def test_each_host_has_the_ranks_that_were_asked_for_there(mpi: None, ssh: SshHosts) -> None:
+def test_each_host_has_its_requested_number_of_ranks(mpi: None, ssh: SshHosts) -> None:
     hosts = tuple(zip(ssh.names, (1, 2), strict=True))
     cluster = Cluster.start(name="mpi", on=MpiRequest(hosts, cpu=True), ttl=60)
     try:
@@ -78,7 +78,7 @@ def test_each_host_has_the_ranks_that_were_asked_for_there(mpi: None, ssh: SshHo
 
 
 @pytest.mark.long
-def test_of_two_agents_with_one_number_the_second_is_refused_and_the_first_goes_on(
+def test_a_second_agent_with_the_same_number_is_refused_and_the_first_goes_on(
     mpi: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     twice = tmp_path / "twice"
@@ -96,7 +96,7 @@ def test_of_two_agents_with_one_number_the_second_is_refused_and_the_first_goes_
     assert_gone(lambda: [process.cmdline() for process in agents()])
 
 
-def test_mpirun_is_quoted_when_it_refuses(mpi: None) -> None:
+def test_a_refusal_of_mpirun_is_quoted(mpi: None) -> None:
     request = MpiRequest((("localhost", 1),), cpu=True, options=("--no-such-option",))
     with pytest.raises(ClusterError, match="mpirun has ended before the cluster was ready") as refused:
         Cluster.start(name="refused", on=request)
@@ -104,23 +104,23 @@ def test_mpirun_is_quoted_when_it_refuses(mpi: None) -> None:
     assert registry.find("refused") is None
 
 
-def test_without_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_mpirun_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="There is no mpirun on this machine"):
         Cluster.start(name="refused", on=MpiRequest((("localhost", 1),)))
 
 
-def test_a_batch_system_tells_its_hosts_in_a_file(tmp_path: Path) -> None:
+def test_hosts_of_a_batch_job_are_read_from_its_node_file(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
     assert nodes_of_job({"PBS_NODEFILE": str(tmp_path / "nodes")}) == (("n1", 2), ("n2", 2))
     assert nodes_of_job({}) == ()
 
 
-# The variables that MPICH's and Intel's mpirun and srun --mpi=pmi2 set, and those of Open MPI's mpirun.
+# Variables that MPICH's and Intel's mpirun, srun --mpi=pmi2 and Open MPI's mpirun set.
 OF_A_PROCESS = {"PMI_RANK": "1", "PMI_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "MPI_LOCALRANKID": "1"}
 
 
-def test_agents_do_not_get_the_number_of_a_notebook_that_mpirun_started(
+def test_agents_do_not_inherit_the_mpi_rank_of_the_notebook(
     nbkit_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {**OF_A_PROCESS, "OMPI_MCA_btl": "self"}.items():
@@ -136,7 +136,7 @@ def test_agents_do_not_get_the_number_of_a_notebook_that_mpirun_started(
 
 
 @pytest.mark.long
-def test_ranks_beside_a_notebook_that_mpirun_started_do_not_get_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_ranks_do_not_inherit_the_mpi_rank_of_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**OF_A_PROCESS, "OMPI_MCA_btl": "self"}.items():
         monkeypatch.setenv(name, value)
     with forked_parents():
@@ -150,7 +150,7 @@ def test_ranks_beside_a_notebook_that_mpirun_started_do_not_get_its_number(monke
 
 
 @pytest.mark.long
-def test_a_notebook_that_mpirun_started_can_start_a_cluster_over_slurm(
+def test_a_notebook_under_mpirun_can_start_a_cluster_over_slurm(
     slurm: SlurmNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in OF_A_PROCESS.items():

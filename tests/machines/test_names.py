@@ -1,4 +1,4 @@
-"""Slurm itself runs jobs of notebooks and clusters whose names and folders hold anything."""
+"""Test that Slurm itself runs jobs of notebooks and clusters with any characters in names and folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbkit.commands import main
 NAME = "it's $(touch made);\n#SBATCH --exclusive\n%j -größe"
 
 
-def test_slurm_runs_a_notebook_whose_name_holds_anything(
+def test_slurm_runs_a_notebook_with_any_characters_in_its_name(
     slurm: SlurmNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The options of `%cluster start` that say where ranks run, and those that do not go together."""
+"""Test the options of `%cluster start` for the place of ranks, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_options_become_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
     assert asked("--cpu") == AllocationRequest("7", (2, 2), cpu=True)
-    assert asked("-n 2") is None  # beside the notebook, as everywhere
+    assert asked("-n 2") is None  # ranks on the notebook's machine, as everywhere
 
 
-def test_mpirun_starts_on_hosts_of_the_line_of_the_batch_job_or_here(
+def test_mpirun_uses_hosts_of_the_line_the_batch_job_or_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert asked("--mpi -n 3 --cpu") == MpiRequest((("localhost", 3),), cpu=True)
@@ -89,12 +89,12 @@ def test_mpirun_starts_on_hosts_of_the_line_of_the_batch_job_or_here(
         ("--launcher step", "does not run in a Slurm allocation"),
     ],
 )
-def test_what_does_not_go_together_is_said(line: str, what: str) -> None:
+def test_options_that_do_not_go_together_are_refused(line: str, what: str) -> None:
     with pytest.raises(UsageError, match=what):
         asked(line)
 
 
-def test_a_cluster_that_a_file_describes_is_started_by_its_name(
+def test_a_cluster_described_in_a_file_can_be_started_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user, project = tmp_path / "user.toml", tmp_path / "project.toml"
@@ -115,7 +115,7 @@ def test_a_cluster_that_a_file_describes_is_started_by_its_name(
         started("start --on lab")
 
 
-def test_a_request_is_kept_as_json_takes_it() -> None:
+def test_a_request_can_be_saved_as_json() -> None:
     for request in (
         SlurmRequest(4, options=("-A", "x")),
         SshRequest((("a", 2),)),
@@ -126,12 +126,12 @@ def test_a_request_is_kept_as_json_takes_it() -> None:
         assert loaded(saved(request)) == request
 
 
-def test_a_request_of_another_release_is_read_without_the_fields_that_this_one_does_not_have() -> None:
+def test_a_request_of_another_release_is_read_without_unknown_fields() -> None:
     request = SshRequest((("a", 2), ("b", 2)), spares=1)
     assert loaded({**saved(request), "spare_hosts": 1}) == request
 
 
-def test_devices_in_reserve_are_part_of_a_request_and_not_fewer_than_none() -> None:
+def test_spares_are_part_of_a_request_and_may_not_be_negative() -> None:
     found = asked("-n 4 --hosts a:2,b:2 --spares 1")
     assert found == SshRequest((("a", 2), ("b", 2)), spares=1)
     with pytest.raises(UsageError) as caught:

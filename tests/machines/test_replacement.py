@@ -1,4 +1,4 @@
-"""A rank of any of two hosts that dies in `fit` is replaced on its own host; a host that is gone ends the training."""
+"""Test that a rank that dies in `fit` is replaced on its own host, and a lost host ends the training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def undisturbed(on_ssh: Cluster) -> list[float]:
 
 
 def run_killing(cluster: Cluster, hosts: SshHosts, ranks: list[int]) -> tuple[dict[int, list[float]], str]:
-    """Kill these ranks, on their hosts, during a `fit`. Return its losses, and what was printed."""
+    """Kill these ranks on their hosts during a `fit`. Return its losses and output."""
     before = cluster.run(WHERE).values
     other = next(rank for rank in range(4) if rank not in ranks)
 
@@ -53,7 +53,7 @@ def run_killing(cluster: Cluster, hosts: SshHosts, ranks: list[int]) -> tuple[di
 
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "ranks"), [("zero3", [3]), ("ddp", [0]), ("zero3", [0, 3])], ids=str)
-def test_a_rank_of_either_host_is_replaced_on_it_and_the_curve_goes_on(
+def test_a_dead_rank_is_replaced_on_its_host_with_the_same_losses(
     on_ssh: Cluster, ssh: SshHosts, undisturbed: list[float], strategy: str, ranks: list[int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -67,11 +67,11 @@ def test_a_rank_of_either_host_is_replaced_on_it_and_the_curve_goes_on(
 
 
 @pytest.mark.long
-def test_a_host_that_is_gone_ends_the_training_and_the_checkpoint_before_goes_on(
+def test_a_lost_host_ends_the_training_and_its_checkpoint_can_be_resumed(
     ssh: SshHosts, undisturbed: list[float], nbkit_home: Path
 ) -> None:
-    """The ranks of a host that does not answer are lost, and not replaced. So the test has its own cluster."""
-    saved = tempfile.mkdtemp(prefix="saved-", dir=ssh.folder)  # the hosts have another /tmp
+    """Use a separate cluster, because the ranks of a host that does not answer are lost, and not replaced."""
+    saved = tempfile.mkdtemp(prefix="saved-", dir=ssh.folder)  # the hosts have a different /tmp
     cluster = Cluster.start(name="gone", on=SshRequest(tuple((name, 2) for name in ssh.names), cpu=True), ttl=600)
     try:
         cluster.run(f"{NETWORK}\ndefaults = dict(recovery=nbkit.Recovery(backup_every=1))")

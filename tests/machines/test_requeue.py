@@ -1,4 +1,4 @@
-"""A script whose job is put back in the queue goes on from the checkpoint that it made when it was told to end."""
+"""Test that a script whose job is requeued continues from the checkpoint that it made when it had to end."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ trainer = nbkit.Trainer(
 )
 """
 LAST = 40
-# Longer in all than the time until Slurm's signal; what is left afterwards takes no time.
+# The pauses together are longer than the time until Slurm's signal. The steps after it take no time.
 PAUSE_UNTIL_SAVED = "5 if not os.path.isdir(FOLDER) else 0"
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder to submit from. There the names of the nodes are names of hosts, both of them this machine."""
+    """Return a folder to submit from, in which the names of both nodes are host names of this machine."""
     monkeypatch.setenv("PATH", str(scontrol_that_knows_hosts(tmp_path)), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -61,7 +61,7 @@ def fit(folder: Path, pause: float | str) -> str:
 
 
 def alone(world: Any, folder: str) -> list[float]:
-    """Return the losses of a training of one process that nobody ends."""
+    """Return the losses of an undisturbed training of one process."""
     import torch
 
     names: dict[str, Any] = {"torch": torch, "nbkit": nbkit}
@@ -70,9 +70,9 @@ def alone(world: Any, folder: str) -> list[float]:
 
 
 def assert_goes_on(slurm: SlurmNodes, job: str, folder: Path, log: Path, *, by_hand: bool = True) -> None:
-    """Check that `job`, told to end after some steps, waits in the queue, and then makes the steps that are left.
+    """Check that `job`, signalled to end after some steps, waits in the queue, and then makes the remaining steps.
 
-    by_hand: send the signal from here; else Slurm sends it, near the limit.
+    by_hand: send the signal from here. Otherwise Slurm sends it, near the limit.
     """
     until(lambda: "step 5\n" in log.read_text())
     if by_hand:
@@ -81,18 +81,18 @@ def assert_goes_on(slurm: SlurmNodes, job: str, folder: Path, log: Path, *, by_h
     until(lambda: (folder / "saved").is_dir())
     found = re.search(r"has ended after step (\d+), saved to", log.read_text())
     assert found and int(found[1]) < LAST
-    # Slurm's own pause is two minutes; without one it takes the job for the one that it has just ended.
+    # Slurm's own pause is two minutes. Without a pause, it confuses the job with the one that has just ended.
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now+3")
     until((folder / "history.json").exists)
     until(lambda: not slurm.jobs())
-    assert "step 1\n" not in log.read_text().split(found[0])[1]  # not from the start
+    assert "step 1\n" not in log.read_text().split(found[0])[1]  # it does not start again from step 1
     losses = [record["loss"] for record in json.loads((folder / "history.json").read_text())]
     (expected,) = run_ranks(alone, 1, str(folder / "alone"))
     assert losses == pytest.approx(expected, abs=1e-10)
 
 
 @pytest.mark.long
-def test_an_exported_script_goes_on_when_its_job_runs_again(slurm: SlurmNodes, here: Path) -> None:
+def test_an_exported_script_continues_when_its_job_runs_again(slurm: SlurmNodes, here: Path) -> None:
     lesson = notebook(here, "%cluster start -n 1", "%%distributed\n" + fit(here, 0.4))
     nbkit.export("train.py", lesson, slurm=True, nodes=2, cpus=1, time="30:00", requeue=True)
     job = slurm.command("sbatch", "--parsable", "train.sbatch").strip()
@@ -102,7 +102,7 @@ def test_an_exported_script_goes_on_when_its_job_runs_again(slurm: SlurmNodes, h
 
 
 @pytest.mark.long
-def test_slurm_itself_signals_a_job_near_its_limit_and_the_script_goes_on(slurm: SlurmNodes, here: Path) -> None:
+def test_a_script_continues_after_slurms_own_signal_near_the_time_limit(slurm: SlurmNodes, here: Path) -> None:
     lesson = notebook(here, "%cluster start -n 1", "%%distributed\n" + fit(here, PAUSE_UNTIL_SAVED))
     nbkit.export("train.py", lesson, slurm=True, nodes=2, cpus=1, time="3", requeue=True)
     file = here / "train.sbatch"
@@ -115,7 +115,7 @@ def test_slurm_itself_signals_a_job_near_its_limit_and_the_script_goes_on(slurm:
 
 
 @pytest.mark.long
-def test_a_notebook_goes_on_when_its_job_runs_again(
+def test_a_notebook_continues_when_its_job_runs_again(
     slurm: SlurmNodes, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from nbkit.commands import main
@@ -129,7 +129,7 @@ def test_a_notebook_goes_on_when_its_job_runs_again(
     assert_goes_on(slurm, job, here, log)
 
 
-def test_what_would_begin_anew_is_not_put_back_in_the_queue(here: Path) -> None:
+def test_requeue_is_refused_for_a_notebook_that_would_start_from_zero(here: Path) -> None:
     lesson = notebook(here, "%cluster start -n 1", "%%distributed\nprint(1)")
     with pytest.raises(UsageError, match="no cell loads its checkpoint") as caught:
         nbkit.export("train.py", lesson, slurm=True, requeue=True)

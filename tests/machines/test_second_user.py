@@ -1,4 +1,4 @@
-"""Another user of the host can neither read nor steer: files, what cells print, processes, calls to the ranks."""
+"""Test that another user of the host can neither read nor control files, output of cells, processes or ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="to be another user ta
 
 @pytest.fixture(scope="module")
 def open_folder() -> Iterator[Path]:
-    """Yield a folder that everybody may enter, so that only nbkit closes what is closed in it."""
+    """Yield a folder that everybody may enter, so that only nbkit protects its contents."""
     folder = Path(tempfile.mkdtemp(prefix="nbkit-open-"))
     folder.chmod(0o755)
     yield folder
@@ -60,7 +60,7 @@ def processes_of(cluster: Cluster) -> list[int]:
 
 
 def try_all(cluster: Cluster, folder: Path) -> dict[str, Any]:
-    """Return what the stranger could get while a cell prints the secret."""
+    """Return what the other user could get while a cell prints the secret."""
     mark = folder / "open" / "mark"
     mark.parent.mkdir(mode=0o777)
     mark.parent.chmod(0o777)
@@ -75,7 +75,7 @@ def try_all(cluster: Cluster, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_another_user_reads_nothing_and_steers_nothing(victim: Cluster, open_folder: Path) -> None:
+def test_another_user_can_read_and_control_nothing(victim: Cluster, open_folder: Path) -> None:
     runs = next((open_folder / "runs").iterdir())
     assert any(runs.rglob("*.jsonl"))
     got = try_all(victim, open_folder)

@@ -1,4 +1,4 @@
-"""`nbkit selftest` on ranks of other hosts."""
+"""Test `nbkit selftest` on ranks of other hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ITEMS = ("ddp", "torchrun", "telemetry-ddp", "transports")
 
 
 def tried(folder: Path, *options: str) -> tuple[str, str]:
-    """Return (what it printed, its report), with one space between words."""
+    """Return (its output, its report), with one space between words."""
     only = [word for item in ITEMS for word in ("--only", item)]
     command = [sys.executable, "-m", "nbkit", "selftest", "--cpu", *options, *only]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170)
@@ -25,7 +25,7 @@ def tried(folder: Path, *options: str) -> tuple[str, str]:
 
 
 @pytest.mark.long
-def test_over_ssh(ssh: SshHosts, tmp_path: Path) -> None:
+def test_selftest_works_over_ssh(ssh: SshHosts, tmp_path: Path) -> None:
     said, report = tried(tmp_path, "--hosts", ",".join(f"{name}:1" for name in ssh.names))
 
     assert "4 items on 2 CPU ranks on 2 hosts" in said and "2 ok, 2 left out" in said
@@ -36,7 +36,7 @@ def test_over_ssh(ssh: SshHosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_in_a_slurm_job_that_nbkit_toml_describes(slurm: SlurmNodes, tmp_path: Path) -> None:
+def test_selftest_works_in_a_slurm_job_described_in_nbkit_toml(slurm: SlurmNodes, tmp_path: Path) -> None:
     (tmp_path / "nbkit.toml").write_text('[clusters]\nnodes = "--slurm -n 2 --nodes 2"\n')
     said, _ = tried(tmp_path, "--on", "nodes")
 

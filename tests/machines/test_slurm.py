@@ -1,4 +1,4 @@
-"""The parts that only Slurm has: the queue and the requests that Slurm refuses. No job is left in the queue."""
+"""Test the parts that only Slurm has: the queue and requests that Slurm refuses. No job is left in the queue."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GPU_NODES = [Node(f"g{i}", "gpu", True, 32, 4, "10.0.0.1") for i in range(3)]
 
 @dataclass
 class Starting:
-    """A start in a thread, as it waits in the queue."""
+    """A start in a thread, because it waits in the queue."""
 
     request: SlurmRequest
     raised: list[BaseException] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Starting:
 
 
 @pytest.mark.long
-def test_stop_leaves_no_job(slurm: SlurmNodes) -> None:
+def test_stop_leaves_no_job_in_the_queue(slurm: SlurmNodes) -> None:
     cluster = Cluster.start(name="short", on=SlurmRequest(1, partition="small", cpu=True, options=("--comment=mine",)))
     assert cluster.run("dist.get_world_size()").values == {0: 1}
     assert slurm.command("squeue", "-h", "-o", "%j %P %D %C").split("\n")[0] == "nbkit-short small 1 1"
@@ -56,9 +56,7 @@ def test_stop_leaves_no_job(slurm: SlurmNodes) -> None:
 
 
 @pytest.mark.long
-def test_a_job_that_waits_says_why_and_one_that_is_cancelled_meanwhile_is_an_error(
-    slurm: SlurmNodes, nbkit_home: Path
-) -> None:
+def test_a_waiting_job_says_why_and_its_cancellation_is_an_error(slurm: SlurmNodes, nbkit_home: Path) -> None:
     other = slurm.command(
         "sbatch", "--parsable", "-N2", "-c2", "--time=1", "--output=/dev/null", "--wrap=sleep 60"
     ).strip()
@@ -82,7 +80,7 @@ def test_a_job_that_waits_says_why_and_one_that_is_cancelled_meanwhile_is_an_err
 
 
 @pytest.mark.long
-def test_a_job_that_waits_is_cancelled_when_its_notebook_ends(slurm: SlurmNodes, nbkit_home: Path) -> None:
+def test_a_waiting_job_is_cancelled_when_its_notebook_ends(slurm: SlurmNodes, nbkit_home: Path) -> None:
     slurm.command("sbatch", "-N2", "-c2", "--time=1", "--output=/dev/null", "--wrap=sleep 60")
     start = "Cluster.start(name='orphan', on=SlurmRequest(2, nodes=2, cpu=True))"
     source = "from nbkit import Cluster\nfrom nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest\n"
@@ -107,7 +105,7 @@ def test_a_job_that_waits_is_cancelled_when_its_notebook_ends(slurm: SlurmNodes,
 
 
 @pytest.mark.long
-def test_a_notebook_in_an_allocation_of_several_nodes_uses_them_and_leaves_them(slurm: SlurmNodes) -> None:
+def test_a_notebook_uses_the_nodes_of_its_allocation_and_does_not_end_them(slurm: SlurmNodes) -> None:
     job = slurm.command("sbatch", "--parsable", "-N2", "-n2", "-c1", "--output=/dev/null", "--wrap=sleep 300").strip()
     while slurm.jobs() != [f"{job} RUNNING"]:
         time.sleep(0.1)
@@ -169,7 +167,7 @@ def test_a_program_under_srun_listens_and_answers_on_its_node(slurm: SlurmNodes,
 def test_the_tasks_of_an_allocation_are_its_ranks() -> None:
     assert counts_of("4(x2),2") == (4, 4, 2)
     of_one_node = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4"}
-    assert allocation_here(of_one_node) is None  # there the ranks are started as on any machine
+    assert allocation_here(of_one_node) is None  # ranks on one node start as on any machine
     one_task = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "4"}
     assert allocation_here(one_task) == AllocationRequest("7", (4, 4))
     assert allocation_here(one_task, 1) == AllocationRequest("7", (3, 3))
@@ -178,14 +176,14 @@ def test_the_tasks_of_an_allocation_are_its_ranks() -> None:
     assert caught.value.hint == "--spares 3"
 
 
-def test_what_sbatch_refuses_is_said_in_its_words(slurm: SlurmNodes) -> None:
+def test_a_refusal_of_sbatch_is_quoted(slurm: SlurmNodes) -> None:
     with pytest.raises(ClusterError, match="Slurm has refused the job") as caught:
         Cluster.start(name="refused", on=SlurmRequest(1, cpu=True, options=("--account", "x", "--no-such-option")))
     assert "no-such-option" in caught.value.numbers
     assert registry.find("refused") is None
 
 
-def test_an_unknown_partition_and_too_many_ranks_name_what_there_is(slurm: SlurmNodes) -> None:
+def test_an_unknown_partition_and_too_many_ranks_name_what_exists(slurm: SlurmNodes) -> None:
     with pytest.raises(UsageError, match="no partition called 'gpus'") as caught:
         Cluster.start(on=SlurmRequest(2, partition="gpus"))
     assert caught.value.numbers == "partitions: debug, gpu, high, low, small, wide"
@@ -198,20 +196,20 @@ def test_an_unknown_partition_and_too_many_ranks_name_what_there_is(slurm: Slurm
     assert caught.value.hint == "-n 4 --nodes 2"
 
 
-def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_slurm_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="no sbatch on this machine"):
         Cluster.start(on=SlurmRequest(2))
 
 
-def test_a_rank_takes_a_gpu_and_its_share_of_the_cpus() -> None:
+def test_a_rank_gets_a_gpu_and_its_share_of_the_cpus() -> None:
     size, _ = size_of(SlurmRequest(8), GPU_NODES)
     assert (size.nodes, size.ranks, size.gpus, size.cpus) == (2, 4, 4, 32)
     size, _ = size_of(SlurmRequest(6, nodes=3, cpu=True), GPU_NODES)
     assert (size.nodes, size.ranks, size.gpus, size.cpus) == (3, 2, 0, 2)
 
 
-def test_spares_of_a_node_are_asked_for_beside_its_ranks() -> None:
+def test_spares_of_a_node_are_requested_with_its_ranks() -> None:
     size, _ = size_of(SlurmRequest(6, spares=1), GPU_NODES)
     assert (size.nodes, size.ranks, size.gpus, size.cpus) == (2, 3, 4, 32)
     with pytest.raises(UsageError, match="fewer than 4 GPUs") as caught:

@@ -1,4 +1,4 @@
-"""Ranks on nodes with GPUs: Slurm hands out one for each, and more than a node has is answered with what fits."""
+"""Test ranks on nodes with GPUs: Slurm gives each rank one, and a request for too many gets a hint that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmLauncher, SlurmReq
 from nbkit.notebook.cluster.hosts.start_options import requested
 
 
-def test_a_job_asks_for_a_gpu_for_each_rank_and_gets_them(slurm: SlurmNodes, tmp_path: Path) -> None:
+def test_a_job_requests_a_gpu_per_rank_and_gets_them(slurm: SlurmNodes, tmp_path: Path) -> None:
     job = SlurmLauncher(SlurmRequest(4, partition="gpu"), tmp_path)
     assert (job.size.nodes, job.size.ranks, job.size.gpus) == (2, 2, 2)
     said = tmp_path / "said"
@@ -26,7 +26,7 @@ def test_a_job_asks_for_a_gpu_for_each_rank_and_gets_them(slurm: SlurmNodes, tmp
     assert sorted(said.read_text().split()) == ["g1:0,1", "g2:0,1"]
 
 
-def test_more_gpus_than_a_node_has_are_answered_with_what_fits(slurm: SlurmNodes) -> None:
+def test_a_request_for_more_gpus_than_a_node_has_gets_a_hint_that_fits(slurm: SlurmNodes) -> None:
     with pytest.raises(UsageError, match="The nodes of the partition gpu have fewer than 4 GPUs") as caught:
         size_of(SlurmRequest(4, nodes=1, partition="gpu"), read_nodes())
     assert caught.value.numbers == "-n 4 on 1 node; gpu has 2 nodes of 2 GPUs"
@@ -37,13 +37,13 @@ def test_more_gpus_than_a_node_has_are_answered_with_what_fits(slurm: SlurmNodes
 
 
 @pytest.mark.parametrize("more", ["", " --detach"])
-def test_a_list_of_gpus_is_for_this_machine(more: str) -> None:
+def test_a_list_of_gpus_is_refused_for_slurm(more: str) -> None:
     with pytest.raises(UsageError, match="GPUs are not listed") as caught:
         requested(options_of(f"start --slurm -n 2 --gpus 0,1{more}"))
     assert "--gpus 0,1" in caught.value.numbers
 
 
-def test_nodes_whose_gpus_nobody_can_use_say_which_and_leave_no_job(slurm: SlurmNodes) -> None:
+def test_nodes_with_unusable_gpus_are_an_error_and_leave_no_job(slurm: SlurmNodes) -> None:
     with pytest.raises(ClusterError, match="Slurm has given 1 GPU of a host, and no NVIDIA GPU") as caught:
         Cluster.start(name="fakes", on=SlurmRequest(2, nodes=2, partition="gpu"))
     assert "--cpu" in caught.value.hint and "CUDA_VISIBLE_DEVICES='0'" in caught.value.numbers

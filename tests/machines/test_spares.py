@@ -1,4 +1,4 @@
-"""Devices in reserve on several hosts: a rank whose device seems bad goes to one of its own host."""
+"""Test spare devices on several hosts: a rank whose device seems bad moves to a spare of its own host."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ CELL = f"history = trainer.fit({STEPS})\n[record['loss'] for record in history],
 
 @pytest.fixture(scope="module")
 def two(ssh: SshHosts) -> Iterator[Cluster]:
-    """Yield a cluster with a rank on each of two hosts, and with a core in reserve on each."""
+    """Yield a cluster with a rank and a spare core on each of two hosts."""
     on = requested(options_of(f"start --hosts {','.join(ssh.names)} --cpu --spares 1"))
     folder = ssh.folder / "spared"
     folder.mkdir()
     cluster = Cluster.start(name="spared", on=on, ttl=600)
-    with tempfile.TemporaryDirectory() as project:  # below /tmp, which is another one on the hosts
+    with tempfile.TemporaryDirectory() as project:  # in /tmp, which is a different folder on the hosts
         (Path(project) / "distance.py").write_text(DISTANCE)
         with contextlib.chdir(project):
             synced = cluster.sync()
@@ -67,9 +67,7 @@ def two(ssh: SshHosts) -> Iterator[Cluster]:
 
 
 @pytest.mark.long
-def test_a_rank_of_either_host_goes_to_a_spare_of_its_own_host(
-    two: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_moves_to_a_spare_of_its_own_host(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = two.entry.labels, two.entry.spares
     assert [label.partition(": ")[0] for label in (*old, *new)] == ["node1", "node2"] * 2
     assert two.entry.n == 2
@@ -96,7 +94,7 @@ def test_a_rank_of_either_host_goes_to_a_spare_of_its_own_host(
     assert (running("spared").labels, running("spared").spares) == (new, ())
 
 
-def test_a_host_without_a_device_for_its_spares_is_named(ssh: SshHosts) -> None:
+def test_a_host_without_devices_for_its_spares_is_named(ssh: SshHosts) -> None:
     on = requested(options_of(f"start --hosts {ssh.names[0]} --cpu --spares 9999"))
     with pytest.raises(ClusterError, match="node1: Too few devices for the ranks and their spares") as caught:
         Cluster.start(name="none", on=on, ttl=600)

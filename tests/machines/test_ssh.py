@@ -1,4 +1,4 @@
-"""Hosts that SSH cannot reach, or that do not fit: the error names the host, and nothing is left behind."""
+"""Test hosts that SSH cannot reach or that do not fit: the error names the host, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from nbkit.notebook.cluster.hosts.progress import StartProgress
 
 
 def refused(ssh: SshHosts, *names: str, python: str = "", then: Callable[[], None] = lambda: None) -> ClusterError:
-    """Return the error of a start on these hosts. Check that nothing of it is left. then: called before the check."""
+    """Return the error of a start on these hosts. Call `then`, and check that nothing of the start is left."""
     try:
         with pytest.raises(ClusterError) as caught:
             Cluster.start(name="refused", on=SshRequest(tuple((name, 1) for name in names), cpu=True, python=python))
     finally:
         then()
     assert registry.find("refused") is None
-    deadline = time.monotonic() + 40  # one that has just begun to import torch ends when it has
+    deadline = time.monotonic() + 40  # a process that imports torch ends only after the import
     while (left := [ssh.processes(name) for name in ssh.names]) != [[], []] and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == [[], []]
@@ -38,7 +38,7 @@ def refused(ssh: SshHosts, *names: str, python: str = "", then: Callable[[], Non
 
 @contextmanager
 def once(seen: Callable[[StartProgress], bool], act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` when `seen` is true of the progress of a start in this block."""
+    """Call `act` when `seen` is true for the progress of a start in this block."""
 
     def watch() -> None:
         while not over.wait(0.02):
@@ -56,14 +56,14 @@ def once(seen: Callable[[StartProgress], bool], act: Callable[[], None]) -> Iter
 
 
 def release(ssh: SshHosts) -> None:
-    """Let the start that `slow_python` holds up go on, and plug in the cable of the second host."""
+    """Let the start that `slow_python` delays go on, and connect the second host again."""
     (ssh.folder / "gate").unlink()
     ssh.link(2, "up")
 
 
 @contextmanager
 def slow_python(ssh: SshHosts, host: str) -> Iterator[str]:
-    """Yield a Python that does not start on `host` before the block ends."""
+    """Yield a Python that starts on `host` only after the block."""
     gate, python = ssh.folder / "gate", ssh.folder / "slow"
     gate.touch()
     python.write_text(
@@ -77,9 +77,9 @@ def slow_python(ssh: SshHosts, host: str) -> Iterator[str]:
 
 
 def refused_as_node2_dies(ssh: SshHosts, *, slow: str) -> ClusterError:
-    """Return the error of a start whose second host dies when one of the two has answered.
+    """Return the error of a start whose second host dies after one of the two has answered.
 
-    The host `slow` does not answer before: no Python starts there.
+    The host `slow` does not answer earlier, because no Python starts there.
     """
     with (
         slow_python(ssh, slow) as python,
@@ -97,25 +97,25 @@ def test_hosts_come_from_the_line_or_from_a_file(tmp_path: Path) -> None:
             read_hosts(wrong)
 
 
-def test_an_address_is_found_and_with_it_the_interface() -> None:
+def test_the_address_towards_hosts_and_its_interface_are_found() -> None:
     assert address_towards(["127.0.0.1", "localhost"]) == "127.0.0.1"
     assert interface_of("127.0.0.1") in ("lo", "lo0")
     with pytest.raises(ClusterError, match=r"The host no\.such\.host\.invalid has no address here"):
         address_towards(["no.such.host.invalid"])
 
 
-def test_a_host_that_nobody_knows(ssh: SshHosts) -> None:
+def test_an_unknown_host_is_an_error(ssh: SshHosts) -> None:
     assert "The host nowhere.invalid has no address here" in refused(ssh, "node1", "nowhere.invalid").what
 
 
-def test_a_key_that_the_host_does_not_accept(ssh: SshHosts) -> None:
+def test_a_key_that_the_host_does_not_accept_is_an_error(ssh: SshHosts) -> None:
     error = refused(ssh, "node2", "locked")
     assert error.what == "The host locked does not let you in without a password."
     assert error.hint == "ssh-copy-id locked"
 
 
 @pytest.mark.long
-def test_a_host_that_dies_while_its_ranks_start(ssh: SshHosts) -> None:
+def test_a_host_that_dies_while_its_ranks_start_is_named(ssh: SshHosts) -> None:
     with once(lambda state: state.phase == "forked", lambda: ssh.link(2, "down")):
         error = refused(ssh, *ssh.names, then=lambda: ssh.link(2, "up"))
     assert error.what == "Rank 1 died while the cluster was starting."
@@ -124,7 +124,7 @@ def test_a_host_that_dies_while_its_ranks_start(ssh: SshHosts) -> None:
 
 
 @pytest.mark.long
-def test_hosts_that_do_not_reach_each_other_are_named_before_they_wait_for_each_other(ssh: SshHosts) -> None:
+def test_hosts_that_cannot_connect_to_each_other_are_named_early(ssh: SshHosts) -> None:
     ssh.block("on")
     error = refused(ssh, *ssh.names, then=lambda: ssh.block("off"))
     assert error.what == "The host node1 cannot connect to node2."
@@ -134,26 +134,26 @@ def test_hosts_that_do_not_reach_each_other_are_named_before_they_wait_for_each_
 
 
 @pytest.mark.long
-def test_a_host_that_dies_after_its_agent_has_come(ssh: SshHosts) -> None:
+def test_a_host_that_dies_after_its_agent_answered_is_named(ssh: SshHosts) -> None:
     error = refused_as_node2_dies(ssh, slow="node1")
     assert error.what == "The host node2 does not answer any more: the cluster was starting."
     assert error.hint == "%cluster start   again"
 
 
 @pytest.mark.long
-def test_a_host_that_dies_before_its_agent_has_come(ssh: SshHosts) -> None:
+def test_a_host_that_dies_before_its_agent_answered_is_named(ssh: SshHosts) -> None:
     error = refused_as_node2_dies(ssh, slow="node2")
     assert error.what == "The host node2 does not answer."
     assert "node2" in error.hint
 
 
 @pytest.mark.long
-def test_a_host_whose_key_has_changed(ssh: SshHosts) -> None:
+def test_a_host_with_a_changed_key_is_an_error(ssh: SshHosts) -> None:
     assert refused(ssh, "changed").what == "The key of the host changed has changed."
 
 
 @pytest.mark.long
-def test_no_python_there(ssh: SshHosts) -> None:
+def test_a_missing_python_on_the_host_is_an_error(ssh: SshHosts) -> None:
     error = refused(ssh, "node1", python="/nowhere/bin/python")
     assert error.what == "There is no /nowhere/bin/python on the host node1."
 

@@ -1,4 +1,4 @@
-"""The files that `%cluster sync` copies: .gitignore counts with and without a repository, and sizes are limited."""
+"""Test the files that `%cluster sync` copies: .gitignore applies with or without a repository, sizes are limited."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbkit.notebook.cluster.hosts.sync_files import project_at
 
 
 @pytest.mark.parametrize("repository", [True, False])
-def test_what_git_ignores_stays_here(tmp_path: Path, repository: bool) -> None:
+def test_files_that_git_ignores_are_not_copied(tmp_path: Path, repository: bool) -> None:
     for name in ("train.py", "src/model.py", "src/__pycache__/model.pyc", "runs/log.txt", "src/.env"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -33,7 +33,7 @@ def test_what_git_ignores_stays_here(tmp_path: Path, repository: bool) -> None:
     assert not (tmp_path / ".git").exists() or repository
 
 
-def test_what_is_too_large_or_elsewhere_is_refused_with_what_to_type(
+def test_files_that_are_too_large_or_elsewhere_are_refused_with_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync_files, "LIMIT_FILE", 100)
@@ -53,7 +53,7 @@ def test_what_is_too_large_or_elsewhere_is_refused_with_what_to_type(
             project_at(wrong, tmp_path)
 
 
-def test_a_file_of_the_same_second_and_size_is_not_taken_from_what_was_compiled_of_the_one_before(
+def test_a_changed_file_of_equal_time_and_size_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "_home", lambda: tmp_path)
@@ -74,10 +74,10 @@ def test_a_file_of_the_same_second_and_size_is_not_taken_from_what_was_compiled_
 @pytest.mark.parametrize(
     ("seen", "copied", "used"), [("X = 1", "", "root"), ("X = 2", "", "root"), ("X = 2", "X = 1", "home")]
 )
-def test_a_new_rank_imports_from_where_the_others_of_its_host_do(
+def test_a_new_rank_imports_from_the_same_folder_as_others_on_its_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, copied: str, used: str
 ) -> None:
-    """seen: in the notebook's folder, as this host has it now. copied: by %cluster sync."""
+    """Test a file in two places. seen: the notebook's folder on this host. copied: by %cluster sync."""
     monkeypatch.setattr(calls, "_home", lambda: tmp_path / "home")
     monkeypatch.setattr(calls, "brought", None)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -1,4 +1,4 @@
-"""Each test of ranks stands in a folder of its own, and its small models run on one thread."""
+"""Run each test of ranks in its own folder, with small models on one thread."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from nbkit.rank.parallel.whole_step import StepProof
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change into an empty folder, because a Trainer writes to runs/ where it stands."""
+    """Change into an empty folder, because a Trainer writes to runs/ in the current folder."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -28,8 +28,8 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def known_to_be_right() -> Iterator[None]:
-    """Make the jobs of this test without a tiny whole step of each strategy, which takes half a second or more, and
-    without a look whether copies have parts of their own. Only for models whose strategies are proven by
+    """Skip the tiny whole step of each strategy in the jobs of this test, which takes half a second or more, and the
+    check whether copies have their own parts. Use it only for models whose strategies are tested by
     tests/rank/parallel/test_whole_step.py and tests/verify."""
     ranks.left_out |= {"prove_step": StepProof(), "look_at_copies": [""]}
     yield
@@ -38,8 +38,8 @@ def known_to_be_right() -> Iterator[None]:
 
 @pytest.fixture
 def rows_are_known(known_to_be_right: None) -> None:
-    """Leave out the look at the rows of the model too, which takes a job of a transformer a third of a second.
+    """Skip the check of the model's rows too, which costs a job of a transformer a third of a second.
 
-    Only for losses that are a mean cross entropy of all targets: this is what the look finds. tests/rank/loss looks.
+    Use it only for losses that are a mean cross entropy of all targets. tests/rank/loss tests the check.
     """
     ranks.left_out["examine"] = Examined(counted=Counted("loss", 1.0))

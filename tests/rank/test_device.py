@@ -1,4 +1,4 @@
-"""Only one module knows what differs between kinds of devices, and on a CPU it changes nothing."""
+"""Test that only one module knows the differences between kinds of devices, and it changes nothing on a CPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nbkit.rank.device import Accelerator, accelerator
 
 _PACKAGE = Path(nbkit.__file__).parent
 _MAY_NAME_DEVICES = ("rank/device.py", "device_kinds.py", "rank/selftest/torchrun_script.py")
-"""The last one is a program as users write it, which does not know nbkit."""
+"""The last one is a program like a user's, which does not know nbkit."""
 _CPU = torch.device("cpu")
 
 
 def asks(tree: ast.AST) -> Iterator[str]:
-    """Yield what in `tree` asks for a kind of device, or uses what only some have."""
+    """Yield the parts of `tree` that ask for a kind of device, or use what only some kinds have."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
@@ -37,16 +37,16 @@ def asks(tree: ast.AST) -> Iterator[str]:
                 yield f"{node.lineno}: {ast.unparse(node)}"
 
 
-def test_an_error_of_the_device_is_told_from_one_of_the_program() -> None:
+def test_device_errors_are_distinguished_from_errors_of_the_program() -> None:
     said = "CUDA error: uncorrectable ECC error encountered"
     ecc = RuntimeError(f"{said}\nCUDA kernel errors might be reported later")
     assert accelerator().failed(ecc) == accelerator().context_lost(ecc) == said
     index = RuntimeError("CUDA error: device-side assert triggered")
     assert accelerator().context_lost(index) == str(index) and not accelerator().failed(index)
-    assert not accelerator().failed(RuntimeError("hardware error"))  # of a program's own
+    assert not accelerator().failed(RuntimeError("hardware error"))  # an error of the program
 
 
-def test_one_module_of_the_ranks_asks_for_cuda_and_one_names_it_and_its_backend() -> None:
+def test_only_the_device_modules_name_cuda_or_its_backend() -> None:
     found = []
     for file in sorted(_PACKAGE.rglob("*.py")):
         if str(file.relative_to(_PACKAGE)) not in _MAY_NAME_DEVICES:
@@ -71,11 +71,11 @@ def test_one_module_of_the_ranks_asks_for_cuda_and_one_names_it_and_its_backend(
         "torch.Stream()",
     ],
 )
-def test_each_way_of_asking_is_seen(line: str) -> None:
+def test_each_way_to_ask_for_a_device_is_found(line: str) -> None:
     assert list(asks(ast.parse(line)))
 
 
-def test_on_a_cpu_nothing_is_on_a_device_and_nothing_is_copied() -> None:
+def test_a_cpu_accelerator_holds_no_cpu_tensor_and_copies_nothing() -> None:
     here, tensor = accelerator(), torch.ones(2)
 
     assert type(here) is Accelerator

@@ -1,4 +1,4 @@
-"""The ranks of these tests are forked with everything imported; a rank that imports it again costs a second."""
+"""Test that the ranks of tests are forked with all imports done. An import in a rank would cost a second."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from ranks import run_ranks
 
-BEFORE = frozenset(sys.modules)  # in a rank: when this file is imported, which is before anything else
+BEFORE = frozenset(sys.modules)  # a rank imports this file before anything else
 
 
 def imported(world: object) -> tuple[bool, bool, int]:
@@ -15,5 +15,5 @@ def imported(world: object) -> tuple[bool, bool, int]:
     return "rank_preload" in BEFORE, BEFORE.issuperset(modules), len(os.listdir("/proc/self/task"))
 
 
-def test_a_rank_starts_with_everything_imported_and_no_thread_but_its_own() -> None:
+def test_a_rank_starts_with_all_imports_done_and_one_thread() -> None:
     assert run_ranks(imported, 2, join=False) == [(True, True, 1)] * 2

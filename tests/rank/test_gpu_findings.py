@@ -1,4 +1,4 @@
-"""Bugs that showed on GPUs alone, on the pretended one: memory kept by telemetry, standstills, crashes."""
+"""Test on the pretended GPU for bugs that appeared only on GPUs: memory kept by telemetry, hangs, crashes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def blocks() -> nn.Module:
 
 
 def _works_between_steps(mode: str) -> int:
-    """Return how many handles of collectives are alive at most between two steps."""
+    """Return the largest number of live handles of collectives between two steps."""
     most: list[int] = []
 
     def counted(trainer: Any, record: dict[str, Any]) -> None:
@@ -54,14 +54,14 @@ def _works_between_steps(mode: str) -> int:
 
 
 def telemetry(world: Any, gpu: PretendAccelerator) -> tuple[int, int]:
-    """Return the handles alive (without, with) telemetry."""
+    """Return the number of live handles (without, with) telemetry."""
     collectives.ring = collectives.Ring()
     return _works_between_steps("off"), _works_between_steps("time")
 
 
 def pipeline(world: Any, gpu: PretendAccelerator) -> tuple[list[float], list[str]]:
-    """Return the losses of a pipeline, and from which communicator the last one was split. After two steps the world
-    gets a new generation, as after an error in a cell."""
+    """Return the losses of a pipeline, and the parents of its new communicators. After two steps the world gets a new
+    generation, as after an error in a cell."""
     trainer = quiet(model=blocks, strategy="pp=2")
     trainer.fit(2)
     next_generation(world)
@@ -92,7 +92,7 @@ def writer(strategy: str, model: Callable[[], nn.Module] = letters) -> Any:
 
 
 def generating(world: Any, gpu: PretendAccelerator) -> list[list[int]]:
-    """Generate twice from a pipeline, with a new generation of the world between. Each is the first use of a group."""
+    """Generate from a pipeline before and after a new generation of the world. Each is the first use of a group."""
     texts, job = torch.arange(9) % 8, writer("pp=2")
     found = [job.generate(texts[:3], 3).tolist()]
     next_generation(world)
@@ -100,7 +100,7 @@ def generating(world: Any, gpu: PretendAccelerator) -> list[list[int]]:
 
 
 def tied(world: Any, gpu: PretendAccelerator) -> tuple[list[list[float]], int]:
-    """Return the losses of a model whose ends share a weight under ddp and pp, and the communicators that pp adds."""
+    """Return (losses under ddp and pp of a model whose ends share a weight, number of communicators that pp adds)."""
     losses = []
     for strategy in ("ddp", "pp=2"):
         known = list(Communicator.everyone)
@@ -114,14 +114,14 @@ CHAIN = ("zero3", "tp", "pp=2", "zero2", "ddp", "pp=2 schedule=zbv", "zero1", "t
 
 
 def ten_switches(world: Any, gpu: PretendAccelerator) -> list[int]:
-    """Count communicators beside that of all ranks after a first step, and after one under each in CHAIN."""
+    """Count the communicators besides that of all ranks, after a first step and after one step under each in CHAIN."""
 
     def open_now() -> int:
         return sum(one.met and not one.shut for one in Communicator.everyone) - others
 
     gc.collect()
     others = 0
-    trainer, others = writer("ddp"), open_now() - 1  # its own is made when it connects
+    trainer, others = writer("ddp"), open_now() - 1  # the trainer makes its own when it connects
     trainer.fit(1)
     counts = [open_now()]
     for number, strategy in enumerate(CHAIN):
@@ -134,7 +134,7 @@ def ten_switches(world: Any, gpu: PretendAccelerator) -> list[int]:
 
 
 def failed_switch(world: Any, gpu: PretendAccelerator) -> list[str]:
-    """Return the strategy, and what is said, after a switch to a pipeline that failed on rank 1, and after another."""
+    """Return [strategy after a failed switch to a pipeline, strategy after the next switch, error of the first]."""
     trainer, said = writer("ddp"), ""
     trainer.fit(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +152,7 @@ def failed_switch(world: Any, gpu: PretendAccelerator) -> list[str]:
 
 
 def connecting(world: Any, gpu: PretendAccelerator) -> list[str]:
-    """Return what a switch to tp does before it builds: give back the allocator's reserve, and make communicators."""
+    """Return the actions of a switch to tp before it builds: give back the allocator's reserve, make communicators."""
     trainer, done = writer("ddp"), list[str]()
     trainer.fit(1)
     known = list(Communicator.everyone)
@@ -171,8 +171,8 @@ def connecting(world: Any, gpu: PretendAccelerator) -> list[str]:
 
 
 def forgotten(world: Any, gpu: PretendAccelerator) -> list[int]:
-    """Count the open communicators beside that of all ranks after three switches. Before the first, from zero3, its
-    group was forgotten. The last number counts the forgotten groups that are left; one was on rank 0 alone."""
+    """Count the open communicators besides that of all ranks after each of three switches, and the forgotten groups
+    that are left. The group of zero3 is forgotten before the first switch; only rank 0 has one more."""
 
     def open_now() -> int:
         return sum(one.met and not one.shut for one in Communicator.everyone) - others
@@ -185,7 +185,7 @@ def forgotten(world: Any, gpu: PretendAccelerator) -> list[int]:
     if gpu.rank == 0:
         device_mesh._made[device_mesh.key_of("left", (0,))] = dist.new_group([0], use_local_synchronization=True)
     for strategy in ("zero2", "tp", "zero3"):
-        # An interrupt may reach one rank before a group is made, and another one after it.
+        # An interrupt may reach one rank before a group is made, and another rank after it.
         if strategy == "zero2":
             device_mesh.forget(torch.device("cpu"))
             trainer.job.builder._connected.clear()
@@ -197,8 +197,8 @@ def forgotten(world: Any, gpu: PretendAccelerator) -> list[int]:
 
 
 def half_done(world: Any, gpu: PretendAccelerator) -> bool:
-    """Return True if rank 0 knows that its update used a sum that was broken off. Only the last part of the sum was
-    made: NCCL sends in parts, each through a channel of its own."""
+    """Return True if rank 0 knows that its update used an incomplete sum. Only the last part of the sum was made: NCCL
+    sends in parts, each through its own channel."""
     whole = Work.wait
 
     def wait(work: Work, *timeout: Any) -> bool:
@@ -232,7 +232,7 @@ def half_done(world: Any, gpu: PretendAccelerator) -> bool:
 
 
 def _released(wait: Callable[[], Any]) -> str:
-    """Run `wait` in a thread, break the rank out 0.3 s later, and return how `wait` ended: "" if it did not."""
+    """Run `wait` in a thread, break out 0.3 s later, and return how `wait` ended ("" if it did not)."""
     ended: list[str] = []
 
     def run() -> None:
@@ -296,7 +296,7 @@ def queues(world: Any, gpu: PretendAccelerator) -> str:
 
 
 def leaving(world: Any, gpu: PretendAccelerator) -> str:
-    """Leave the world while somebody holds a group, as a mesh of the user's does."""
+    """Leave the world while a group is still held, as by the user's mesh."""
     held = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(1), group=held)
     world.leave()
@@ -318,29 +318,29 @@ def each(rank: int, scenes: list[Callable[..., Any]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def lasting() -> list[dict[str, Any]]:
-    """Return by rank the results of the scenes after which the ranks go on."""
-    first = [ten_switches, connecting, forgotten, failed_switch]  # no other scene has made groups yet
+    """Return by rank the results of the scenes that leave the ranks usable."""
+    first = [ten_switches, connecting, forgotten, failed_switch]  # these must run before other scenes make groups
     stuck = [half_done, stuck_in_two, alone_in_a_first_use]
     scenes = [*first, tied, telemetry, pipeline, generating, *stuck, asserted, queues, leaving]
     return run_ranks(each, 2, scenes, join=False, generations=6, timeout=180)
 
 
 @pytest.mark.long
-def test_telemetry_keeps_nothing_alive_that_would_not_live_without_it(lasting: list[dict[str, Any]]) -> None:
+def test_telemetry_keeps_no_handles_alive(lasting: list[dict[str, Any]]) -> None:
     for rank in lasting:
         silent, told = rank["telemetry"]
         assert told == silent
 
 
 @pytest.mark.long
-def test_a_pipeline_goes_on_in_a_world_that_was_formed_again(lasting: list[dict[str, Any]]) -> None:
+def test_a_pipeline_continues_in_a_new_generation_of_the_world(lasting: list[dict[str, Any]]) -> None:
     (losses, new), other = (rank["pipeline"] for rank in lasting)
 
     assert (losses, new) == other and len(losses) == 4
     assert new == ["all"]
 
 
-def test_the_ends_of_a_pipeline_sum_a_weight_that_they_share_without_a_communicator_of_their_own(
+def test_the_ends_of_a_pipeline_sum_a_shared_weight_without_a_new_communicator(
     lasting: list[dict[str, Any]],
 ) -> None:
     for rank in lasting:
@@ -349,7 +349,7 @@ def test_the_ends_of_a_pipeline_sum_a_weight_that_they_share_without_a_communica
         assert new <= 1  # for all messages of the pipeline
 
 
-def test_a_pipeline_generates_where_the_first_use_of_a_group_waits_for_all_members(
+def test_a_pipeline_generates_if_the_first_use_of_a_group_waits_for_all(
     lasting: list[dict[str, Any]],
 ) -> None:
     first, second = lasting[0]["generating"]
@@ -358,7 +358,7 @@ def test_a_pipeline_generates_where_the_first_use_of_a_group_waits_for_all_membe
     assert lasting[1]["generating"] == [first, second]
 
 
-def test_of_ten_switches_only_the_communicators_are_left_that_the_strategy_or_an_undo_uses(
+def test_ten_switches_keep_only_communicators_of_the_strategy_and_its_undo(
     lasting: list[dict[str, Any]],
 ) -> None:
     own = {name: {name[:2]} if name[:2] in ("tp", "pp") else {"dp"} for name in ("ddp", *CHAIN)}
@@ -368,7 +368,7 @@ def test_of_ten_switches_only_the_communicators_are_left_that_the_strategy_or_an
         assert rank["ten_switches"] == expected
 
 
-def test_a_switch_to_a_pipeline_that_fails_is_taken_back_and_the_next_one_succeeds(
+def test_a_failed_switch_to_a_pipeline_is_undone_and_the_next_one_succeeds(
     lasting: list[dict[str, Any]],
 ) -> None:
     for rank in lasting:
@@ -376,46 +376,46 @@ def test_a_switch_to_a_pipeline_that_fails_is_taken_back_and_the_next_one_succee
         assert first == "dp=2" and second.startswith("pp=2") and "division by zero" in said
 
 
-def test_communicators_are_made_when_a_strategy_connects_from_memory_that_torch_has_given_back(
+def test_connecting_makes_communicators_after_torch_gave_memory_back(
     lasting: list[dict[str, Any]],
 ) -> None:
     for rank in lasting:
         first, *made = rank["connecting"]
         assert first == "reserve given back, 0 made"
-        assert len(made) == 1 and made[0].startswith("all of ") and made[0].endswith("/all")  # split from that of all
+        assert len(made) == 1 and made[0].startswith("all of ") and made[0].endswith("/all")  # a split of "all"
 
 
-def test_groups_that_were_forgotten_are_closed_when_nobody_uses_them(lasting: list[dict[str, Any]]) -> None:
+def test_forgotten_groups_are_closed_when_unused(lasting: list[dict[str, Any]]) -> None:
     for rank in lasting:
-        # The strategy in force and the one of an undo have a communicator each: first both along dp, then dp and tp.
+        # The current strategy and that of an undo have a communicator each: first both along dp, then dp and tp.
         assert rank["forgotten"] == [2, 2, 2, 0]
 
 
-def test_an_update_behind_a_sum_that_was_made_in_part_is_known_to_be_torn(lasting: list[dict[str, Any]]) -> None:
+def test_an_update_after_an_incomplete_sum_is_known_to_be_torn(lasting: list[dict[str, Any]]) -> None:
     assert lasting[0]["half_done"] is True
 
 
-def test_nccl_without_memory_for_a_communicator_is_out_of_memory() -> None:
+def test_nccl_without_memory_for_a_communicator_counts_as_out_of_memory() -> None:
     said = "NCCL error in: NCCLUtils.cpp:76, unhandled cuda error\nLast error:\n{}"
     for last in ("Failed to CUDA calloc 8388608 bytes", "Cuda failure 2 'out of memory'"):
         assert device.accelerator().out_of_memory(dist.DistBackendError(said.format(last)))
     assert not device.accelerator().out_of_memory(dist.DistBackendError(said.format("Connection closed")))
 
 
-def test_a_rank_that_is_stuck_in_two_communicators_is_released_from_both(lasting: list[dict[str, Any]]) -> None:
+def test_a_rank_stuck_in_two_communicators_is_released_from_both(lasting: list[dict[str, Any]]) -> None:
     assert lasting[0]["stuck_in_two"] == "returned"
 
 
-def test_a_rank_that_comes_alone_to_the_first_use_of_a_group_is_released(lasting: list[dict[str, Any]]) -> None:
+def test_a_rank_alone_in_the_first_use_of_a_group_is_released(lasting: list[dict[str, Any]]) -> None:
     assert lasting[0]["alone_in_a_first_use"] == "ClusterError"
 
 
-def test_a_device_that_computes_nothing_any_more_is_named(lasting: list[dict[str, Any]]) -> None:
+def test_a_lost_device_context_is_reported_with_its_rank(lasting: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(lasting):
         assert rank["asserted"].startswith(f"The CUDA context of rank {number} is gone")
 
 
-def test_the_streams_of_a_rank_share_no_queue_of_its_gpu(lasting: list[dict[str, Any]]) -> None:
+def test_ranks_get_enough_device_queues_for_separate_streams(lasting: list[dict[str, Any]]) -> None:
     assert [rank["queues"] for rank in lasting] == [os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")] * 2
 
 
@@ -426,12 +426,12 @@ def test_a_pipeline_of_gpus_over_gloo_is_refused(monkeypatch: pytest.MonkeyPatch
         Channels(MagicMock(spec=DelegatingGroup), torch.device("cpu"))
 
 
-def test_no_communicator_is_aborted_after_it_was_destroyed(lasting: list[dict[str, Any]]) -> None:
+def test_no_communicator_is_aborted_after_its_destruction(lasting: list[dict[str, Any]]) -> None:
     assert [rank["leaving"] for rank in lasting] == ["", ""]
 
 
 def after_a_message(rank: int) -> list[str]:
-    """Return what communicators were split from, where two of three ranks have sent to each other before."""
+    """Return the parents of communicators, after two of three ranks have sent to each other."""
     join(rank, 3)
     if rank < 2:
         (dist.send if rank == 0 else dist.recv)(torch.ones(1), 1 - rank)
@@ -440,7 +440,7 @@ def after_a_message(rank: int) -> list[str]:
     return [one.parent.partition("/")[2] for one in Communicator.everyone if one.met and one not in known]
 
 
-def test_all_ranks_come_to_a_split_whatever_some_of_them_did_before() -> None:
+def test_a_split_works_after_messages_between_some_ranks() -> None:
     assert run_ranks(after_a_message, 3, join=False) == [["all"]] * 3
 
 

@@ -1,4 +1,4 @@
-"""A program that listens: what a notebook learns of it, live cells at its steps, and who is refused."""
+"""Test a program that listens: what a notebook sees of it, live cells between its steps, and refused access."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ dist.destroy_process_group()
 
 
 def as_rank(rank: int, n: int, port: int, home: str, arguments: list[str]) -> int:
-    """Be a rank that a launcher has started with `nbkit run ...`."""
+    """Run a rank as a launcher starts it with `nbkit run ...`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NBKIT_HOME": home}
     return main(["run", *arguments])
@@ -73,7 +73,7 @@ def as_rank(rank: int, n: int, port: int, home: str, arguments: list[str]) -> in
 
 @contextlib.contextmanager
 def listening(n: int, *arguments: str) -> Iterator[Future[list[int]]]:
-    """Run a program on n ranks beside the test. The ranks are ended after the block if they still run."""
+    """Run a program on n ranks during the block. After it, end the ranks that still run."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with ThreadPoolExecutor(1) as pool:
@@ -83,7 +83,7 @@ def listening(n: int, *arguments: str) -> Iterator[Future[list[int]]]:
         try:
             yield future
         finally:
-            while not future.done():  # those that have not begun to listen yet are ended when they have
+            while not future.done():  # ranks that do not listen yet are ended when they do
                 _end_ranks()
                 time.sleep(0.1)
             with contextlib.suppress(RankFailed):
@@ -97,7 +97,7 @@ def _end_ranks() -> None:
 
 
 def until(found: Callable[[], Any], running: Future[Any], seconds: float = 90.0) -> Any:
-    """Return what `found` returns as soon as that is true. Fails if the ranks end before."""
+    """Return the result of `found` as soon as it is true. Fail if the ranks end before."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if running.done():
@@ -134,26 +134,26 @@ def connected(rank: ListeningRank) -> tuple[socket.socket, str]:
     return sock, sock.recv(100).decode().strip()
 
 
-def test_a_plain_program_is_seen_runs_live_cells_and_refuses_strangers(tmp_path: Path) -> None:
+def test_a_plain_program_can_be_observed_runs_cells_and_refuses_strangers(tmp_path: Path) -> None:
     script, stop = tmp_path / "train.py", tmp_path / "stop"
     script.write_text(DDP)
     with listening(2, str(script), str(stop)) as running:
         job = until(lambda: attached(2), running, seconds=300)
         assert re.fullmatch("train-[0-9a-f]{4}", job.name)
 
-        # What it does: the parts of its steps on both ranks, traffic, memory, and the loss that it logs.
+        # The picture has the parts of its steps on both ranks, traffic, memory, and the loss that it logs.
         picture = until(lambda: (found := job.picture()).get("memory") and len(found["ranks"]) == 2 and found, running)
         for _, seconds, *parts in picture["ranks"]:
             assert sum(parts) == pytest.approx(seconds, rel=0.05)
         row = dict(zip(("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other"), parts, strict=True))
         assert min(row["compute"], row["exposed"], row["data"], row["optimizer"]) > 0 == row["bubble"]
-        (row,) = (row for row in picture["table"] if row["op"] == "all_reduce")  # DDP broadcasts in its second step
+        (row,) = (row for row in picture["table"] if row["op"] == "all_reduce")  # DDP also broadcasts in step 2
         assert (row["axis"], row["bytes"]) == ("world", 2 * 4 * (32 * 32 + 32))
         assert picture["memory"][0]["at_rest"] == 4 * 4 * (32 * 32 + 32)  # weights, gradients, two moments
         assert all(state["loss"] > 0 and state["lr"] == 0.01 for state in job.state().values())
         assert all(text in repr(job) for text in (job.name, "of the step", "MiB"))
 
-        # Live cells: after the same step on both ranks, so that their collectives meet. An error does not end it.
+        # Live cells run after the same step on both ranks, so their collectives meet. Errors do not end the program.
         cell = job.run(
             "optimizer.param_groups[0]['lr'] = 0.5\nkept = torch.ones(1)\ndist.all_reduce(kept)\nkept.item()"
         )
@@ -166,7 +166,7 @@ def test_a_plain_program_is_seen_runs_live_cells_and_refuses_strangers(tmp_path:
         with pytest.raises(UsageError, match="SyntaxError"):
             job.run("1 +")
 
-        # Misuse: each is refused, and in the log.
+        # Each misuse is refused, and written to the log.
         rank = job.ranks[0]
         sock, nonce = connected(rank)
         with sock:
@@ -180,7 +180,7 @@ def test_a_plain_program_is_seen_runs_live_cells_and_refuses_strangers(tmp_path:
             sent.append(link._packed(json.dumps(encoded(GetJobState())).encode()) + b"\n")
             sock.sendall(sent[0])
             assert sock.recv(4096)
-            sock.sendall(sent[0])  # the same again
+            sock.sendall(sent[0])  # the same message again
             assert sock.recv(100) == b""
         sock, _ = connected(rank)
         with sock:  # on another connection
@@ -195,10 +195,10 @@ def test_a_plain_program_is_seen_runs_live_cells_and_refuses_strangers(tmp_path:
         with pytest.raises(UsageError, match="does not answer SayHello"):
             link_of_job.ask(SayHello(), seconds=5)  # type: ignore[arg-type]
         link_of_job.ask(PlanJobCell("plan.update(end=True)", 10**6), seconds=5)
-        link_of_job.close()  # a cell that is planned, and never decided on, is withdrawn
+        link_of_job.close()  # a planned cell without a decision is withdrawn
         until(lambda: job.run("plan.get('end')").values == {0: "", 1: ""}, running)
 
-        # A rank that keeps the others waiting is named, with its line.
+        # A rank for which the others wait is named, with its line.
         job.run("plan['hang'] = True")
         line = next(number for number, text in enumerate(DDP.splitlines(), 1) if text.endswith("# here"))
         named = f"rank 1 is in time.sleep, train.py line {line}"  # the program sleeps in other lines, too
@@ -229,7 +229,7 @@ def a_rank(name: str, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(("file", "mode"), [("token", 0o640), ("rank0.json", 0o604), (".", 0o750)])
-def test_files_that_others_may_use_are_refused_on_both_sides(file: str, mode: int) -> None:
+def test_files_that_other_users_may_use_are_refused_on_both_sides(file: str, mode: int) -> None:
     folder = a_rank("train")
     (folder / file).chmod(mode)
     with pytest.raises(ClusterError, match="Other users may use this file") as refusal:
@@ -254,7 +254,7 @@ def test_a_file_of_another_user_or_a_link_is_refused(tmp_path: Path, monkeypatch
         job_folder.secret_of(folder)
 
 
-def test_a_job_is_found_by_the_beginning_of_its_name_and_only_if_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_found_by_the_start_of_its_name_only_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs"]) == 0 and "No program listens" in capsys.readouterr().out
     for name in ("train-a", "train-b"):
         a_rank(name)
@@ -272,10 +272,10 @@ def test_a_job_is_found_by_the_beginning_of_its_name_and_only_if_it_runs(capsys:
     assert main(["clean"]) == 0 and job_folder.names() == ["train-a", "train-b"]
 
 
-def test_ranks_that_are_not_there_are_named_and_no_cell_runs_without_them() -> None:
+def test_missing_ranks_are_reported_and_no_cell_runs_without_them() -> None:
     a_rank("train")
     job = AttachedJob.attach("train")
-    why = job.why()  # nobody listens at port 1
+    why = job.why()  # no process listens at port 1
     assert [state.kind for state in why.states.values()] == ["native", "silent"]
     with pytest.raises(ClusterError, match="1 of 2 ranks"):
         job.run("1")
@@ -297,16 +297,16 @@ def test_ranks_of_an_earlier_start_do_not_count() -> None:
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2, 1)),
     ],
 )
-def test_the_launcher_says_which_rank_it_is(variables: dict[str, str], expected: tuple[int, int, int]) -> None:
+def test_the_rank_comes_from_the_launchers_variables(variables: dict[str, str], expected: tuple[int, int, int]) -> None:
     assert place(variables) == expected
 
 
-def test_all_ranks_of_a_start_agree_on_it_and_another_start_differs() -> None:
+def test_all_ranks_of_a_start_have_one_launch_id_and_other_starts_differ() -> None:
     start = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "2"}
     assert launch_of(start) == launch_of({**start, "RANK": "1"}) != launch_of({**start, "MASTER_PORT": "2"})
 
 
-def test_a_program_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_program_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "no/such.py", "--lr", "1"]) == 2
     assert "There is no such program" in capsys.readouterr().err
 
@@ -326,7 +326,7 @@ RUN = ["nbkit", "run", "--job", "mine"]
         (["deepspeed", "--num_gpus", "2"], ["deepspeed", "--num_gpus", "2", "--module", *RUN]),
     ],
 )
-def test_run_before_a_launcher_stands_before_its_script(
+def test_run_before_a_launcher_is_inserted_before_the_script(
     before: list[str], after: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
@@ -341,7 +341,7 @@ def test_run_before_a_launcher_stands_before_its_script(
     assert started == [(f"/bin/{before[0]}", [*after, str(script), "--lr", "1"])]
 
 
-def test_the_number_that_deepspeed_gives_a_module_reaches_the_script_as_its_first_argument(tmp_path: Path) -> None:
+def test_deepspeeds_local_rank_reaches_the_script_as_its_first_argument(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")
     command = [sys.executable, "-m", "nbkit", "--local_rank=1", "run", str(script), "--lr", "1"]
@@ -375,7 +375,7 @@ def states_in_a_closure(rank: int, home: str) -> list[str]:
     return states
 
 
-def test_what_a_closure_computes_is_not_the_optimizers_time(tmp_path: Path) -> None:
+def test_time_in_an_optimizer_closure_is_not_optimizer_time(tmp_path: Path) -> None:
     (states,) = run_ranks(states_in_a_closure, 1, str(tmp_path), join=False)
 
     assert states[1:] == ["forward"] * 3  # the first step is not recorded
@@ -394,7 +394,7 @@ def waits_of_ddp(rank: int, port: int, home: str, unused: bool) -> list[float]:
 
     os.environ |= {"NBKIT_HOME": home, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     listen.listen("waits")
-    interruptible_wait._Gate = None  # type: ignore[misc, assignment]  # nobody ends the waits of a program that listens
+    interruptible_wait._Gate = None  # type: ignore[misc, assignment]  # nothing ends the waits of a listening program
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     made: list[dict[str, float]] = []
 
@@ -418,13 +418,13 @@ def waits_of_ddp(rank: int, port: int, home: str, unused: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_ddp_waits_for_a_late_rank_also_where_it_looks_for_unused_parameters(unused: bool, tmp_path: Path) -> None:
+def test_ddp_waits_for_a_late_rank_with_find_unused_parameters_too(unused: bool, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
     waits, _ = run_ranks(waits_of_ddp, 2, port, str(tmp_path), unused, join=False)
 
-    assert len(waits) == 2 and min(waits) >= 0.9 * LATE  # rank 1 sleeps so long while rank 0 waits
+    assert len(waits) == 2 and min(waits) >= 0.9 * LATE  # rank 1 sleeps LATE seconds while rank 0 waits
 
 
 # --- Long -------------------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ dist.init_process_group("gloo")
 time.sleep(1)  # until the others have formed it too: rank 0 serves their store
 rank = dist.get_rank()
 """
-# In a script a rank that has left out a collective still may come to it. In a cell it has ended, so this is known.
+# In a script, a rank that skipped a collective may still come to it. In a cell it has ended, so the skip is certain.
 ENDED = re.compile("ended (its|their) cell|is dead|Trainer|split model|left out")
 HANGS = [
     hang
@@ -446,7 +446,7 @@ HANGS = [
 @pytest.mark.long
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.name)
 def test_hangs_of_a_program_are_explained(hang: planted_hangs.Hang, tmp_path: Path) -> None:
-    """The hangs that are planted in cells, in a script. Its ranks dump no stack, so native code has no line."""
+    """Run the planted hangs of cells in a script. Its ranks dump no stack, so native code has no line."""
     script = tmp_path / "hang.py"
     first = HEAD + planted_hangs.PRELUDE
     script.write_text(first + hang.source + "time.sleep(1000)\n")
@@ -478,7 +478,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 BIN = Path(sys.executable).parent
 LAUNCHERS: dict[str, tuple[Any, ...]] = {  # under Slurm: tests/machines/test_slurm.py
     "torchrun": (BIN / "torchrun", "--nproc-per-node", "2", "--standalone"),
-    "accelerate": (BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", "2"),  # the program asks for the CPU
+    "accelerate": (BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", "2"),  # the program uses the CPU
     "deepspeed": (BIN / "deepspeed", "--num_gpus", "2", "--no_local_rank"),
 }
 
@@ -493,7 +493,7 @@ def launched(program: Path, losses: Path, *before: str, command: Sequence[Any] =
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(path.stem for path in PROGRAMS.glob("*.py")))
-def test_programs_that_listen_compute_the_same_and_their_steps_are_known(name: str, tmp_path: Path) -> None:
+def test_listening_programs_compute_the_same_and_their_steps_are_recorded(name: str, tmp_path: Path) -> None:
     for library in TAKES.get(name, ()):
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
@@ -512,7 +512,7 @@ def test_programs_that_listen_compute_the_same_and_their_steps_are_known(name: s
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_that_nbkit_run_starts_has_ranks_that_listen(
+def test_a_launcher_started_by_nbkit_run_has_ranks_that_listen(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not LAUNCHERS[launcher][0].exists():

@@ -1,4 +1,4 @@
-"""The pretended GPU finds bugs that show only on a GPU: it sees each planted bug alone, and nothing without it."""
+"""Test that the pretended GPU finds bugs of real GPUs: each planted bug alone, and nothing without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 
 def bare_group() -> Any:
-    """Return a group whose members do not meet in Python before the first use, as plain torch's."""
+    """Return a group whose members do not meet in Python before the first use, as in plain torch."""
     group: Any = dist.new_group([0, 1])
     group.meeting = None
     return group
@@ -227,7 +227,7 @@ PLANTED: list[Callable[[PretendAccelerator, Any, bool], None]] = [
 
 
 def verdicts(rank: int) -> dict[str, dict[bool, str]]:
-    """Return for each planted bug what was raised with it and without it."""
+    """Return for each planted bug the error with it and without it."""
     Limits.come = Limits.abort = Limits.wait = 0.7
     _, gpu = join(rank, 2)
     found: dict[str, dict[bool, str]] = {}
@@ -251,6 +251,6 @@ def both() -> list[dict[str, dict[bool, str]]]:
 
 
 @pytest.mark.parametrize("name", [plant.__name__ for plant in PLANTED])
-def test_a_planted_bug_is_seen_and_nothing_without_it(name: str, both: list[dict[str, dict[bool, str]]]) -> None:
+def test_each_planted_bug_is_found_and_nothing_without_it(name: str, both: list[dict[str, dict[bool, str]]]) -> None:
     assert [found[name][False] for found in both] == ["", ""]
     assert all(found[name][True] for found in both), both

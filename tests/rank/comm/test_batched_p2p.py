@@ -1,4 +1,4 @@
-"""A batch of sends and receives stays a batch on delegating groups. If not, nccl ranks that send first deadlock."""
+"""Test that a batch of sends and receives stays a batch on delegating groups. If not, nccl ranks deadlock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 
 class Coalescing:
-    """A wrapper of a gloo group that claims what nccl can; it issues what it got when the batch ends."""
+    """A wrapper of a gloo group that makes batches, as nccl can: it issues the operations when the batch ends."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.calls, self.held = inner, [], None
@@ -62,7 +62,7 @@ def exchanged(world: Any) -> list[Any]:
     return [*found, group.inner.calls]
 
 
-def test_a_batch_is_one_where_the_backend_makes_batches_and_right_where_not() -> None:
+def test_batched_messages_are_right_and_stay_a_batch_if_the_backend_makes_batches() -> None:
     for rank, found in enumerate(run_ranks(exchanged, 2)):
         other = [float(1 - rank)] * 2
         assert found == [other, other, ["start", "send", "recv", "end"]]

@@ -1,4 +1,4 @@
-"""Over gloo, an all-gather of two ranks is one exchange, and a reduce-scatter sends half as much as gloo's own."""
+"""Test that an all-gather of two gloo ranks is one exchange, and a reduce-scatter sends half of what gloo's sends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def all_gathers(world: World) -> dict[str, bool]:
     right["future"] = torch.equal(later, whole)
     dist.all_gather_into_tensor(out := torch.zeros_like(whole), part_of(rank).t().contiguous().t())
     right["not contiguous"] = torch.equal(out, whole)
-    # Only rank 0 passes a tensor that is not contiguous: messages must not depend on how a tensor lies in memory.
+    # Only rank 0 passes a tensor that is not contiguous, because messages must not depend on the layout in memory.
     turned = part_of(rank).t().contiguous().t() if rank == 0 else part_of(rank)
     dist.all_gather_into_tensor(out := torch.zeros_like(whole), turned)
     right["input not contiguous on one rank"] = torch.equal(out, whole)
@@ -65,7 +65,7 @@ def all_gathers(world: World) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_every_form_gives_the_parts_of_all_ranks(n: int) -> None:
+def test_every_form_of_all_gather_returns_the_parts_of_all_ranks(n: int) -> None:
     for right in run_ranks(all_gathers, n):
         assert [name for name, good in right.items() if not good] == []
 
@@ -76,7 +76,7 @@ def all_gather_sent(world: World) -> Any:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_it_is_an_exchange_between_two_ranks_and_counted_as_one_all_gather(n: int) -> None:
+def test_an_all_gather_of_two_ranks_is_one_exchange_and_counts_as_one_all_gather(n: int) -> None:
     for called, heard, count in run_ranks(all_gather_sent, n):
         assert [call for call in called if call[0] == "alltoall_base"] == [("alltoall_base", 3 * 5 * 8)] * (n == 2)
         assert heard == [("all_gather", "world", 3 * 5 * 8)]
@@ -120,7 +120,7 @@ def reduce_scatters(world: World) -> dict[str, bool]:
         out = torch.empty(2, 5, dtype=dtype)
         dist._reduce_scatter_base(out, given(rank, n, dtype))
         right[f"base {dtype}"] = near(out, expected(rank, n, "sum", dtype))
-    # One output lies in its input, as NCCL allows, and the works are waited for out of order.
+    # One output is a part of its input, as NCCL allows, and the rank waits for the works out of order.
     mine, other = given(rank, n), given(rank, n)
     works = [
         dist.reduce_scatter_tensor(mine[2 * rank : 2 * rank + 2], mine, async_op=True),
@@ -158,7 +158,7 @@ def reduce_scatters(world: World) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_every_form_gives_the_sums_average_and_extremes(n: int) -> None:
+def test_every_form_of_reduce_scatter_returns_sums_averages_and_extremes(n: int) -> None:
     for right in run_ranks(reduce_scatters, n):
         assert [name for name, good in right.items() if not good] == []
 
@@ -169,7 +169,7 @@ def reduce_scatter_sent(world: World) -> Any:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_it_is_one_exchange_of_what_others_keep_and_counted_as_one_reduce_scatter(n: int) -> None:
+def test_a_reduce_scatter_is_one_exchange_and_counts_as_one_reduce_scatter(n: int) -> None:
     nbytes = 2 * n * 5 * 8
     for called, heard, count in run_ranks(reduce_scatter_sent, n):
         # With two ranks, the part that a rank keeps stays where it is.

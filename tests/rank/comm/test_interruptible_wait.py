@@ -1,4 +1,4 @@
-"""A rank dies while its message is half received. Ranks that wait for the rest are released, and go on.
+"""Test that a rank that dies while it sends a message releases the ranks that wait for the rest, and they go on.
 
 `make long` has the other operations.
 """
@@ -31,7 +31,7 @@ from nbkit.rank.world.world import RankPlace, World
 N, DYING = 4, 1
 BYTES = 100_000_000
 TOLD = "told of the death"
-NEVER = 30.0  # seconds; released means: long before that
+NEVER = 30.0  # seconds; a released rank returns long before
 
 
 def text() -> Tensor:
@@ -103,14 +103,14 @@ BEGIN_LATE = (backward_of_ddp,)
 
 
 def _begin() -> None:
-    """Arrange that the dying rank ends as soon as a third of the bytes has left it."""
+    """Arrange that the dying rank ends as soon as it has sent a third of the bytes."""
     dist.barrier()
     if dist.get_rank() == DYING:
         _in_the_middle(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def _in_the_middle(act: Callable[[frozenset[int]], object]) -> None:
-    """Begin to watch this rank's connections, and act in a thread when a third of the bytes has passed them."""
+    """Watch this rank's connections in a thread, and act when a third of the bytes has passed them."""
     own = frozenset[int]().union(*(group.sockets for group in live()))
     third = sockets.moved_bytes(own) + BYTES // 3
 
@@ -123,14 +123,14 @@ def _in_the_middle(act: Callable[[frozenset[int]], object]) -> None:
 
 
 def _told_when_it_is_dead(pid: int) -> None:
-    with contextlib.suppress(FileNotFoundError):  # reaped
+    with contextlib.suppress(FileNotFoundError):  # its parent has reaped it
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
     failure_alarm.break_out(f"rank {DYING} died")
 
 
 def released(world: World, wait: Callable[[int], None], mode: str) -> float:
-    """Return the sum of ones over the ranks that are left, in a world of their own, after the wait has raised."""
+    """Return the sum of ones over the surviving ranks, in a new world, after the wait has raised."""
     rank, pids = world.place.rank, torch.zeros(N, dtype=torch.int64)
     collectives.set_mode(mode)
     pids[rank] = os.getpid()
@@ -141,7 +141,7 @@ def released(world: World, wait: Callable[[int], None], mode: str) -> float:
     if rank != DYING:
         told.start()
     began = time.monotonic()
-    with contextlib.suppress(RuntimeError):  # on a busy machine all of it may have come to some
+    with contextlib.suppress(RuntimeError):  # on a busy machine some ranks may have received all of it
         wait(rank)
     assert time.monotonic() - began < NEVER
     told.join()
@@ -170,13 +170,13 @@ ALL = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("wait", "mode"), ALL)
-def test_who_waits_for_the_rest_of_a_message_is_released(wait: Callable[[int], None], mode: str) -> None:
+def test_a_rank_that_waits_for_the_rest_of_a_message_is_released(wait: Callable[[int], None], mode: str) -> None:
     answers = run_ranks(released, N, wait, mode, dying=frozenset({DYING}), generations=2)
     assert answers == [None if rank == DYING else N - 1.0 for rank in range(N)]
 
 
 def destroyed_after_it(world: World) -> bool:
-    """Destroy the group of a collective that was left, as user code may, and leave: neither waits for it."""
+    """Destroy the group of an unfinished collective, as user code may, and leave the world: neither waits for it."""
     dist.barrier()
     if world.place.rank:
         _in_the_middle(sockets.shut)
@@ -188,12 +188,12 @@ def destroyed_after_it(world: World) -> bool:
     return True
 
 
-def test_a_group_whose_collective_was_left_can_be_destroyed() -> None:
+def test_a_group_with_an_unfinished_collective_can_be_destroyed() -> None:
     assert run_ranks(destroyed_after_it, 2) == [True, True]
 
 
 def aborted(world: World) -> list[object]:
-    """Abort a receive that nobody sends for. The handle of a collective is not touched."""
+    """Abort a receive without a sender. The handle of a collective is not touched."""
     group, abort = dist.group.WORLD, interruptible_wait.known()
     assert group is not None and abort is not None
     receive = group.inner.recv([torch.ones(1)], 1 - world.place.rank, 0)
@@ -209,8 +209,8 @@ def test_a_receive_is_aborted_and_nothing_else_is_touched() -> None:
     assert run_ranks(aborted, 2) == [[False, False, True, 2.0]] * 2
 
 
-def test_looking_for_the_abi_of_torch_gives_up_no_reference_to_the_data_of_the_interpreter() -> None:
-    """Otherwise they would be freed, and torch would look up its values in another object's dictionary."""
+def test_reading_the_abi_of_torch_keeps_references_to_interpreter_data() -> None:
+    """Check the count of references: if it fell, the data would be freed, and torch would read another object."""
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = api.PyInterpreterState_GetDict.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]

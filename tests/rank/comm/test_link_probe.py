@@ -1,4 +1,4 @@
-"""All ranks together measure the link between them once, and get the same figures."""
+"""Test that all ranks together measure the link between them once, and get the same figures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def measured(world: Any, forgets: int) -> dict[str, Any]:
     again = link_probe.link_of(torch.device("cpu"))
     known = collectives.ring.end - calls
     if world.place.rank == forgets:
-        link_probe._known = None  # as a process that joined later
+        link_probe._known = None  # like a process that joined later
     calls = collectives.ring.end
     link_probe.link_of(torch.device("cpu"))
     return {"link": first, "same": again is first, "known": known, "forgotten": collectives.ring.end - calls}
 
 
-def test_it_is_measured_once_and_equal_on_all_ranks() -> None:
+def test_the_link_is_measured_once_and_equal_on_all_ranks() -> None:
     said = run_ranks(measured, 3, 1, timeout=120)
 
     assert said[0]["link"] == said[1]["link"] == said[2]["link"]
@@ -42,7 +42,7 @@ def test_it_is_measured_once_and_equal_on_all_ranks() -> None:
     assert all(one["forgotten"] > 20 for one in said)
 
 
-def test_between_nodes_a_rank_sends_to_the_one_in_its_place_on_the_next_node() -> None:
+def test_a_rank_sends_to_the_rank_of_the_same_place_on_the_next_node() -> None:
     def ends(*node_of: int) -> list[tuple[list[int], list[int]]]:
         both = (link_probe._neighbours(node_of, rank) for rank in range(len(node_of)))
         return [([i for i, to in enumerate(out) if to], [i for i, of in enumerate(into) if of]) for out, into in both]
@@ -64,7 +64,7 @@ def made(**changed: Any) -> WorldLinks:
     return WorldLinks(**{**asked, "crowded": False, **changed})
 
 
-def test_seconds_are_latency_and_bytes() -> None:
+def test_predicted_seconds_are_latency_plus_bytes_by_speed() -> None:
     all_reduce = TrafficTerm("dp", "all_reduce", 4, 2, 10**9, "gradients")
 
     def took(link: WorldLinks, **how: bool) -> float:
@@ -82,12 +82,12 @@ def test_seconds_are_latency_and_bytes() -> None:
     assert made().moving([0], [0], [0]) == 0
 
 
-def test_latency_of_fewer_ranks_lies_between_that_of_a_message_and_that_of_all() -> None:
+def test_latency_of_fewer_ranks_is_between_one_message_and_all_ranks() -> None:
     pair = TrafficTerm("tp", "all_reduce", 2, 1, 4, "")
     ring = {**made().ways, "all_reduce": OperationSpeed(3e-3, 1e9, 2e-3)}
     assert made(ways=ring).way(pair) == OperationSpeed(1e-3, 1e9, 1e-3)  # a message alone takes 1 ms
     assert made(ways=ring).way(replace(pair, ranks=3)) == OperationSpeed(2e-3, 1e9, 2e-3)
-    assert made().way(pair) == OperationSpeed(1e-3, 1e9)  # through a switch, ranks make no difference
+    assert made().way(pair) == OperationSpeed(1e-3, 1e9)  # through a switch, the number of ranks does not matter
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ def test_latency_of_fewer_ranks_lies_between_that_of_a_message_and_that_of_all()
         ([None, (1,)], 1, True),
     ],
 )
-def test_ranks_that_share_what_they_compute_with_are_known(units: Any, each: int, crowded: bool) -> None:
+def test_ranks_that_share_a_gpu_or_cores_are_found(units: Any, each: int, crowded: bool) -> None:
     assert link_probe._crowded(["here", "here"], units, each=each) is crowded

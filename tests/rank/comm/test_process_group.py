@@ -1,4 +1,4 @@
-"""A delegating group gives what the raw one gives, counts what is issued, and keeps torch's own answers."""
+"""Test that a delegating group returns what the raw group returns, counts operations, and keeps torch's answers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ddp(rank: int) -> Any:
 
 
 def fsdp(rank: int) -> Any:
-    from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+    from torch.distributed.fsdp import fully_shard  # an import at the top would cost each worker a second
 
     model = net()
     for layer in model:
@@ -199,8 +199,8 @@ def functional(rank: int) -> Any:
 def sub_groups(rank: int) -> Any:
     named = dist.new_group(backend="gloo")
     pair, _ = dist.new_subgroups(2)
-    # Every rank makes one before `odd`: torch names groups by how many a rank has made or, in some versions, belongs
-    # to.
+    # Every rank makes one before `odd`: torch names groups by the number that a rank has made or, in some versions,
+    # belongs to.
     local = dist.new_group([0, 3] if rank in (0, 3) else [1, 2], use_local_synchronization=True)
     odd = dist.new_group([1, 3])
     x = [values(rank) for _ in range(4)]
@@ -254,7 +254,7 @@ def raw_and_ours() -> tuple[list[Any], list[Any]]:
     return run_ranks(all_workloads, N, join=False), run_ranks(all_workloads, N)
 
 
-# A reduce-scatter of ours adds in the order of the ranks, gloo's in another.
+# Our reduce-scatter adds in the order of the ranks, gloo's in another order.
 REDUCE_SCATTER = {"fsdp", "hybrid_fsdp_on_a_mesh", "basic_collectives", "functional"}
 
 
@@ -294,7 +294,7 @@ def counted(world: World) -> Any:
     return delegating_group.fingerprint(), heard, before, delegating_group.where()
 
 
-def test_operations_are_counted_told_and_shown() -> None:
+def test_operations_are_counted_reported_and_shown() -> None:
     answers = run_ranks(counted, 2)
 
     pair = "1 [0,1]"
@@ -313,7 +313,7 @@ def test_operations_are_counted_told_and_shown() -> None:
         assert after.startswith("barrier #2 of group world, issued ") and after.endswith(" s ago")
 
 
-def test_ranks_that_are_behind_and_unmatched_sends_are_named() -> None:
+def test_ranks_that_are_behind_and_unmatched_sends_are_reported() -> None:
     ahead = {"world": 7, "dp 1 [0,1]": 3, "world: 0->1 sent": 2, "world: 1->0 received": 1}
     behind = {"world": 5, "dp 1 [0,1]": 3, "world: 0->1 received": 1, "world: 1->0 sent": 1}
 
@@ -346,7 +346,7 @@ def other_kinds(world: World) -> Any:
     return timeouts, isinstance(fake, delegating_group.DelegatingGroup), dist.get_backend(fake)
 
 
-def test_only_gloo_and_nccl_are_delegated_and_only_an_asked_timeout_holds() -> None:
+def test_only_gloo_and_nccl_are_delegated_and_only_explicit_timeouts_apply() -> None:
     for timeouts, fake_is_delegated, name in run_ranks(other_kinds, 2):
         assert timeouts == [delegating_group.FOREVER, delegating_group.FOREVER, timedelta(seconds=7)]
         assert (fake_is_delegated, name) == (False, "fake")
@@ -360,7 +360,7 @@ def missed_barrier(world: World) -> str:
     return str(raised.value)
 
 
-def test_monitored_barrier_names_the_rank_that_did_not_come() -> None:
+def test_monitored_barrier_names_the_missing_rank() -> None:
     assert "Ranks 1 failed to pass monitoredBarrier" in run_ranks(missed_barrier, 2)[0]
 
 
@@ -371,7 +371,7 @@ def test_every_communication_method_of_this_torch_is_delegated() -> None:
     assert {name for name in inherited - delegating_group.OWN - backends if not name.startswith("__")} == set()
 
 
-def test_a_broken_group_says_why_and_what_to_type() -> None:
+def test_a_broken_group_reports_why_and_what_to_type() -> None:
     broken = delegating_group.Broken("Group dp is broken.", numbers="members [0, 1]", hint="new_group(...)")
 
     with pytest.raises(ClusterError, match=r"Group dp is broken\.\nmembers \[0, 1\]\n→ new_group"):
@@ -379,7 +379,7 @@ def test_a_broken_group_says_why_and_what_to_type() -> None:
 
 
 class Inner:
-    """A group that notes the thread on which it ends."""
+    """A group that notes the thread that destroys it."""
 
     def __init__(self, ended: list[str]) -> None:
         self.ended = ended
@@ -389,7 +389,7 @@ class Inner:
 
 
 def dropped(world: World) -> Any:
-    """Return whether dropping a group that is still held had to wait, its ends by then, and the threads of all ends."""
+    """Return (whether dropping a group in use had to wait, threads that destroyed it by then, all such threads)."""
     ended: list[str] = []
     group: Any = dist.new_group([0])
     real, group.inner = group.inner, Inner(ended)
@@ -413,13 +413,13 @@ def no_thread(thread: threading.Thread) -> None:
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
-def test_a_group_ends_on_a_thread_of_its_own_when_nobody_holds_it_any_more() -> None:
-    # With NCCL the destructor has taken a minute. While the interpreter ends, no thread can start.
+def test_an_unused_group_is_destroyed_on_its_own_thread() -> None:
+    # NCCL's destructor has taken a minute. While the interpreter ends, no thread can start.
     assert run_ranks(dropped, 1) == [(False, [], ["nbkit-release", "MainThread"])]
 
 
 def issued_below_nothing(world: World) -> float:
-    """Issue an operation on a thread without Python frames below, like autograd's where DDP reduces on a GPU."""
+    """Issue an operation on a thread without Python frames, like autograd's when DDP reduces on a GPU."""
     total = torch.ones(1)
     _thread.start_new_thread(dist.group.WORLD.allreduce, ([total],))
     deadline = time.monotonic() + 20.0
@@ -428,5 +428,5 @@ def issued_below_nothing(world: World) -> float:
     return total.item()
 
 
-def test_a_thread_without_frames_issues_operations() -> None:
+def test_a_thread_without_python_frames_can_issue_operations() -> None:
     assert run_ranks(issued_below_nothing, 2) == [2.0, 2.0]

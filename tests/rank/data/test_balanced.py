@@ -1,6 +1,6 @@
-"""Balanced data trains with the losses of one process under every strategy, and each sample comes once an epoch.
+"""Test that balanced data trains as in one process under every strategy, and each sample comes once per epoch.
 
-Shares of a batch cost the same, and every part of an epoch can be shared so.
+The shares of a batch cost the same, in every part of an epoch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GROUPS = ["ab"[i % 3 == 0] for i in range(52)]
 
 
 def labelled(world: Any, batch: int, path: Path) -> dict[str, Any]:
-    """Make six steps, resumed after four, of rows with dropout that are weighed unequally."""
+    """Make six steps, resumed after four, with dropout and unequal weights of rows."""
     how = {"data": nbkit.Balanced(points(52), cost=COSTS, group=GROUPS), "batch_size": batch}
     how |= {"model": lambda: net(0.3), "loss": weighted_loss, "compute": nbkit.Compute(microbatch_size=2)}
     first = quiet(**how)
@@ -52,15 +52,15 @@ def labelled(world: Any, batch: int, path: Path) -> dict[str, Any]:
     }
 
 
-def test_losses_are_those_of_one_process_with_dropout_micro_batches_and_unequal_weights(tmp_path: Path) -> None:
+def test_balanced_losses_equal_one_process_with_dropout_and_unequal_weights(tmp_path: Path) -> None:
     (alone,) = run_ranks(labelled, 1, 12, tmp_path)
     found = run_ranks(labelled, 2, 12, tmp_path)
 
     for one in found:
         torch.testing.assert_close(torch.tensor(one["loss"]), torch.tensor(alone["loss"]), rtol=1e-6, atol=0)
         torch.testing.assert_close(torch.tensor(one["weights"]), torch.tensor(alone["weights"]), rtol=1e-5, atol=1e-7)
-        # 52 samples in batches of at most 12 are five batches, whose sizes differ by one at most. The sixth is of the
-        # next epoch.
+        # 52 samples in batches of at most 12 are five batches, whose sizes differ by one at most. The sixth batch
+        # belongs to the next epoch.
         assert one["samples"] == alone["samples"] == [11, 11, 10, 10, 10, 11]
         assert one["uneven"] <= 1.02
 
@@ -92,7 +92,7 @@ def packed_losses(world: Any, strategies: tuple[str, ...]) -> dict[str, list[flo
 
 
 def one_by_one() -> list[float]:
-    """Train on the same three batches, each document by itself, in plain torch."""
+    """Train on the same three batches in plain torch, one document at a time."""
     data = nbkit.Balanced(docs(), cost=lambda ids: len(ids) ** 2, pack=32)
     stream = open_stream(
         data,
@@ -124,7 +124,7 @@ def one_by_one() -> list[float]:
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("strategies", [STRATEGIES, pytest.param(ALSO, marks=pytest.mark.long)])
-def test_packed_documents_train_as_one_by_one_under_every_strategy(strategies: tuple[str, ...]) -> None:
+def test_packed_documents_train_as_single_ones_under_every_strategy(strategies: tuple[str, ...]) -> None:
     expected = one_by_one()
     for found in run_ranks(packed_losses, 2, strategies, timeout=120):
         for strategy in strategies:
@@ -145,7 +145,7 @@ def spoilt(world: Any) -> tuple[str, str, str]:
     return str(raised.value), str(refused.value), str(failed.value)
 
 
-def test_the_rank_that_has_a_spoilt_sample_is_named_with_its_own_and_costs_that_are_none_are_refused() -> None:
+def test_bad_samples_and_bad_costs_are_reported_with_sample_and_rank() -> None:
     found = run_ranks(spoilt, 2)
 
     assert found[0][0] == found[1][0] and " 17" in found[0][0]
@@ -153,7 +153,7 @@ def test_the_rank_that_has_a_spoilt_sample_is_named_with_its_own_and_costs_that_
     assert "Another rank" in found[0][2] and "division by zero" in found[1][2]
 
 
-def test_data_that_is_not_read_by_index_and_lists_of_another_length_are_refused() -> None:
+def test_data_without_an_index_and_costs_of_another_length_are_refused() -> None:
     with pytest.raises(TrainingError, match="read by index"):
         nbkit.Balanced(iter([1, 2]))
     with pytest.raises(TrainingError, match="2 of cost, 3 samples"):
@@ -194,7 +194,7 @@ def test_shares_of_many_shapes_cost_the_same(shape: str, ranks: int) -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_nothing_is_shared_better_by_trying_all_ways() -> None:
+def test_equal_shares_are_close_to_the_best_of_all_ways() -> None:
     for seed in range(6):
         draw = Random(seed)
         costs = [draw.randint(1, 60) for _ in range(9)]
@@ -206,7 +206,7 @@ def test_nothing_is_shared_better_by_trying_all_ways() -> None:
         assert best <= reached <= 1.07 * best
 
 
-def test_ranks_have_as_many_rows_and_as_many_of_each_group() -> None:
+def test_ranks_get_equal_numbers_of_rows_of_each_group() -> None:
     draw = Random(1)
     groups = draw.choices("abc", [6, 3, 1], k=70)
     costs = [draw.randint(50, 100) * {"a": 1, "b": 2, "c": 5}[group] for group in groups]
@@ -219,17 +219,17 @@ def test_ranks_have_as_many_rows_and_as_many_of_each_group() -> None:
     assert unevenness(costs, shares) <= 1.01
 
 
-def test_rows_move_where_equal_numbers_of_rows_leave_a_rank_with_more() -> None:
+def test_numbers_of_rows_differ_if_equal_numbers_have_unequal_cost() -> None:
     assert equal_shares([30, 10, 10, 10], 2) == ((1, 2, 3), (0,))
     assert [len(share) for share in equal_shares([12, 10, 10, 10], 2)] == [2, 2]
 
 
-def test_fewer_rows_than_ranks_leave_the_last_ranks_without() -> None:
+def test_the_last_ranks_get_no_rows_if_there_are_fewer_rows_than_ranks() -> None:
     assert equal_shares([5, 7], 4) == ((0,), (1,), (), ())
     assert equal_shares([0, 0, 0], 2) in (((0, 1), (2,)), ((0, 2), (1,)), ((1, 2), (0,)))
 
 
-def test_tokens_of_real_code_are_the_same_on_eight_ranks_at_every_step_and_no_file_is_left_out() -> None:
+def test_eight_ranks_get_equal_tokens_of_real_code_at_every_step() -> None:
     lengths = file_lengths()
     data = stream_of(Balanced(lengths, cost=lengths))
     worst, seen = 0.0, list[int]()
@@ -244,7 +244,7 @@ def test_tokens_of_real_code_are_the_same_on_eight_ranks_at_every_step_and_no_fi
     assert worst <= 1.02
 
 
-def test_every_stretch_of_an_epoch_has_its_share_of_cost_and_groups() -> None:
+def test_every_part_of_an_epoch_has_its_share_of_cost_and_groups() -> None:
     draw = Random(2)
     groups = draw.choices("ab", [3, 1], k=1000)
     costs = [draw.expovariate(0.01) for _ in groups]
@@ -253,7 +253,7 @@ def test_every_stretch_of_an_epoch_has_its_share_of_cost_and_groups() -> None:
 
     assert sorted(whole) == list(range(1000))
     assert [i for start in range(0, 1000, 30) for i in order[start : min(start + 30, 1000)]] == whole
-    # The same samples do not stay together: two epochs share as few as two draws of 64 from 1,024.
+    # The same samples do not stay together: two epochs share as few as two random draws of 64 from 1,024.
     first, second = (BalancedOrder(range(1024), None, seed=3, epoch=epoch)[0:64] for epoch in (0, 1))
     assert len(set(first) & set(second)) < 20
     share = Counter(groups)["b"] / 1000
@@ -263,16 +263,16 @@ def test_every_stretch_of_an_epoch_has_its_share_of_cost_and_groups() -> None:
         assert sum(costs[i] for i in stretch) == pytest.approx(63 * sum(costs) / 1000, rel=0.2)
 
 
-def test_cells_that_eight_ranks_could_not_share_evenly_exchange_samples_with_their_neighbours() -> None:
+def test_uneven_cells_exchange_samples_with_their_neighbours() -> None:
     draw = Random(0)
     costs = [2048] * 196 + [int(2047 * draw.random() ** 0.5) + 1 for _ in range(60)]
     order = BalancedOrder(costs, None, seed=4, epoch=0)
     for start in range(0, 256, 64):
         cell = [costs[i] for i in order[start : start + 64]]
-        assert unevenness(cell, equal_shares(cell, 8)) <= 1.013  # 1.0155 without
+        assert unevenness(cell, equal_shares(cell, 8)) <= 1.013  # without the exchange: 1.0155
 
 
-def test_a_stream_goes_on_where_it_stood_whatever_the_ranks_and_the_batch() -> None:
+def test_a_stream_resumes_at_its_position_for_any_ranks_and_batch_size() -> None:
     lengths = file_lengths()[:300]
     through = stream_of(Balanced(lengths, cost=lengths), ranks=2)
     batches = [list(through.next().indices) for _ in range(8)]

@@ -1,4 +1,4 @@
-"""Batches that have no rows to cut are refused by their kind, with what to give in their place."""
+"""Test that batches without rows to cut are refused by kind, with a hint what to give instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, TIME = 4, 5
 
 
 class Graph:
-    """A batch like PyG's `Data`: the nodes of all graphs stand one after another."""
+    """A batch like PyG's `Data`: the nodes of all graphs follow one another."""
 
     x, edge_index, batch = torch.zeros(9, 3), torch.zeros(2, 12), torch.zeros(9)
 
@@ -52,7 +52,7 @@ def test_a_batch_without_rows_is_refused_by_its_kind(kind: str) -> None:
 
 
 class Encoder(nn.Module):
-    """A layer that takes time first, given rows first, as torch's default is."""
+    """A layer with torch's default, time first, that gets rows first. turns: transpose them."""
 
     def __init__(self, turns: bool) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Encoder(nn.Module):
         return self.layer(x.transpose(0, 1)).transpose(0, 1) if self.turns else self.layer(x)
 
 
-def test_a_layer_that_takes_time_first_is_named_and_the_hint_helps() -> None:
+def test_a_layer_that_takes_time_first_is_named_and_its_hint_works() -> None:
     batch = torch.randn(ROWS, TIME, 8), torch.randn(ROWS, TIME, 8)
     said = nbkit.check(Encoder(turns=False), "ddp", batch, 2, loss=F.mse_loss)
     assert not said.ok and "'layer.self_attn' has batch_first=False" in str(said), str(said)

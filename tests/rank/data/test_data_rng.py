@@ -1,4 +1,4 @@
-"""Random numbers that are drawn while data is read, and the messages where ranks hold different data."""
+"""Test random numbers that are drawn while data is read, and the messages if ranks hold different data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbkit.rank.data.data_rng import content
 
 
 class Augmented:
-    """Fixed data: row i with noise that is drawn when it is read."""
+    """Fixed data: row i plus noise that is drawn when it is read."""
 
     def __init__(self, draw: Any) -> None:
         self.rows, self.draw = points(16), draw
@@ -68,27 +68,27 @@ def noise_of_a_step(world: Any) -> list[Any]:
 
     before = random.getstate(), numpy.random.get_state()[1].tolist()
     trainer = quiet(data=Augmented(draw), strategy="tp")
-    # One rank looks at the loss for all of them, and reads more than the others.
+    # One rank checks the loss for all ranks, and reads more than the others.
     drawn.clear()
     trainer.fit(2)
     trainer.evaluate(Augmented(draw))
     return [drawn, before == (random.getstate(), numpy.random.get_state()[1].tolist())]
 
 
-def test_ranks_that_read_the_same_rows_draw_the_same_and_leave_the_users_numbers_alone() -> None:
+def test_ranks_that_read_the_same_rows_draw_the_same_numbers() -> None:
     first, second = run_ranks(noise_of_a_step, 2)
 
     assert first == second and first[1]
     assert len({*first[0]}) > 16
 
 
-def test_ranks_whose_data_was_made_without_a_seed_are_told_and_never_work_on_the_same_rows() -> None:
+def test_data_made_without_a_seed_warns_and_may_not_be_shared_by_ranks() -> None:
     for found, steps in run_ranks(own_rows, 2):
         assert "other data than rank 0" in found and "2 of them work on each row together" in found
         assert "torch.manual_seed(0)" in found and steps == 0
 
 
-def test_data_that_draws_when_it_is_read_is_the_same_data_on_all_ranks() -> None:
+def test_data_that_draws_while_it_is_read_is_equal_on_all_ranks() -> None:
     first, second = run_ranks(own_noise, 2)
 
     assert first == second
@@ -121,7 +121,7 @@ def said_of_collate(world: Any) -> list[list[str]]:
     return found
 
 
-def test_batches_that_depend_on_who_collates_which_rows_are_named() -> None:
+def test_a_collate_function_that_mixes_rows_or_draws_numbers_is_reported() -> None:
     for (mixes,), (draws,), nothing in run_ranks(said_of_collate, 2):
         assert "collate= mixes rows" in mixes and "collate= draws random numbers" in draws and nothing == []
     assert run_ranks(said_of_collate, 1) == [[[], [], []]]

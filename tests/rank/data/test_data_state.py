@@ -1,8 +1,7 @@
-"""Data that knows its position is resumed there: nothing before it is read again, and the losses are the same.
+"""Test that data that knows its position resumes there, reads nothing before it again, and has the same losses.
 
-The datasets have the structure of those that people bring: one of Hugging Face with `shard()` and the state of an
-iteration, one that asks for its worker and keeps its place in itself, and an iterator with a state of its own, as
-torchdata's loaders take them.
+The datasets are built like those of users: one like Hugging Face's with `shard()` and the state of an iteration, one
+that asks for its worker and stores its own position, and an iterator with its own state, as torchdata's loaders take.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def sample(number: int) -> tuple[Tensor, Tensor]:
 
 
 class Noted(IterableDataset[tuple[Tensor, Tensor]]):
-    """A dataset that notes in a file which samples are read."""
+    """A dataset that writes into a file which samples are read."""
 
     def __init__(self, read: Path) -> None:
         self.read = read
@@ -44,7 +43,7 @@ class Noted(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class HuggingFace(Noted):
-    """A dataset like `datasets.IterableDataset`: its state is the newest iteration's, valid in one epoch."""
+    """A dataset like `datasets.IterableDataset`: its state is that of the newest iteration, valid for one epoch."""
 
     def __init__(self, read: Path, shards: list[int] | None = None) -> None:
         super().__init__(read)
@@ -76,7 +75,7 @@ class HuggingFace(Noted):
 
 
 class OwnPlace(Noted):
-    """A dataset that asks for its part and keeps its own position. Three kinds of generator draw its samples."""
+    """A dataset that asks for its part and stores its own position. Three kinds of generator draw its samples."""
 
     num_shards = 4
 
@@ -131,7 +130,7 @@ class Whole(Noted):
 
 
 class Buffered(HuggingFace):
-    """A dataset whose state leaves out the samples in its shuffle buffer, as that of Hugging Face does."""
+    """A dataset whose state leaves out the samples in its shuffle buffer, as in Hugging Face."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         draw, buffer = random.Random(0), []
@@ -159,7 +158,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def resumed(world: Any, kind: Any, folder: Path, steps: int, changed: dict[str, Any]) -> Any:
-    """Return (losses of one run, of one that was resumed; samples that were read to go on; warnings)."""
+    """Return (losses of one run, losses of a resumed run, samples read after the resume, warnings)."""
     torch.set_num_threads(1)
     note = folder / f"rank{world.place.rank}"
     whole = job(kind(note), **changed)
@@ -179,22 +178,22 @@ def resumed(world: Any, kind: Any, folder: Path, steps: int, changed: dict[str, 
 
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_reads_nothing_before_its_place_and_has_the_same_losses(kind: str, tmp_path: Path) -> None:
+def test_a_resumed_run_reads_nothing_again_and_has_the_same_losses(kind: str, tmp_path: Path) -> None:
     (found,) = run_ranks(resumed, 1, KINDS[kind], tmp_path, 3, {})
 
     whole, again, read, said = found
     assert again == whole and len(set(whole)) == 9
     assert not any("read again" in each for each in said)
     if kind == "whole":
-        assert min(read) >= 16  # 24 samples were trained on; the batch before the place is compared
+        assert min(read) >= 16  # 24 samples were trained; the batch before the position is compared
     else:
-        # A chunk of each of four shards at most, before the 24 samples of which each shard gave 6.
+        # At most one chunk of each of the four shards before the position. Each shard gave 6 of the 24 samples.
         assert all(number % 100 >= 2 for number in read)
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_ranks_and_workers_go_on_behind_the_end_of_shards_in_a_later_epoch(tmp_path: Path) -> None:
-    """The run is resumed before step 13, in the second epoch, whose 50 samples end unequally over the shards."""
+def test_ranks_and_workers_resume_in_a_later_epoch_after_some_shards_ended(tmp_path: Path) -> None:
+    """Resume before step 13, in the second epoch: its 50 samples are unequally spread over the shards."""
     for whole, again, read, said in run_ranks(
         resumed, 2, HuggingFace, tmp_path, 12, {"loading": nbkit.Loading(workers=1)}, timeout=120
     ):
@@ -204,7 +203,7 @@ def test_ranks_and_workers_go_on_behind_the_end_of_shards_in_a_later_epoch(tmp_p
 
 
 def moved(world: Any, folder: Path) -> Any:
-    """Save on two ranks that read different shards, and resume where one reads all."""
+    """Save on two ranks that read different shards, and resume with one rank that reads all."""
     torch.set_num_threads(1)
     note = folder / f"rank{world.place.rank}"
     whole = job(HuggingFace(note))
@@ -222,7 +221,7 @@ def moved(world: Any, folder: Path) -> Any:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_shards_that_another_rank_has_read_are_gone_on_with(tmp_path: Path) -> None:
+def test_a_rank_resumes_in_shards_that_another_rank_has_read(tmp_path: Path) -> None:
     for whole, again, switched, read in run_ranks(moved, 2, tmp_path):
         assert again == pytest.approx(whole, abs=1e-12)
         for numbers in (switched, read):
@@ -238,9 +237,7 @@ def test_shards_that_another_rank_has_read_are_gone_on_with(tmp_path: Path) -> N
         (WithoutState, "it has no state_dict() and load_state_dict() of its own"),
     ],
 )
-def test_where_no_state_leads_to_the_place_the_data_is_read_again_and_it_is_said(
-    kind: Any, words: str, tmp_path: Path
-) -> None:
+def test_data_without_a_usable_state_is_read_again_with_a_warning(kind: Any, words: str, tmp_path: Path) -> None:
     (found,) = run_ranks(resumed, 1, kind, tmp_path, 3, {})
 
     whole, again, read, said = found

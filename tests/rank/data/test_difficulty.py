@@ -1,4 +1,4 @@
-"""If nobody gives the costs of samples, all ranks learn and agree on them, from seconds or losses."""
+"""Test that all ranks learn and agree on the costs of samples, from seconds or losses, if none are given."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 CONFIG = GPTConfig(vocab=20, block=12, layers=2, heads=2, width=8)
-# The losses of a sample are on one rank (zero3), on the last stage (pp), or in parts on all ranks (cp). The resumed run
+# The loss of a sample is on one rank (zero3), on the last stage (pp), or in parts on all ranks (cp). The resumed run
 # switches from pp to ddp.
 STRATEGIES, ALSO = ("zero3", "pp", "cp=2"), ("ddp", "tp")
 SAMPLES, BATCH, EPOCH = 26, 8, 4  # 7, 7, 6 and 6 samples
 
 
 def texts() -> list[tuple[Tensor, Tensor]]:
-    """Return texts of different difficulty: some repeat one token, others are drawn from up to 20."""
+    """Return texts of different difficulty: some repeat one token, others use up to 20."""
     draw = torch.Generator().manual_seed(2)
     ids = [torch.randint(1 + n % 20, (13,), generator=draw) for n in range(SAMPLES)]
     return [(row[:-1], row[1:]) for row in ids]
@@ -55,7 +55,7 @@ def watched(trainer: Any) -> list[Any]:
 
 
 def by_loss(world: Any, folder: Path, strategies: tuple[str, ...] = ("ddp",)) -> dict[str, Any]:
-    """Train for nine steps, two epochs and a bit; also save in the middle of the second and go on with another job."""
+    """Train nine steps (two epochs and one step). Then train six, save, and continue in another job."""
     found: dict[str, Any] = {}
 
     def trainer(strategy: str) -> tuple[Any, Any]:
@@ -85,7 +85,7 @@ def by_loss(world: Any, folder: Path, strategies: tuple[str, ...] = ("ddp",)) ->
 
 
 def in_plain_torch(batches: list[list[int]]) -> tuple[list[float], list[list[float]]]:
-    """Train a model on these batches. Return (losses, for each epoch the loss of each sample in it)."""
+    """Train a model on these batches. Return (losses, for each epoch the loss of each sample)."""
     torch.manual_seed(7)
     model, data = GPT(CONFIG).double(), texts()
     optimizer, losses, each = Recording(model), [], [[0.0] * SAMPLES for _ in range(3)]
@@ -103,7 +103,7 @@ def in_plain_torch(batches: list[list[int]]) -> tuple[list[float], list[list[flo
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategies", [STRATEGIES, ALSO])
-def test_an_epoch_is_ordered_by_the_losses_of_the_one_before_alike_under_every_strategy_and_resumed(
+def test_every_strategy_orders_an_epoch_by_the_losses_of_the_previous_epoch(
     tmp_path: Path, strategies: tuple[str, ...]
 ) -> None:
     (alone,) = run_ranks(by_loss, 1, tmp_path)
@@ -115,7 +115,7 @@ def test_an_epoch_is_ordered_by_the_losses_of_the_one_before_alike_under_every_s
     assert "26 of 26" in why and "from epoch 2 on" in why
     for epoch in range(2):
         assert sorted(i for batch in batches[epoch * EPOCH :][:EPOCH] for i in batch) == list(range(SAMPLES))
-    # The second epoch is balanced by the losses of the first. Sizes are all alike, so they could not balance it.
+    # The second epoch is balanced by the losses of the first. All sizes are equal, so they could not balance it.
     spread = []
     for epoch in range(2):
         means = [sum(each[0][i] for i in batch) / len(batch) for batch in batches[epoch * EPOCH :][:EPOCH]]
@@ -165,7 +165,7 @@ def by_seconds(world: Any, given: bool) -> Any:
 
 
 @pytest.mark.long
-def test_rows_are_divided_by_seconds_that_were_measured_and_batches_do_not_depend_on_them() -> None:
+def test_measured_seconds_divide_the_rows_but_do_not_change_batches() -> None:
     (alone,) = run_ranks(by_seconds, 1, True)
     by_size = [
         unevenness([TOOK[i] for i in batch], equal_shares([float(SLEPT[i]) for i in batch], 2)) for batch in alone[1]
@@ -173,15 +173,15 @@ def test_rows_are_divided_by_seconds_that_were_measured_and_batches_do_not_depen
     for losses, batches, uneven, why in run_ranks(by_seconds, 2, False):
         assert batches == alone[1] and losses == pytest.approx(alone[0], rel=1e-5)
         assert uneven[:8] == by_size[:8]
-        # Looked at after eight steps, and at the end of the epoch, which has twelve.
+        # nbkit updates the costs after eight steps, and at the end of the epoch, which has twelve.
         assert sum(uneven[12:]) / 12 - 1 < 0.75 * (sum(by_size[12:]) / 12 - 1)
         assert "learned from the seconds of" in why and why.endswith("by its size 3.33")
 
 
-def test_rates_are_found_from_the_shares_of_both_stages_of_two_replicas() -> None:
+def test_rates_are_estimated_from_both_stages_of_two_replicas() -> None:
     true, draw = torch.tensor([5.0, 1.0, 2.0], dtype=torch.float64), torch.Generator().manual_seed(0)
     everyone = []
-    # Replica 1 has more of the slow class throughout.
+    # Replica 1 always has more of the slow class.
     for replica, stage in ((0, 1.0), (1, 1.0), (0, 3.0), (1, 3.0)):
         own = Shares.none(3)
         for _ in range(40):
@@ -197,7 +197,7 @@ def test_rates_are_found_from_the_shares_of_both_stages_of_two_replicas() -> Non
 
 
 def joins(world: Any, cost: str) -> list[float]:
-    """Give rank 0's data to a new process' stream on rank 1. Return the next samples and the costs."""
+    """Give the state of rank 0's data to a new stream on rank 1. Return the next samples and the costs."""
     gather = partial(all_gather_objects, world_size=2, device=torch.device("cpu"))
     rank, asked = world.place.rank, {"ranks": 2, "seed": 7, "shuffle": True, "drop_last": False, "workers": 0}
     asked |= {"rank": rank, "batch_size": BATCH, "collate": padless, "gather": gather}
@@ -221,7 +221,7 @@ def joins(world: Any, cost: str) -> list[float]:
 
 
 @pytest.mark.parametrize("cost", ["loss", "seconds"])
-def test_a_rank_that_joins_knows_what_the_others_have_learned(cost: str) -> None:
+def test_a_rank_that_joins_gets_the_learned_costs(cost: str) -> None:
     first, second = run_ranks(joins, 2, cost)
 
     assert first == second
@@ -229,7 +229,7 @@ def test_a_rank_that_joins_knows_what_the_others_have_learned(cost: str) -> None
         assert second[-SAMPLES:] == [1.0 + i for i in range(SAMPLES)]
 
 
-def test_what_is_not_measured_of_a_sample_is_refused_and_why_says_what_costs_are() -> None:
+def test_an_unknown_cost_is_refused_and_why_describes_the_costs() -> None:
     with pytest.raises(TrainingError, match="seconds loss"):
         nbkit.Balanced(points(4), cost="tokens")
     data = nbkit.Balanced([(torch.zeros(n), torch.zeros(2, 4)) for n in (4, 20)])

@@ -1,4 +1,4 @@
-"""Documents in packed blocks train as they do one by one, and blocks are full."""
+"""Test that documents in packed blocks train as they do one by one, and blocks are full."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def documents(number: int = 12, vocab: int = 50) -> list[Tensor]:
 def same_loss_and_gradients(
     model: nn.Module, one: Callable[[Any], Tensor], alone: list[Any], blocks: list[Any]
 ) -> None:
-    """Assert that documents alone and in blocks have the same loss and gradients. one: the summed loss of either."""
+    """Assert that single documents and blocks have the same loss and gradients. one: the summed loss of either."""
     losses, grads = [], []
     for parts in (alone, blocks):
         model.zero_grad()
@@ -40,7 +40,7 @@ def same_loss_and_gradients(
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)
 
 
-def test_a_gpt_on_packed_blocks_has_loss_and_gradients_of_the_documents_one_by_one() -> None:
+def test_a_gpt_has_the_same_loss_and_gradients_on_packed_blocks() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=50, block=32, layers=2, heads=2, width=16)).double()
     docs = documents()
@@ -58,7 +58,7 @@ def test_a_gpt_on_packed_blocks_has_loss_and_gradients_of_the_documents_one_by_o
 
 
 @pytest.mark.long
-def test_a_llama_on_packed_blocks_has_loss_and_gradients_of_the_documents_one_by_one() -> None:
+def test_a_llama_has_the_same_loss_and_gradients_on_packed_blocks() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def test_a_llama_on_packed_blocks_has_loss_and_gradients_of_the_documents_one_by
             ids = torch.tensor(part["input_ids"])
             part = {"input_ids": ids, "labels": ids}
         inputs = {key: value[None] for key, value in part.items() if key != "labels"}
-        # Shift as the model's own loss does, which would round to float32.
+        # This shifts like the model's own loss, which would round to float32.
         return F.cross_entropy(model(**inputs).logits[0, :-1], part["labels"][1:], reduction="sum")
 
     same_loss_and_gradients(model, one, docs, [packed[i] for i in range(len(packed))])
@@ -81,7 +81,7 @@ def test_a_llama_on_packed_blocks_has_loss_and_gradients_of_the_documents_one_by
         check_packed(Balanced(docs, pack=40), model)
 
 
-def test_blocks_of_real_code_waste_less_than_two_percent_and_hold_every_token_once() -> None:
+def test_blocks_of_real_code_waste_under_two_percent_and_have_every_token_once() -> None:
     whole = [path.read_bytes() for path in code_files()[:60]]
     packed = Packed([torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in whole], 2048)
     tokens = sum(len(text) - 1 for text in whole)
@@ -96,7 +96,7 @@ def test_blocks_of_real_code_waste_less_than_two_percent_and_hold_every_token_on
     assert (positions == 0).sum() >= 1 and positions.max() < 2048 and targets.shape == (2048,)
 
 
-def test_a_block_holds_one_group_and_costs_what_its_pieces_cost() -> None:
+def test_a_block_has_one_group_and_the_cost_of_its_pieces() -> None:
     docs = [torch.arange(n) for n in (5, 6, 9, 3, 17)]
     data = Balanced(docs, cost=lambda ids: len(ids) ** 2, group=["a", "b", "a", "b", "a"], pack=8)
 

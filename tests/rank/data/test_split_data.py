@@ -1,7 +1,7 @@
-"""Data in shards: only one rank reads each sample, and every step is that of one process.
+"""Test data in shards: only one rank reads each sample, and every step equals that of one process.
 
-The datasets have the structure of those that people bring: a list of files whose `__iter__` asks for its worker, one of
-Hugging Face with `shard()`, and a pipeline of webdataset with a splitter of workers and one of nodes.
+The datasets are built like those of users: a list of files whose `__iter__` asks for its worker, one like Hugging
+Face's with `shard()`, and a pipeline like webdataset's with a splitter of workers and one of nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.data.open_stream import open_stream
 
 LENGTHS = [13, 10, 17, 10]
-"""The length of each shard. Sample i of shard s has the number 100 s + i."""
+"""The lengths of the shards. Sample i of shard s has the number 100 s + i."""
 
 
 def sample(number: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def sample(number: int) -> tuple[Tensor, Tensor]:
 
 
 class Files(IterableDataset[tuple[Tensor, Tensor]]):
-    """A dataset in shards, which `__iter__` takes by the worker that asks. read: a file that notes each sample."""
+    """A dataset whose `__iter__` takes the shards of the asking worker. read: a file that lists each read sample."""
 
     def __init__(self, lengths: list[int], read: Path) -> None:
         self.lengths, self.read, self.num_shards = lengths, read, len(lengths)
@@ -56,7 +56,7 @@ class Files(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class HuggingFace(Files):
-    """A dataset like `datasets.IterableDataset`: parts of it are such datasets, and it knows its epoch."""
+    """A dataset like `datasets.IterableDataset`: its parts are such datasets too, and it knows its epoch."""
 
     def __init__(self, lengths: list[int], read: Path, shards: list[int] | None = None) -> None:
         super().__init__(lengths, read)
@@ -76,7 +76,7 @@ class HuggingFace(Files):
 
 
 class Pipeline(IterableDataset[Any]):
-    """A pipeline like `webdataset.WebDataset`: urls, what divides them by nodes and by workers, and what reads them."""
+    """A pipeline like `webdataset.WebDataset`: urls, splitters of nodes and of workers, and a reader."""
 
     def __init__(self, lengths: list[int], read: Path) -> None:
         class Urls:
@@ -110,7 +110,7 @@ KINDS: dict[str, Callable[[list[int], Path], Any]] = {"files": Files, "hf": Hugg
 
 
 def in_turns(lengths: list[int]) -> list[int]:
-    """Return the numbers of an epoch: a sample of each shard in turn."""
+    """Return the numbers of the samples of an epoch: one sample of each shard in turn."""
     rows = sorted((i, shard) for shard, length in enumerate(lengths) for i in range(length))
     return [100 * shard + i for i, shard in rows]
 
@@ -146,12 +146,12 @@ def losses(trainer: Any) -> list[float]:
 
 
 def trained(world: Any, kind: str, folder: Path, steps: int, changed: dict[str, Any]) -> tuple[list[float], int]:
-    """Return the losses, and how many processes have read for this rank."""
+    """Return the losses, and the number of processes that read for this rank."""
     torch.set_num_threads(1)
     note = folder / f"rank{world.place.rank}"
     note.touch()
     trainer = job(KINDS[kind](LENGTHS, note), **changed)
-    note.write_text("")  # what was read to compare the ranks' data
+    note.write_text("")  # forget the samples that were read to compare the ranks' data
     trainer.fit(steps)
     return losses(trainer), len({line.split()[1] for line in note.read_text().splitlines()})
 
@@ -161,15 +161,15 @@ def numbers(folder: Path, rank: int) -> list[int]:
 
 
 def read_once(folder: Path, ranks: int) -> bool:
-    """Return True if no sample was read by two ranks, none was read twice in an epoch, and none was left out."""
+    """Return True if every sample of the epoch was read exactly once, by one rank."""
     found = [numbers(folder, rank) for rank in range(ranks)]
     return all(found) and Counter(chain.from_iterable(found)) == Counter(in_turns(LENGTHS))
 
 
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_read_each_sample_once_and_their_losses_are_those_of_one_process(kind: str, tmp_path: Path) -> None:
-    steps = -(-sum(LENGTHS) // 8)  # one epoch, whose last steps take from the shards that are left
+def test_two_ranks_read_each_sample_once_and_train_as_one_process(kind: str, tmp_path: Path) -> None:
+    steps = -(-sum(LENGTHS) // 8)  # one epoch, whose last steps take from the remaining shards
 
     found = run_ranks(trained, 2, kind, tmp_path, steps, {})
 
@@ -178,7 +178,7 @@ def test_two_ranks_read_each_sample_once_and_their_losses_are_those_of_one_proce
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_workers_read_what_would_be_read_without_them(tmp_path: Path) -> None:
+def test_workers_read_the_same_samples_as_a_rank_without_workers(tmp_path: Path) -> None:
     steps = -(-sum(LENGTHS) // 8)
 
     found = run_ranks(trained, 2, "hf", tmp_path, steps, {"loading": nbkit.Loading(workers=2)})
@@ -192,7 +192,9 @@ def test_workers_read_what_would_be_read_without_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "drop_last"), [(1, False), (2, True), pytest.param(3, False, marks=pytest.mark.long)]
 )
-def test_epochs_end_and_begin_alike_on_any_number_of_ranks(ranks: int, drop_last: bool, tmp_path: Path) -> None:
+def test_epochs_end_and_begin_at_the_same_steps_on_any_number_of_ranks(
+    ranks: int, drop_last: bool, tmp_path: Path
+) -> None:
     changed = {"loading": nbkit.Loading(drop_last=drop_last), "batch_size": 12}
 
     found = run_ranks(trained, ranks, "files", tmp_path, 13, changed)
@@ -209,7 +211,7 @@ def switched(world: Any, folder: Path, workers: int) -> tuple[list[float], list[
     trainer.switch("tp")
     trainer.fit(1)
     note.write_text("")
-    trainer.switch("pp")  # the same part of each batch: nothing is read again
+    trainer.switch("pp")  # the rank keeps its part of each batch, so nothing is read again
     again = numbers(folder, world.place.rank)
     trainer.fit(1)
     trainer.save(folder / "saved")
@@ -225,7 +227,7 @@ def switched(world: Any, folder: Path, workers: int) -> tuple[list[float], list[
 
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_live_switches_and_a_checkpoint_go_on_with_the_same_samples(workers: int, tmp_path: Path) -> None:
+def test_live_switches_and_a_checkpoint_continue_with_the_same_samples(workers: int, tmp_path: Path) -> None:
     for whole, resumed, again in run_ranks(switched, 2, tmp_path, workers, timeout=120):
         wanted = expected(LENGTHS, 10)
         assert whole == pytest.approx(wanted, abs=1e-12)
@@ -239,7 +241,7 @@ def evaluated(world: Any, folder: Path) -> tuple[float, float]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_data_in_shards_is_evaluated_on_whole(tmp_path: Path) -> None:
+def test_evaluate_uses_all_samples_of_data_in_shards(tmp_path: Path) -> None:
     for found, wanted in run_ranks(evaluated, 2, tmp_path):
         assert found == pytest.approx(wanted, abs=1e-12)
 
@@ -257,13 +259,13 @@ class Drawing(Files):
 def noisy(world: Any, folder: Path, workers: int) -> list[float]:
     trainer = job(Drawing(LENGTHS, folder / "read"), loading=nbkit.Loading(workers=workers))
     trainer.fit(3)
-    trainer.try_out("zero1" if world.place.world_size > 1 else "ddp", steps=1)  # which goes back, and reads again
+    trainer.try_out("zero1" if world.place.world_size > 1 else "ddp", steps=1)  # goes back, and reads data again
     trainer.fit(2)
     return losses(trainer)
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_what_reading_draws_does_not_depend_on_ranks_or_workers(tmp_path: Path) -> None:
+def test_draws_of_reading_do_not_depend_on_ranks_or_workers(tmp_path: Path) -> None:
     (alone,) = run_ranks(noisy, 1, tmp_path, 0)
 
     for found in run_ranks(noisy, 2, tmp_path, 1):
@@ -271,7 +273,7 @@ def test_what_reading_draws_does_not_depend_on_ranks_or_workers(tmp_path: Path) 
 
 
 class Anew(HuggingFace):
-    """A dataset that is shuffled by a generator that nobody has seeded, as webdataset's `shuffle` is."""
+    """A dataset that an unseeded generator shuffles, as webdataset's `shuffle` does."""
 
     def shard(self, num_shards: int, index: int) -> HuggingFace:
         return Anew(self.lengths, self.read, self.shards[index::num_shards])
@@ -293,7 +295,7 @@ def drawn_anew(world: Any, folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_shuffle_that_nobody_seeds_is_said_and_refused_where_ranks_share_rows(tmp_path: Path) -> None:
+def test_an_unseeded_shuffle_warns_and_is_refused_if_ranks_share_rows(tmp_path: Path) -> None:
     for said, refused in run_ranks(drawn_anew, 2, tmp_path):
         assert "the data gives other samples each time that it is read" in said
         assert "2 ranks, 2 of them work on each row together" in refused
@@ -324,7 +326,7 @@ def opened(data: Any, **changed: Any) -> Any:
     return open_stream(data, **(asked | {"collate": torch.utils.data.default_collate} | changed))
 
 
-def test_shards_that_all_give_the_same_are_refused(tmp_path: Path) -> None:
+def test_shards_that_all_have_the_same_samples_are_refused(tmp_path: Path) -> None:
     class Whole(Files):
         def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
             if os.environ.get("NEVER"):
@@ -336,7 +338,7 @@ def test_shards_that_all_give_the_same_are_refused(tmp_path: Path) -> None:
 
 
 def test_data_in_shards_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
-    """Two of its shards would be read through one object, which may remember where it stands."""
+    """Refuse it, because two shards would be read through one object, which may store a position."""
 
     class Uncopied(Files):
         def __copy__(self) -> Files:
@@ -359,7 +361,7 @@ def of_its_own(world: Any, folder: Path) -> str:
     return str(raised.value)
 
 
-def test_ranks_that_hold_other_shards_are_told_before_anything_trains(tmp_path: Path) -> None:
+def test_ranks_with_different_shards_are_refused_before_training(tmp_path: Path) -> None:
     assert all("The ranks hold different data" in text for text in run_ranks(of_its_own, 2, tmp_path))
 
 
@@ -377,7 +379,7 @@ def said_of(world: Any, folder: Path) -> list[list[str]]:
     return found
 
 
-def test_of_data_that_is_read_whole_it_is_said_once_what_to_write(tmp_path: Path) -> None:
+def test_data_read_whole_warns_once_and_names_the_fix(tmp_path: Path) -> None:
     plain, one_shard, split = run_ranks(said_of, 2, tmp_path)[0]
 
     assert len(plain) == 1 and "num_shards = 8" in plain[0] and "get_worker_info()" in plain[0]

@@ -1,4 +1,4 @@
-"""The order of data in shards, and the rank that computes each row: the arithmetic is compared with the plain rule."""
+"""Test the order of data in shards and the rank of each row: compare the arithmetic with the plain rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def in_turns(lengths: list[int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_are_one_of_each_reader_in_turn_wherever_the_window_begins(seed: int) -> None:
+def test_rows_come_from_each_reader_in_turn_at_any_start_of_the_window(seed: int) -> None:
     draw = Random(seed)
     lengths = [draw.choice([0, 1, 3, 7, 20]) for _ in range(draw.randint(1, 9))]
     whole, order = in_turns(lengths), RoundRobin(len(lengths), dict(enumerate(lengths)))
@@ -26,7 +26,7 @@ def test_rows_are_one_of_each_reader_in_turn_wherever_the_window_begins(seed: in
         assert order.rows(first, count) == whole[first : first + count]
 
 
-def test_what_ends_later_than_is_known_changes_no_row_before() -> None:
+def test_unknown_ends_of_readers_change_no_earlier_row() -> None:
     lengths = [5, 9, 9, 4]
     whole, some = in_turns(lengths), RoundRobin(4, {3: 4})
 
@@ -35,7 +35,7 @@ def test_what_ends_later_than_is_known_changes_no_row_before() -> None:
 
 
 @pytest.mark.parametrize(("readers", "ranks", "batch"), [(8, 4, 8), (8, 2, 12), (12, 4, 20), (16, 8, 8), (6, 3, 9)])
-def test_where_ranks_divide_the_readers_each_computes_what_it_reads(readers: int, ranks: int, batch: int) -> None:
+def test_each_rank_computes_its_own_rows_if_ranks_divide_the_readers(readers: int, ranks: int, batch: int) -> None:
     for first in range(0, 5 * batch, batch):
         rows = RoundRobin(readers, {}).rows(first, batch)
         shares = share_out(rows, [batch // ranks] * ranks)
@@ -43,7 +43,7 @@ def test_where_ranks_divide_the_readers_each_computes_what_it_reads(readers: int
         assert sorted(i for share in shares for i in share) == list(range(batch))
 
 
-def test_ranks_have_as_many_rows_as_ever_where_readers_have_ended() -> None:
+def test_ranks_have_the_usual_numbers_of_rows_after_readers_ended() -> None:
     rows = RoundRobin(4, {0: 2, 2: 2, 3: 3}).rows(4, 10)
     most = [len(range(*bounds(len(rows), 3, rank))) for rank in range(3)]
 

@@ -1,4 +1,4 @@
-"""The order of data is pinned, and a stream that is resumed gives every sample exactly once."""
+"""Test that the order of data is fixed, and a resumed stream returns every sample exactly once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nbkit.rank.data.open_stream import open_stream, shards
 
 
 class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
-    """A dataset whose sample i holds the number i."""
+    """A dataset whose sample i contains the number i."""
 
     def __init__(self, num: int = 100) -> None:
         self.num = num
@@ -36,7 +36,7 @@ def stream(data: Any, **changed: Any) -> Any:
     return open_stream(data, **(asked | changed))
 
 
-def test_the_order_is_the_pinned_one_over_epochs() -> None:
+def test_the_order_of_samples_is_fixed_over_epochs() -> None:
     data = stream(list(range(21)))
     epochs = [order(21, 0), order(21, 1)]
 
@@ -45,21 +45,21 @@ def test_the_order_is_the_pinned_one_over_epochs() -> None:
     assert found == [epoch[at : at + 8] for epoch in epochs for at in (0, 8, 16)]
 
 
-def test_shuffle_false_counts_up_and_drop_last_leaves_the_short_batch_out() -> None:
+def test_shuffle_false_counts_up_and_drop_last_drops_the_short_batch() -> None:
     data = stream(list(range(21)), shuffle=False, drop_last=True)
 
     assert [data.next().data for _ in range(3)] == [list(range(8)), list(range(8, 16)), list(range(8))]
 
 
 @pytest.mark.parametrize("total", [1, 3, 8, 10])
-def test_ranks_take_contiguous_rows_and_all_of_them(total: int) -> None:
+def test_ranks_take_contiguous_rows_that_cover_the_batch(total: int) -> None:
     cut = [bounds(total, 4, rank) for rank in range(4)]
 
     assert [i for start, stop in cut for i in range(start, stop)] == list(range(total))
     assert max(stop - start for start, stop in cut) - min(stop - start for start, stop in cut) <= 1
 
 
-def test_one_pass_counts_each_sample_once_for_both_kinds_of_data() -> None:
+def test_one_pass_has_each_sample_once_for_lists_and_iterators() -> None:
     for data in (list(range(21)), iter(range(21))):
         seen = [shard.data or [] for shard in shards(data, batch_size=8, rank=0, ranks=1, collate=list)]
         assert list(chain.from_iterable(seen)) == list(range(21))
@@ -75,13 +75,13 @@ def test_rows_are_taken_from_every_part_of_a_batch() -> None:
     assert part["deep"][0].tolist() == [[2, 3], [4, 5]]
 
 
-def test_what_holds_an_entry_per_row_is_cut_by_entries_and_what_fits_no_row_is_refused() -> None:
+def test_lists_of_an_entry_per_row_are_cut_and_other_sizes_are_refused() -> None:
     boxes = [{"boxes": torch.zeros(n, 4)} for n in (2, 4, 4, 4)]
     batch = [torch.arange(8).view(4, 2), boxes]
 
     assert take(batch, 1, 3, rows=4)[1] == boxes[1:3]
     assert take([torch.zeros(4), 0.5], 0, 2, rows=4)[1] == 0.5
-    # Two inputs of two rows, alone and beside a third: parts of the batch, not entries.
+    # Two inputs of two rows, alone and with a third, are parts of the batch, not entries.
     two = [[torch.arange(2), (torch.arange(2) + 5, torch.arange(2))], torch.zeros(2)]
     assert [part.tolist() for part in (take(two, 1, 2, rows=2)[0][0], take(two, 1, 2, rows=2)[0][1][0])] == [[1], [6]]
     with pytest.raises(TrainingError, match=r"shape \(6, 6\), beside 4 rows"):
@@ -90,7 +90,7 @@ def test_what_holds_an_entry_per_row_is_cut_by_entries_and_what_fits_no_row_is_r
 
 
 def trained(world: Any, path: Path) -> list[int]:
-    """Make four runs of a few steps. Each is resumed by a new Trainer from the file of the one before."""
+    """Make four runs of a few steps. A new Trainer resumes each from the file of the previous run."""
     seen: list[int] = []
 
     def collate(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -105,7 +105,7 @@ def trained(world: Any, path: Path) -> list[int]:
                 self.inner = net()
 
             def forward(self, x: Tensor) -> Any:
-                # Only whole shares count: before the first step the model is run on fewer rows, to look at it.
+                # Count only whole shares: the check before the first step runs the model on fewer rows.
                 seen.extend(int(i) for i in x[:, 0] if len(x) == 4)
                 return self.inner(x)
 
@@ -117,16 +117,16 @@ def trained(world: Any, path: Path) -> list[int]:
     return seen
 
 
-def test_three_resumes_in_a_row_see_every_sample_of_a_stream_once(tmp_path: Path) -> None:
+def test_three_resumes_see_every_sample_of_a_stream_once(tmp_path: Path) -> None:
     found = run_ranks(trained, 2, tmp_path / "saved.pt")
 
-    # 12 steps of 8 over 100 samples stay within the epoch.
+    # 12 steps of 8 samples end within the epoch of 100 samples.
     assert sorted(chain.from_iterable(found)) == list(range(96))
     assert found[0][:4] == [0, 1, 2, 3] and found[1][:4] == [4, 5, 6, 7]
 
 
 class Shuffled(IterableDataset[tuple[Tensor, Tensor]]):
-    """A dataset that draws its order when it begins, and an unused number with every sample."""
+    """A dataset that draws its order at the start, and an unused number with every sample."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for i in torch.randperm(64).tolist():
@@ -141,7 +141,7 @@ def drawn(world: Any, path: Path) -> list[Any]:
         seen.extend((int(x[0]), int(y)) for x, y in samples)
         return [torch.stack(part) for part in zip(*samples, strict=True)]
 
-    # Every rank collates its rows, and two of the whole batch to compare the streams by.
+    # Every rank collates its own rows, and two rows of the whole batch to compare the streams.
     whole = quiet(data=Shuffled(), loading=nbkit.Loading(collate=collate))
     whole.fit(8)
     expected, seen[:] = list(seen), []
@@ -155,7 +155,7 @@ def drawn(world: Any, path: Path) -> list[Any]:
     return [seen == expected, len({i for i, _ in seen}), whole.history[-1]["loss"] == resumed.history[-1]["loss"]]
 
 
-def test_a_stream_that_draws_is_resumed_with_the_same_draws(tmp_path: Path) -> None:
+def test_a_stream_that_draws_numbers_resumes_with_the_same_draws(tmp_path: Path) -> None:
     (found,) = run_ranks(drawn, 1, tmp_path / "saved.pt")
 
     assert found == [True, 64, True]
@@ -170,7 +170,7 @@ def test_a_stream_that_ends_begins_its_next_epoch() -> None:
     assert run_ranks(over_epochs, 2) == [[8, 8, 4, 8, 8, 4, 1, 20]] * 2
 
 
-def test_an_iterator_that_cannot_begin_again_says_so() -> None:
+def test_an_iterator_that_cannot_start_again_is_an_error() -> None:
     data = stream(iter(Numbers(8)), collate=lambda rows: torch.stack([x for x, _ in rows]))
     data.next()
 
@@ -189,7 +189,7 @@ def different_streams(world: Any) -> str:
     return str(raised.value)
 
 
-def test_ranks_that_read_different_streams_are_told_before_anything_trains() -> None:
+def test_ranks_that_read_different_streams_are_refused_before_training() -> None:
     found = run_ranks(different_streams, 3)
 
     assert len(set(found)) == 1
@@ -210,7 +210,7 @@ def different_map_style(world: Any) -> list[str]:
     return found
 
 
-def test_ranks_whose_map_style_data_batch_size_or_seed_differ_are_told() -> None:
+def test_different_map_style_data_batch_size_or_seed_are_refused() -> None:
     for found in run_ranks(different_map_style, 3):
         *data, seed = found
         assert len(data) == 2
@@ -223,5 +223,5 @@ def drawn_by_all(world: Any) -> int:
     return torch.initial_seed()
 
 
-def test_what_all_ranks_draw_alike_does_not_depend_on_how_many_they_are() -> None:
+def test_draws_of_all_ranks_do_not_depend_on_the_number_of_ranks() -> None:
     assert len({*run_ranks(drawn_by_all, 1), *run_ranks(drawn_by_all, 2)}) == 1

@@ -1,4 +1,4 @@
-"""Workers read ahead the samples that would be read without them, with the same draws and losses, whatever happens."""
+"""Test that workers read ahead the same samples as without them, with the same draws and losses, after errors too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nbkit.rank.train.trainer import Trainer
 
 
 class Augmented:
-    """A dataset of 32 points with augmentation noise of three kinds of generator; remembers what this process read."""
+    """A dataset of 32 points with noise of three kinds of generator. It remembers what this process read."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.epoch, self.fails_at, self.read = 0, fails_at, list[int]()
@@ -51,7 +51,7 @@ def stream(data: Any, **changed: Any) -> Any:
 
 
 def trained(job: Trainer) -> list[float]:
-    """Train over an epoch's end, a switch, and a trial, which goes back and reads data again."""
+    """Train over an epoch's end, a switch, and a trial (which goes back and reads data again)."""
     job.fit(5)
     job.switch("tp" if job.strategy.dp > 1 else "ddp")
     job.fit(2)
@@ -69,14 +69,14 @@ def with_and_without(world: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_losses_are_those_without_workers_through_switches_and_trials() -> None:
+def test_losses_with_and_without_workers_are_equal_after_switches_and_trials() -> None:
     for expected, found, read_elsewhere, ended in run_ranks(with_and_without, 2, timeout=180):
         assert found == expected
         assert read_elsewhere, "the rank itself has read samples"
         assert ended, "workers are left behind"
 
 
-def test_the_order_is_kept_over_epochs_and_where_the_position_is_moved() -> None:
+def test_workers_keep_the_order_over_epochs_and_after_seek() -> None:
     data = stream(list(range(21)), workers=2)
     epochs = [order(21, epoch) for epoch in range(3)]
     try:
@@ -89,7 +89,7 @@ def test_the_order_is_kept_over_epochs_and_where_the_position_is_moved() -> None
         data.close()
 
 
-def test_a_sample_that_cannot_be_read_is_named_and_the_others_are_read_on() -> None:
+def test_an_unreadable_sample_is_named_and_the_others_can_still_be_read() -> None:
     data = stream(Augmented(fails_at=21), workers=2, shuffle=False, collate=default_collate)
     try:
         assert [len(data.next((7, step, 1)).data[0]) for step in range(2)] == [8, 8]
@@ -102,12 +102,12 @@ def test_a_sample_that_cannot_be_read_is_named_and_the_others_are_read_on() -> N
 
 
 def stacked(samples: list[Any]) -> Any:
-    """Stack samples without shared memory. default_collate puts a worker's tensors there; here torch's queue does."""
+    """Stack samples outside of shared memory. default_collate would put them there; here torch's queue does."""
     return tuple(map(torch.stack, zip(*samples, strict=True)))
 
 
 def without_shared_memory(rank: int) -> list[str]:
-    """Limit a worker's writes, so that one fails as where shared memory is full."""
+    """Limit the size of a worker's files, so that a write fails as if shared memory were full."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     told = []
@@ -122,7 +122,7 @@ def without_shared_memory(rank: int) -> list[str]:
     return told
 
 
-def test_full_shared_memory_is_said_as_that_and_what_cannot_be_handed_over_is_not_waited_for() -> None:
+def test_full_shared_memory_and_unpicklable_batches_are_reported() -> None:
     ((by_collate, by_the_queue, unpacked),) = run_ranks(without_shared_memory, 1, join=False)
 
     for said in (by_collate, by_the_queue):
@@ -132,7 +132,7 @@ def test_full_shared_memory_is_said_as_that_and_what_cannot_be_handed_over_is_no
 
 
 class Received:
-    """A sample that is unpickled as the name of the thread that receives it from a worker."""
+    """A sample that unpickles to the name of the thread that receives it from a worker."""
 
     threads: list[str] = []  # noqa: RUF012
 
@@ -145,7 +145,7 @@ def _received() -> str:
     return Received.threads[-1]
 
 
-def test_the_next_batch_is_received_beside_the_step() -> None:
+def test_the_next_batch_is_received_in_a_thread_during_the_step() -> None:
     Received.threads.clear()
     data = stream([Received() for _ in range(32)], workers=1)
     try:
@@ -163,7 +163,7 @@ class Hanging(list[int]):
         return super().__getitem__(i) if i < 8 or get_worker_info() is None else time.sleep(1000)
 
 
-def test_a_worker_that_hangs_and_the_thread_that_waits_for_it_end_with_the_steps(
+def test_close_ends_a_hanging_worker_and_the_thread_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
@@ -171,16 +171,16 @@ def test_a_worker_that_hangs_and_the_thread_that_waits_for_it_end_with_the_steps
     data = stream(Hanging(range(32)), workers=2, shuffle=False)
     assert data.next().data == [*range(8)]
     (receiving,) = (thread for thread in threading.enumerate() if thread.name == "nbkit-batches")
-    time.sleep(0.3)  # it waits for the batch that hangs
+    time.sleep(0.3)  # now the thread waits for the batch that hangs
     data.close()
     receiving.join(60)
     assert not receiving.is_alive()
     assert {*multiprocessing.active_children()} <= before
 
 
-def test_more_workers_than_cores_are_no_warning() -> None:
+def test_more_workers_than_cores_give_no_warning() -> None:
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # as a rank is pinned
+    os.sched_setaffinity(0, {min(cores)})  # like a pinned rank
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -198,7 +198,7 @@ def iterated(world: Any) -> list[str]:
     return [str(warning.message) for warning in said]
 
 
-def test_data_that_can_only_be_iterated_has_no_workers_and_that_is_said() -> None:
+def test_workers_for_an_iterator_have_no_effect_and_warn() -> None:
     said = " ".join(run_ranks(iterated, 1)[0])
     assert "workers= has no effect on data that is not split" in said
     assert "an iterator is not split; an IterableDataset is, with num_shards = 8" in said

@@ -1,4 +1,4 @@
-"""Losses and models that couple the rows of a batch are told apart from others, in any precision and size."""
+"""Test that losses and models that couple the rows of a batch are detected, in any precision and size."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def spread(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_means_and_weighted_sums_are_none_and_masked_means_are_told(dtype: torch.dtype, size: float) -> None:
+def test_masked_means_are_detected_and_means_and_weighted_sums_are_not(dtype: torch.dtype, size: float) -> None:
     batch = [BATCH[0].to(dtype), BATCH[1]]
 
     def sized(output: Tensor, target: Tensor) -> Tensor:
@@ -63,14 +63,14 @@ def test_means_and_weighted_sums_are_none_and_masked_means_are_told(dtype: torch
     assert "(loss.sum(), mask.sum())" in says(lambda o, t: masked_mean(o.float(), t) * size, batch, net(0.1).to(dtype))
 
 
-def test_what_couples_rows_is_told_with_its_numbers_and_what_to_write() -> None:
+def test_a_loss_that_couples_rows_is_reported_with_numbers_and_a_fix() -> None:
     assert "16 rows" in says(contrastive) and "contrastive" in says(contrastive)
     assert "return loss.sum(), len(target)" in says(lambda out, target: out.square().sum())
     assert "contrastive" in says(spread)
     assert "(loss * mask).sum(), mask.sum()" in says(lambda out, target: (mean_loss(out, target), 1))
 
 
-def test_what_cannot_be_told_is_not_said() -> None:
+def test_a_loss_that_cannot_be_judged_is_not_reported() -> None:
     assert says(lambda out, target: mean_loss(out, target) * torch.rand(())) == ""
     assert says(lambda out, target: out.log().sum()) == says(lambda out, target: 1 / 0) == ""
     assert says(lambda out, target: (out.sum(), torch.tensor(float("nan")))) == ""
@@ -79,7 +79,7 @@ def test_what_cannot_be_told_is_not_said() -> None:
 
 
 class Noisy(nn.Module):
-    """A model that draws numbers, so that only its loss is looked at. always: in evaluation, too."""
+    """A model that draws random numbers, so only its loss is checked. always: in evaluation too."""
 
     def __init__(self, always: bool) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_of_a_model_that_draws_the_loss_is_looked_at_alone(always: bool) -> None:
+def test_only_the_loss_is_checked_if_the_model_draws_random_numbers(always: bool) -> None:
     assert says(mean_loss, model=Noisy(always)) == ""
     assert "len(target)" in says(lambda out, target: out.square().sum(), model=Noisy(always))
 
@@ -108,7 +108,7 @@ class Centred(nn.Module):
         return self.last(torch.tanh(x - x.mean(0) if self.training else x))
 
 
-def test_a_model_that_mixes_rows_where_it_trains_is_told_though_its_head_begins_at_zero() -> None:
+def test_a_model_that_mixes_rows_in_training_is_detected_with_a_zero_head() -> None:
     model = nn.Sequential(nn.Tanh(), Centred())
     said = says(mean_loss, model=model)
 
@@ -117,7 +117,7 @@ def test_a_model_that_mixes_rows_where_it_trains_is_told_though_its_head_begins_
 
 
 class _Balance(torch.autograd.Function):
-    """A function that returns its first argument. Its backward goes to the second one as well."""
+    """A function that returns its first argument. Its backward gives the second one a gradient too."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, balance: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class _Balance(torch.autograd.Function):
 
 
 class Balanced(nn.Module):
-    """A load-balancing term that is in the gradient alone, as some models have it."""
+    """A model whose load-balancing term is only in the gradient, as in some models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,11 +140,11 @@ class Balanced(nn.Module):
         return self.last(_Balance.apply(torch.tanh(x), 0.01 * x.softmax(-1).mean(0).square().sum()))
 
 
-def test_a_term_that_is_in_the_gradient_alone_is_told() -> None:
+def test_a_term_that_is_only_in_the_gradient_is_detected() -> None:
     assert "their gradients differ" in says(mean_loss, model=Balanced())
 
 
-def test_rows_are_chosen_that_differ() -> None:
+def test_the_chosen_rows_differ() -> None:
     labels = torch.full((40, 8), 3)
     labels[17, 2:] = -100
     classes = torch.zeros(40, dtype=torch.long)
@@ -177,7 +177,7 @@ def test_rows_are_read_from_all_over_the_data() -> None:
     assert sample_of([], default_collate) is None
 
 
-def test_outputs_are_taken_apart_by_name_and_put_together_again() -> None:
+def test_outputs_are_split_by_name_and_put_together_again() -> None:
     from transformers.modeling_outputs import CausalLMOutput
 
     output = {"a": [torch.zeros(1), (torch.ones(2),)], "b": CausalLMOutput(loss=torch.zeros(()), logits=torch.ones(3))}
@@ -191,7 +191,7 @@ def test_outputs_are_taken_apart_by_name_and_put_together_again() -> None:
 
 
 class Told(nn.Module):
-    """A model in float32 that returns its loss: cross entropy, and `size` times a term over the whole batch."""
+    """A float32 model that returns its loss: cross entropy plus `size` times a term over the whole batch."""
 
     def __init__(self, size: float, cast: bool) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Told(nn.Module):
 
 @pytest.mark.parametrize(("size", "cast", "told"), [(0, False, ""), (1e-6, False, "no mean"), (0, True, ""),
                                                     (1e-3, True, "no mean")])  # fmt: skip
-def test_a_loss_inside_a_model_is_looked_at_in_float64_and_the_model_is_left_as_it_was(
+def test_a_loss_inside_a_model_is_checked_in_float64_and_the_model_is_unchanged(
     size: float, cast: bool, told: str
 ) -> None:
     torch.manual_seed(0)

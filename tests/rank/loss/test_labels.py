@@ -1,4 +1,4 @@
-"""`labels=` of transformers: a mean over what the labels keep, which every strategy computes as one process does."""
+"""Test `labels=` of transformers: every strategy computes the mean over the kept labels as one process does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sizes(**changed: Any) -> dict[str, Any]:
 
 
 def in_double(model: nn.Module) -> nn.Module:
-    """Give `model` float64 and the loss of transformers' causal models, without its cast to float32."""
+    """Convert `model` to float64, with the loss of transformers' causal models but not its cast to float32."""
 
     def shifted(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -73,19 +73,19 @@ def bert() -> nn.Module:
 
 
 def answers() -> Rows:
-    """Return rows that learn only what follows a question of some length. The first two questions are equally long."""
+    """Return rows that learn only the answer after a question. The first two questions are equally long."""
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=draw)
     questions = torch.randint(2, LENGTH - 2, (ROWS, 1), generator=draw)
     questions[:2] = 6
-    # Row 4 has nothing to learn, and neither have rows 10 and 11, which are all that a rank has of its batch.
+    # Row 4 has nothing to learn. Nor have rows 10 and 11, the only rows that one rank has of their batch.
     questions[4] = questions[10:12] = LENGTH
     labels = ids.masked_fill(torch.arange(LENGTH) < questions, -100)
     return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
 
 
 def gaps() -> Rows:
-    """Return rows in which about one token in seven is hidden and has to be found. Rows 10 and 11 hide none."""
+    """Return rows in which about one token in seven is hidden and must be predicted. Rows 10 and 11 hide none."""
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=draw)
     hidden = torch.rand(ids.shape, generator=draw) < 0.15
@@ -107,7 +107,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Rows]]] = {
 PAIRS = {"gpt2": "dp=2 pp=2", "bert": "zero3"}
 ALSO = {"llama": "dp=2 tp=2", "mixtral": "ddp"}
 
-# strategy -> what the Trainer gets beside it
+# strategy -> other arguments of the Trainer
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero3": {"compute": nbkit.Compute(microbatch_size=1)},
@@ -172,7 +172,7 @@ def trained(world: Any, pairs: dict[str, str]) -> dict[tuple[str, str], float]:
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("pairs", [PAIRS, pytest.param(ALSO, marks=pytest.mark.long)])
-def test_labels_of_transformers_train_as_on_one_process_though_rows_keep_unequal_numbers_of_them(
+def test_unequal_numbers_of_labels_train_as_in_one_process(
     pairs: dict[str, str],
 ) -> None:
     found = run_ranks(trained, 4, pairs, timeout=240)[0]
@@ -184,7 +184,7 @@ def test_labels_of_transformers_train_as_on_one_process_though_rows_keep_unequal
 
 
 def averaged(compute: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> list[Tensor]:
-    """Return the loss of two parts of a batch, by what each weighs, and its gradients."""
+    """Return the weighted mean loss of two parts of a batch, and its gradients."""
     parts = [(logits[:3].detach().requires_grad_(), target[:3]), (logits[3:].detach().requires_grad_(), target[3:])]
     weighed = []
     for part in parts:
@@ -208,7 +208,7 @@ CLASSES = torch.tensor([0.5, 2.0, 1.0, 0.25], dtype=torch.float64)
     ],
 )
 @pytest.mark.parametrize("kept", [7, 3, 2])
-def test_two_parts_average_as_the_whole_whatever_each_keeps(compute: Any, kept: int) -> None:
+def test_two_parts_average_to_the_whole_whatever_labels_each_keeps(compute: Any, kept: int) -> None:
     draw = torch.Generator().manual_seed(1)
     logits = torch.randn(7, 4, 5, generator=draw, dtype=torch.float64, requires_grad=True)
     target = torch.randint(4, (7, 5), generator=draw)
@@ -237,7 +237,7 @@ def test_a_mean_over_nothing_is_zero_and_float16_does_not_overflow() -> None:
     assert loss.dtype == torch.float16 and abs(float(loss) - math.log(8)) < 1e-3
 
 
-def test_inside_a_model_the_functions_of_torch_are_replaced_for_its_thread_and_put_back() -> None:
+def test_loss_functions_are_replaced_in_the_thread_of_the_model_and_restored() -> None:
     plain, outer, inner, other = F.cross_entropy, CountedTargets(), CountedTargets(), []
     target = torch.tensor([0, -100, 2])
 
@@ -264,7 +264,7 @@ def test_cross_entropies_over_unequal_targets_have_no_weight() -> None:
 
     with pytest.raises(TrainingError, match="do not count the same targets"):
         _ = targets.weight
-    # The labels of the batch were counted for this part. A loss of other targets must not be divided by that count.
+    # The count is for the labels of the batch. A loss of other targets must not be divided by it.
     share = Share((5.0, 3.0), (10.0, 8.0), 0.5)
     with CountedTargets(share), pytest.raises(TrainingError, match="no longer takes its targets"):
         for count in (5, 4):
@@ -273,9 +273,9 @@ def test_cross_entropies_over_unequal_targets_have_no_weight() -> None:
         CountedTargets().check()
 
 
-def test_the_number_of_items_of_a_whole_batch_is_not_given_to_a_part_of_it() -> None:
+def test_a_number_of_items_of_a_whole_batch_is_refused() -> None:
     class Counting(nn.Module):
-        """A model that divides its loss by the number of targets that it is given, as models of transformers do."""
+        """A model that divides its loss by a given number of targets, as models of transformers do."""
 
         def __init__(self) -> None:
             super().__init__()

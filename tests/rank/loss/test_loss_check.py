@@ -1,4 +1,4 @@
-"""Losses that a strategy would train differently are refused before the first step, with a line that trains alike."""
+"""Test that losses that a strategy would change are refused before the first step, with a line that fixes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Row = tuple[Tensor, Tensor]
 
 
 def texts(*, masked: bool = True) -> list[Row]:
-    """Return ids and labels. If masked the first two rows ignore equally many of them, and the others do not."""
+    """Return ids and labels. masked: the first two rows ignore equally many labels, the others do not."""
     draw = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=draw)
     lengths = torch.randint(3, LENGTH, (ROWS,), generator=draw)
@@ -40,7 +40,7 @@ def padded() -> list[Row]:
 
 
 def labelled() -> list[Row]:
-    """Return points of seven classes, of which the first two are of class 3."""
+    """Return points of seven classes. The first two are of class 3."""
     draw = torch.Generator().manual_seed(5)
     points = torch.randn(ROWS, 6, generator=draw, dtype=torch.float64)
     classes = torch.randint(7, (ROWS,), generator=draw)
@@ -49,7 +49,7 @@ def labelled() -> list[Row]:
 
 
 def ragged() -> list[Row]:
-    """Return series of unequal lengths, which the collator pads to the longest that it gets."""
+    """Return series of unequal lengths. The collator pads each to the longest in its batch."""
     draw = torch.Generator().manual_seed(5)
     lengths = torch.randint(2, 9, (ROWS,), generator=draw).tolist()
     series = [torch.randn(length, 6, generator=draw, dtype=torch.float64) for length in lengths]
@@ -67,7 +67,7 @@ def counted(rows: list[Row]) -> dict[str, Tensor]:
 
 
 class Words(nn.Module):
-    """A prediction for each token by itself. zero: the head begins at zero, so that all tokens lose the same."""
+    """A model that predicts from each token alone. zero: its head is zero, so all tokens have the same loss."""
 
     def __init__(self, zero: bool = False) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Words(nn.Module):
 
 
 class Inside(nn.Module):
-    """The loss comes from inside, as with labels= of transformers. kind: of what is added to it."""
+    """A model that returns its loss, as with labels= of transformers. kind: the kind of its loss."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Inside(nn.Module):
 
 
 class Pretraining(nn.Module):
-    """A model with the two losses of BERT's pretraining: find hidden words, and tell the kind of each row."""
+    """A model with the two losses of BERT's pretraining: hidden words, and the kind of each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def tokens(output: Tensor, target: Tensor, **how: Any) -> Tensor:
 
 
 def by_hand(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over what is not ignored, without saying so to torch."""
+    """Return the mean over targets that are not ignored, without torch's ignore_index."""
     return tokens(output, target, reduction="sum") / (target != -100).sum()
 
 
@@ -161,7 +161,7 @@ WITH_KINDS: dict[str, Any] = {
 }
 PLAIN_LABELS = {**WITH_LABELS, "data": [{"ids": ids, "labels": ids} for ids, _ in texts()]}
 
-# name -> (what the Trainer gets, words of the message)
+# name -> (arguments of the Trainer, words of the message)
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ignored labels": ({"loss": by_hand}, ["no mean over rows", "(target != -100).sum()", "dp=2 computes parts"]),
     "a head of zeros": ({"model": lambda: Words(zero=True), "loss": by_hand}, ["(target != -100).sum()"]),
@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 LOOPS = ("ddp", "zero1", "zero3")
 LOOPED_IN_ALL = ("ignored labels", "a sum", "labels inside, divided by hand")
 
-# name -> what the Trainer gets: means over rows, and (sum, weight); beside each what one process makes of a batch
+# name -> (arguments of the Trainer, the loss of a batch in one process), for means over rows and for (sum, weight)
 Mean = Callable[[Any, Any], Tensor]
 EQUAL: dict[str, tuple[dict[str, Any], Mean]] = {
     "plain": ({"loss": tokens, "data": texts(masked=False)}, tokens),
@@ -236,7 +236,7 @@ EQUAL: dict[str, tuple[dict[str, Any], Mean]] = {
 }  # fmt: skip
 
 
-# With a stream of data and in a loop of one's own too, where the loss is tried on other batches.
+# These also run with a stream of data and in the user's own loop, where the loss is tried on other batches.
 EVERY_WAY = ("labels inside", "a sum by its rows")
 
 
@@ -269,7 +269,7 @@ def streamed(asked: dict[str, Any], **changed: Any) -> Any:
 
 
 def looped(asked: dict[str, Any], **changed: Any) -> list[float]:
-    """Return the losses of two steps of a loop of one's own."""
+    """Return the losses of two steps of the user's own loop."""
     asked = {"model": Words, "data": texts(), "loss": by_hand} | asked | changed
     collate = asked.pop("loading", nbkit.Loading()).collate
     loader = DataLoader(asked.pop("data"), batch_size=BATCH, collate_fn=collate)
@@ -305,7 +305,7 @@ def refusals(world: Any) -> dict[tuple[str, str], str]:
     return found
 
 
-def test_what_is_no_mean_over_rows_is_refused_before_the_first_step() -> None:
+def test_a_loss_that_is_no_mean_over_rows_is_refused_before_the_first_step() -> None:
     found = run_ranks(refusals, 2, timeout=240)
 
     assert found[0] == found[1]
@@ -314,13 +314,13 @@ def test_what_is_no_mean_over_rows_is_refused_before_the_first_step() -> None:
         for how in ("trainer", "stream", *(f"loop {strategy}" for strategy in loops)):
             said = found[0].get((how, name), "")
             if name in ("padded to the longest", "divided by a number of the batch") and how.startswith("loop"):
-                continue  # the loader has padded the whole batch, or such a number cannot be cut
+                continue  # the loader has padded the whole batch, or the number cannot be cut
             wanted = ["no mean over rows"] if how == "loop zero3" else [word for word in words if "dp=2" not in word]
             assert [word for word in wanted if word not in said] == [], (how, name, said)
 
 
 class Weights:
-    """The weight of another term of the loss, which a callback changes during the training."""
+    """The weight of a second term of the loss. A callback changes it during the training."""
 
     other = 0.0
 
@@ -354,7 +354,7 @@ def annealed(world: Any, loss: Any, asked: dict[str, Any], then: str = "") -> tu
     trainer = made({**asked, "loss": loss}, callbacks=[raise_weight])
     states, said = [], ""
     for strategy in (then, "ddp") if then else ():
-        trainer.switch(strategy)  # proven now, so it is not compared with one process later
+        trainer.switch(strategy)  # checked here, so it is not compared with one process later
     try:
         for _ in range(4):
             trainer.fit(1)
@@ -375,7 +375,7 @@ def held(trainer: Any) -> Any:
     ("loss", "asked", "hint"),
     [(summed_later, SEVEN, "len(target)"), (compared_later, SEVEN, "contrastive"), (penalised_later, {}, "mask.sum()")],
 )
-def test_a_loss_that_stops_being_a_mean_ends_the_training_before_a_wrong_step(
+def test_training_ends_before_a_wrong_step_when_the_loss_stops_being_a_mean(
     loss: Any, asked: dict[str, Any], hint: str
 ) -> None:
     for said, steps, _ in run_ranks(annealed, 2, loss, asked):
@@ -383,13 +383,13 @@ def test_a_loss_that_stops_being_a_mean_ends_the_training_before_a_wrong_step(
         assert "'Weights.other' 0 -> 0.01" in said and "no longer a mean over rows" in said and hint in said
 
 
-def test_a_switch_after_the_change_does_not_hide_it() -> None:
+def test_a_switch_after_the_loss_changed_does_not_hide_the_change() -> None:
     for said, steps, _ in run_ranks(annealed, 2, summed_later, SEVEN, "zero2"):
         assert steps == 2 and "'Weights.other' 0 -> 0.01" in said
 
 
 @pytest.mark.parametrize(("loss", "asked"), [(row_by_row, SEVEN), (ignoring, {})])
-def test_a_weight_that_changes_during_the_training_is_no_reason_to_end_it(loss: Any, asked: dict[str, Any]) -> None:
+def test_training_continues_if_only_a_weight_in_the_loss_changes(loss: Any, asked: dict[str, Any]) -> None:
     found = run_ranks(annealed, 2, loss, asked)
     (alone,) = run_ranks(annealed, 1, loss, asked)
 
@@ -456,7 +456,7 @@ def trained(world: Any) -> dict[tuple[str, str], float]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
-def test_the_lines_to_type_train_as_one_process_does() -> None:
+def test_the_suggested_lines_train_as_one_process_does() -> None:
     found = run_ranks(trained, 2, timeout=240)[0]
 
     assert {key: away for key, away in found.items() if not away < 1e-9} == {}
@@ -477,7 +477,7 @@ def later(world: Any) -> dict[str, Any]:
         with pytest.raises(NbkitError) as raised:
             looped({"data": rows}, strategy=strategy)
         found[strategy] = str(raised.value)
-    # A term that a module notes as an attribute.
+    # A term that a module stores as an attribute.
     model = Inside("noted")
     with pytest.raises(NbkitError) as raised:
         made({**PLAIN_LABELS, "model": model, "loss": noted(model)})
@@ -485,7 +485,7 @@ def later(world: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_switch_a_later_batch_and_a_term_beside_the_output_are_looked_at_too() -> None:
+def test_switches_later_batches_and_terms_outside_the_output_are_checked() -> None:
     found = run_ranks(later, 2)[0]
 
     refused, strategy, step = found["switch"]
@@ -494,7 +494,7 @@ def test_a_switch_a_later_batch_and_a_term_beside_the_output_are_looked_at_too()
 
 
 class Minded(nn.Module):
-    """A model that counts its calls, draws, and keeps a running count: none of it may show that it was looked at."""
+    """A model that counts its calls, draws numbers, and keeps a running count. The check may change none of these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -508,7 +508,7 @@ class Minded(nn.Module):
 
 
 class Drawn:
-    """A dataset that draws while it is read."""
+    """A dataset that draws random numbers while it is read."""
 
     def __len__(self) -> int:
         return ROWS
@@ -534,15 +534,15 @@ def undisturbed(world: Any) -> list[Any]:
     return [*drawn, job.model.calls, int(job.model.seen), job.model.training]
 
 
-def test_being_looked_at_leaves_no_trace() -> None:
-    # Rank 0 looks.
+def test_the_loss_check_changes_no_state() -> None:
+    # Rank 0 makes the check.
     first, second = run_ranks(undisturbed, 2)
 
     assert first == second and first[2:] == [1, 1, True]
 
 
 class Averaged(nn.Module):
-    """A mean over all positions, those of the padding too."""
+    """A model that takes the mean over all positions, padding included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -554,7 +554,7 @@ class Averaged(nn.Module):
         return averaged
 
 
-def test_a_model_that_reads_the_padding_of_its_rows_is_told_to_mask_it() -> None:
+def test_a_model_that_reads_padding_gets_the_hint_to_mask_it() -> None:
     rows = [(one, one.mean(0)) for one, _ in ragged()]
 
     def collate(some: list[Row]) -> list[Tensor]:
@@ -567,7 +567,7 @@ def test_a_model_that_reads_the_padding_of_its_rows_is_told_to_mask_it() -> None
 
 
 class TwoHeads(nn.Module):
-    """A second head that gives one number for each row, under the name that auxiliary terms of a batch have."""
+    """A model whose second head returns one number per row, under the name of an auxiliary loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -579,7 +579,7 @@ class TwoHeads(nn.Module):
         return {"logits": self.head(hidden), "aux": self.aux(hidden)}
 
 
-def test_an_output_of_one_number_for_each_row_is_no_auxiliary_term_whatever_its_name() -> None:
+def test_an_output_of_one_number_per_row_is_no_auxiliary_loss() -> None:
     def loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
         return F.cross_entropy(output["logits"], target) + F.mse_loss(output["aux"][:, 0], target.double())
 

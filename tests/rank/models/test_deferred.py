@@ -1,4 +1,4 @@
-"""A model is built without its large weights. Each rank makes what it holds, bit for bit as the plain build does."""
+"""Test that a model is built without its large weights, and each rank makes its part bit for bit as the plain build."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def on_meta() -> nn.Module:
 
 
 class Various(nn.Module):
-    """Weights that are drawn, computed, tied, copied, cut and read in the ways of many libraries."""
+    """A model whose weights are drawn, computed, tied, copied, cut and read, as in many libraries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", list(BUILDERS))
-def test_weights_and_buffers_are_those_of_the_plain_build(name: str, all_large: None) -> None:
+def test_weights_and_buffers_equal_the_plain_build(name: str, all_large: None) -> None:
     build = BUILDERS[name]
     torch.manual_seed(3)
     plain = gpt() if name == "on meta" else build()
@@ -120,7 +120,7 @@ def changed_later() -> nn.Module:
     return module
 
 
-def test_what_cannot_be_recorded_is_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_recorded_is_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred, "_WORTH_SAYING", 1)
     monkeypatch.setattr(deferred, "_LARGE", 1)
     for build, why in ((escapes, "something outside of its modules"), (by_numpy, "numpy")):
@@ -138,7 +138,7 @@ def test_what_cannot_be_recorded_is_built_whole(monkeypatch: pytest.MonkeyPatch)
         made.make_whole()
 
 
-def test_small_tensors_are_made_as_usual_and_meta_tensors_show_themselves_again() -> None:
+def test_small_tensors_are_made_as_usual_and_is_meta_is_restored() -> None:
     module, why = deferred._record(gpt, seed=3, device=_CPU)
     assert isinstance(module, nn.Module) and not why
     assert torch.empty(1, device="meta").is_meta and "is_meta" not in vars(torch.Tensor)
@@ -198,14 +198,14 @@ def test_every_strategy_starts_with_the_weights_of_the_plain_build(known_to_be_r
     for found in run_ranks(started, 2, ["zero3", "tp", "pp microbatches=2"], timeout=240):
         *cases, read = found
         assert all(case["same"] for case in cases), cases
-        assert cases[2]["made"] < 0.7 * cases[2]["all"]  # a stage makes nothing of the other one
+        assert cases[2]["made"] < 0.7 * cases[2]["all"]  # a stage makes no weight of the other stage
         assert read["rates"] == pytest.approx(norms) and read["loss"] > 0
 
 
 def counted_peak(work: Callable[[], Any], patch: pytest.MonkeyPatch) -> tuple[Any, int]:
-    """Return (the result of `work`, the most bytes of tensors made in it that were there at once).
+    """Return (the result of `work`, the peak bytes of tensors that it made).
 
-    torch's profiler sees each allocation. Memory that the recording maps by itself is made by torch here.
+    torch's profiler sees each allocation. The patch lets torch allocate the memory that a recording maps itself.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -240,7 +240,7 @@ def same_as(sharded_model: ShardedModel, plain: dict[str, torch.Tensor]) -> bool
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "tp", "dp=2 tp=2"])
-def test_a_rank_holds_its_part_and_one_block_while_it_is_built(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_holds_its_part_and_one_block_during_the_build(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = functools.partial(model_of, 4, 256, 600)
     torch.manual_seed(3)
     plain = {name: p.detach() for name, p in small().named_parameters()}
@@ -260,7 +260,7 @@ def test_a_rank_holds_its_part_and_one_block_while_it_is_built(strategy: str, mo
     assert peak <= 1.05 * (kept(sharded_model) + one_block(small()))
 
 
-def test_the_second_model_of_a_proof_is_built_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_model_of_a_comparison_is_built_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     small = functools.partial(model_of, 4, 256, 600)
     module, _ = deferred.build_parts(small, seed=3, device=_CPU, world_size=1)
     again, peak = counted_peak(

@@ -1,4 +1,4 @@
-"""Generated tokens equal those of Hugging Face or of the plain model, under every strategy, for any number of texts."""
+"""Test that every strategy generates the tokens of Hugging Face or the plain model, for any number of texts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def of_hugging_face(world: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_hugging_face_models_generate_what_they_do_by_themselves(ranks: int) -> None:
+def test_hugging_face_models_generate_the_same_tokens_as_without_nbkit(ranks: int) -> None:
     for of_rank in (every := run_ranks(of_hugging_face, ranks, timeout=240)):
         for make, strategies in STRATEGIES[ranks].items():
             first = every[0][make.__name__, strategies[0]]
@@ -76,8 +76,8 @@ def test_hugging_face_models_generate_what_they_do_by_themselves(ranks: int) -> 
             for strategy in strategies:
                 greedy, drawn, alone, longest = of_rank[make.__name__, strategy]
                 assert greedy == of_rank[make.__name__], strategy
-                assert drawn == first[1] and drawn[1] == alone == first[2], strategy  # seed + i, whatever is beside it
-                assert longest == 5, strategy  # of the prompts: with a cache no forward has more positions
+                assert drawn == first[1] and drawn[1] == alone == first[2], strategy  # seed + i, whatever the others
+                assert longest == 5, strategy  # the longest prompt: with a cache, no forward has more positions
 
 
 def of_a_plain_model(world: Any) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ def of_a_plain_model(world: Any) -> tuple[Any, ...]:
     job = trainer(lambda: model, "pp=2 schedule=zbv microbatches=4", data, loss=cross_entropy)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default")
-        found = job.generate(["def ", "a longer text", "x"], 40)  # in several runs, and beyond the block
+        found = job.generate(["def ", "a longer text", "x"], 40)  # with several batches, and beyond the block
         assert not said  # short texts cost little
         for _ in range(2):
             job.generate("y", 100)
@@ -98,7 +98,7 @@ def of_a_plain_model(world: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.long
-def test_a_model_without_a_cache_generates_the_same_and_that_is_said_once() -> None:
+def test_a_model_without_a_cache_generates_the_same_and_warns_once() -> None:
     for rank, (expected, found, said, shape) in enumerate(run_ranks(of_a_plain_model, 2)):
         assert found == expected
         assert len(said) == (rank == 0) and all("GPT keeps no keys and values" in text for text in said)
@@ -112,7 +112,7 @@ def wrong_caches() -> dict[str, Any]:
         pass
 
     class FromZero(GPT2LMHeadModel):
-        """A GPT-2 that counts positions anew in each call."""
+        """A GPT-2 that counts positions from zero in each call."""
 
         def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
             places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -121,7 +121,7 @@ def wrong_caches() -> dict[str, Any]:
             )
 
     class Rolling(GPT2LMHeadModel):
-        """A GPT-2 that mixes the positions of a call, also outside of its attention."""
+        """A GPT-2 that mixes the positions of a call outside of its attention too."""
 
         def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
             output = super().forward(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)
@@ -158,7 +158,7 @@ def with_wrong_caches(world: Any) -> dict[str, Any]:
     return found
 
 
-def test_keys_and_values_are_kept_only_where_they_give_the_logits_of_the_whole_text() -> None:
+def test_keys_and_values_are_cached_only_if_the_logits_stay_right() -> None:
     first, second = run_ranks(with_wrong_caches, 2, timeout=150)
     assert all(equal for rank in (first, second) for equal, _ in rank.values())
     assert first["Right"][1] == [] and all(said == [] for _, said in second.values())
@@ -167,7 +167,7 @@ def test_keys_and_values_are_kept_only_where_they_give_the_logits_of_the_whole_t
 
 
 @pytest.mark.long
-def test_a_window_that_slides_is_masked_in_what_is_kept() -> None:
+def test_a_sliding_window_masks_cached_keys_and_values() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_a_window_that_slides_is_masked_in_what_is_kept() -> None:
             assert (found - expected[:, start:stop]).abs().max() < 1e-12
 
 
-def test_of_the_likeliest_k_none_other_is_drawn() -> None:
+def test_top_k_draws_only_the_k_likeliest_tokens() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(200, 4)
     draws = [torch.Generator().manual_seed(i) for i in range(200)]
 

@@ -1,4 +1,4 @@
-"""The GPT is causal, repeatable and learns."""
+"""Test that the GPT is causal, repeatable and learns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbkit.errors import UsageError
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.models.text import token_loss
 
-torch.set_num_threads(1)  # such small products lose to their own threads on a busy machine
+torch.set_num_threads(1)  # on a busy machine, threads make such small products slower
 SMALL = GPTConfig(block=16, layers=2, heads=2, width=32)
 
 
@@ -27,7 +27,7 @@ def test_no_position_sees_a_later_one() -> None:
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
-def test_generation_is_repeatable_longer_than_a_block_and_leaves_the_model_training() -> None:
+def test_generation_is_repeatable_beyond_a_block_and_keeps_the_training_mode() -> None:
     torch.manual_seed(0)
     model = GPT(SMALL)
 
@@ -40,7 +40,7 @@ def test_generation_is_repeatable_longer_than_a_block_and_leaves_the_model_train
     assert model.training
 
 
-def test_it_learns_a_line_by_heart() -> None:
+def test_the_gpt_learns_a_line_by_heart() -> None:
     torch.manual_seed(0)
     model = GPT(SMALL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""A Hugging Face directory trains under every strategy, and each rank reads only what it holds."""
+"""Test that a Hugging Face directory trains under every strategy, and each rank reads only its part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALSO = [("llama", "ddp"), ("gpt2", "pp microbatches=2")]
 
 def saved(world: Any, folder: Path) -> None:
     torch.manual_seed(0)
-    # A base model writes no matrix of the output, which is the embedding, and names without its prefix.
+    # A base model saves names without its prefix, and no output matrix, because this is the embedding.
     hf_gpt2(2).transformer.save_pretrained(folder / "gpt2")
     hf_llama(2).save_pretrained(folder / "llama", max_shard_size="20KB")
     config = json.loads((folder / "gpt2" / "config.json").read_text())
@@ -98,7 +98,7 @@ def trained(world: Any, folder: Path, cases: list[tuple[str, str]]) -> list[dict
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(ALSO, marks=pytest.mark.long)])
-def test_each_rank_reads_its_boxes_and_trains_as_the_model_loaded_whole(
+def test_each_rank_reads_only_its_part_and_trains_as_the_model_loaded_whole(
     tmp_path: Path, cases: list[tuple[str, str]]
 ) -> None:
     run_ranks(saved, 1, tmp_path, timeout=120)
@@ -152,7 +152,7 @@ def adapted(world: Any, folder: Path) -> dict[str, Any]:
 
 
 def _by_weights(world: Any, folder: Path) -> list[str]:
-    """Return the errors of optimizers whose factory reads weights, changes them, or asks for shapes alone."""
+    """Return the errors of optimizers whose factory reads weights, changes them, or uses only shapes."""
 
     def by_norm(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": [p], "lr": 0.1 * float(p.detach().norm())} for p in model.parameters()])
@@ -176,14 +176,14 @@ def _by_weights(world: Any, folder: Path) -> list[str]:
     return said
 
 
-def test_an_optimizer_does_not_see_weights_that_are_still_on_the_disk(tmp_path: Path) -> None:
+def test_an_optimizer_that_reads_or_changes_unloaded_weights_is_refused(tmp_path: Path) -> None:
     run_ranks(saved, 1, tmp_path, timeout=120)
     reads, changes = run_ranks(_by_weights, 1, tmp_path, timeout=240)[0]
     assert reads.startswith("optimizer= reads 'model.embed_tokens.weight'") and "norm" in reads
     assert changes.startswith("optimizer= changes 'lm_head.weight'")
 
 
-def test_adapters_on_a_model_that_is_still_on_the_disk_and_what_is_refused(tmp_path: Path) -> None:
+def test_adapters_work_on_unloaded_models_and_bad_files_are_refused(tmp_path: Path) -> None:
     run_ranks(saved, 1, tmp_path, timeout=120)
     found = run_ranks(adapted, 2, tmp_path, timeout=240)
 
@@ -198,8 +198,7 @@ def test_adapters_on_a_model_that_is_still_on_the_disk_and_what_is_refused(tmp_p
 
 
 def from_elsewhere(world: Any, folder: Path) -> list[str]:
-    """Return the errors for directories that would run code, or have other files read. Each is a copy of a good one
-    with something spoilt."""
+    """Return the errors for directories that would run code or read other files. Each is a good one with a change."""
     config = json.loads((folder / "llama" / "config.json").read_text())
     index = json.loads((folder / "llama" / "model.safetensors.index.json").read_text())
     code = f"import os; os.mkdir({str(folder / 'canary')!r})\nclass Config: ...\n"
@@ -233,7 +232,7 @@ def from_elsewhere(world: Any, folder: Path) -> list[str]:
     return errors
 
 
-def test_a_directory_from_elsewhere_runs_no_code_and_has_no_other_file_read(tmp_path: Path) -> None:
+def test_a_foreign_directory_runs_no_code_and_reads_no_other_file(tmp_path: Path) -> None:
     run_ranks(saved, 1, tmp_path, timeout=120)
     one, other = run_ranks(from_elsewhere, 2, tmp_path, timeout=120)
 

@@ -1,4 +1,4 @@
-"""The text is real, its halves share no byte, and the bigram's figure is what it should be."""
+"""Test that the text is real, train and heldout share no byte, and the bigram's figure is right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_standard_library_is_megabytes_of_python_without_tests() -> None:
     assert stdlib_source(1000) == source[:1000]
 
 
-def test_items_are_blocks_and_the_bytes_that_follow(tmp_path: Path) -> None:
+def test_items_are_blocks_and_their_next_bytes(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
     data = TextDataset(str(tmp_path / "text"), block=8)
 
@@ -45,7 +45,7 @@ def test_train_and_heldout_share_no_byte(tmp_path: Path, size: int) -> None:
     assert 0.05 < len(heldout.bytes) / size < 0.15
 
 
-def test_the_bigram_is_counted_right(tmp_path: Path) -> None:
+def test_bigram_bits_per_byte_are_right(tmp_path: Path) -> None:
     text = (b"abracadabra" * 100)[:1000]
     (tmp_path / "text").write_bytes(text)
     train, heldout = (TextDataset(str(tmp_path / "text"), block=4, split=split) for split in ("train", "heldout"))
@@ -58,7 +58,7 @@ def test_the_bigram_is_counted_right(tmp_path: Path) -> None:
     assert bits_per_byte(math.log(256)) == pytest.approx(8)
 
 
-def test_a_text_that_is_too_short_or_a_split_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_text_that_is_too_short_and_an_unknown_split_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"short")
     with pytest.raises(TrainingError, match="shorter than one block"):
         TextDataset(str(tmp_path / "text"), block=128)

@@ -1,4 +1,4 @@
-"""If functions hold parts of a model, a copy of the model has functions of its own, or is refused by name."""
+"""Test that a copy of a model whose functions hold its parts gets its own functions, or is refused by name."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SAMPLE = ["lambda", "partial of weights", "borrowed", "lora and hook", "lazy hoo
 REST = [name for name in MODELS if name not in SAMPLE]
 CHAIN = "zero1 > dp=1 tp=2 > zero3 > ddp"
 NO_TP = {"patched block", "shared part", "lambda and patch"}
-"""Cases that are refused: the forward of a module that a tensor axis splits was replaced on the object."""
+"""Cases that tp refuses: the object of a module that tp splits has a replaced forward."""
 
 NO_PP = {"lazy hooks", "by proxy", "siblings"}
-"""Cases that a pipeline refuses before it trains."""
+"""Cases that a pipeline refuses before training."""
 
 
 @pytest.mark.long
@@ -88,7 +88,7 @@ def compare(names: list[str], chains: list[str], instance: bool = False) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("names", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
-def test_what_functions_hold_goes_along_through_switches(names: list[str]) -> None:
+def test_parts_held_by_functions_train_right_through_switches(names: list[str]) -> None:
     compare([name for name in names if name not in NO_TP | NOT_COPIED], [CHAIN])
 
 
@@ -106,37 +106,37 @@ def calls_counted(world: Any) -> list[int]:
     return found
 
 
-def test_the_classes_of_a_model_stay_what_they_are() -> None:
+def test_modules_keep_their_classes_through_switches() -> None:
     compare(["class"], ["tp > pp > zero3"])
     assert run_ranks(calls_counted, 2) == [[4, 4]] * 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("instance", [False, True])
-def test_weak_references_and_keys_go_along(instance: bool) -> None:
+def test_weak_references_and_modules_as_keys_work_in_copies(instance: bool) -> None:
     compare(["weakly"], ["pp > zero1 > tp"], instance)
     compare(["siblings", "by proxy"], ["tp > zero3"], instance)
 
 
-def test_a_class_that_the_callable_patches_is_patched_once() -> None:
+def test_a_class_patched_by_the_callable_is_patched_once() -> None:
     compare(["patched class"], ["zero3 > tp"])
 
 
 @pytest.mark.long
-def test_attention_in_closures_is_split_over_positions_and_stages() -> None:
+def test_attention_in_closures_works_with_context_tensor_and_pipeline_axes() -> None:
     compare(["attention"], ["cp=2 > dp=1 tp=2 > pp > ddp"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("instance", [False, True])
-def test_every_model_is_right_under_what_takes_it(instance: bool) -> None:
+def test_every_model_trains_right_under_the_strategies_that_accept_it(instance: bool) -> None:
     names = [name for name in MODELS if name not in NOT_COPIED]
     compare([name for name in names if name not in NO_PP], ["pp > zero2"], instance)
     compare([name for name in names if name in NO_TP], ["zero1 > zero3 > ddp"], instance)
     compare([name for name in names if name not in NO_TP], [CHAIN], instance)
 
 
-def test_a_callable_is_called_again_without_a_trace() -> None:
+def test_building_a_model_again_restores_outside_state() -> None:
     calls, generator = list[int](), torch.get_rng_state()
 
     def build() -> nn.Module:
@@ -158,7 +158,7 @@ def test_a_callable_is_called_again_without_a_trace() -> None:
         built_again(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), skeleton_of(first))
 
 
-def test_a_callable_whose_models_share_a_global_name_is_refused_and_keeps_it() -> None:
+def test_a_callable_that_sets_a_global_is_refused_and_the_global_kept() -> None:
     build = partial(built, "global")
     held, first = bound_models._GLOBAL, build()
     assert nbkit.check(build, "ddp", batch(), 2, loss=F.mse_loss).ok
@@ -171,7 +171,7 @@ def test_a_callable_whose_models_share_a_global_name_is_refused_and_keeps_it() -
 
 
 class Locked(nn.Linear):
-    """A map that holds what nothing can copy."""
+    """A linear map with a lock, which cannot be copied."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -182,7 +182,7 @@ class Locked(nn.Linear):
 
 
 class Sharing(nn.Linear):
-    """A map whose copy is itself."""
+    """A linear map whose copy is itself."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -223,7 +223,7 @@ def locked(world: Any) -> list[str]:
 
 
 class Rejecting(nn.Module):
-    """Draws again until the numbers suit it. Without new numbers it gives up, where a model would wait for ever."""
+    """A model that draws until the numbers fit. Here it gives up without new numbers; a real one would not end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,9 +236,9 @@ class Rejecting(nn.Module):
         raise RuntimeError("no numbers were drawn")
 
 
-def test_a_model_that_draws_until_the_numbers_suit_it_is_built_again(tmp_path: Path) -> None:
+def test_a_model_that_draws_until_the_numbers_fit_can_be_built_again(tmp_path: Path) -> None:
     first = Rejecting()
-    calls = tmp_path / "calls"  # a list would be restored after a call
+    calls = tmp_path / "calls"  # a file, because a list would be restored after a call
 
     def build() -> nn.Module:
         with calls.open("a") as file:
@@ -246,10 +246,10 @@ def test_a_model_that_draws_until_the_numbers_suit_it_is_built_again(tmp_path: P
         return Rejecting()
 
     built_again(build, skeleton_of(first), first=first)
-    assert calls.read_text() == "x"  # after an error, it would be called a second time
+    assert calls.read_text() == "x"  # after an error there would be a second call
 
 
-def test_what_cannot_be_copied_is_built_again_by_its_callable_and_refused_as_an_instance() -> None:
+def test_uncopyable_models_are_built_again_or_refused_as_instances() -> None:
     trained, refused, trained_too, shares, slotted = run_ranks(locked, 2)[0]
     assert trained == trained_too == "1 step"
     for text in (refused, shares):

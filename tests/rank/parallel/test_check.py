@@ -1,4 +1,4 @@
-"""`nbkit.check` says how a model would be split, and a job refuses with the same arithmetic before anything moves."""
+"""Test that `nbkit.check` shows how a model would be split, and a job refuses by the same rules before it starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def column(found: Any, name: str) -> dict[str, str]:
     return {row[0]: row[at] for row in found.rows}
 
 
-def test_every_module_with_its_split_its_stage_and_what_the_data_axis_does() -> None:
+def test_check_lists_each_module_with_its_split_stage_and_data_axis() -> None:
     specimen = ZOO["llama"]
     model = specimen.build()
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -38,7 +38,7 @@ def test_every_module_with_its_split_its_stage_and_what_the_data_axis_does() -> 
     assert model.training and all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_a_tied_weight_is_on_the_stages_that_use_it_and_guesses_say_that_they_are() -> None:
+def test_a_tied_weight_is_on_all_its_stages_and_guesses_are_marked() -> None:
     tied = ZOO["gpt_tied"]
     assert column(nbkit.check(tied.build(), "pp=4", tied.batch(8)), "stage")["tokens"] == "0, 3"
     guessed = nbkit.check(ZOO["gpt"].build(), "pp=2")
@@ -46,7 +46,7 @@ def test_a_tied_weight_is_on_the_stages_that_use_it_and_guesses_say_that_they_ar
     assert guessed.ok and "without running it" in guessed.findings[0].what
 
 
-def test_blocks_whose_attention_drops_are_split_like_others() -> None:
+def test_blocks_with_dropout_in_attention_are_split() -> None:
     model = gpt(1, dropout=0.1)
     split = column(nbkit.check(model, "tp=2", ZOO["gpt"].batch(8), loss=ZOO["gpt"].loss), "tensor axis")
 
@@ -59,7 +59,7 @@ def frozen() -> nn.Module:
     return model
 
 
-# what -> (model, strategy, batch, world, fits, words)
+# name -> (model, strategy, batch, world, fits, words)
 SAID: dict[str, tuple[Any, str, Any, int | None, bool, list[str]]] = {
     "heads": (lambda: gpt(2, heads=6, width=48), "tp", 64, 4, False, ["6 heads / tp 4 = 1.5", "tp=1, 2, 3 or 6"]),
     "vocabulary": (lambda: gpt(2, vocab=99), "tp", 64, 2, True, ["99 rows of the embedding over tp 2 = 50+49"]),
@@ -71,11 +71,18 @@ SAID: dict[str, tuple[Any, str, Any, int | None, bool, list[str]]] = {
     "no effect": (lambda: gpt(2), "zero=3 tp=2", 64, 2, True, ["zero=3 has no effect with dp=1"]),
     "frozen": (frozen, "ddp", 64, 2, True, ["frozen: no gradient"]),
     "batch norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "ddp", 8, 2, True, ["BatchNorm '1'"]),
-    "no chain": (ZOO["sequential"].build, "pp=2", [torch.zeros(4, 7), torch.zeros(4)], 2, False, ["needs a model that can be cut into blocks"]),
+    "no chain": (
+        ZOO["sequential"].build,
+        "pp=2",
+        [torch.zeros(4, 7), torch.zeros(4)],
+        2,
+        False,
+        ["nbkit found no blocks"],
+    ),
 }
 
 
-def test_what_stands_in_the_way_is_said_with_its_numbers() -> None:
+def test_obstacles_are_reported_with_their_numbers() -> None:
     for name, (model, strategy, batch, world, fits, words) in SAID.items():
         found = nbkit.check(model, strategy, batch, world)
         assert [word for word in words if word not in str(found)] == [], (name, str(found))
@@ -110,7 +117,7 @@ class ModelThatWeighs(nn.Module):
         return self.head(x)
 
 
-def test_attention_that_returns_its_weights_is_refused_with_the_reason_under_tp_and_cp_together() -> None:
+def test_attention_that_returns_its_weights_is_refused_under_tp_with_cp() -> None:
     def model() -> nn.Module:
         return ModelThatWeighs().double()
 
@@ -154,7 +161,7 @@ def told(world: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_job_refuses_and_warns_with_the_same_arithmetic() -> None:
+def test_a_job_refuses_and_warns_by_the_same_rules_as_check() -> None:
     first, second = run_ranks(told, 2)
 
     assert first == second

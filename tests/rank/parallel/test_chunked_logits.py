@@ -1,4 +1,4 @@
-"""Head and cross entropy in pieces: as with all logits, and never with logits of more than one piece."""
+"""Test head and cross entropy in pieces: same results as with all logits, and logits of only one piece at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLASSES, _CHUNKS = 50, 4
 
 
 class Logits(WatchingMode):
-    """Notes the most elements of a result of an operation whose last dim is `classes`, weights aside."""
+    """A mode that notes the largest result with last dim `classes`, in elements, without weights."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_a_loss_in_pieces_is_that_of_all_logits(name: str) -> None:
+def test_a_loss_in_pieces_equals_the_loss_of_all_logits(name: str) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(8, _CLASSES).double()
     head = copy.deepcopy(plain)
@@ -89,7 +89,7 @@ def _grads(module: nn.Module) -> list[Tensor | None]:
     return [p.grad for p in module.parameters()]
 
 
-def test_other_operations_get_all_logits_with_a_warning_and_in_place_ones_are_refused() -> None:
+def test_other_operations_get_all_logits_and_in_place_changes_are_refused() -> None:
     plain = nn.Linear(8, _CLASSES)
     head = copy.deepcopy(plain)
     chunk_logits(head, plain, _CHUNKS)
@@ -143,7 +143,7 @@ def trained(world: Any, strategies: list[str]) -> dict[str, Any]:
     return {"losses": [record["loss"] for record in trainer.history], "most": most}
 
 
-def test_a_training_with_logits_in_pieces_is_that_of_one_process() -> None:
+def test_training_with_logits_in_pieces_equals_one_process() -> None:
     strategies = ["ddp", "zero3", "tp", "pp microbatches=2", "cp=2"]
     torch.manual_seed(0)
     alone, rows, losses = model(), data() * 2, []

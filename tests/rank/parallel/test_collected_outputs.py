@@ -1,4 +1,4 @@
-"""The outputs that transformers collects by hooks, which it installs in the first forward, are those of plain torch."""
+"""Test that outputs collected by transformers' hooks, installed in the first forward, equal those of plain torch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def data_of(kind: str) -> list[dict[str, Tensor]]:
 
 
 def loss_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss with each tensor that was collected."""
+    """Return the loss with all collected tensors."""
     if "kind" in batch:
         loss = F.cross_entropy(output.logits, batch["kind"])
     else:
@@ -89,7 +89,7 @@ def loss_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def with_balance(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss with its load-balancing term, which is of all rows together."""
+    """Return the loss with its load-balancing term, which couples all rows."""
     return loss_of(output, batch) + output.aux_loss  # type: ignore[no-any-return]
 
 
@@ -136,7 +136,7 @@ def collected(world: Any, kind: str, chain: str, loss: Any) -> list[float]:
         ("llava", CHAIN, loss_of),
     ],
 )
-def test_what_hooks_collect_is_that_of_one_process_through_switches(kind: str, chain: str, loss: Any) -> None:
+def test_collected_outputs_equal_those_of_one_process_through_switches(kind: str, chain: str, loss: Any) -> None:
     pytest.importorskip("transformers")
     found = run_ranks(collected, 2, kind, chain, loss, timeout=300)[0]
 

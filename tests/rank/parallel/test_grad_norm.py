@@ -1,4 +1,4 @@
-"""The norm of all gradients counts each element once, whoever holds it; clipping scales them alike everywhere."""
+"""Test that the norm of all gradients counts each element once, and clipping scales them equally on all ranks."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def _range(layout: Layout) -> tuple[int, int]:
     return there.start[0], there.start[0] + there.shape[0]
 
 
-def test_each_element_counts_once_and_one_number_travels() -> None:
+def test_each_element_counts_once_and_only_one_number_is_sent() -> None:
     everything = torch.cat([gradient(name).flatten() for name in SHAPES if name != "never"]).double()
     for found in run_ranks(norms, 4):
         for norm, after, same, operations, nbytes in found.values():
             assert norm.dtype == torch.float64 and norm.dim() == 0
             assert float(norm) == pytest.approx(float(everything.norm()), rel=1e-6)
-            # bfloat16 gradients are rounded when they are scaled.
+            # Scaling rounds bfloat16 gradients.
             assert float(after) == pytest.approx(2.0, rel=2e-3)
             assert float(same) == float(after)
             assert (operations, nbytes) == (["all_reduce"], [8])
@@ -82,7 +82,7 @@ def alone(world: Any) -> float:
     return float(grad_norm({"p": p}, {}, device=torch.device("cpu")))
 
 
-def test_on_one_rank() -> None:
+def test_one_rank_has_the_plain_norm() -> None:
     assert run_ranks(alone, 1) == [5.0]
 
 
@@ -97,7 +97,7 @@ def test_without_gradients_the_norm_is_zero_and_nothing_is_scaled() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_of_many_elements_has_the_norm_of_float64(dtype: torch.dtype) -> None:
-    # Summed one after the other in float32 the norm of so many is 0.2 % off.
+    # Sequential sums in float32 would give a norm that is 0.2 % off.
     p = nn.Parameter(torch.empty(5000, 8000, dtype=dtype))
     p.grad = torch.empty_like(p).normal_(generator=torch.Generator().manual_seed(0)).detach()
     norm = grad_norm({"p": p}, {}, device=torch.device("cpu"), world_size=1)

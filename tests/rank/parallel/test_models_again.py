@@ -1,4 +1,4 @@
-"""A model that has been in a job before is taken as it is, or refused by name if a rank holds only a part of it."""
+"""Test that a model from an earlier job can be used again, or is refused by name if a rank holds only a part of it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ BEFORE: dict[str, dict[str, Any]] = {
     "compile": {"strategy": "zero2", "compute": nbkit.Compute(compile="aot_eager")},
     "switched": {"strategy": "tp", "compute": nbkit.Compute(recompute=True)},
 }
-# Each way to have been in a job, and each kind of strategy: one gathers blocks, one cuts between them, one does
-# neither.
+# Each kind of earlier job, and each kind of strategy: one gathers blocks, one cuts between them, one does neither.
 AGAIN = [("plain", "zero3"), ("recompute", "pp microbatches=2"), ("switched", "ddp")]
 COMPILED = [("compile", "zero3")]
 
@@ -77,7 +76,7 @@ def used_again(world: Any, cases: list[tuple[str, str]]) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("cases", [AGAIN, COMPILED])
-def test_it_trains_as_a_new_one_with_the_same_weights(cases: list[tuple[str, str]]) -> None:
+def test_a_used_model_trains_like_a_new_one_with_the_same_weights(cases: list[tuple[str, str]]) -> None:
     assert {name for name, _ in AGAIN + COMPILED} == set(BEFORE)
     for found in run_ranks(used_again, 2, cases, timeout=170):
         assert len(found) == len(cases)
@@ -101,7 +100,7 @@ def in_parts(world: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_one_in_parts_is_refused_by_name() -> None:
+def test_a_used_model_in_parts_is_refused_by_name() -> None:
     for said in run_ranks(in_parts, 2, timeout=120):
         assert len(said) == 9
         for (strategy, _), text in said.items():
@@ -112,7 +111,7 @@ def test_one_in_parts_is_refused_by_name() -> None:
 
 
 def copied(world: Any, how: str) -> list[Any]:
-    """Return whether a copy of a model in training has the right loss, and gradients of its own alone."""
+    """Return whether a copy of a model in training has the right loss, and changes only its own gradients."""
     job = trainer(lambda: net(0.0), **BEFORE[how])
     job.fit(1)
     twin = copy.deepcopy(job.model)
@@ -159,7 +158,7 @@ def held_with_an_optimizer(world: Any) -> dict[str, float]:
     num = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.randn(1, WIDTH)).sum().backward()
-    optimizer.step()  # has moments, of the whole model
+    optimizer.step()  # now it has moments of the whole model
     job = nbkit.prepare(
         model, optimizer, loss=lambda output, target: ((output - target) ** 2).mean(), strategy="ddp", log_dir=None
     )
@@ -179,7 +178,7 @@ def held_with_an_optimizer(world: Any) -> dict[str, float]:
     return found
 
 
-def test_an_optimizer_that_is_given_keeps_no_weights_alive() -> None:
+def test_a_given_optimizer_keeps_no_weights_alive() -> None:
     for found in run_ranks(held_with_an_optimizer, 2, timeout=120):
         expected = {"ddp": 16, "zero3": 16 / 2, "zero1": 8 + 8 / 2}
         assert found == {name: pytest.approx(size, rel=0.005) for name, size in expected.items()}

@@ -1,4 +1,4 @@
-"""A model that changes itself in forward or backward trains as on one process, or is refused by name."""
+"""Test that a model that changes itself in forward or backward trains as in one process, or is refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Taught(nn.Module):
-    """A student beside a teacher that runs without gradients. follows: its weights do the student's at each forward."""
+    """A student with a teacher without gradients. follows: each forward moves the teacher towards the student."""
 
     def __init__(self, follows: bool = True) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Taught(nn.Module):
 
 
 class Counting(Block):
-    """A block that keeps a running size of its output; nothing reads it."""
+    """A block that keeps an unused running mean of the size of its output."""
 
     size: Tensor
 
@@ -111,7 +111,9 @@ def trained(world: Any, make: Callable[[], nn.Module], strategies: list[str]) ->
 @pytest.mark.parametrize(
     ("make", "strategies"), [(Taught, ["ddp", "zero2", "tp"]), (partial(Taught, follows=False), ["pp", "zero3"])]
 )
-def test_a_teacher_trains_as_on_one_process(make: Callable[[], nn.Module], strategies: list[str]) -> None:
+def test_a_student_with_a_teacher_trains_as_in_one_process(
+    make: Callable[[], nn.Module], strategies: list[str]
+) -> None:
     model, data = built(make), rows()
     optimizer = sgd(model)
     for first in range(0, len(data), ROWS):
@@ -126,7 +128,7 @@ def test_a_teacher_trains_as_on_one_process(make: Callable[[], nn.Module], strat
                 torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-12)
 
 
-def test_a_look_leaves_weights_as_they_were_that_forward_moves_in_place_or_by_data() -> None:
+def test_unchanged_restores_weights_that_forward_changes() -> None:
     model = built(Taught)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     memory = [p.data_ptr() for p in model.parameters()]
@@ -142,7 +144,7 @@ def test_a_look_leaves_weights_as_they_were_that_forward_moves_in_place_or_by_da
 
 
 class Counted(nn.Module):
-    """A model whose output depends on how often it was called, and on an attribute that others set."""
+    """A model whose output depends on its number of calls, and on an attribute that others set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class Counted(nn.Module):
         return y
 
 
-def test_a_look_leaves_attributes_as_they_were() -> None:
+def test_unchanged_restores_attributes() -> None:
     class Keeping(Block):
         def __init__(self) -> None:
             super().__init__()
@@ -180,7 +182,7 @@ def test_a_look_leaves_attributes_as_they_were() -> None:
 
 
 class Frozen(OrderedDict[str, int]):
-    """A dict that cannot be changed when it is done, as diffusers keeps a config."""
+    """A dict that cannot be changed once `done` is set, like a config of diffusers."""
 
     def __setitem__(self, key: str, value: int) -> None:
         if vars(self).get("done"):
@@ -191,7 +193,7 @@ class Frozen(OrderedDict[str, int]):
         raise TypeError("frozen")
 
 
-def test_a_look_leaves_what_is_frozen_alone_and_what_is_installed_to_the_training() -> None:
+def test_unchanged_leaves_frozen_dicts_alone_and_removes_installed_hooks() -> None:
     class Installing(Block):
         def __init__(self) -> None:
             super().__init__()
@@ -216,7 +218,7 @@ def test_a_look_leaves_what_is_frozen_alone_and_what_is_installed_to_the_trainin
 
 
 class Registering(Block):
-    """A block that keeps a size of its first batch, which a checkpoint then has."""
+    """A block that stores a size of its first batch in a buffer, which a checkpoint then has."""
 
     def forward(self, x: Tensor) -> Tensor:
         if "size" not in self._buffers:
@@ -224,7 +226,7 @@ class Registering(Block):
         return super().forward(x)
 
 
-def test_what_the_first_forward_registers_is_refused_by_name() -> None:
+def test_a_buffer_registered_in_the_first_forward_is_refused_by_name() -> None:
     model = built(lambda: nn.Sequential(Registering(), Block()))
     for strategy in ("ddp", "zero3"):
         said = nbkit.check(model, strategy, batch(), 2, loss=F.mse_loss)
@@ -232,7 +234,7 @@ def test_what_the_first_forward_registers_is_refused_by_name() -> None:
 
 
 class Attending(nn.Module):
-    """An attention that norms its queries head by head: each rank of a tensor axis has a part of that gradient."""
+    """An attention with a norm of each head's queries, so each tp rank has a part of the norm's gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +248,7 @@ class Attending(nn.Module):
 
 
 class Dropping(nn.Module):
-    """A model that leaves out its second block when it is told to, and its last layer always."""
+    """A model that skips its second block if `fewer` is set, and always its last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +284,7 @@ def dropped_losses(world: Any, chain: list[str]) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
-def test_a_block_that_a_step_leaves_out_is_not_moved() -> None:
+def test_a_block_skipped_in_a_step_is_not_updated() -> None:
     model, data, wanted = built(Dropping), rows(), []
     optimizer = adam(model)
     for step in range(8):
@@ -300,7 +302,7 @@ def test_a_block_that_a_step_leaves_out_is_not_moved() -> None:
 
 
 def annealed(module: nn.Module, step: int) -> None:
-    """Change a model between two steps as a live cell does."""
+    """Change a model between two steps, like a live cell."""
     module.scale = 1 + 0.1 * step  # type: ignore[assignment]
     module.blocks[1].up.training = step < STEPS  # type: ignore[index, union-attr]
 
@@ -330,7 +332,7 @@ def counted_losses(world: Any, strategies: list[str]) -> list[list[float]]:
     return found
 
 
-def test_attributes_that_a_model_or_its_user_changes_are_those_of_the_training_alone_and_go_along_in_a_switch() -> None:
+def test_changed_attributes_of_a_model_are_kept_in_a_switch() -> None:
     model, data, wanted = built(Counted), rows(), []
     optimizer = sgd(model)
     for step in range(STEPS + 2):
@@ -348,7 +350,7 @@ def test_attributes_that_a_model_or_its_user_changes_are_those_of_the_training_a
         assert found[1] == pytest.approx(wanted[:STEPS], rel=1e-10)
 
 
-def test_buffers_that_parts_of_a_batch_leave_otherwise_are_refused_by_name() -> None:
+def test_buffers_that_depend_on_the_split_of_a_batch_are_refused_by_name() -> None:
     model = built(lambda: nn.Sequential(Counting(), Counting()))
     for strategy in ("pp", "dp=1 tp=2"):
         said = nbkit.check(model, strategy, batch(), 2, loss=F.mse_loss)
@@ -362,7 +364,7 @@ def halved(p: Tensor) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_hook_on_a_gradient_is_refused_by_the_name_of_its_parameter(late: bool) -> None:
+def test_a_hook_on_a_gradient_is_refused_with_the_name_of_its_parameter(late: bool) -> None:
     model = built(lambda: nn.Sequential(Block(), Block()))
     weight: Any = model[1].up.weight  # type: ignore[index]
     handle = weight.register_post_accumulate_grad_hook(halved) if late else weight.register_hook(torch.sign)
@@ -375,7 +377,7 @@ def test_a_hook_on_a_gradient_is_refused_by_the_name_of_its_parameter(late: bool
 
 
 class Skipping(nn.Module):
-    """A model that leaves out blocks by Python's random numbers."""
+    """A model that skips blocks by Python's random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,16 +389,16 @@ class Skipping(nn.Module):
         return x
 
 
-def test_draws_of_python_are_not_taken_for_rows_that_depend_on_each_other() -> None:
+def test_draws_of_pythons_random_are_not_mistaken_for_coupled_rows() -> None:
     drawn = random.getstate()
-    for _ in range(4):  # with unequal draws two looks in three would differ
+    for _ in range(4):  # with unequal draws, two of three checks would differ
         said = nbkit.check(built(Skipping), "zero2", batch(), 2, loss=F.mse_loss)
         assert said.ok and "do not depend on the row" not in str(said), str(said)
     assert random.getstate() == drawn
 
 
 class Filter(nn.Module):
-    """A weight for each frequency of the positions."""
+    """A module with a weight for each frequency of the positions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks that are built from a plan hold what it says, and equal plans have one digest on every rank."""
+"""Test that ranks built from a plan hold what it says, and equal plans have the same digest on every rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def built(world: Any) -> dict[tuple[str, str], tuple[str, list[str]]]:
-    """Return {(model, strategy): (the digest of its plan, what this rank holds otherwise than the plan says)}."""
+    """Return {(model, strategy): (digest of its plan, differences between the plan and this rank)}."""
     found = {}
     rank = world.place.rank
     for name in MODELS:
@@ -79,7 +79,7 @@ def built(world: Any) -> dict[tuple[str, str], tuple[str, list[str]]]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_what_is_built_from_a_plan_holds_what_the_plan_says_and_all_ranks_have_one_plan() -> None:
+def test_all_ranks_have_the_same_plan_and_hold_what_it_says() -> None:
     everyone = run_ranks(built, 4, timeout=240)
     for case, (digest, _) in everyone[0].items():
         assert [found[case][1] for found in everyone] == [[]] * 4, case
@@ -87,7 +87,7 @@ def test_what_is_built_from_a_plan_holds_what_the_plan_says_and_all_ranks_have_o
     assert len({digest for digest, _ in everyone[0].values()}) == len(MODELS) * len(STRATEGIES)
 
 
-def test_equal_plans_are_one_key_and_anything_that_ranks_build_otherwise_is_another(facts: ModelFacts) -> None:
+def test_plans_are_equal_only_if_ranks_build_the_same_from_them(facts: ModelFacts) -> None:
     strategy = Strategy(pp=2, microbatches=4)
     plan = make_plan(strategy, facts)
     assert plan == make_plan(strategy, facts_of_a_gpt()) and len({plan, make_plan(strategy, facts_of_a_gpt())}) == 1
@@ -102,13 +102,13 @@ def test_equal_plans_are_one_key_and_anything_that_ranks_build_otherwise_is_anot
     ]
     assert plan.stages != others[3].stages
     assert len({plan, *others}) == 1 + len(others)
-    # Plain data parallelism needs no blocks. Facts for other strategies do not change its plan.
+    # Plain data parallelism needs no blocks, so facts for other strategies do not change its plan.
     for options in (JobOptions(), JobOptions(recompute=True)):
         assert make_plan(Strategy(dp=2), facts, options) == make_plan(Strategy(dp=2), ModelFacts(facts.shapes), options)
 
 
 def test_a_rank_has_at_most_five_communicators_on_three_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ranks of dp are on two nodes, and its first and last stage share a weight."""
+    """Test with ranks of dp on two nodes, and a first and last stage that share a weight."""
 
     def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> Any:
         assert sorted(each for ranks in every for each in ranks) == list(range(64))  # one split makes them all
@@ -125,12 +125,12 @@ def test_a_rank_has_at_most_five_communicators_on_three_axes(monkeypatch: pytest
         connections = process_groups.connect(plan, rank)
         groups = [*connections.axes.used(), connections.ordered, *(tied.group for tied in connections.ties)]
         made = sorted({group[0] for group in groups if group is not None})
-        assert made == ["dp between nodes", "dp within nodes", "pp in order", "tp"]  # beside that of all ranks
+        assert made == ["dp between nodes", "dp within nodes", "pp in order", "tp"]  # besides that of all ranks
         assert len(connections.ties) == (plan.strategy.mesh.index(rank)["pp"] in (0, 3))
 
 
 def seen_by_a_rank(plan: ParallelPlan) -> str:
-    """Return all that a rank takes from `plan` to hold or send something."""
+    """Return everything in `plan` that decides what a rank holds or sends."""
     facts, strategy = plan.facts, plan.strategy
     only_rows = strategy.mesh.size == strategy.dp and strategy.zero < 3
     read = [plan.layouts, plan.groups, plan.ties, plan.stages, plan.tensor, plan.gathers, plan.casts, plan.copies]
@@ -138,7 +138,7 @@ def seen_by_a_rank(plan: ParallelPlan) -> str:
     return repr([strategy, replace(plan.options, tp_plan=None), *read])
 
 
-def test_plans_have_one_digest_exactly_if_a_rank_takes_the_same_from_them(facts: ModelFacts) -> None:
+def test_plans_have_equal_digests_exactly_if_ranks_use_the_same_parts(facts: ModelFacts) -> None:
     assert facts.chain is not None
     names = facts.block_names
     known = [
@@ -192,7 +192,7 @@ def test_a_printed_plan_lists_only_the_parameters_that_differ(facts: ModelFacts)
     assert "blocks.*.up.weight (4): 32x16 of 64x16" in shown and "norm" not in shown
 
 
-def test_a_plan_refuses_what_would_not_train_as_one_process_does_and_all_reasons_can_be_had(facts: ModelFacts) -> None:
+def test_a_plan_refuses_models_that_would_train_differently_with_all_reasons(facts: ModelFacts) -> None:
     apart = replace(facts, coupled=Coupled("Rows are compared", "2 of 2 differ", "one rank"), hooked="head.weight")
     with pytest.raises(StrategyError, match="hook"):
         make_plan(Strategy(dp=2), apart)
@@ -207,7 +207,7 @@ def test_a_plan_refuses_what_would_not_train_as_one_process_does_and_all_reasons
         make_plan(Strategy(tp=2), replace(facts, looked=frozenset({"chain"})))
 
 
-def test_facts_that_are_equal_stay_the_same_objects(facts: ModelFacts) -> None:
+def test_updated_keeps_facts_that_are_equal(facts: ModelFacts) -> None:
     again = facts_of_a_gpt()
     assert facts.updated(again.sendable()) is facts
     more = facts.updated({**again.sendable(), "experts": "blocks.0"})

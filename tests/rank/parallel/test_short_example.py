@@ -1,4 +1,4 @@
-"""A few positions of each row stand for all of them only if the model makes the same operations on both."""
+"""Test that a few positions of each row replace all only if the model runs the same operations on both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.strategy import Strategy
 
 
 class Words(nn.Module):
-    """A model of tokens. long: rows of more positions than that are joined from two parts."""
+    """A model of tokens. long: a longer row is joined from two parts."""
 
     def __init__(self, long: int = 1000) -> None:
         super().__init__()
@@ -48,23 +48,23 @@ def short_of(
         return None
     few, targets = look.short
     assert few.shape == targets.shape and len(few) == 2
-    assert torch.equal(few[:, 0], ids[:, 0]) and torch.equal(few[:, -1], ids[:, -1])  # what masks leave out is there
+    assert torch.equal(few[:, 0], ids[:, 0]) and torch.equal(few[:, -1], ids[:, -1])  # masks may leave out the ends
     return tuple(few.shape)
 
 
-def test_a_few_positions_leave_the_same_remainder_as_all() -> None:
+def test_few_positions_have_the_same_remainder_as_all() -> None:
     assert short_of(Words()) == (2, 16 + 99 % 16)
-    assert short_of(Words(), parts=3) is None  # 48 + 3 of 99 would be no few
+    assert short_of(Words(), parts=3) is None  # 48 + 3 of 99 would not be few
     assert short_of(Words(), torch.cat([IDS, IDS], 1), parts=3) == (2, 48 + 198 % 48)
     assert short_of(Words(), IDS[:, :47]) is None
 
 
-def test_what_a_model_does_on_long_rows_alone_is_looked_at_on_long_rows() -> None:
+def test_a_model_that_treats_long_rows_differently_is_tried_on_long_rows() -> None:
     assert short_of(Words(long=98)) is None
     assert short_of(Words(long=3)) == (2, 19)
 
 
-def test_targets_of_which_none_is_left_are_looked_at_whole() -> None:
+def test_all_positions_are_used_if_the_few_have_no_targets() -> None:
     target = torch.full_like(IDS, -100)
     target[:, 50:] = 1
     assert short_of(Words(), target=target) == (2, 19)
@@ -73,10 +73,10 @@ def test_targets_of_which_none_is_left_are_looked_at_whole() -> None:
     assert short_of(Words(), target=target) is None
 
 
-def test_a_loss_that_adds_up_on_a_few_positions_alone_is_refused() -> None:
+def test_a_loss_that_is_a_mean_only_on_the_few_positions_is_refused() -> None:
     ids = torch.arange(4 * 64).view(4, 64) % 11
     target = ids.clone()
-    target[1:, 1:3] = -100  # between those that are taken: 0, 4, 8, ...
+    target[1:, 1:3] = -100  # between the few positions: 0, 4, 8, ...
 
     def by_hand(logits: Tensor, target: Tensor) -> Tensor:
         counts = (target != -100).to(logits.dtype)
@@ -91,14 +91,14 @@ def test_a_loss_that_adds_up_on_a_few_positions_alone_is_refused() -> None:
 
 
 @pytest.mark.parametrize("short", [(IDS[:, :20] * 2, IDS[:, :20]), (IDS[:, :20], IDS[:, :19])])
-def test_what_a_few_positions_do_not_prove_is_tried_on_all(short: tuple[Tensor, Tensor]) -> None:
+def test_a_comparison_that_fails_on_few_positions_is_made_on_all(short: tuple[Tensor, Tensor]) -> None:
     plan = make_plan(Strategy(dp=2), ModelFacts(ModelShapes(skeleton_of(Words()))))
 
     assert prove_step(plan, (IDS, IDS), loss=loss, inputs=None, short=short) == StepProof()
 
 
-@pytest.mark.long  # a process of its own, which imports torch
-def test_no_proof_imports_the_compiler_of_torch() -> None:
+@pytest.mark.long  # a separate process, which imports torch
+def test_no_proof_imports_torchs_compiler() -> None:
     lines = """
 import sys, torch, nbkit
 ids = torch.arange(4 * 48).view(4, 48) % 11

@@ -1,4 +1,4 @@
-"""A tiny whole step of each composition equals that of one process. The ranks are threads of one process."""
+"""Test that a tiny whole step of each strategy equals that of one process. The ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def decayed_by_name(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Facts:
-    """The facts that a job finds once, here about the zoo's tied GPT with dropout."""
+    """The facts that a job finds once, here for the zoo's tied GPT with dropout."""
 
     def __init__(self) -> None:
         zoo = ZOO["gpt_tied"]
@@ -90,14 +90,14 @@ class Facts:
 @pytest.fixture(scope="module")
 def facts() -> Iterator[Facts]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # many small operations: threads would wait for each other
+    torch.set_num_threads(1)  # the operations are small, so threads would mostly wait for each other
     yield Facts()
     torch.set_num_threads(threads)
 
 
-def test_every_composition_makes_the_step_of_one_process(facts: Facts) -> None:
+def test_every_composed_strategy_makes_the_step_of_one_process(facts: Facts) -> None:
     def small(output: Any, target: Any) -> Any:
-        return facts.loss(output, target) / 100  # what clipping adds to a norm shows beside a small one
+        return facts.loss(output, target) / 100  # a small norm shows errors in the epsilon of clipping
 
     assert facts.refusal("dp=2 zero=2", small) is None
     assert {text: found for text in COMPOSED if (found := facts.refusal(text)) is not None} == {}
@@ -124,7 +124,7 @@ def clipped_alone(held: Any, max_norm: float, norm: torch.Tensor) -> None:
     torch.nn.utils.clip_grad_norm_(held.values(), max_norm)
 
 
-# what breaks around the blocks -> (where, name, by what, strategy, words)
+# a bug around the blocks -> (object, attribute, replacement, strategy, words)
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
     "a tied weight whose gradients are not summed": (
         sharded_model.ShardedModel, "_sum", unsummed, "dp=2 pp=2 zero=1", "gradient of 'tokens.weight'"),
@@ -143,9 +143,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_breaks_around_the_blocks_is_refused_by_name(
-    name: str, facts: Facts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bugs_around_the_blocks_are_refused_by_name(name: str, facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     where, attribute, broken, text, words = PLANTED[name]
     monkeypatch.setattr(where, attribute, broken)
     refused = facts.refusal(text)
@@ -161,7 +159,7 @@ def test_what_breaks_around_the_blocks_is_refused_by_name(
         *(pytest.param(more, marks=pytest.mark.long) for more in ("dp=2", "dp=4 zero=3 shard=2")),
     ],
 )
-def test_a_parameter_in_another_group_of_the_optimizer_is_refused(text: str, facts: Facts) -> None:
+def test_a_parameter_in_the_wrong_group_of_the_optimizer_is_refused(text: str, facts: Facts) -> None:
     (last, *_), _ = facts.template.groups
 
     def put_astray(model: nn.Module) -> torch.optim.Optimizer:
@@ -179,7 +177,7 @@ def test_a_parameter_in_another_group_of_the_optimizer_is_refused(text: str, fac
     assert refused is not None and f"update of {last!r}" in refused.numbers
 
 
-def test_an_optimizer_for_gpus_alone_leaves_the_gradients_compared(
+def test_gradients_are_compared_even_if_the_optimizer_runs_only_on_gpus(
     facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Kernels(torch.optim.SGD):
@@ -195,7 +193,7 @@ def test_an_optimizer_for_gpus_alone_leaves_the_gradients_compared(
     assert facts.proof("pp=2 tp=2", optimizer=optimizer).refusal is not None
 
 
-def test_a_loss_that_is_no_mean_and_a_model_that_fails_in_parts_are_refused(
+def test_a_loss_that_is_no_mean_and_a_model_that_fails_in_stages_are_refused(
     facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = facts.refusal("dp=2", doubled)
@@ -209,7 +207,7 @@ def test_a_loss_that_is_no_mean_and_a_model_that_fails_in_parts_are_refused(
     assert refused is not None and "of this model fails" in refused.what and "KeyError" in refused.numbers
 
 
-def test_ranks_that_wait_for_each_other_and_other_collectives_end() -> None:
+def test_deadlocks_and_different_collectives_of_thread_ranks_raise() -> None:
     def waits(rank: int) -> None:
         group, x = meeting.group_of(rank), torch.zeros(1)
         if rank:
@@ -228,7 +226,7 @@ def test_ranks_that_wait_for_each_other_and_other_collectives_end() -> None:
 
 
 def asked_of_ranks(world: Any) -> list[str]:
-    process_groups._ties = lambda *_: ()  # a forked process of its own
+    process_groups._ties = lambda *_: ()  # this is a separate forked process
     zoo = ZOO["gpt_tied"]
     batch, found = zoo.batch(8), []
 
@@ -264,9 +262,7 @@ def asked_of_ranks(world: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_job_does_not_start_with_it_nor_switch_to_it_and_check_says_so(
-    facts: Facts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_refuses_to_start_with_or_switch_to_a_wrong_step(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     for found in run_ranks(asked_of_ranks, 2):
         assert len(found) == 5, found
         assert all("gradient of 'tokens.weight'" in text for text in found[:2]), found
@@ -281,7 +277,7 @@ def test_a_job_does_not_start_with_it_nor_switch_to_it_and_check_says_so(
     assert not said.ok and "gradient of 'tokens.weight'" in str(said)
 
 
-# (model, strategy) that once trained wrong, or failed after check had said "fits". The rest of them: make zoo.
+# (model, strategy) that once trained wrong, or failed after check had said "fits". make zoo has the rest.
 ONCE = {
     "a tied head and an embedding of another class": ("gemma2", "tp=2"),
     "a bias of all heads from outside": ("bloom", "tp=2"),
@@ -302,7 +298,7 @@ def test_models_that_once_trained_wrong_make_the_step_of_one_process(what: str, 
 
 
 @pytest.mark.long
-def test_without_a_step_of_one_process_a_cut_is_refused_and_the_reason_is_given(facts: Facts) -> None:
+def test_a_cut_is_refused_with_the_reason_if_one_process_cannot_make_the_step(facts: Facts) -> None:
     calls = iter(range(1, 1000))
 
     def drifting(output: Any, target: Any) -> Any:
@@ -325,7 +321,7 @@ def test_without_a_step_of_one_process_a_cut_is_refused_and_the_reason_is_given(
         assert isinstance(refused, StrategyError) and words in refused.numbers and "ddp" in refused.hint, words
 
 
-def test_what_is_not_run_is_said(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_that_were_not_run_are_reported(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"loss": facts.loss, "inputs": None}
     assert "example=" in prove_step(make_plan(Strategy(tp=2), facts.found), None, **asked).unproven
     drawing = replace(facts.found, draws=DrawPlan(unkeyed=("randperm in blocks.0",)))
@@ -345,7 +341,7 @@ def test_what_is_not_run_is_said(facts: Facts, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.long
 @pytest.mark.parametrize("text", ["dp=2 tp=2", "dp=4 zero=3 shard=2", "dp=2 pp=2 zero=1"])
 def test_a_gpt_of_70_million_parameters_makes_the_step_of_one_process(text: str, facts: Facts) -> None:
-    """Embedding and head have 26 million elements each: roundings of as many float32 numbers must not refuse it."""
+    """Check that rounding does not refuse it: embedding and head have 26 million float32 elements each."""
     model = GPT(GPTConfig(vocab=50_304, width=512, layers=6, heads=8, block=64))
     rows = torch.randint(0, 50_304, (8, 65))
 
@@ -356,7 +352,7 @@ def test_a_gpt_of_70_million_parameters_makes_the_step_of_one_process(text: str,
     assert said.ok and "no whole step" not in str(said), str(said)
 
 
-def test_of_many_ranks_fewer_stages_are_run() -> None:
+def test_a_step_of_many_ranks_is_tried_with_fewer_stages() -> None:
     assert tiny(Strategy(dp=8, tp=4, pp=16)) == Strategy(dp=2, tp=4, pp=4, microbatches=32)
     assert tiny(Strategy(dp=8, zero=3, shard=4, cp=16)) == Strategy(dp=4, zero=3, shard=2, cp=8)
 
@@ -377,7 +373,7 @@ def test_a_loss_with_an_auxiliary_term_is_compared_with_the_same_parts_in_one_pr
 
 
 class Rates(nn.Module):
-    """A model that takes the logarithm of its weights."""
+    """A model that uses the logarithm of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +383,7 @@ class Rates(nn.Module):
         return x @ self.rates.log()
 
 
-def test_logarithms_of_weights_are_run_on_weights_above_zero() -> None:
+def test_a_model_with_logarithms_of_weights_is_tried_with_positive_weights() -> None:
     example = (torch.randn(2, 4), torch.randn(2, 4))
     plan = make_plan(Strategy(dp=2, zero=3), ModelFacts(ModelShapes(skeleton_of(Rates()))))
     found = prove_step(plan, example, loss=nn.functional.mse_loss, inputs=None)
@@ -410,6 +406,6 @@ def begun_on_inputs(world: Any) -> list[str]:
     return [str(each.message) for each in said]
 
 
-def test_an_example_that_is_no_batch_is_warned_of_and_not_refused() -> None:
+def test_an_example_that_is_no_batch_gives_a_warning() -> None:
     for said in run_ranks(begun_on_inputs, 2):
         assert any("Only a part of dp=2" in text and "a batch is Tensor" in text for text in said), said

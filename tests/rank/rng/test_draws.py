@@ -1,4 +1,4 @@
-"""A model draws the same numbers under every strategy, for a row or for the whole batch.
+"""Test that a model draws the same numbers under every strategy, for one row or the whole batch.
 
 Seeding the streams is a small part of a step, and gives the same numbers again.
 """
@@ -65,7 +65,7 @@ def drawn(keyed: KeyedDropout, rows: list[int], step: int = 0) -> list[Tensor]:
         return functions(torch.zeros(len(rows), 5, dtype=torch.float64))
 
 
-def test_every_function_gives_a_row_its_numbers_of_the_right_distribution() -> None:
+def test_every_function_draws_keyed_numbers_of_the_right_distribution() -> None:
     keyed = KeyedDropout(nn.Module(), seed=1, plan=DrawPlan())
     whole = drawn(keyed, list(range(ROWS)))
     parts = [drawn(keyed, rows) for rows in ([0, 1, 2], [3, 4, 5, 6, 7])]
@@ -83,7 +83,7 @@ def test_every_function_gives_a_row_its_numbers_of_the_right_distribution() -> N
 
 
 class Block(nn.Module):
-    """A block with noise, dropped paths, and numbers for all rows together, as many as there may be rows."""
+    """A block with noise, dropped paths, and numbers for all rows together (as many as a batch may have rows)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class Noisy(nn.Module):
-    """A model that draws before its blocks, a time for each row; in them; and behind them, once for all rows."""
+    """A model that draws before its blocks (a time per row), in them, and after them (once for all rows)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Noisy(nn.Module):
 
 
 class Skipping(nn.Module):
-    """A model that skips blocks by Python's numbers, as LayerDrop does, and scales its output by one of numpy's."""
+    """A model that skips blocks by Python's random, as LayerDrop does, and scales its output by numpy's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Skipping(nn.Module):
 
 
 class Other(nn.Module):
-    """A model whose random numbers cannot be keyed: it draws one of Python's for each row."""
+    """A model whose random numbers cannot be keyed: it draws from Python's random for each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Stream(IterableDataset[Any]):
         return iter(data())
 
 
-def test_what_the_model_draws_is_found_and_named() -> None:
+def test_the_draws_of_a_model_are_found_and_named() -> None:
     x = torch.randn(3, LENGTH, WIDTH)
     noisy = Noisy()
     plan = find_draws(noisy, lambda rows: noisy(x[:rows].double()))
@@ -178,7 +178,7 @@ def test_what_the_model_draws_is_found_and_named() -> None:
     assert find_draws(nn.Linear(WIDTH, 3), lambda rows: None) is None
 
 
-def test_numbers_of_numpy_are_seeded_before_its_generator_is_used_for_the_first_time() -> None:
+def test_numpy_is_seeded_before_its_generator_is_first_used() -> None:
     code = (
         "import sys, numpy; assert 'numpy.random' not in sys.modules; "
         "from nbkit.rank.rng.host_generators import seed_others; seed_others(3); print(numpy.random.rand())"
@@ -187,7 +187,7 @@ def test_numbers_of_numpy_are_seeded_before_its_generator_is_used_for_the_first_
     assert float(drawn) == np.random.RandomState(3).rand()
 
 
-def test_a_part_of_a_tensor_gets_its_part_of_the_numbers() -> None:
+def test_a_part_of_a_tensor_draws_its_part_of_the_numbers() -> None:
     def noise(*size: int) -> Tensor:
         with KeyedDropout(nn.Module(), seed=1, plan=DrawPlan()).step(2, range(ROWS)):
             return torch.randn(*size)
@@ -204,7 +204,7 @@ class Noise(nn.Module):
 
 
 def gpt() -> nn.Module:
-    """Return a GPT with noise in its blocks and in front of them."""
+    """Return a GPT with noise in its blocks and before them."""
     model = GPT(GPTConfig(vocab=32, block=8, layers=2, heads=2, width=16)).double()
     for part in (model, *model.blocks):
         part.drop = Noise()
@@ -212,7 +212,7 @@ def gpt() -> nn.Module:
 
 
 class Towers(nn.Module):
-    """A model of two towers that drop and attend by hand, the first used behind the second; dropout at cuts."""
+    """A model of two towers that attend by hand. It uses the first after the second, and has dropout at the cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,15 +261,15 @@ def of_texts(output: Tensor, target: Tensor) -> Tensor:
 
 MODELS: dict[str, dict[str, Any]] = {
     "noisy": {"model": Noisy, "data": data(), "loading": nbkit.Loading(shuffle=False)},
-    # There is no example beforehand. On two ranks a draw for all rows is as long as the rows of a rank.
+    # A stream has no example beforehand. On two ranks, a draw for all rows is as long as the rows of a rank.
     "streamed": {"model": Noisy, "data": Stream(), "loading": nbkit.Loading(shuffle=None)},
     "skipping": {"model": Skipping, "data": data(), "loading": nbkit.Loading(shuffle=False)},
     "gpt": {"model": gpt, "data": texts(), "loss": of_texts},
     "towers": {"model": Towers, "data": texts(), "loss": of_texts},
 }
 
-# (model, strategy) -> what else the Trainer gets. A GPT with dropout is trained under every family by
-# tests/rank/train/switch/test_switch.py.
+# (model, strategy) -> other arguments of the Trainer. tests/rank/train/switch/test_switch.py trains a GPT with dropout
+# under every family.
 STRATEGIES: dict[tuple[str, str], dict[str, Any]] = {
     ("noisy", "zero3"): {"compute": nbkit.Compute(microbatch_size=1)},
     ("noisy", "tp"): {},
@@ -315,8 +315,8 @@ def test_every_strategy_draws_what_one_rank_draws(cells: dict[tuple[str, str], d
         assert numbers == pytest.approx(alone[same, "ddp"], rel=1e-10, abs=1e-10), (model, strategy)
 
 
-def test_a_step_is_seeded_alike_again_and_devices_not_in_use_are_left_alone() -> None:
-    """torch.manual_seed would queue a call, with a traceback, for each of them."""
+def test_seeding_a_step_is_repeatable_and_leaves_unused_devices_alone() -> None:
+    """Check that no call is queued: torch.manual_seed would queue one, with a traceback, for each device."""
     queued = torch.cuda._lazy_seed_tracker.get_calls()
     drawn = []
     for rank in (0, 1, 0):

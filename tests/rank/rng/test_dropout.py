@@ -1,4 +1,4 @@
-"""Dropout drops the same elements whichever part of the batch, of the sequence or of the model is at work.
+"""Test that dropout drops the same elements for any part of the batch, the sequence or the model.
 
 Masks are hashes of coordinates, as random as coins, and the same bits everywhere.
 """
@@ -32,7 +32,7 @@ ROWS, LENGTH, WIDTH, HEADS = 4, 6, 8, 2
 
 
 class Everything(nn.Module):
-    """A model that drops in every way that torch has."""
+    """A model that uses every kind of dropout in torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def plain(output: Any) -> Tensor:
 @pytest.mark.parametrize(
     "build", [everything, gpt, lambda: gpt2("sdpa"), lambda: gpt2("eager")], ids=["all", "gpt", "sdpa", "eager"]
 )
-def test_micro_batches_drop_what_the_whole_batch_drops(build: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+def test_micro_batches_drop_the_same_elements_as_the_whole_batch(build: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     model, x = build()
     keyed = KeyedDropout(model, seed=1)
     before = torch.get_rng_state()
@@ -103,7 +103,7 @@ def test_micro_batches_drop_what_the_whole_batch_drops(build: Callable[[], tuple
     assert (later - whole).abs().max() > 1e-3 < (plain(model.eval()(x)) - whole).abs().max()
 
 
-def test_attention_that_drops_nothing_is_torchs() -> None:
+def test_attention_that_drops_nothing_equals_that_of_torch() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, LENGTH, WIDTH, dtype=torch.float64) for heads in (4, 2, 2))
     allowed = torch.rand(2, 1, LENGTH, LENGTH) < 0.7
@@ -158,8 +158,8 @@ def test_a_part_of_a_tensor_gets_its_part_of_the_mask() -> None:
     assert extent_of("head") is place_of("head") is None
 
 
-def test_a_stage_draws_what_the_whole_model_draws_there() -> None:
-    """The draws are the same whatever else runs, or breaks off, in this process."""
+def test_a_stage_draws_the_numbers_of_the_whole_model() -> None:
+    """Check that the draws are the same, whatever else runs or fails in this process."""
     model, x = gpt()
     seen: list[Tensor] = []
     hook = model.blocks[1].register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))
@@ -184,7 +184,7 @@ def test_a_stage_draws_what_the_whole_model_draws_there() -> None:
     assert not torch.equal(again, alone)  # the second call of a module in one pass
 
 
-def test_a_copy_of_a_model_that_was_keyed_drops_the_same() -> None:
+def test_a_copy_of_a_keyed_model_drops_the_same_elements() -> None:
     model, x = gpt()
     with KeyedDropout(model, seed=1).step(0, range(ROWS)):
         whole = model(x)
@@ -194,7 +194,7 @@ def test_a_copy_of_a_model_that_was_keyed_drops_the_same() -> None:
         with keyed.step(0, range(ROWS)):
             assert torch.equal(module(x), whole)
         keyed.release()
-    with other.step(0, range(ROWS)):  # another owner has taken the hooks out
+    with other.step(0, range(ROWS)):  # another owner has removed the hooks
         assert torch.equal(model(x), whole)
 
 
@@ -207,7 +207,7 @@ class Literal(nn.Module):
         self.forward = lambda x: self.drop(F.dropout(self.linear(x), p, self.training))  # type: ignore[method-assign]
 
 
-def test_a_model_that_cannot_drop_pays_nothing() -> None:
+def test_a_model_without_dropout_gets_no_hooks() -> None:
     model, x = Literal(0.0), torch.randn(ROWS, WIDTH)
     keyed = KeyedDropout(model, seed=0)
 
@@ -227,7 +227,7 @@ def test_a_model_that_cannot_drop_pays_nothing() -> None:
     assert hooks() == 0
 
 
-def test_a_probability_in_the_code_is_found() -> None:
+def test_a_dropout_probability_in_the_code_is_found() -> None:
     model, x = Literal(0.5), torch.randn(ROWS, WIDTH)
     keyed = KeyedDropout(model, seed=0)
     outputs = []
@@ -254,12 +254,12 @@ def test_a_probability_in_the_code_is_found() -> None:
     ],
     ids=["no samples", "broadcast", "lstm", "gru", "packed"],
 )
-def test_what_cannot_be_keyed_is_refused(drop: Callable[[], Any], what: str) -> None:
+def test_dropout_that_cannot_be_keyed_is_refused(drop: Callable[[], Any], what: str) -> None:
     with pytest.raises(TrainingError, match=what), KeyedDropout(nn.Module(), seed=0).step(0, range(ROWS)):
         drop()
 
 
-def test_edges() -> None:
+def test_dropout_is_right_for_probabilities_0_and_1_empty_tensors_and_bfloat16() -> None:
     nothing_left = torch.ones(ROWS, WIDTH, requires_grad=True)
     with KeyedDropout(nn.Module(), seed=0).step(0, range(ROWS)):
         assert not F.dropout(nothing_left, 1.0).any()
@@ -274,7 +274,7 @@ def test_edges() -> None:
 
 
 class Foreign(torch.autograd.Function):
-    """A function that recomputes, as a user may write it."""
+    """A user's own function that recomputes in backward."""
 
     @staticmethod
     def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def gradients_of(call: Callable[..., Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_model_that_recomputes_its_blocks_itself_drops_what_it_dropped(reentrant: bool) -> None:
+def test_a_model_that_recomputes_its_blocks_drops_the_same_elements_again(reentrant: bool) -> None:
     expected = gradients_of(lambda block, x: block(x))
 
     found = gradients_of(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
@@ -324,19 +324,19 @@ def test_a_model_that_recomputes_its_blocks_itself_drops_what_it_dropped(reentra
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_recomputation_of_somebody_elses_is_refused_where_it_would_drop_other_elements() -> None:
+def test_a_users_recomputation_that_would_drop_other_elements_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"blocks\.2\.1 is computed again in the backward pass"):
         gradients_of(lambda block, x: Foreign.apply(block, x))
 
 
 class Around(TorchFunctionMode):
-    """A mode that does nothing, like torch.set_default_device where nothing is made."""
+    """A mode that does nothing, like torch.set_default_device if no tensor is made."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_of_the_user_around_the_model_changes_no_mask() -> None:
+def test_a_users_torch_function_mode_changes_no_mask() -> None:
     model, x = everything()
     keyed = KeyedDropout(model, 0)
     with keyed.step(0, range(ROWS)):
@@ -347,7 +347,7 @@ def test_a_mode_of_the_user_around_the_model_changes_no_mask() -> None:
     assert torch.equal(alone, inside)
 
 
-def test_a_kernel_of_attention_that_drops_draws_by_the_same_place_and_leaves_the_generator(
+def test_fused_attention_dropout_is_keyed_and_leaves_the_generator_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def by_hand(*_: Any) -> Tensor:
@@ -355,7 +355,7 @@ def test_a_kernel_of_attention_that_drops_draws_by_the_same_place_and_leaves_the
 
     monkeypatch.setattr(torch, "_safe_softmax", by_hand)
     model, x = everything()
-    model.heads.forward = lambda q, *_, **__: (q, None)  # type: ignore[assignment]  # asked for weights, no kernel drops
+    model.heads.forward = lambda q, *_, **__: (q, None)  # type: ignore[assignment]  # with weights, no kernel drops
     fused, before = KeyedDropout(model, 3, fused=True), torch.get_rng_state()
 
     def run(step: int, first: int = 0, head: int = 0) -> Tensor:
@@ -374,7 +374,7 @@ def test_a_kernel_of_attention_that_drops_draws_by_the_same_place_and_leaves_the
     assert all(not torch.equal(other, once) for other in (run(1), run(0, first=ROWS), run(0, head=HEADS)))
 
 
-def test_attention_drops_in_its_kernel_where_that_is_asked_for_and_by_default_on_devices() -> None:
+def test_attention_drops_in_its_kernel_on_request_and_by_default_on_devices() -> None:
     def fuses(dropout: str | None) -> bool:
         return TrainConfig(loss=F.mse_loss, compute=nbkit.Compute(dropout=dropout)).fuses_dropout(torch.device("cpu"))
 
@@ -387,7 +387,7 @@ def test_attention_drops_in_its_kernel_where_that_is_asked_for_and_by_default_on
 
 
 class SoftmaxDtypes(TorchDispatchMode):
-    """A mode that lists the dtypes of softmax backward: of the gradient that comes in, and of the softmax's input."""
+    """A mode that lists (dtype of the incoming gradient, dtype of the softmax's input) of each softmax backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,8 +399,8 @@ class SoftmaxDtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_softmax_of_attention_that_drops_under_autocast_has_one_dtype_in_both_directions() -> None:
-    # CUDA has no kernel for two.
+def test_softmax_of_attention_dropout_under_autocast_has_one_dtype() -> None:
+    # CUDA has no kernel for two dtypes.
     q = torch.randn(ROWS, HEADS, LENGTH, 4, requires_grad=True)
     with SoftmaxDtypes() as dtypes, KeyedDropout(nn.Module(), 0).step(0, range(ROWS)):
         with torch.autocast("cpu", torch.bfloat16):
@@ -411,7 +411,7 @@ def test_the_softmax_of_attention_that_drops_under_autocast_has_one_dtype_in_bot
     assert dtypes.seen == [(torch.float32, torch.float32)]
 
 
-def test_the_kernel_of_triton_makes_the_masks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_triton_kernel_makes_the_same_masks_as_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     # Triton's interpreter runs the kernel here; `nbkit selftest` runs it on a GPU.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="there is no Triton beside a torch that is built for the CPU")
@@ -430,13 +430,13 @@ def mask(*key: int, shape: tuple[int, ...] = (16, 64, 128), p: float = 0.5, firs
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Return the correlation of bits, in standard deviations of that of independent bits."""
+    """Return the correlation of bits, in standard deviations for independent bits."""
     a, b = a.double().flatten() - 0.5, b.double().flatten() - 0.5
     return float((a * b).mean() * 4) * math.sqrt(a.numel())
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_as_many_as_asked_are_dropped_in_every_row_line_and_column(p: float) -> None:
+def test_the_requested_fraction_is_dropped_in_every_row_line_and_column(p: float) -> None:
     one = mask(3, 5, p=p).double()
 
     assert abs(one.mean() - p) < 4 * math.sqrt(p * (1 - p) / one.numel())
@@ -447,7 +447,7 @@ def test_as_many_as_asked_are_dropped_in_every_row_line_and_column(p: float) -> 
         assert scores.abs().max() < 5.5
 
 
-def test_masks_of_neighbours_have_nothing_in_common() -> None:
+def test_masks_of_neighbours_are_not_correlated() -> None:
     one = mask(3, 5)
     others = {
         "step": mask(4, 5),
@@ -465,13 +465,13 @@ def test_masks_of_neighbours_have_nothing_in_common() -> None:
         assert abs(correlation(one, other)) < 4.5, what
     a, b, c = one, one.roll(1, 2), one.roll(2, 2)
     assert abs(correlation(a ^ b, c)) < 4.5
-    # Over 256 keys in a row, the bit of one element is a coin too.
+    # Over 256 consecutive keys, the bit of one element is as random as a coin.
     coin = torch.stack([mask(k, shape=(8, 8, 8)) for k in range(256)]).double().mean(0)
     assert ((coin - 0.5) * 2 * 16).abs().max() < 5
 
 
-def test_the_bits_are_those_of_the_published_hash() -> None:
-    """The hash is written once more with Python's integers, which have no width, so it is the same on every device."""
+def test_the_bits_equal_the_published_hash() -> None:
+    """Compare with the hash in Python's unlimited integers, so that it is the same on every device."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
@@ -500,6 +500,6 @@ def test_the_bits_are_those_of_the_published_hash() -> None:
         for i in range(3):
             for j in range(2):
                 assert found[b, i, j].tolist() == [bit(key, (row, i, j, k)) for k in range(5)]
-    # This tensor has more lines than fit into one piece of work.
+    # This tensor has more lines than one piece of work takes.
     big = mask(1, shape=(3, 1500, 1024), p=0.2)
     assert torch.equal(big[2:, 1000:1001], mask(1, shape=(1, 1001, 1024), p=0.2, first=2)[:, 1000:])

@@ -1,4 +1,4 @@
-"""The selftest times attention under context parallelism, on CPU ranks and on the pretended GPU."""
+"""Test that the selftest times attention under context parallelism, on CPU ranks and the pretended GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS, WIDTH = 16, 64
 
 
 def timed(at: Any, pretended: bool) -> dict[int, dict[str, Any]]:
-    """pretended: on the pretended GPU, where `at` is the number of this rank."""
+    """Return the times by degree. pretended: on the pretended GPU, where `at` is the rank."""
     speed.PAIRS = 2
     if not pretended:
         return {degree: speed.context(degree, (TOKENS, WIDTH)) for degree in (2, 4)}
@@ -24,7 +24,7 @@ def timed(at: Any, pretended: bool) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("pretended", [False, True])
-def test_attention_under_cp_is_timed_beside_one_device_and_sends_the_bytes_of_the_formula(
+def test_attention_under_cp_is_timed_and_sends_the_bytes_of_the_formula(
     pretended: bool,
 ) -> None:
     for found in run_ranks(timed, 4, pretended, join=not pretended):

@@ -1,4 +1,4 @@
-"""The bus has one rule for errors: a sink that raises is named once, and the others hear everything."""
+"""Test the bus's rule for errors: a sink that raises is named once, and the others still get every event."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Raises:
             raise self.error
 
 
-def test_a_sink_that_raises_is_named_once_and_gets_nothing_more() -> None:
+def test_a_sink_that_raises_is_named_once_and_gets_no_more_events() -> None:
     bus, bad, mute, kept = Bus(), Raises(OSError("full")), Raises(OSError("shut"), "open"), Heard()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -47,7 +47,7 @@ def test_a_sink_that_raises_is_named_once_and_gets_nothing_more() -> None:
     assert [(event.kind, event.step, event.loss) for event in kept] == [("step", step, 0.5) for step in range(3)]
 
 
-def test_an_interrupt_that_comes_in_a_sink_is_not_swallowed() -> None:
+def test_an_interrupt_inside_a_sink_is_not_swallowed() -> None:
     bus = Bus()
     bus.add(Raises(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -59,7 +59,7 @@ class Changes(Heard):
         event.clear()
 
 
-def test_what_a_sink_does_to_an_event_the_next_one_does_not_see() -> None:
+def test_a_change_of_an_event_by_one_sink_does_not_reach_the_next() -> None:
     bus, kept = Bus(), Heard()
     bus.add(Changes())
     bus.add(kept)
@@ -76,7 +76,7 @@ class Opened(Heard):
         self.append("closed")
 
 
-def test_close_all_hands_over_what_is_there_and_closes_only_what_was_opened() -> None:
+def test_close_all_delivers_pending_events_and_closes_only_open_sinks() -> None:
     used, unused = Opened(), Opened()
     bus = Bus()
     bus.add(InThread(used), run={"name": "mine"})
@@ -98,7 +98,7 @@ class NeverOpened(Opened):
         raise OSError("no network")
 
 
-def test_a_sink_that_cannot_close_is_named_and_one_that_did_not_open_is_not_closed(
+def test_a_sink_that_cannot_close_is_named_and_an_unopened_one_is_not_closed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     unopened = NeverOpened()

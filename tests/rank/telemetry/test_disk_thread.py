@@ -1,4 +1,4 @@
-"""A failed write is reported while the training goes on."""
+"""Test that a failed write is reported while the training goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbkit.rank.telemetry.sinks import Background
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_said_once_at_the_next_item_and_not_only_at_the_end() -> None:
+def test_a_full_disk_is_reported_once_at_the_next_write() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
 
     def take(item: object) -> None:

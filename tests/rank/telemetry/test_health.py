@@ -1,4 +1,4 @@
-"""The health of ranks and hosts: nvidia-smi is read while a training runs, and only a host's first rank looks at it."""
+"""Test the health of ranks and hosts: only the first rank of a host reads nvidia-smi, and only during a training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nbkit.rank.telemetry.nvml import open_nvml, slowed_by
 from nbkit.records.records import GpuHealth, HealthRecord
 from nbkit.wire import nvidia_smi
 
-# Written by hand in the documented form, not recorded from a machine: GPU 1 is slowed by its power limit and its heat,
-# GPU 2 does not tell what others do.
+# Written by hand in the documented form, not recorded from a machine: GPU 1 is slowed by its power limit and heat,
+# GPU 2 leaves out values that the others report.
 ANSWER = """\
 0, GPU-a1, 1980, 1980, 41, 118.32, 700.00, 0, 0x0000000000000001
 1, GPU-b2, 1215, 1980, 87, 698.90, 700.00, 100, 0x0000000000000024
@@ -25,7 +25,7 @@ ANSWER = """\
 """
 
 
-def test_what_nvidia_smi_says_is_read() -> None:
+def test_the_output_of_nvidia_smi_is_parsed() -> None:
     idle, hot, shy = parse_gpus(ANSWER + "Unable to determine the device handle\n")
 
     assert (idle.uuid, idle.mhz, idle.celsius, idle.watts, idle.busy, idle.slowed) == (
@@ -41,12 +41,12 @@ def test_what_nvidia_smi_says_is_read() -> None:
     assert (shy.mhz, shy.watts, shy.busy, shy.slowed) == (None, None, 0.07, "")
 
 
-def test_being_idle_or_set_to_a_clock_is_no_trouble() -> None:
+def test_an_idle_gpu_and_a_fixed_clock_are_no_slowdown() -> None:
     assert [slowed_by(bits) for bits in (0x1, 0x102, 0)] == [""] * 3
     assert slowed_by(0xC8) == "hardware slowdown, thermal slowdown (hardware), power brake"
 
 
-def test_clocks_of_cores_are_there_where_the_kernel_tells(tmp_path: Path) -> None:
+def test_clocks_of_cores_are_read_if_the_kernel_reports_them(tmp_path: Path) -> None:
     assert core_mhz(tmp_path) is None
     for core, khz in ((0, "2400000\n"), (1, "3000000\n"), (2, "what\n")):
         folder = tmp_path / f"cpu{core}" / "cpufreq"
@@ -55,7 +55,7 @@ def test_clocks_of_cores_are_there_where_the_kernel_tells(tmp_path: Path) -> Non
     assert core_mhz(tmp_path) == 2700
 
 
-def test_it_looks_while_it_runs_and_only_the_first_of_a_host_looks_at_the_host() -> None:
+def test_health_is_read_during_training_and_the_host_only_by_its_first_rank() -> None:
     seen: list[HealthRecord] = []
     first, other = (Health(seen.append, gpu="", first=one, every_s=0.05) for one in (True, False))
     try:
@@ -77,7 +77,7 @@ def test_it_looks_while_it_runs_and_only_the_first_of_a_host_looks_at_the_host()
         one.end()
 
 
-def test_a_cores_worth_of_work_is_one() -> None:
+def test_one_busy_core_counts_as_one() -> None:
     looking = Health(lambda record: None, gpu="", first=False)
     looking.look()
     began = time.process_time()
@@ -88,7 +88,7 @@ def test_a_cores_worth_of_work_is_one() -> None:
     looking.end()
 
 
-def test_one_nvidia_smi_for_all_gpus_also_of_an_older_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_nvidia_smi_call_reads_all_gpus_with_an_older_driver_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     works = True
@@ -111,11 +111,11 @@ def test_one_nvidia_smi_for_all_gpus_also_of_an_older_driver(monkeypatch: pytest
     works = False
     assert first.look().gpus == ()
     works = True
-    assert first.look().gpus == () and len(asked) == 2  # not asked again
+    assert first.look().gpus == () and len(asked) == 2  # nvidia-smi is not called again
 
 
-# NVML's functions that are called, in C, as of a driver that knows no "event reasons": GPU 1 is that of ANSWER, GPU 0
-# tells nothing but its UUID.
+# The NVML functions that nbkit calls, in C, like those of a driver without "event reasons": GPU 1 is that of ANSWER,
+# GPU 0 reports only its UUID.
 LIBRARY = """
 #include <string.h>
 #define EXPORT(name) int name
@@ -139,7 +139,7 @@ EXPORT(nvmlDeviceGetCurrentClocksThrottleReasons)(void *gpu, unsigned long long 
 """
 
 
-def test_nvidia_ml_py_reads_what_nvidia_smi_would_without_a_process(
+def test_nvidia_ml_py_reads_the_values_of_nvidia_smi_without_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pynvml = pytest.importorskip("pynvml", reason="pip install nvidia-ml-py")

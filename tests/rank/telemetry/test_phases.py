@@ -1,4 +1,4 @@
-"""On CUDA the phases of a step are the device's, and autograd works in a thread of its own."""
+"""Test the phases of a step on CUDA: they follow the device, and autograd works in its own thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MS = 1_000_000
 
 
 class Device:
-    """A GPU's time, in ms: what is enqueued takes some."""
+    """The time of a GPU, in ms. Enqueued work takes some of it."""
 
     ms = 0.0
 
@@ -40,7 +40,7 @@ class Stamp:
 
 
 class Slow:
-    """The work of a collective that the stream waits 5 ms for."""
+    """The work of a collective for which the stream waits 5 ms."""
 
     def wait(self) -> None:
         Device.computes(5)
@@ -51,7 +51,7 @@ class Slow:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[phases.StepPhases]]:
-    """Yield the steps that this thread makes, as if on a GPU."""
+    """Yield the list of the steps that this thread makes, as if on a GPU."""
     monkeypatch.setattr(Accelerator, "stamp", lambda self: Stamp())
     monkeypatch.setattr(Device, "ms", 0.0)
     steps: list[phases.StepPhases] = []
@@ -78,7 +78,7 @@ def laps(step: phases.StepPhases) -> list[tuple[str, float]]:
     return [(state, (stop - start) / MS) for state, start, stop in step.intervals()]
 
 
-def test_what_autograds_thread_computes_after_a_wait_is_backward(made: list[phases.StepPhases]) -> None:
+def test_computation_of_the_autograd_thread_after_a_wait_is_backward(made: list[phases.StepPhases]) -> None:
     def backward() -> None:
         for _ in range(2):
             Device.computes(20)
@@ -97,7 +97,7 @@ def test_what_autograds_thread_computes_after_a_wait_is_backward(made: list[phas
     assert laps(made[0]) == [("forward", 10.0), *dp, *dp, ("backward", 30.0), ("wait dp", 5.0), again]
 
 
-def test_an_operation_of_a_pipeline_takes_what_the_device_computes(made: list[phases.StepPhases]) -> None:
+def test_a_pipeline_operation_lasts_as_long_as_the_device_computes(made: list[phases.StepPhases]) -> None:
     for micro in range(2):
         Device.computes(4)
         done = clock.on_op("F", 0, micro)
@@ -110,7 +110,7 @@ def test_an_operation_of_a_pipeline_takes_what_the_device_computes(made: list[ph
     assert times == [(4 * MS, 24 * MS), (28 * MS, 48 * MS)]
 
 
-def test_outside_of_backward_no_other_thread_says_what_the_step_does(made: list[phases.StepPhases]) -> None:
+def test_other_threads_change_the_phase_only_in_backward(made: list[phases.StepPhases]) -> None:
     with phase("backward"):
         with phase("forward"):
             in_another_thread(waits)

@@ -1,4 +1,4 @@
-"""Every collective and message is noted with its axis and bytes, timed where that can be known, and never changed."""
+"""Test that every collective and message is recorded with axis and bytes, timed if possible, and never changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from nbkit.records import record_file, records
 
 N = 2
 WIDTH = 16
-LONG = 0.5  # seconds, beside what a busy machine makes of a moment
+LONG = 0.5  # seconds; long even compared with a moment on a busy machine
 PARAMS = 2 * (WIDTH * WIDTH + WIDTH)
 
 
@@ -41,7 +41,7 @@ def net() -> nn.Sequential:
 def noted(work: Any) -> list[tuple[Any, ...]]:
     start = collectives.ring.end
     work()
-    # The thread of a backend may report a moment after wait() has returned.
+    # A backend's thread may report a moment after wait() has returned.
     time.sleep(0.2)
     calls, lost = collectives.ring.between(start, collectives.ring.end)
     assert lost == 0
@@ -70,7 +70,7 @@ def ddp() -> None:
 
 
 def fsdp(mesh: Any) -> None:
-    from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+    from torch.distributed.fsdp import fully_shard  # an import at the top would cost each worker a second
 
     model = net()
     for layer in (model[0], model[2]):
@@ -83,7 +83,7 @@ def all_kinds(world: World) -> Any:
     warnings.simplefilter("ignore", FutureWarning)  # names that torch 2.13 deprecates and 2.11 needs
     rank = world.place.rank
     axes = Axes.of(Mesh(tp=N), rank)
-    # A mesh over the whole world would be torch's default group, which lies along no axis.
+    # A mesh over the whole world would be torch's default group, which belongs to no axis.
     mesh = DeviceMesh.from_group(dist.new_group([0, 1], group_desc="mesh_shard"), "cpu")
     named = noted(lambda: dist.all_reduce(torch.ones(1), group=axes.group("tp")))
     pair = dist.new_group([0, 1])
@@ -95,7 +95,7 @@ def all_kinds(world: World) -> Any:
     collectives.set_mode("time")
     shown = repr(collectives.recent(1)[0])
     same = clock_offset()
-    # Ranks that do not share a clock: rank 1's runs 5 s ahead.
+    # The ranks do not share a clock: rank 1's runs 5 s ahead.
     ahead = 5_000_000_000 * rank
     other = clock_offset(kernel=f"host {rank}", now=lambda: time.perf_counter_ns() + ahead)
     answers["early"], answers["messages"] = ended_early(), messages(rank)
@@ -110,8 +110,8 @@ def all_kinds(world: World) -> Any:
 
 
 def messages(rank: int) -> list[float | None]:
-    """Return the seconds that two messages took to come, as rank 1 knows them. It waits for one at once, for the other
-    long after it came."""
+    """Return the seconds until each of two messages came, as rank 1 knows them. It waits for the first at once, for the
+    second long after it came."""
     found = []
     for late in (True, False):
         x, begun = torch.ones(3), None
@@ -137,7 +137,7 @@ def messages(rank: int) -> list[float | None]:
 
 
 def ended_early() -> bool | None:
-    """Return True if a collective ended before it was waited for, None if nobody can tell."""
+    """Return True if a collective ended before the wait for it began, None if this is unknown."""
     dist.barrier()
     work = dist.all_reduce(torch.ones(8), async_op=True)
     time.sleep(LONG)
@@ -153,9 +153,9 @@ def answers() -> list[Any]:
     return run_ranks(all_kinds, N, timeout=120)
 
 
-def test_plain_collectives_and_messages_bear_their_bytes_axis_and_time(answers: list[Any]) -> None:
+def test_plain_collectives_and_messages_have_bytes_axis_and_time(answers: list[Any]) -> None:
     for rank, (answer, *_) in enumerate(answers):
-        own = answer["plain"][1][1]  # the name torch gave to a group that lies along no axis
+        own = answer["plain"][1][1]  # torch's name for a group that belongs to no axis
         assert own.isdigit()
         messages = [("send", 12), ("recv", 20)] if rank == 0 else [("recv", 12), ("send", 20)]
         assert [call[:4] for call in answer["plain"]] == [
@@ -171,24 +171,24 @@ def test_plain_collectives_and_messages_bear_their_bytes_axis_and_time(answers: 
         assert all(stood and (timed or peer is not None) for _, _, peer, _, timed, stood in answer["plain"])
 
 
-def test_when_a_message_came_is_known_only_to_who_stood_and_waited_for_it(answers: list[Any]) -> None:
+def test_arrival_of_a_message_is_known_only_if_the_rank_waited_for_it(answers: list[Any]) -> None:
     waited, found = answers[1][0]["messages"]
     assert LONG / 2 <= waited < 60
     assert found is None
 
 
-def test_an_operation_that_ended_while_other_things_were_done_ended_before_it_was_waited_for(
+def test_a_collective_that_ended_during_other_work_ended_before_the_wait(
     answers: list[Any],
 ) -> None:
     assert [answer["early"] for answer, *_ in answers] == [True] * N
 
 
-def test_in_a_step_that_does_not_listen_the_end_of_what_is_under_way_is_not_known(answers: list[Any]) -> None:
+def test_the_end_of_a_collective_is_unknown_in_a_step_that_does_not_listen(answers: list[Any]) -> None:
     told = [(answer["not listening"], answer["outside"], answer["no training"]) for answer, *_ in answers]
     assert told == [(None, True, True)] * N
 
 
-def test_the_reducer_of_torchs_ddp_is_seen(answers: list[Any]) -> None:
+def test_collectives_of_torch_ddp_are_recorded(answers: list[Any]) -> None:
     for answer, *_ in answers:
         gradients = [call for call in answer["ddp"] if call[0] == "all_reduce" and call[3] == 4 * PARAMS]
         assert len(gradients) == 2
@@ -196,7 +196,7 @@ def test_the_reducer_of_torchs_ddp_is_seen(answers: list[Any]) -> None:
         assert all(call[1] == "world" and call[4] for call in gradients)
 
 
-def test_fsdp2_is_seen_on_the_axis_of_its_mesh(answers: list[Any]) -> None:
+def test_collectives_of_fsdp2_are_recorded_with_the_axis_of_its_mesh(answers: list[Any]) -> None:
     for answer, *_ in answers:
         calls = [call for call in answer["fsdp"] if call[1] == "shard"]
         gathers, scatters = ([call for call in calls if call[0] == op] for op in ("all_gather", "reduce_scatter"))
@@ -207,7 +207,7 @@ def test_fsdp2_is_seen_on_the_axis_of_its_mesh(answers: list[Any]) -> None:
         assert all(call[4] for call in calls)
 
 
-def test_a_group_of_a_mesh_is_named_by_its_axis_and_less_can_be_noted(answers: list[Any]) -> None:
+def test_groups_of_a_mesh_have_its_axis_and_modes_count_and_off_record_less(answers: list[Any]) -> None:
     for _, named, counted, off, shown, *_ in answers:
         assert [call[:4] for call in named] == [("all_reduce", "tp", None, 4)]
         assert counted == [("all_reduce", "world", None, 32, False, False)]
@@ -215,13 +215,13 @@ def test_a_group_of_a_mesh_is_named_by_its_axis_and_less_can_be_noted(answers: l
         assert shown == "<all_reduce on world: 32 bytes, not timed>"
 
 
-def test_clocks_of_one_kernel_agree_and_others_are_measured(answers: list[Any]) -> None:
+def test_clocks_on_one_host_agree_and_those_of_other_hosts_are_measured(answers: list[Any]) -> None:
     assert [answer[-2] for answer in answers] == [0, 0]
     assert answers[0][-1] == 0
     assert abs(answers[1][-1] + 5_000_000_000) < 5_000_000
 
 
-def test_a_word_that_is_no_mode_is_refused() -> None:
+def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(UsageError, match="off, count, time"):
         collectives.set_mode("fast")
 
@@ -230,11 +230,11 @@ def test_a_word_that_is_no_mode_is_refused() -> None:
     ("desc", "axis"),
     [("mesh_shard", "shard"), ("pp up", "pp"), ("default_pg", "world"), ("undefined", "7"), ("mine", "mine")],
 )
-def test_the_axis_of_a_group_comes_from_what_torch_holds_of_it(desc: str, axis: str) -> None:
+def test_the_axis_of_a_group_comes_from_its_description_in_torch(desc: str, axis: str) -> None:
     assert collectives.axis_of(desc, "7") == axis
 
 
-def test_the_ring_keeps_the_newest_and_says_how_many_it_lost() -> None:
+def test_the_ring_keeps_the_newest_calls_and_counts_the_lost_ones() -> None:
     ring, group = collectives.Ring(8), collectives.GroupInfo("dp 1 [0,1]", "dp", (0, 1))
     for i in range(20):
         ring.put(collectives.CollectiveCall("send", group, 1, i, i))
@@ -246,7 +246,7 @@ def test_the_ring_keeps_the_newest_and_says_how_many_it_lost() -> None:
 
 
 def own_loop(world: World, folder: str) -> Any:
-    """Run a loop without any job, like user code in a cell, with a run directory."""
+    """Run a loop without a job, like user code in a cell, with a run directory."""
     rank = world.place.rank
     older = Session(Path(folder) / "older", rank=rank, world_size=N)
     session = Session(Path(folder), rank=rank, world_size=N)
@@ -268,7 +268,7 @@ def own_loop(world: World, folder: str) -> Any:
     return record_path(Path(folder), rank)
 
 
-def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None:
+def test_records_of_a_users_own_loop_are_on_disk_after_its_end(tmp_path: Path) -> None:
     paths = run_ranks(own_loop, N, str(tmp_path))
 
     assert list(record_file.rank_files(tmp_path)) == [0, 1]
@@ -282,12 +282,12 @@ def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None
             ("all_reduce", "world", 1, 16, 1)
         ]
         assert step.parts["data"] >= 0.005
-        # The collective is communication, not the forward pass in which it stands.
+        # The collective counts as communication, not as part of the forward pass around it.
         assert step.parts["exposed"] >= step.traffic[0].blocked - 1e-6 and step.traffic[0].blocked > 0
         assert sum(step.parts.values()) == pytest.approx(step.seconds, abs=1e-6)
         assert step.own_seconds > 0 and step.cpu_seconds > 0 and step.lost == 0
     for one, following in itertools.pairwise(steps):
-        assert (following.start_ns - one.start_ns) / 1e9 >= one.seconds + 0.02  # what ran outside is in no step
+        assert (following.start_ns - one.start_ns) / 1e9 >= one.seconds + 0.02  # work between steps is in no step
     outside = [one for one in rest if isinstance(one, records.Outside)]
     assert sum(row.bytes for one in outside for row in one.traffic) == 8 + 4 * 64 + 12
     details = [one for one in rest if isinstance(one, records.Detail)]
@@ -298,6 +298,6 @@ def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None
         assert call.waited is not None and call.done is not None
         assert call.issued <= call.waited and call.issued <= call.done
     assert len(record_file.read_overview(paths[1])) == 4
-    # A job that rests beside this one does not record what this one sends.
+    # An idle job in the same process does not record what this one sends.
     others, _ = record_file.read_since(record_path(tmp_path / "older", 1))
     assert [one for one in others if isinstance(one, records.Outside)] == []

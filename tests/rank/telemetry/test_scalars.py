@@ -1,4 +1,4 @@
-"""The scalars that one rank gives to TensorBoard, read back from the event files that were written."""
+"""Test the scalars that one rank writes for TensorBoard. The tests read them back from the event files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def records(tmp_path: Path) -> Iterator[RecordFile]:
     file.close()
 
 
-def test_a_rank_writes_means_in_a_directory_of_its_own(tmp_path: Path, records: RecordFile) -> None:
+def test_a_rank_writes_means_into_its_own_directory(tmp_path: Path, records: RecordFile) -> None:
     writer = sink_of(tmp_path, 1)
     writer.write(RunStarted(0).as_dict())
     records.write([step(1, "ddp"), step(3, "ddp"), step(5, "zero1"), MemoryRecord(3, parameters=77, peak=99)])
@@ -76,14 +76,14 @@ def test_a_rank_writes_means_in_a_directory_of_its_own(tmp_path: Path, records: 
     assert found[tags.memory("parameters")] == [(3, 77)] and found[tags.memory("peak")] == [(3, 99)]
     # An operation that was not timed has no time.
     assert tags.moved("barrier", "dp", "call_seconds") not in found
-    # A second run goes on after the first, and writes nothing twice.
+    # A second run continues after the first, and writes nothing twice.
     writer.write(RunStarted(5).as_dict())
     records.write([step(6, "zero1")])
     writer.write(RunStopped(6).as_dict())
     assert [number for number, _ in scalars(tmp_path / "rank1")[tags.RANK_SECONDS]] == [3, 5, 6]
 
 
-def test_a_rank_that_cannot_write_says_why_and_goes_on(tmp_path: Path, records: RecordFile) -> None:
+def test_a_rank_that_cannot_write_warns_why_and_goes_on(tmp_path: Path, records: RecordFile) -> None:
     writer = sink_of(tmp_path, 1)
     (tmp_path / "rank1").write_text("in the way")
     records.write([step(1, "ddp")])
@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_write_says_why_and_goes_on(tmp_path: Path, records: 
     writer.write(RunStopped(2).as_dict())
 
 
-def test_the_first_page_of_custom_scalars_names_tags_that_are_written(tmp_path: Path) -> None:
+def test_the_layout_of_custom_scalars_names_only_tags_that_are_written(tmp_path: Path) -> None:
     writer = tensorboard.job_sink(tmp_path)
     assert writer is not None
     record: dict[str, Any] = {"loss": 1.0, "seconds": 0.5, "tokens": 50, "samples": 5, "mfu": 0.4}

@@ -1,4 +1,4 @@
-"""Planted delays are found from the files alone, in the right part of the step and on the right rank."""
+"""Test that planted delays are found from the files alone, in the right part of the step and on the right rank."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[records.
 
 
 def steps_of(written: dict[int, list[records.Record]], kind: int) -> list[dict[int, records.StepRecord]]:
-    """Return by rank the steps with one kind of delay, but the first, which the delay before still affects."""
+    """Return by rank the steps with one kind of delay, except the first, which the previous delay still affects."""
     wanted = range(kind * EACH + 2, (kind + 1) * EACH + 1)
     found: list[dict[int, records.StepRecord]] = [{} for _ in wanted]
     for rank, those in written.items():
@@ -101,18 +101,18 @@ def bars_of(written: dict[int, list[records.Record]], kind: int) -> list[reading
 
 
 def near(seconds: float) -> Any:
-    # A sleep is never shorter; on a busy machine it is longer.
+    # A sleep is never shorter than requested; on a busy machine it is longer.
     return pytest.approx(1.5 * seconds, rel=0.45)
 
 
-def test_every_part_adds_up_to_the_step(written: dict[int, list[records.Record]]) -> None:
+def test_the_parts_of_a_step_add_up_to_its_seconds(written: dict[int, list[records.Record]]) -> None:
     for kind in range(5):
         for bar in (bar for step in steps_of(written, kind) for bar in readings.bars(step, members(written))):
             parts = (bar.compute, bar.exposed, bar.waiting, bar.bubble, bar.data, bar.optimizer, bar.other)
             assert sum(parts) == pytest.approx(bar.seconds, rel=1e-3)
 
 
-def test_a_slow_loader_on_every_rank_is_data(written: dict[int, list[records.Record]]) -> None:
+def test_a_slow_loader_on_every_rank_counts_as_data(written: dict[int, list[records.Record]]) -> None:
     found = bars_of(written, LOADER)
 
     assert [bar.data for bar in found] == [near(DELAY)] * N
@@ -131,12 +131,12 @@ def test_a_slow_rank_is_named_with_its_cause_and_the_others_wait(written: dict[i
         assert [bar.waiting for bar in found if bar.rank != rank] == [near(DELAY)] * (N - 1)
         assert found[rank].waiting < 0.4 * DELAY
         assert f"for rank {rank}" in reading(found)
-        # Within three steps.
+        # Three steps are enough to name it.
         first = late_rank(readings.usual_bars(steps_of(written, kind)[:3], members(written)))
         assert first is not None and first.rank == rank
 
 
-def test_waiting_in_the_pipeline_is_bubble(written: dict[int, list[records.Record]]) -> None:
+def test_waiting_in_the_pipeline_counts_as_bubble(written: dict[int, list[records.Record]]) -> None:
     found = bars_of(written, PIPELINE)
 
     assert found[1].bubble == near(DELAY)
@@ -149,14 +149,14 @@ def test_waiting_in_the_pipeline_is_bubble(written: dict[int, list[records.Recor
     ]  # fmt: skip
 
 
-def test_an_asynchronous_collective_tells_its_end_in_some_steps_and_was_waited_for_in_all(
+def test_an_asynchronous_collective_has_a_wait_in_all_steps_an_end_in_some(
     written: dict[int, list[records.Record]],
 ) -> None:
     for those in written.values():
         steps = [one for one in those if isinstance(one, records.StepRecord)]
         rows = {one.step: next(row for row in one.traffic if row.op == "all_reduce") for one in steps}
-        # The first three steps and the one that was asked for have the times of each call. Most other steps only have
-        # the time in wait().
+        # The first three steps and the requested one have the times of each call. Most other steps have only the time
+        # in wait().
         timed = sorted({1, 2, 3, TRACED, *range(records.LISTEN_EVERY, 5 * EACH + 1, records.LISTEN_EVERY)})
         assert [step for step, row in rows.items() if row.timed] == timed
         assert all((row.seconds > 0) == (row.timed == 1) and row.blocked > 0 for row in rows.values())
@@ -165,7 +165,7 @@ def test_an_asynchronous_collective_tells_its_end_in_some_steps_and_was_waited_f
         assert all(call.done is not None for one in details for call in one.calls)
 
 
-def test_where_some_calls_were_not_listened_to_those_waited_for_at_once_do_not_stand_for_them() -> None:
+def test_an_operation_with_an_untimed_call_has_no_seconds() -> None:
     group = collectives.GroupInfo("dp 1 [0,1]", "dp", (0, 1))
     calls = [
         collectives.CollectiveCall(op, group, None, i, 8)
@@ -181,7 +181,7 @@ def test_where_some_calls_were_not_listened_to_those_waited_for_at_once_do_not_s
     assert (gathered.calls, gathered.timed, gathered.seconds) == (1, 1, 1.0)
 
 
-def test_numbers_memory_events_and_what_was_sent_are_there(written: dict[int, list[records.Record]]) -> None:
+def test_the_files_have_numbers_memory_events_and_traffic(written: dict[int, list[records.Record]]) -> None:
     for rank, those in written.items():
         steps = [one for one in those if isinstance(one, records.StepRecord)]
         assert [one.step for one in steps] == list(range(1, 5 * EACH + 1))
@@ -190,7 +190,7 @@ def test_numbers_memory_events_and_what_was_sent_are_there(written: dict[int, li
         memory = next(one for one in those if isinstance(one, records.MemoryRecord))
         size = 4 * (64 * 64 + 64)
         assert (memory.step, memory.parameters, memory.gradients) == (2, size, size)
-        assert memory.optimizer == 2 * size  # two moments; the counters of steps are left out
+        assert memory.optimizer == 2 * size  # two moments, without the step counters
         assert memory.at_rest == 4 * size < memory.now and memory.activations is None
         events = [one.event["kind"] for one in those if isinstance(one, records.EventRecord)]
         assert events == ["run_started", "checkpoint", "run_stopped"]
@@ -200,7 +200,7 @@ def test_numbers_memory_events_and_what_was_sent_are_there(written: dict[int, li
     assert first.step == 1
 
 
-def test_who_waits_for_the_disk_after_the_end_does_not_wait_for_ever(tmp_path: Path) -> None:
+def test_ending_a_closed_session_does_not_wait_for_ever(tmp_path: Path) -> None:
     session = Session(tmp_path, rank=0, world_size=1)
     session.close()
     waiting = threading.Thread(target=session.end, daemon=True)
@@ -210,7 +210,7 @@ def test_who_waits_for_the_disk_after_the_end_does_not_wait_for_ever(tmp_path: P
     assert not waiting.is_alive()
 
 
-def test_a_session_that_nobody_holds_leaves_no_thread(tmp_path: Path) -> None:
+def test_an_unreferenced_session_leaves_no_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     session = Session(tmp_path, rank=0, world_size=1)
     own = set(threading.enumerate()) - before

@@ -1,4 +1,4 @@
-"""The tab shows what real ranks measured and wrote: TensorBoard's page is told the same."""
+"""Test that the tab shows what real ranks measured and wrote, and TensorBoard's page gets the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PIPELINE = "pp=2 schedule=1f1b microbatches=4"
 
 
 def train(world: World, folder: str) -> None:
-    """Make eight steps of ddp in which rank 1 is late, and four of a pipeline whose stages sleep."""
+    """Make eight steps of ddp with rank 1 late, and four of a pipeline whose stages sleep."""
     rank, run_dir = world.place.rank, Path(folder)
     model = torch.nn.Linear(SIZE, SIZE, bias=False)
     groups = {axis: dist.new_group([0, 1], group_desc=axis) for axis in ("dp", "pp")}
@@ -80,7 +80,7 @@ def pipe(rank: int, group: Any) -> None:
             time.sleep(FORWARD if op.kind == "F" else BACKWARD)
         done()
         if (op.kind == "F") == (rank == 0):
-            # Sends of the one direction must not wait for receives of the other.
+            # Sends in one direction must not wait for receives in the other.
             waiting.append(dist.isend(torch.ones(1), 1 - rank, group=group))
     while waiting:
         waiting.pop().wait()
@@ -98,25 +98,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_every_step_and_event_is_there(run: Run) -> None:
+def test_the_run_has_every_step_and_event(run: Run) -> None:
     assert run.newest == STEPS and run.world_size == 2
     assert [point[0] for point in run.timeline.points] == list(range(1, STEPS + 1))
     assert [event["kind"] for event in run.curve.events] == ["run_started", "switch", "run_stopped"]
 
 
-def test_a_collective_its_formula_memory_and_the_late_rank(run: Run) -> None:
+def test_the_picture_has_traffic_its_formula_memory_and_the_late_rank(run: Run) -> None:
     step = picture(run, SWITCH - 1)
 
     (row,) = step["table"]
     assert (row["op"], row["axis"], row["calls"]) == ("all_reduce", "dp", 1)
     assert row["bytes"] == row["formula_bytes"] == 2 * 4 * SIZE * SIZE
     assert step["late"]["rank"] == 1 and step["late"]["cause"] == "compute"
-    assert lateness(run)["of"] == STEPS - SWITCH  # who was late before the switch is forgotten
+    assert lateness(run)["of"] == STEPS - SWITCH  # lateness before the switch is forgotten
     for memory in step["memory"]:
         assert memory["formula"][:2] == [memory["parameters"], memory["gradients"]]
 
 
-def test_the_pipeline_as_it_ran_beside_the_plan(run: Run) -> None:
+def test_the_picture_has_the_measured_and_the_planned_pipeline(run: Run) -> None:
     step = picture(run, STEPS)
 
     assert step["strategy"] == PIPELINE
@@ -127,7 +127,7 @@ def test_the_pipeline_as_it_ran_beside_the_plan(run: Run) -> None:
     order = [[(op.kind, op.micro) for op in ops] for ops in Schedule.of("1f1b", 2, 4).ops]
     for drawn in (moments["planned"], moments["measured"]):
         assert [[(kind, micro) for kind, _, micro, *_ in row] for row in drawn] == order
-    # The record of a step does not say where its experts are. This does not change the order of operations.
+    # The record of a step does not have the places of experts. They do not change the order of operations.
     assert of_step(run, STEPS, f"{PIPELINE} experts=6-moved-1f0c2a9b") == of_step(run, STEPS, PIPELINE)
     # On a busy machine an operation takes longer than it sleeps, so the plan uses the measured seconds.
     cost = {
@@ -140,5 +140,5 @@ def test_the_pipeline_as_it_ran_beside_the_plan(run: Run) -> None:
     assert moments["measured_bubble"] == pytest.approx(1 - busy / 2 / moments["measured_span"], abs=2e-3)
 
 
-def test_each_rank_has_scalars_of_its_own(run: Run) -> None:
+def test_each_rank_has_its_own_scalars(run: Run) -> None:
     assert [len(list((run.folder / f"rank{rank}").glob("events.*"))) for rank in range(2)] == [1, 1]

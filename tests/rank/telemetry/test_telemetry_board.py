@@ -1,4 +1,4 @@
-"""Without TensorBoard a run says so once and goes on."""
+"""Test that a run without TensorBoard warns once and goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_without_tensorboard_one_line_names_the_command(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_writer_that_fails_says_why_and_neither_hangs_nor_ends_a_run(tmp_path: Path) -> None:
+def test_a_writer_that_fails_warns_why_and_does_not_hang_or_end_the_run(tmp_path: Path) -> None:
     writer = tensorboard.job_sink(tmp_path)
     assert writer is not None
     writer.write(StepDone(1, record={}).as_dict())

@@ -1,4 +1,4 @@
-"""Ranks that are separate interpreters, as under torchrun: strings hash, and sets are ordered, differently in each."""
+"""Test ranks that are separate interpreters, as under torchrun, with different string hashes and orders of sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TESTS = Path(__file__).resolve().parents[2]
 
 
 def trained(rank: int, port: int, strategies: Sequence[str]) -> list[Any]:
-    """Return the losses of a plain training, those under each strategy, and the Jupyter modules that are loaded."""
+    """Return the losses of a plain training and under each strategy, and the loaded Jupyter modules."""
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)
@@ -56,7 +56,7 @@ STRATEGIES = ("tp", "cp=2")
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Return `trained` of a rank that is forked here, and of an interpreter where strings hash differently."""
+    """Return `trained` of a forked rank, and of an interpreter with different string hashes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     folders = [str(TESTS.parent), str(TESTS / "support")]
@@ -69,7 +69,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.long
-def test_what_is_summed_over_an_axis_is_in_the_same_order_everywhere(said: list[Any]) -> None:
+def test_sums_over_an_axis_have_the_same_order_on_all_ranks(said: list[Any]) -> None:
     expected = run_ranks(alone, 1)[0]
 
     for _, *found, _ in said:
@@ -78,8 +78,8 @@ def test_what_is_summed_over_an_axis_is_in_the_same_order_everywhere(said: list[
 
 
 @pytest.mark.long
-def test_scripts_forked_ranks_and_one_process_lose_the_same(said: list[Any]) -> None:
-    """The Trainer of a notebook cell and of an exported script must be the same training."""
+def test_scripts_forked_ranks_and_one_process_have_the_same_losses(said: list[Any]) -> None:
+    """Check that a Trainer in a notebook cell and in an exported script trains the same."""
     forked = run_ranks(train_adamw, 2)
     expected, _, _ = one_process(points(), steps=10, optimizer=adamw)
 

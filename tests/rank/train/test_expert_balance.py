@@ -1,4 +1,4 @@
-"""Experts that a router prefers are exchanged between ranks, and the training stays equal to one process."""
+"""Test that popular experts are moved between ranks, and the training stays equal to one process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from nbkit.strategy import Strategy
 
 EXPERTS, WIDTH, LENGTH, BATCH, STEPS = 16, 8, 48, 16, 20
 POPULAR = [24, 20, 16, 14, 9, 8, 7, 6, 5, 4, 4, 3, 3, 2, 2, 1]
-"""Out of 128 tokens, those that go to each expert. Rank 0 of 4 computes 2.3 times the mean."""
+"""Tokens of each expert, out of 128. Rank 0 of 4 computes 2.3 times the mean."""
 
 
 class Expert(nn.Linear):
-    """An expert that takes time in proportion to its tokens."""
+    """An expert whose time is proportional to its tokens."""
 
     seconds = 0.0
 
@@ -109,14 +109,14 @@ def trained(world: Any, folder: str, strategy: str, balance: bool) -> dict[str, 
 
 
 @pytest.mark.long
-def test_experts_are_exchanged_until_ranks_compute_equally_many_tokens(tmp_path: Path) -> None:
+def test_experts_are_moved_until_ranks_compute_equal_numbers_of_tokens(tmp_path: Path) -> None:
     found = run_ranks(trained, 4, str(tmp_path / "balanced"), "ep=4", True, timeout=170)
     plain = run_ranks(trained, 4, str(tmp_path / "plain"), "ep=4", False, timeout=170)[0]
     (alone,) = run_ranks(trained, 1, str(tmp_path / "alone"), "ddp", False)
 
     ours = found[0]
     uneven = [record["imbalance"] for record in ours["records"]]
-    # The router's tokens differ from step to step, so that a single step may be above the mean.
+    # The numbers of tokens differ from step to step, so a single step may be above the mean.
     assert uneven[0] > 1.7 and sum(uneven[9:]) <= 1.15 * len(uneven[9:]), [uneven, ours["strategy"]]
     moved = [event for event in ours["events"] if event["kind"] == "rebalanced"]
     assert moved[0]["step"] <= 5 and all(event["experts"] and event["gain"] > 0.05 for event in moved)
@@ -129,7 +129,7 @@ def test_experts_are_exchanged_until_ranks_compute_equally_many_tokens(tmp_path:
 
 
 def refused(world: Any, folder: str) -> dict[str, Any]:
-    """Train, where rank 1 has no room to build what the experts would move to."""
+    """Train while rank 1 has no memory to build the new places of the experts."""
     build, built = Builder.build, list[int]()
 
     def without_room(builder: Builder, *given: Any, **how: Any) -> Any:
@@ -146,7 +146,7 @@ def refused(world: Any, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_move_that_a_rank_refuses_is_made_by_none_and_not_asked_for_again(tmp_path: Path) -> None:
+def test_a_move_that_one_rank_refuses_is_made_by_none_and_not_repeated(tmp_path: Path) -> None:
     found = run_ranks(refused, 2, str(tmp_path), timeout=120)
 
     for rank, one in enumerate(found):
@@ -156,7 +156,7 @@ def test_a_move_that_a_rank_refuses_is_made_by_none_and_not_asked_for_again(tmp_
 
 
 def taken_back(world: Any, folder: str) -> dict[str, Any]:
-    """Train, where no step succeeds after experts have moved."""
+    """Train while every step after a move of experts fails."""
     backward, failed = TrainingStep.backward, list[int]()
 
     def failing(step: TrainingStep, *given: Any, **how: Any) -> Any:
@@ -170,7 +170,7 @@ def taken_back(world: Any, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_move_whose_first_step_fails_is_taken_back_and_not_made_again(tmp_path: Path) -> None:
+def test_a_move_whose_first_step_fails_is_undone_and_not_repeated(tmp_path: Path) -> None:
     for one in run_ranks(taken_back, 2, str(tmp_path), timeout=120):
         assert one["strategy"] == "dp=2 ep=2" and len(one["records"]) == STEPS and one["failed"] == 1
 
@@ -216,14 +216,14 @@ def test_records_of_steps_name_the_places_of_experts_by_a_digest(tmp_path: Path)
     assert one["history"] == one["again"] == other["history"] == ["dp=2 ep=2"] * 4 + [short[0]] * 4 + [short[1]] * 6
     assert [step.numbers["strategy"] for step in steps] == one["history"] and short[0] != short[1]
     assert one["loaded"] == WHOLE[1] and all(one["paces"]) and one["parts"] is not None
-    # Each switch has the strategy in full. So has the line that says in the run's folder what is predicted for it.
+    # Each switch has the full strategy. So has the line of its predictions in the run's folder.
     events = [record.event for record in events_of(file) if record.event["kind"] == "switch"]
     assert [event["new"] for event in events] == WHOLE and events[1]["old"] == WHOLE[0]
     assert [file.read_text().count(text) for text in WHOLE] == [2, 1]
     assert shown["strategy"] == short[1] == shown["memory"][0]["strategy"]
 
 
-def test_ranks_that_joined_and_ranks_that_were_there_begin_alike() -> None:
+def test_new_ranks_and_old_ranks_start_with_the_same_state() -> None:
     there = Rebalancing(torch.device("cpu"))
     there._stays = there._strategy = Strategy.parse("dp=4 ep=4", 4)
     there._tokens, there._seen, there._measured, there._judged_from = [[1.0]], 3, [(1.0,)], 9
@@ -233,11 +233,11 @@ def test_ranks_that_joined_and_ranks_that_were_there_begin_alike() -> None:
     assert vars(there) == vars(Rebalancing(torch.device("cpu")))
 
 
-def test_the_imbalance_is_that_of_the_layers_one_after_the_other() -> None:
-    # One layer prefers the experts of rank 0, the next those of rank 1: both ranks compute 40 tokens, and wait for 60.
+def test_the_imbalance_adds_up_the_waits_of_consecutive_layers() -> None:
+    # One layer prefers experts of rank 0, the next those of rank 1. Both ranks compute 40 tokens in the time of 60.
     assert _imbalance([[30, 10], [10, 30]], Mesh(dp=2), 2) == 1.5
     assert _imbalance([[30, 30], [10, 10]], Mesh(dp=2), 2) == 1.5
     assert _imbalance([[20, 20], [20, 20]], Mesh(dp=2), 2) == 1
-    # Of two groups, and of two stages, the worst.
+    # The worst of two groups counts, and the worst of two stages.
     assert _imbalance([[30], [10], [20], [20]], Mesh(dp=4), 2) == 1.5
     assert _imbalance([[20, 0], [20, 0], [0, 30], [0, 10]], Mesh(dp=2, pp=2), 2) == 1.5

@@ -1,4 +1,4 @@
-"""People with a loop of their own get the same training through stable handles."""
+"""Test that users with their own loop get the same training through stable handles."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def misused(world: Any) -> list[str]:
     return found
 
 
-def test_misuse_is_said() -> None:
+def test_misuse_is_reported() -> None:
     first, second = run_ranks(misused, 2)
 
     assert first == second
@@ -138,7 +138,7 @@ def clipped_by_torch(world: Any, strategies: list[str], clip: Any, of_optimizer:
 
 
 @pytest.mark.usefixtures("rows_are_known")
-def test_clipping_the_norm_by_torch_equals_one_process_or_is_refused() -> None:
+def test_torchs_norm_clipping_equals_one_process_or_is_refused() -> None:
     clip = torch.nn.utils.clip_grad_norm_
     (alone,) = run_ranks(clipped_by_torch, 1, ["ddp"], clip)
     for ddp, zero1, *parts in run_ranks(clipped_by_torch, 2, ["ddp", "zero1", "zero3", "tp"], clip):
@@ -151,7 +151,7 @@ def test_clipping_the_norm_by_torch_equals_one_process_or_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("rows_are_known")
-def test_clipping_values_by_torch_equals_one_process_or_is_refused() -> None:
+def test_torchs_value_clipping_equals_one_process_or_is_refused() -> None:
     clip = torch.nn.utils.clip_grad_value_
     (alone,) = run_ranks(clipped_by_torch, 1, ["ddp"], clip)
     for zero2, *others in run_ranks(clipped_by_torch, 2, ["zero2", "ddp", "zero3", "tp"], clip):
@@ -173,7 +173,7 @@ def broken_off(world: Any) -> list[int]:
     return [r["step"] for r in job.history]
 
 
-def test_a_loop_that_breaks_has_its_history_complete() -> None:
+def test_the_history_is_complete_after_a_break() -> None:
     assert run_ranks(broken_off, 2) == [[1, 2, 3, 4]] * 2
 
 
@@ -190,7 +190,7 @@ def left_by_errors(world: Any) -> list[Any]:
                 job.optimizer.zero_grad()
                 if expected is ZeroDivisionError and number == 1:
                     1 / 0  # noqa: B018
-        # A name holds the loop, as in a notebook.
+        # A variable refers to the loop, as in a notebook.
         kept.append((loop, step_boundary.training() is None))
     for batch in job.batches(DataLoader(points(8), batch_size=8)):
         job.backward(batch)
@@ -199,7 +199,7 @@ def left_by_errors(world: Any) -> list[Any]:
     return [[r["step"] for r in job.history], kept[0][1], step_boundary.training() is None]
 
 
-def test_a_loop_left_by_an_error_does_not_stand_in_the_way_of_the_next() -> None:
+def test_a_loop_that_ended_with_an_error_does_not_prevent_the_next() -> None:
     assert run_ranks(left_by_errors, 2) == [[[1, 2, 3, 4, 5], True, True]] * 2
 
 
@@ -213,7 +213,7 @@ def with_dropout(world: Any) -> list[float]:
     return [float(result.loss), float(job.backward(batch).loss)]
 
 
-def test_a_step_that_is_tried_again_draws_the_same() -> None:
+def test_a_repeated_step_draws_the_same_numbers() -> None:
     first, second = run_ranks(with_dropout, 2)
 
     assert first == second and first[0] == first[1]
@@ -228,7 +228,7 @@ def without_batches(world: Any) -> list[int]:
     return [r["step"] for r in job.history]
 
 
-def test_a_loop_without_boundaries_has_a_history_too() -> None:
+def test_a_loop_without_job_batches_has_a_history_too() -> None:
     assert run_ranks(without_batches, 2) == [[1, 2, 3, 4]] * 2
 
 
@@ -268,7 +268,7 @@ def divided(world: Any) -> list[Any]:
     return [job.model.full.grad, job.model.brief.grad]
 
 
-def test_the_divisor_is_rounded_to_no_parameters_dtype() -> None:
+def test_the_divisor_is_not_rounded_to_the_dtype_of_a_parameter() -> None:
     ((full, brief),) = run_ranks(divided, 1)
 
     assert torch.equal(full, torch.full((3,), 2 / 3)) and brief.dtype == torch.bfloat16
@@ -286,7 +286,7 @@ def around_one_module(world: Any) -> list[int]:
     return found
 
 
-def test_a_job_that_is_dropped_leaves_nothing_on_the_users_module() -> None:
+def test_a_deleted_job_leaves_no_hooks_on_the_users_module() -> None:
     assert run_ranks(around_one_module, 2) == [[0, 0, 0]] * 2
 
 
@@ -300,12 +300,12 @@ def with_a_group_of_ones_own(world: Any) -> tuple[str, int, int]:
     return str(job.strategy), len(job.switches), len(job.optimizer.param_groups)
 
 
-def test_a_group_that_is_added_to_the_optimizer_given_is_the_jobs_and_does_not_break_a_switch_in_two() -> None:
+def test_a_group_added_to_the_given_optimizer_makes_a_switch_fail_cleanly() -> None:
     assert run_ranks(with_a_group_of_ones_own, 2) == [("dp=2", 0, 2)] * 2
 
 
 def scheduled(world: Any, when: str) -> list[float]:
-    """Return the learning rates, and how far the weights are from those of the same loop in plain torch."""
+    """Return the learning rates, and the difference of the weights from the same loop in plain torch."""
     found = []
     for plain in (True, False):
         torch.manual_seed(SEED)
@@ -318,7 +318,7 @@ def scheduled(world: Any, when: str) -> list[float]:
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         loader = DataLoader(points(), batch_size=8)
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", module="torch.optim")  # it warns where it saw no step
+            warnings.filterwarnings("error", module="torch.optim")  # it warns if it saw no step
             for batch in loader if job is None else job.batches(loader):
                 if job is None:
                     mean_loss(model(batch[0]), batch[1]).backward()
@@ -338,13 +338,13 @@ def scheduled(world: Any, when: str) -> list[float]:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_scheduler_on_the_optimizer_that_was_given_changes_the_rate(when: str) -> None:
+def test_a_scheduler_on_the_given_optimizer_changes_the_rate(when: str) -> None:
     for inner, given, far in run_ranks(scheduled, 2, when):
         assert inner == given == pytest.approx(0.025) and far < 1e-6
 
 
 def states_loaded(world: Any) -> list[str]:
-    """Return what each strategy says to a state of whole parameters, ddp to one of parts, and each to its own."""
+    """Return how each strategy accepts a state of whole parameters, ddp one of parts, and each its own state."""
     said, kept = [], {}
     for strategy in ("ddp", "zero1", "tp", "pp", "ddp"):
         example = default_collate(points(8))
@@ -369,7 +369,7 @@ def states_loaded(world: Any) -> list[str]:
     return said
 
 
-def test_an_optimizer_takes_a_state_that_fits_and_no_other() -> None:
+def test_an_optimizer_accepts_only_a_state_that_fits() -> None:
     first, _ = run_ranks(states_loaded, 2)
 
     assert first == [
@@ -382,7 +382,7 @@ def test_an_optimizer_takes_a_state_that_fits_and_no_other() -> None:
 
 
 def evaluated(world: Any, strategy: str) -> tuple[float, float]:
-    """Return the loss on other samples between two steps, and at the end."""
+    """Return the loss on other samples (between two steps, at the end)."""
     job = prepare(
         net,
         sgd,
@@ -405,7 +405,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("strategy", ["pp", "zero3"])
-def test_a_loop_evaluates_between_its_steps_under_any_strategy(strategy: str) -> None:
+def test_a_loop_can_evaluate_between_its_steps(strategy: str) -> None:
     torch.manual_seed(SEED)
     model = net()
     optimizer, losses = sgd(model), []

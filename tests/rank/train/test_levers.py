@@ -1,4 +1,4 @@
-"""Levers of the data axis: equal sums, sums that are off within a bound, and replicas that train apart."""
+"""Test levers of the data axis: equal sums, sums with a bounded error, and replicas that train separately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Momentum(torch.optim.SGD):
 
 
 class Still(torch.optim.SGD):
-    """SGD that changes nothing, and adds up the gradients it has seen."""
+    """SGD that changes nothing, and adds up its gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.0)
@@ -50,12 +50,12 @@ def trained(strategy: str, **changed: Any) -> Any:
 
 
 def sent(trainer: Any, steps: int) -> tuple[float, int, set[str]]:
-    """Return (bytes that this rank sends along dp, messages, operations) that telemetry notes in `steps` steps."""
+    """Return (bytes that this rank sends along dp, messages, operations) of `steps` steps, from telemetry."""
     begin = collectives.ring.end
     trainer.fit(steps)
     calls, lost = collectives.ring.between(begin, collectives.ring.end)
     assert not lost
-    # The numbers of a step (some hundred bytes of float64) do not count, nor does the kilobyte that compares settings.
+    # The numbers of a step (some hundred bytes) and the kilobyte that compares settings do not count.
     calls = [call for call in calls if call.bytes > 1024]
     each = {"all_reduce": 2 * (RANKS - 1) / RANKS, "all_gather": RANKS - 1, "all_to_all": (RANKS - 1) / RANKS}
     return sum(call.bytes * each[call.op] for call in calls), len(calls), {call.op for call in calls}
@@ -67,7 +67,7 @@ class Adam(torch.optim.Adam):
 
 
 def all_of(trainer: Any) -> tuple[Tensor, Tensor]:
-    """Return the weights, and what the optimizer keeps."""
+    """Return the weights and the optimizer state."""
     state = trainer.optimizer.inner.state.values()
     return flat(trainer.model), torch.cat([each["momentum_buffer"].flatten() for each in state])
 
@@ -97,7 +97,7 @@ def rounded(world: Any) -> dict[str, Any]:
 def apart(folder: Path, world: Any) -> dict[str, Any]:
     collectives.set_mode("count")
     trainer = trained("ddp sync_every=4", loading=nbkit.Loading(shuffle=False), clip_norm=1e9)
-    trainer.fit(1)  # ends with an average
+    trainer.fit(1)  # ends with an average of the replicas
     one = flat(trainer.model)
     found: dict[str, Any] = {"one": one, "norm": trainer.history[0]["grad_norm"]}
     trainer.fit(1)
@@ -118,7 +118,7 @@ def apart(folder: Path, world: Any) -> dict[str, Any]:
     found["seen"], found["end"] = seen[-1], flat(trainer.model)
     found["evaluated"] = trainer.evaluate(points(), batch_size=8)
     found["losses"] = [record["loss"] for record in trainer.history]
-    # Switch while it trains, between two averages, and back.
+    # Switch during training, between two averages, and back.
     trainer = trained("ddp", switches={0: "ddp sync_every=4", 2: "ddp compress=int8", 4: "ddp"})
     trainer.fit(6)
     found["live"] = [record["strategy"] for record in trainer.history], *all_of(trainer)
@@ -132,7 +132,7 @@ def apart(folder: Path, world: Any) -> dict[str, Any]:
 
 
 def switched(world: Any) -> dict[str, Any]:
-    """A switch as a notebook asks for it, then others as a program asks for them."""
+    """Switch like a notebook, then like a program. Return the answers and the warnings."""
     trainer, controls = trained("ddp"), TrainingRequestHandler()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -142,7 +142,7 @@ def switched(world: Any) -> dict[str, Any]:
     return {"said": said, "warned": [str(each.message) for each in caught]}
 
 
-def test_a_switch_tells_once_that_losses_are_not_those_of_one_process() -> None:
+def test_a_switch_warns_once_if_losses_will_differ_from_one_process() -> None:
     for found in run_ranks(switched, 2):
         rounded_, plain = found["said"]
         assert [each.split(":")[0] for each in rounded_["deviations"]] == ["compress=bf16"]
@@ -168,7 +168,7 @@ def test_buckets_of_another_size_give_the_same_sums() -> None:
 
 
 @pytest.mark.long
-def test_rounded_gradients_are_off_within_their_bound_and_what_is_off_comes_later() -> None:
+def test_rounded_gradients_stay_within_their_bound_and_feed_errors_back() -> None:
     for found in run_ranks(rounded, RANKS):
         bytes_, _, first, mean, _ = found["ddp"]
         largest = float(first.abs().max())
@@ -179,7 +179,7 @@ def test_rounded_gradients_are_off_within_their_bound_and_what_is_off_comes_late
             assert share * bytes_ < sent_ <= 1.03 * share * bytes_
             # A rank's own gradients may be larger than their sum.
             assert 0 < (rounded_ - first).abs().max() <= 3 * bound * largest
-        # Without error feedback each step would be off alike, and the mean of nine as far as each.
+        # Without error feedback, each step and the mean of nine would have the same error.
         assert (mean_ - mean).norm() < 0.3 * (rounded_ - first).norm()
 
 
@@ -207,13 +207,13 @@ def by_hand(kind: Any, begin: Any, data: Any, *, every: int, slow: float) -> lis
 
 
 @pytest.mark.long
-def test_replicas_train_apart_and_meet(tmp_path: Path) -> None:
+def test_replicas_train_separately_between_averages(tmp_path: Path) -> None:
     data = points(ROWS * 3)
     ranks = run_ranks(partial(apart, tmp_path / "saved"), RANKS)
     torch.manual_seed(SEED)
     begin = wide().state_dict()
     one, two = by_hand(Momentum, begin, data[: 2 * ROWS], every=1, slow=0.0)
-    slow = 1 - RANKS**-0.5  # of the movement before
+    slow = 1 - RANKS**-0.5  # momentum of the previous movement
     adaptive = by_hand(Adam, begin, points(ROWS * 4), every=2, slow=slow)[-1]
     size = 4 * sum(p.numel() for p in wide().parameters())
 
@@ -223,7 +223,7 @@ def test_replicas_train_apart_and_meet(tmp_path: Path) -> None:
         torch.testing.assert_close(found["two"], two)
         torch.testing.assert_close(found["adaptive"], adaptive)
         assert found["ops"] == {"all_reduce"}
-        # Two averages in eight steps.
+        # Eight steps have two averages.
         assert found["bytes"] == pytest.approx(2 * (2 * (RANKS - 1) / RANKS) * size, rel=1e-6)
         for key in ("two", "adaptive", "switched", "end", "losses", "evaluated", "norm", "live", "loaded"):
             assert _equal(found[key], ranks[0][key]), key

@@ -1,4 +1,4 @@
-"""Looks of a panel and preparations of a switch beside a training do not change its numbers, to the last bit."""
+"""Test that an open panel and preparations of a switch do not change one bit of a training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from nbkit.rank.train.control import step_boundary
 from verify.models import stateful
 
 MODELS = (stateful.Lambdas, stateful.Patched, stateful.OfAnother, stateful.ByGlobal, stateful.CountingLambda)
-ASKED = ("pp=2 schedule=zbv microbatches=2", "nonsense=2")  # the model is run to see that the first is none
+ASKED = ("pp=2 schedule=zbv microbatches=2", "nonsense=2")  # only a run of the model shows that the first is impossible
 
 
 def trained(world: Any, model: type[nn.Module], seed: int, looked: bool, asked: str) -> tuple[list[float], int]:
-    """Return (losses, looks) of 24 steps; looked: with the panel open, and a switch to `asked` refused."""
+    """Return (losses, panel reads) of 24 steps. looked: with the panel open, and a refused switch to `asked`."""
     controls, looks, over = TrainingRequestHandler(), [0], threading.Event()
     stateful.begin()
     trainer = quiet(model=model, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.05), seed=seed)
@@ -50,7 +50,7 @@ def trained(world: Any, model: type[nn.Module], seed: int, looked: bool, asked: 
 
 
 def each(world: Any, cases: list[tuple[int, int]]) -> list[tuple[bool, int]]:
-    """Return for each (model, seed) whether the losses were bit-equal, and how many looks there were."""
+    """Return for each (model, seed) whether the losses were bit-equal, and the number of panel reads."""
     found = []
     for number, seed in cases:
         asked = ASKED[seed % 2]

@@ -1,4 +1,4 @@
-"""The facts about a model that a strategy needs are found when somebody asks for the strategy, and not before."""
+"""Test that the facts about a model that a strategy needs are found only when the strategy is requested."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 
 def looked_for(patch: pytest.MonkeyPatch) -> list[tuple[set[str], str]]:
-    """Return a list that receives (facts, name of the thread) of every look at a model from now on."""
+    """Return a list that receives (facts, name of the thread) of every analysis of a model from now on."""
     found: list[tuple[set[str], str]] = []
 
     def finding(module: nn.Module, runs: Any, facts: Any, wanted: Any) -> dict[str, Any]:
         found.append((set(wanted), threading.current_thread().name))
         return find_facts(module, runs, facts, wanted)
 
-    # Look in this process, where the list is.
+    # Analyse in this process, which has the list.
     patch.setattr(building, "aside", lambda work, **_: work())
     patch.setattr(fact_finder, "find_facts", finding)
     return found
@@ -95,11 +95,11 @@ def on_demand(world: Any) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_start_under_ddp_looks_for_nothing_and_a_switch_for_what_it_needs_on_rank_0_alone() -> None:
+def test_ddp_finds_no_facts_at_its_start_and_rank_0_finds_them_for_a_switch() -> None:
     first, second = run_ranks(on_demand, 2, timeout=150)
     assert first["start"] == second["start"] == second["asked"] == []
     assert first["asked"] == [{"gathers", "chain"}, {"costs"}]
-    assert first["threads"] == ["MainThread", "nbkit-ahead"]  # requests during a training are served beside it
+    assert first["threads"] == ["MainThread", "nbkit-ahead"]  # a thread serves requests during a training
     assert first["told"] == second["told"] == (True, True)
     assert first["known"] == second["known"] and first["known"][1] is not None
     assert first["planned"] == second["planned"] == {"gathers", "chain"}
@@ -129,13 +129,13 @@ def refused() -> Any:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_row_of_the_panel_fits_only_where_the_model_was_run_to_see_it() -> None:
+def test_a_row_of_the_panel_fits_only_after_a_run_of_the_model() -> None:
     before, after, planted, noisy = run_ranks(in_a_panel, 2, timeout=100)[0]
     assert {name for name, (_, untried) in before.items() if untried} == CUT
     assert {name for name, (ok, _) in before.items() if ok} == {"dp=2", "dp=2 zero=1", "dp=2 zero=2"}
     assert not any(untried for _, untried in after.values()) and after["tp=2"][0] and after["dp=2 zero=3"][0]
-    assert planted["tp=2"] == (False, False)  # a whole step of it differed
-    assert not any(untried for _, untried in noisy.values())  # what it draws is drawn in another process
+    assert planted["tp=2"] == (False, False)  # its whole step differed
+    assert not any(untried for _, untried in noisy.values())  # its draws happen in another process
 
 
 def beside_draws(world: Any) -> list[bool]:
@@ -151,7 +151,7 @@ def beside_draws(world: Any) -> list[bool]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_look_beside_a_training_draws_no_number_that_the_training_would_have_drawn() -> None:
+def test_an_analysis_during_training_takes_no_random_numbers_from_it() -> None:
     first, second = run_ranks(beside_draws, 2, timeout=100)
     assert first == [True, True] and second == [True, False]
 
@@ -165,7 +165,7 @@ def through(world: Any) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
-def test_what_is_found_after_the_start_trains_as_one_process_does() -> None:
+def test_strategies_with_facts_found_after_the_start_train_as_one_process() -> None:
     losses, _, _ = one_process(points(40), steps=10, optimizer=adam)
     for found in run_ranks(through, 2, timeout=100):
         assert found == pytest.approx(losses, rel=1e-5)

@@ -1,4 +1,4 @@
-"""`eval()` and `train()` of a schedule-free optimizer act on the weights of all ranks, as in one process."""
+"""Test that `eval()` and `train()` of a schedule-free optimizer change the weights of all ranks as in one process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DATA = [(x.double(), y) for x, y in points(32)]
 
 
 class ScheduleFree(Optimizer):
-    """SGD with the interface of the package schedulefree: it refuses a step before `train()`, and after `eval()`.
+    """SGD with the interface of the package schedulefree: it refuses a step before `train()` and after `eval()`.
 
-    whole: divide each gradient by its norm, so that one rank has to update the whole tensor.
+    whole: divide each gradient by its norm, so one rank must update the whole tensor.
     """
 
     def __init__(self, params: Any, lr: float = 0.05, *, whole: bool = False) -> None:
@@ -130,13 +130,13 @@ CHAINS = ("zero1 > zero3", "zero3 > tp")
 @pytest.mark.parametrize(
     "strategies", [CHAINS[:1], pytest.param((*CHAINS[1:], "pp > zero2", "tp > ddp"), marks=pytest.mark.long)]
 )
-def test_the_modes_of_a_schedule_free_optimizer_are_those_of_one_process(strategies: tuple[str, ...]) -> None:
+def test_the_modes_of_a_schedule_free_optimizer_act_as_in_one_process(strategies: tuple[str, ...]) -> None:
     for found in run_ranks(turned, 2, strategies, timeout=300):
         assert max(found.values()) < 1e-9, found
 
 
 def own_objects(world: Any) -> tuple[float, str]:
-    """Turn the optimizers that were given to `prepare`, in a loop of one's own."""
+    """Change the mode of the optimizers that were given to `prepare`, in a user's own loop."""
     shown, last = by_hand(whole)
     model = net()
     given = whole(model)
@@ -160,14 +160,14 @@ def own_objects(world: Any) -> tuple[float, str]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_the_users_own_object_turns_too_but_not_within_a_step() -> None:
+def test_the_given_optimizer_can_change_its_mode_but_not_within_a_step() -> None:
     for far, said in run_ranks(own_objects, 2, timeout=300):
         assert far < 1e-9
         assert "optimizer.eval() changes the weights" in said and "within step 2" in said
 
 
 def test_copies_are_tried_in_train_mode() -> None:
-    """An optimizer that refuses steps before `train()` is known to be elementwise, and stays as it was."""
+    """Check that an optimizer that refuses steps before `train()` is found elementwise, and not changed."""
     model = net()
     optimizer = ScheduleFree(model.parameters())
     spec = OptimizerSpec(optimizer, module=model)

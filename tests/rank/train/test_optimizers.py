@@ -1,4 +1,4 @@
-"""Optimizers as people write them give the weights of plain torch under every strategy, or are refused."""
+"""Test that users' optimizers give the weights of plain torch under every strategy, or are refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def trainer_of(name: str, strategy: str) -> nbkit.Trainer:
 
 
 class WithLoss(nn.Module):
-    """A model and a loss that has parameters of its own, as the hint says it."""
+    """A model that contains a loss with its own parameters, as the hint suggests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class WithLoss(nn.Module):
 
 
 def a_loss_with_parameters(world: Any) -> tuple[str, float]:
-    """Return the error of a loss with parameters in the optimizer, and how far the hint's way is from plain torch.
+    """Return the error for a loss with parameters in the optimizer, and the difference of the hint's way from torch.
 
     The factory reads the weights.
     """
@@ -131,7 +131,7 @@ def a_loss_with_parameters(world: Any) -> tuple[str, float]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_loss_with_parameters_is_answered_by_a_way_that_trains_them() -> None:
+def test_a_loss_with_parameters_gets_a_hint_that_trains_them() -> None:
     for said, far in run_ranks(a_loss_with_parameters, 2):
         assert "such as those of a loss" in said and "1 of 7" in said and far < 1e-12
 
@@ -141,7 +141,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def trained(world: Any, folder: Path, tried: dict[str, tuple[str, ...]]) -> dict[str, dict[str, float | str]]:
-    """Return by optimizer and strategy how far its weights are from one process, or why it is refused."""
+    """Return by optimizer and strategy the difference of its weights from one process, or why it is refused."""
     found: dict[str, dict[str, float | str]] = {}
     for name, strategies in tried.items():
         mine = found[name] = {}
@@ -160,7 +160,7 @@ def trained(world: Any, folder: Path, tried: dict[str, tuple[str, ...]]) -> dict
 
 
 def chained(name: str) -> float | str:
-    """Make two steps under one strategy after the other. A refused switch leaves the training as it is."""
+    """Make two steps under each strategy in turn. A refused switch does not change the training."""
     trainer, refused = trainer_of(name, "ddp"), ""
     trainer.fit(2)
     for strategy in CHAIN:
@@ -174,7 +174,7 @@ def chained(name: str) -> float | str:
 
 
 def saved(name: str, path: Path) -> float:
-    """Make three steps, and the others by a new trainer from a checkpoint. Both may have different strategies."""
+    """Make three steps, and the rest in a new trainer from a checkpoint, possibly under another strategy."""
     try:
         trainer = trainer_of(name, "zero1")
     except NbkitError:
@@ -240,7 +240,7 @@ def _clipped_in_a_hook(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class _Lookahead(torch.optim.SGD):
-    """SGD with slow weights in a list, which the first step makes."""
+    """SGD with slow weights in a list, which its first step makes."""
 
     slow: list[Tensor] | None = None
     taken = 0
@@ -275,7 +275,7 @@ def _what_hooks_hold(world: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_what_a_hook_remembers_and_a_step_that_reads_the_model_are_refused_by_name() -> None:
+def test_hooks_with_state_and_steps_that_read_the_model_are_refused_by_name() -> None:
     for remembers, *reads, positions in run_ranks(_what_hooks_hold, 2):
         assert "would not take along all that _Lookahead remembers under dp=2" in positions
         assert "would not take along all that SGD with hooks remembers under dp=2" in remembers

@@ -1,4 +1,4 @@
-"""Models and losses that keep state beside parameters and buffers are equal to plain torch, or refused."""
+"""Test that models and losses with state outside of parameters and buffers equal plain torch, or are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def by_torch(name: str) -> list[float]:
 
 
 def by_nbkit(name: str, strategy: str) -> list[float] | str:
-    """Return the losses, or why there are none. "chain": with live switches, of which some may be refused."""
+    """Return the losses, or why there are none. "chain": with live switches, some of which may be refused."""
     stateful.begin()
     kind, loss = cases()[name]
     first = "ddp" if strategy == "chain" else strategy
@@ -101,7 +101,7 @@ REST = [name for name in cases() if name not in SAMPLE]
 
 @pytest.mark.long
 @pytest.mark.parametrize("names", [SAMPLE, *(pytest.param(REST[i::8], marks=pytest.mark.long) for i in range(8))])
-def test_what_is_kept_outside_of_a_model_is_right_or_refused(names: list[str]) -> None:
+def test_state_outside_of_a_model_is_right_or_refused(names: list[str]) -> None:
     wrong = {}
     for found in run_ranks(trained, 2, names, timeout=60 + 30 * len(names)):
         for case, (one, losses) in found.items():
@@ -127,13 +127,13 @@ def saved(world: Any) -> tuple[list[float], list[float], list[str]]:
     return found[0], found[1], [str(each.message) for each in said]
 
 
-def test_a_count_is_in_the_checkpoint_and_a_hidden_state_is_said_not_to_be() -> None:
+def test_a_count_is_in_the_checkpoint_and_a_hidden_state_gives_a_warning() -> None:
     (losses, loaded, said), second = run_ranks(saved, 2, timeout=60)
     assert loaded == losses and second[:2] == (losses, loaded)
     assert any("no checkpoint holds 'state'" in each for each in said)
 
 
-def test_what_changes_is_found_and_put_back() -> None:
+def test_changed_state_is_found_and_restored() -> None:
     model, target = stateful.Nested(), stateful.warmed
     stateful.begin()
     state = OutsideState(model, target, stateful.ByGlobalDict())
@@ -156,7 +156,9 @@ def test_what_changes_is_found_and_put_back() -> None:
         ("Teacher", False, True, True),
     ],
 )
-def test_what_it_depends_on_is_found_by_running(name: str, by_rows: bool, per_row: bool, tensors: bool) -> None:
+def test_dependence_of_state_on_rows_is_found_by_running_the_model(
+    name: str, by_rows: bool, per_row: bool, tensors: bool
+) -> None:
     torch.manual_seed(7)
     found = first_runs(cases()[name][0](), default_collate(points(2)), inputs=None, loss=stateful.plain).outside
     assert found is not None
@@ -164,7 +166,7 @@ def test_what_it_depends_on_is_found_by_running(name: str, by_rows: bool, per_ro
 
 
 @pytest.mark.parametrize("name", ["OnceComputed", "OnceCached"])
-def test_what_is_computed_of_the_weights_once_goes_along(name: str) -> None:
+def test_a_cache_computed_from_the_weights_once_is_kept(name: str) -> None:
     model = cases()[name][0]()
     before = [p.detach().clone() for p in model.parameters()]
     found = first_runs(model, default_collate(points(2)), inputs=None, loss=stateful.plain).outside
@@ -174,14 +176,14 @@ def test_what_is_computed_of_the_weights_once_goes_along(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Cached", "Tabled", "Normed", "Lambdas", "ByHand", "CountsPasses"])
-def test_what_makes_no_difference_is_left_alone(name: str) -> None:
+def test_state_that_makes_no_difference_is_ignored(name: str) -> None:
     model = cases()[name][0]()
     found = first_runs(model, default_collate(points(2)), inputs=None, loss=stateful.plain)
     assert found.outside is None
     assert found.caches == ({("", "length")} if name == "Tabled" else set())
 
 
-def test_a_mode_that_every_pass_turns_is_no_cache_and_goes_through_a_switch() -> None:
+def test_a_mode_that_every_pass_flips_is_not_taken_for_a_cache() -> None:
     found = first_runs(stateful.Flipping(), default_collate(points(2)), inputs=None, loss=stateful.plain)
     assert not found.caches
 
@@ -249,7 +251,7 @@ HOLDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 class Holding(nn.Linear):
-    """A map that counts its passes in one of `HOLDS`."""
+    """A linear map that counts its passes in one of `HOLDS`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(6, 3)
@@ -257,12 +259,12 @@ class Holding(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.count()
-        assert Settings, (VARIABLE, LOCAL, os.environ)  # as names of this function
+        assert Settings, (VARIABLE, LOCAL, os.environ)  # so that these are names of this function
         return super().forward(x)
 
 
 @pytest.mark.parametrize("name", HOLDS)
-def test_what_objects_of_libraries_hold_is_found_and_put_back(name: str) -> None:
+def test_state_in_objects_of_libraries_is_found_and_restored(name: str) -> None:
     model, read = Holding(name), HOLDS[name][0]
     state, before = OutsideState(model), read()
     model(torch.zeros(2, 6))
@@ -271,7 +273,7 @@ def test_what_objects_of_libraries_hold_is_found_and_put_back(name: str) -> None
     assert read() == before and not state.changes()
 
 
-def test_iterators_and_marks_on_weights_are_found_and_put_back() -> None:
+def test_iterators_and_attributes_of_weights_are_found_and_restored() -> None:
     model, rows = nn.ModuleList([stateful.Generating(), stateful.OnWeight(), stateful.Cycling()]), torch.ones(2, 6)
     state = OutsideState(model)
     first = [part(rows) for part in model]
@@ -286,7 +288,7 @@ def test_iterators_and_marks_on_weights_are_found_and_put_back() -> None:
         state.put_back()
 
 
-def test_hooks_are_put_back_together_with_the_mark_that_they_are_installed() -> None:
+def test_hooks_and_the_flag_that_they_are_installed_are_restored() -> None:
     model, (rows, _) = bound_models.built("lazy hooks"), bound_models.batch()
     state = OutsideState(model)
     first = model(rows)
@@ -299,7 +301,7 @@ def test_hooks_are_put_back_together_with_the_mark_that_they_are_installed() -> 
     assert found.outside is None and found.caches == {("", "_hooks_installed")}
 
 
-def test_a_generator_that_is_sent_something_stays_what_it_is() -> None:
+def test_a_generator_that_receives_values_is_not_replaced() -> None:
     class Sends(stateful.Generating):
         def between(self, h: Tensor) -> Tensor:
             return h * self.scales.send(None)
@@ -310,7 +312,7 @@ def test_a_generator_that_is_sent_something_stays_what_it_is() -> None:
 
 
 class Notes(stateful.Base):
-    """A model that leaves a term for the loss in a list, and itself in another one."""
+    """A model that puts a term for the loss into one list, and itself into another."""
 
     def init(self) -> None:
         LAST[:] = [self]
@@ -345,7 +347,7 @@ def _by_terms(world: Any) -> list[list[float]]:
     return found
 
 
-def test_a_loss_that_finds_a_term_in_a_global_is_equal_to_one_process() -> None:
+def test_a_loss_with_a_term_from_a_global_equals_one_process() -> None:
     one = run_ranks(_by_terms, 1)[0]
     assert one[0] == pytest.approx(one[1], rel=1e-6)
     for found in run_ranks(_by_terms, 2):
@@ -363,12 +365,12 @@ def _switched(world: Any) -> list[str]:
         except Exception as error:
             said.append(f"{len(trainer.history)} {error}")
     trainer = quiet(model=stateful.ReadsMark, loss=stateful.plain, optimizer=plain, strategy="zero3")
-    trainer.model.body.weight.scale = 2.0  # by a live cell
+    trainer.model.body.weight.scale = 2.0  # like a live cell
     trainer.switch("tp")
     return [*said, str(trainer.model.body.weight.scale)]
 
 
-def test_a_switch_that_would_lose_what_is_kept_under_the_model_is_refused() -> None:
+def test_a_switch_that_would_lose_state_stored_by_model_is_refused() -> None:
     for strong, weak, unseen, mark in run_ranks(_switched, 2):
         assert strong.startswith("1 A switch to dp=2 zero=3 would lose 'OF_MODELS[ByItself]'")
         assert weak.startswith("1 A switch to dp=2 zero=3 would lose 'WEAKLY.data[WeaklyByItself]'")
@@ -382,7 +384,7 @@ class CountsBackward(nn.Linear):
 
 
 class ReadByMean(nn.Linear):
-    """A hidden state has a part for each row, and all rows read its mean."""
+    """A model with a hidden state for each row, whose mean all rows read."""
 
     h: Tensor | None = None
 
@@ -404,7 +406,7 @@ def _looked_at(world: Any) -> list[Any]:
     return [Counted.n, refused]
 
 
-def test_looks_count_in_no_class_and_a_state_that_is_read_over_rows_is_refused() -> None:
+def test_analyses_change_no_class_counts_and_state_read_over_rows_is_refused() -> None:
     for passes, refused in run_ranks(_looked_at, 2):
         assert passes == 0
         assert "changes 'h' in each pass and reads it in the next" in refused

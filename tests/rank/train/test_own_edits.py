@@ -1,4 +1,4 @@
-"""A user's edits of a model between two steps act as in one process, or are refused by name."""
+"""Test that a user's edits of a model between two steps act as in one process, or are refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 class Picture(nn.Module):
-    """A model with weights that may lie in memory in another order."""
+    """A model with weights that can have another memory format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def other_order(model: nn.Module) -> None:
 
 
 def assigned(model: nn.Module) -> None:
-    """Assign parameters as load_state_dict(assign=True) does. In plain torch the optimizer would not know of them."""
+    """Assign parameters like load_state_dict(assign=True). In plain torch, the optimizer would not know them."""
     for part in model.modules():
         for name, p in list(part.named_parameters(recurse=False)):
             setattr(part, name, nn.Parameter(p.detach() * 0.5))
@@ -136,8 +136,8 @@ def in_place(model: nn.Module) -> None:
 
 
 def edited(world: Any, folder: str, cases: list[Any]) -> list[list[dict[str, Tensor]]]:
-    """Return the weights of each case: after an edit; those of a job that loads them after a step and another edit;
-    those after a switch, and after a step under that."""
+    """Return the weights of each case: after an edit; in a job that loads them after a step and another edit; after a
+    switch; and after a step under the new strategy."""
     found = []
     for make, edit, strategy in cases:
         trainer = trainer_of(make, strategy)
@@ -165,9 +165,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @QUICKLY
-def test_memory_that_the_user_puts_in_place_of_a_parameters_is_what_is_trained_saved_and_switched(
-    tmp_path: Path, strategy: str
-) -> None:
+def test_new_memory_of_parameters_is_trained_saved_and_switched(tmp_path: Path, strategy: str) -> None:
     edits = [(Net, other_memory), (Net, assigned)]
     edits += [(Picture, other_order)] if strategy in STRATEGIES[:3] else [(Net, by_vector)]
     edits += [(Net, there_and_back)] if strategy == "ddp" else []
@@ -220,7 +218,7 @@ def refused(world: Any, edits: list[Any], strategies: list[str]) -> list[list[st
 
 
 @QUICKLY
-def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
+def test_edits_that_cannot_be_used_are_refused_by_name() -> None:
     edits = {pruned: "'head.weight' is not", normed: "'head.weight' is not", tied: "'blocks.0.up.weight' is not"}
     edits[halved] = "was replaced after the job was built"
     (first, second) = run_ranks(refused, 2, list(edits), ["ddp", "zero1", "zero3"])
@@ -232,8 +230,8 @@ def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
 
 
 def held_parts(world: Any, chains: list[str]) -> list[list[list[Any]]]:
-    """Return for each chain: whether parts that a variable held before the job, and since, are those in force; their
-    weights; and what a parameter says that was held before."""
+    """Return for each chain: whether modules held in variables since before the job are the current ones; their
+    weights; and the error of a parameter held since before the job."""
     found = []
     for chain in chains:
         first, *later = chain.split(" > ")
@@ -258,7 +256,7 @@ def held_parts(world: Any, chains: list[str]) -> list[list[list[Any]]]:
 
 
 @QUICKLY
-def test_parts_in_a_variable_are_those_that_train_and_a_parameter_raises_once_it_is_left() -> None:
+def test_modules_in_variables_stay_current_and_old_parameters_raise() -> None:
     for rank in run_ranks(held_parts, 2, ["ddp", "zero1 > dp=1 tp=2", "zero3 > pp", "pp > zero2"]):
         for alike, held, whole, said in rank:
             assert alike and torch.equal(held, whole)
@@ -267,7 +265,7 @@ def test_parts_in_a_variable_are_those_that_train_and_a_parameter_raises_once_it
 
 
 def penalised(world: Any, strategies: list[str]) -> list[list[str]]:
-    """Return what a user's own backward says before and after the job's, and the job's state at the end."""
+    """Return the errors of a user's own backward before and after the job's, and the job's final state."""
     found = []
     batches = [tuple(torch.stack(part) for part in zip(*DATA[at : at + 8], strict=True)) for at in (0, 8)]
     for strategy in strategies:
@@ -292,7 +290,7 @@ def penalised(world: Any, strategies: list[str]) -> list[list[str]]:
             job.backward(batches[0])
         job.optimizer.step()
         job.optimizer.zero_grad()
-        penalty()  # as one that goes on to another model would leave it
+        penalty()  # leaves gradients, like the loss of another model that goes through this one
         job.model.zero_grad()
         job.optimizer.zero_grad(set_to_none=False)
         job.backward(batches[1])
@@ -303,7 +301,7 @@ def penalised(world: Any, strategies: list[str]) -> list[list[str]]:
 
 @pytest.mark.long
 @QUICKLY
-def test_a_backward_pass_of_the_users_own_is_refused_before_and_after_that_of_the_job() -> None:
+def test_a_users_own_backward_is_refused_before_and_after_that_of_the_job() -> None:
     alone = Alone(Net)
     alone.fit(2)
     hybrid = "zero=3 dp=4 shard=2"
@@ -333,7 +331,7 @@ def in_the_loss(world: Any, strategies: list[str]) -> list[Any]:
     return found
 
 
-def test_a_penalty_in_the_loss_counts_once_or_is_refused_where_a_rank_has_a_part() -> None:
+def test_a_penalty_in_the_loss_counts_once_or_is_refused_if_weights_are_split() -> None:
     alone = Alone(Net)
     penalty = lambda model: model.head.weight.norm() + sum(p.pow(2).sum() for p in model.parameters())  # noqa: E731
     alone.fit(2, lambda model: 0.1 * penalty(model))
@@ -344,7 +342,7 @@ def test_a_penalty_in_the_loss_counts_once_or_is_refused_where_a_rank_has_a_part
 
 
 def copied(world: Any, strategies: list[str]) -> list[list[Any]]:
-    """Return by strategy the weights in a state dict, a copy, an average and a pickle, or errors; and all of them."""
+    """Return by strategy the weights in a state dict, a copy, an average and a pickle, or errors; and all weights."""
     found = []
     for strategy in strategies:
         trainer = trainer_of(Net, strategy)
@@ -380,7 +378,7 @@ def saved_by_torch(model: nn.Module) -> nn.Module:
 
 @pytest.mark.long
 @QUICKLY
-def test_what_would_copy_a_part_of_the_weights_says_how_to_have_the_whole() -> None:
+def test_copies_of_only_a_part_of_the_weights_get_a_hint() -> None:
     for rank in run_ranks(copied, 2, STRATEGIES):
         for strategy, (*asked, switched, whole) in zip(STRATEGIES, rank, strict=True):
             assert_alike(switched, whole)
@@ -445,7 +443,7 @@ def two_jobs(world: Any) -> list[Any]:
 
 
 @QUICKLY
-def test_jobs_of_one_model_or_of_models_that_share_parameters_train_the_same_or_are_refused() -> None:
+def test_jobs_that_share_parameters_train_right_or_are_refused() -> None:
     torch.manual_seed(SEED)
     trunk = Block().double()
     models = [Two(trunk, nn.Linear(6, 3).double()) for _ in range(2)]
@@ -473,7 +471,7 @@ def in_no_group(world: Any, strategies: list[str]) -> list[tuple[dict[str, Tenso
 
 
 @QUICKLY
-def test_gradients_of_parameters_that_no_group_has_do_not_add_up_over_steps() -> None:
+def test_gradients_of_parameters_without_a_group_do_not_add_up_over_steps() -> None:
     alone = Alone(Net)
     alone.optimizer = momentum(alone.model.head)  # type: ignore[arg-type]
     norms = []
@@ -487,7 +485,7 @@ def test_gradients_of_parameters_that_no_group_has_do_not_add_up_over_steps() ->
 
 
 def normalised(world: Any, strategies: list[str]) -> list[Any]:
-    """Return the weights where columns are normalised between steps, and the warnings."""
+    """Return the weights if columns are normalised between steps, and the warnings."""
     found = []
     for strategy in strategies:
         trainer = trainer_of(Net, strategy)
@@ -508,7 +506,7 @@ def columns(model: nn.Module) -> None:
 
 
 def quietly(world: Any, strategies: list[str]) -> list[str]:
-    """Return the warnings where nobody changes weights: steps, a load, a switch."""
+    """Return the warnings of steps, a load and a switch, without edits of weights."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for strategy in strategies:
@@ -522,7 +520,7 @@ def quietly(world: Any, strategies: list[str]) -> list[str]:
 
 @pytest.mark.long
 @QUICKLY
-def test_columns_that_are_normalised_between_steps_are_right_or_warned_of_once() -> None:
+def test_columns_normalised_between_steps_are_right_or_warn_once() -> None:
     alone = Alone(Net)
     for _ in range(3):
         alone.fit(1)
@@ -536,7 +534,7 @@ def test_columns_that_are_normalised_between_steps_are_right_or_warned_of_once()
 
 
 class Twin(nn.Module):
-    """A block that has a slow copy of itself, which follows it."""
+    """A block with a slow copy of itself that follows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -547,7 +545,7 @@ class Twin(nn.Module):
 
 
 class Student(nn.Module):
-    """A model with slow copies that follow it. apart: one copy before the blocks; otherwise one in each block."""
+    """A model with slow copies that follow it. apart: one copy before the blocks, else one in each block."""
 
     def __init__(self, apart: bool) -> None:
         super().__init__()
@@ -560,7 +558,7 @@ class Student(nn.Module):
 
 
 def followed(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return pairs of a parameter that follows and the one that it follows."""
+    """Return pairs of (a parameter that follows, the parameter that it follows)."""
     if len(list(model.teacher.children())):
         return list(zip(model.teacher.parameters(), model.blocks.parameters(), strict=True))
     parts = [zip(block.slow.parameters(), block.fast.parameters(), strict=True) for block in model.blocks]
@@ -594,7 +592,7 @@ FOLLOWS = [by_data, by_lerp, by_copy, by_each]
 
 
 def followers(world: Any, cases: list[Any]) -> list[Any]:
-    """Return for each case the weights after three steps, or the error. After each step one part follows another."""
+    """Return for each case the weights after three steps, or the error. After each step, one part follows another."""
     found: list[Any] = []
     for strategy, apart, follow in cases:
         trainer = trainer_of(lambda apart=apart: Student(apart), strategy, optimizer=trained)
@@ -619,7 +617,7 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.long
 @QUICKLY
-def test_a_part_that_follows_another_one_is_right_or_refused_where_a_rank_has_one_of_them() -> None:
+def test_a_part_that_follows_another_is_right_or_refused_in_another_stage() -> None:
     cases: list[Any] = [("ddp", True, by_data), ("zero3", True, by_each), ("dp=1 tp=2", True, by_lerp)]
     cases += [("pp", False, follow) for follow in FOLLOWS] + [("pp", True, follow) for follow in FOLLOWS]
     for rank in run_ranks(followers, 2, cases, timeout=120):

@@ -1,4 +1,4 @@
-"""A training writes its own records, whoever drives it: every rank, every part of the step, no call of the user's."""
+"""Test that every training writes its own records, of every rank and every part of the step, without a user's call."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def without_formula(world: Any, folder: str) -> tuple[int, list[str]]:
 
 
 def placed(world: Any, folder: str) -> list[tuple[str, str]]:
-    """Return (act of a step beside forward, backward and update, state of the training thread), in order."""
+    """Return (action of a step besides forward, backward and update, state of the training thread), in order."""
     seen: list[tuple[str, str]] = []
 
     def watch(owner: Any, name: str) -> None:
@@ -87,7 +87,7 @@ def placed(world: Any, folder: str) -> list[tuple[str, str]]:
 
 
 def back_by_one(world: Any, folder: str) -> str:
-    """A live cell goes back to the step before."""
+    """Go back one step in a live cell, and return the run's folder."""
     trainer = quiet(log_dir=folder, checkpoints=Checkpoints(snapshot_every=1))
 
     def ask(trainer: Any, record: dict[str, Any]) -> None:
@@ -128,43 +128,43 @@ def test_every_rank_has_every_step_with_its_parts_and_numbers(run: dict[str, Any
     assert sorted(written) == [0, 1]
     for rank, records in written.items():
         assert of(records, Header)[0].world_size == 2 and of(records, Header)[0].rank == rank
-        # A trial leaves nothing: it is no part of the training.
+        # A trial leaves nothing, because it is not part of the training.
         assert all(one.parts for one in of(records, StepRecord))
         steps = {one.step: one for one in of(records, StepRecord)}
-        # Once each, even those with a checkpoint, whose numbers are read before the step ends.
+        # Each step is recorded once, even with a checkpoint, which reads its numbers before the step ends.
         assert [one.step for one in of(records, StepRecord)] == list(range(1, 2 * STEPS + 1))
         for number, step in steps.items():
             assert math.isclose(sum(step.parts.values()), step.seconds, abs_tol=1e-6)
             assert step.parts["compute"] > 0 and step.parts["optimizer"] > 0 and step.parts["data"] > 0
             assert step.numbers["loss"] == pytest.approx(run["history"][number - 1]["loss"])
             assert {row.axis for row in step.traffic} >= ({"dp"} if number <= STEPS else {"pp"})
-        assert [one.event["kind"] for one in of(records, EventRecord)].count("switch") == 1  # and none of the trial
+        assert [one.event["kind"] for one in of(records, EventRecord)].count("switch") == 1  # none from the trial
 
 
-def test_a_step_that_is_made_again_is_recorded_again(tmp_path: Path) -> None:
+def test_a_repeated_step_is_recorded_again(tmp_path: Path) -> None:
     steps = of(read(run_ranks(back_by_one, 1, str(tmp_path))[0])[0], StepRecord)
     numbers = [one.step for one in steps]
     assert len(numbers) == 6 and len(set(numbers)) == 5
     assert all(one.parts and "loss" in one.numbers for one in steps)
 
 
-def test_evaluation_is_no_part_of_a_step(run: dict[str, Any]) -> None:
+def test_evaluation_is_not_part_of_a_step(run: dict[str, Any]) -> None:
     for records in read(run["run"]).values():
         calls = [row.op for one in of(records, StepRecord) if one.step == 2 for row in one.traffic if row.axis == "dp"]
         assert calls.count("all_reduce") == 1
 
 
-def test_the_first_steps_and_those_after_a_switch_are_kept_moment_by_moment(run: dict[str, Any]) -> None:
+def test_the_first_steps_and_those_after_a_switch_are_recorded_in_detail(run: dict[str, Any]) -> None:
     for records in read(run["run"]).values():
         kept = {one.step: one for one in of(records, Detail)}
-        # A trial's switches are none of the training's.
+        # The switches of a trial do not belong to the training.
         assert sorted(kept) == [1, 2, 3, STEPS + 1, STEPS + 2, STEPS + 3]
         for step in (STEPS + 1, STEPS + 2, STEPS + 3):
             ops = sorted((op.op, op.micro) for op in kept[step].pipeline)
             assert ops == sorted((kind, micro) for kind in "BF" for micro in range(4))
 
 
-def test_memory_and_bytes_are_what_the_formulas_say(run: dict[str, Any]) -> None:
+def test_memory_and_bytes_equal_the_formulas(run: dict[str, Any]) -> None:
     written = read(run["run"])
     said = forecast.read(Path(run["run"]))
     assert [one.strategy.split()[0] for one in said] == ["dp=2", "pp=2"]
@@ -173,7 +173,7 @@ def test_memory_and_bytes_are_what_the_formulas_say(run: dict[str, Any]) -> None
         for step in (2, STEPS + 2):
             predicted = forecast.in_force(said, step)
             assert predicted is not None and counted[step].parameters == predicted.memory[rank].parameters
-            # The buffer that gradients travel in holds a canary and padding too.
+            # The buffer for sending gradients has a canary and padding too.
             assert 0 <= counted[step].gradients - predicted.memory[rank].gradients < 256
             named, peak = counted[step].named, counted[step].peak
             # Every byte of the peak has a kind, and nearly all of them have a module.
@@ -190,7 +190,7 @@ def test_memory_and_bytes_are_what_the_formulas_say(run: dict[str, Any]) -> None
     assert len(bars(steps, members_of(groups))) == 2
 
 
-def test_what_is_done_for_a_part_of_a_step_counts_as_that_part_and_its_numbers_are_read_once(tmp_path: Path) -> None:
+def test_work_for_a_part_of_a_step_counts_as_that_part(tmp_path: Path) -> None:
     assert run_ranks(placed, 2, str(tmp_path))[0] == [
         ("prepare", "optimizer"),
         ("seed_data", "data"),
@@ -202,7 +202,7 @@ def test_what_is_done_for_a_part_of_a_step_counts_as_that_part_and_its_numbers_a
     ]
 
 
-def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
+def test_a_users_own_loop_is_recorded_too(tmp_path: Path) -> None:
     found = run_ranks(looped, 2, str(tmp_path), timeout=120)
     for records in read(found[0]).values():
         steps = of(records, StepRecord)
@@ -211,7 +211,7 @@ def test_a_loop_of_ones_own_is_recorded_too(tmp_path: Path) -> None:
     assert "loop-dp2" in found[0]
 
 
-def test_a_formula_that_fails_on_rank_0_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+def test_a_formula_that_fails_on_rank_0_does_not_block_the_others(tmp_path: Path) -> None:
     (first, said), (second, other) = run_ranks(without_formula, 2, str(tmp_path))
     assert (first, second, other) == (3, 3, [])
     assert said == ["no formula for dp=2: ZeroDivisionError: a number that the formulas did not expect"]

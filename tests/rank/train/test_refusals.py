@@ -1,4 +1,4 @@
-"""A job that cannot train says so before anything trains: what, the numbers, what to type next."""
+"""Test that a job that cannot train raises an error before training: what, the numbers, what to type next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbkit.strategy import Strategy
 
 
 class Running(nn.Module):
-    """A running mean of its own, of the rows that it sees."""
+    """A model with its own running mean of the rows that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Running(nn.Module):
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+    from torch.distributed.fsdp import fully_shard  # an import at the top would cost each worker a second
 
     return fully_shard(model)
 
@@ -48,7 +48,7 @@ class Experts(nn.Sequential):
 
 DICTS = [{"input": x, "label": y} for x, y in points()]
 
-# name -> (what the Trainer gets, words of the message)
+# name -> (arguments of the Trainer, words of the message)
 AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no parameters": ({"model": nn.Tanh()}, ["no parameters to train", "Tanh: 0 parameters"]),
     "all frozen": ({"model": lambda: net().requires_grad_(False)}, ["no parameters to train", "all frozen"]),
@@ -132,7 +132,7 @@ def refusals(world: Any) -> dict[str, str]:
     return found
 
 
-def test_every_refusal_says_what_and_the_numbers_and_the_world_stays_usable() -> None:
+def test_every_refusal_has_what_and_numbers_and_the_world_stays_usable() -> None:
     found = run_ranks(refusals, 2)
 
     assert found[0] == found[1]
@@ -155,7 +155,7 @@ def grown(world: Any) -> list[Any]:
     return [rates, str(raised.value)]
 
 
-def test_parameters_added_later_are_refused_and_groups_of_known_ones_are_scheduled() -> None:
+def test_new_parameters_are_refused_and_new_groups_of_known_ones_scheduled() -> None:
     for rates, message in run_ranks(grown, 2):
         assert rates == pytest.approx([0.05, 0.1])
         assert (
@@ -169,7 +169,7 @@ def different_models(world: Any) -> str:
     return str(raised.value)
 
 
-def test_ranks_that_build_different_models_are_told_where() -> None:
+def test_ranks_that_build_different_models_get_the_difference() -> None:
     found = run_ranks(different_models, 2)
 
     assert found[0] == found[1]
@@ -190,7 +190,7 @@ def counts(world: Any) -> list[str]:
     return found
 
 
-def test_counts_are_whole_and_positive() -> None:
+def test_counts_must_be_whole_and_positive() -> None:
     (found,) = run_ranks(counts, 1)
 
     assert "steps=0" in found[0] and "steps=2.5" in found[1] and "eval_every=0" in found[2] and "evaluate" in found[3]
@@ -216,7 +216,7 @@ def test_settings_without_effect_are_named() -> None:
     assert [message.split()[0] for message in found] == ["shuffle=", "eval_every=", "path=", "keep="]
 
 
-def test_the_arithmetic_is_said_in_one_line() -> None:
+def test_the_batch_arithmetic_is_printed_in_one_line() -> None:
     assert str(BatchSplit.of(64, Strategy(dp=4), microbatch_size=8)) == "global 64 = micro 8 x accum 2 x dp 4"
     assert str(BatchSplit.of(64, Strategy(dp=4), microbatch_size=None)) == "global 64 = micro 16 x accum 1 x dp 4"
 

@@ -1,4 +1,4 @@
-"""After a rewind the steps are made as they were, bit for bit; under another strategy to the last digits."""
+"""Test that steps after a rewind are bit-equal to the first time, or nearly equal under another strategy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rewound(world: Any, folder: Path) -> dict[str, Any]:
         model=lambda: net(dropout=0.5),
         optimizer=adamw,
         data=data,
-        batch_size=12,  # a ragged epoch
+        batch_size=12,  # the last batch of an epoch is smaller
         lr_schedule=lambda step: 1 / (1 + step),
         checkpoints=nbkit.Checkpoints(snapshot_every=3, every=5, path=folder / "kept"),
     )
@@ -67,7 +67,7 @@ def rewound(world: Any, folder: Path) -> dict[str, Any]:
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        # Each rank holds half of the weights, so two snapshots fit.
+        # Each rank holds half of the weights, so there is room for two snapshots.
         small = quiet(checkpoints=nbkit.Checkpoints(snapshot_every=1), progress=True)
         share = 8 // 2 * sum(p.numel() for p in small.model.parameters())
         snapshots.left = lambda *args, **kwargs: 5 * share - sum(each.flat.numel() for each in small.snapshots._kept)  # type: ignore[assignment]
@@ -83,7 +83,7 @@ def rewound(world: Any, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_after_a_rewind_the_steps_are_made_as_they_were(tmp_path: Path) -> None:
+def test_steps_after_a_rewind_equal_the_original_steps(tmp_path: Path) -> None:
     first, second = run_ranks(rewound, 2, tmp_path, timeout=180)
 
     assert first["steps"] == [0, 3, 6] and first["back"] == (3, 3, None, 3) and first["other"] and first["again"] == 3

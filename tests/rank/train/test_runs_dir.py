@@ -1,4 +1,4 @@
-"""If runs take as much as max_disk, no run begins, no checkpoint is written, and a message says what to delete."""
+"""Test that when runs take max_disk, no run begins, no checkpoint is written, and a message names what to delete."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def alone_and_full(world: Any, runs: Path) -> list[str]:
     return refused(lambda: quiet(log_dir=str(runs)).save(runs / "kept"))
 
 
-def test_where_the_run_itself_fills_the_folder_nothing_is_to_be_deleted(tmp_path: Path) -> None:
+def test_a_run_that_fills_the_folder_itself_gets_another_hint(tmp_path: Path) -> None:
     ((what, numbers, hint),) = run_ranks(alone_and_full, 1, tmp_path)
 
     assert "no checkpoint" in what and "max_disk is 1e-06 MB" in numbers

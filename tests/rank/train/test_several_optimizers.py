@@ -1,4 +1,4 @@
-"""Several optimizers given as a list or dict: refused by name, scheduled, clipped, saved and followed as one."""
+"""Test several optimizers in a list or dict: they are scheduled, clipped and saved as one, or refused by name."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def tried(world: Any) -> dict[str, Any]:
 
 
 def own_loop() -> float:
-    """Return how far a loop of one's own is, in which a scheduler of torch drives one of the two optimizers."""
+    """Return the difference of a user's own loop, in which a torch scheduler changes one of the two optimizers."""
     model = net()
     every = pair(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(every[0], warmup)
@@ -145,7 +145,7 @@ def test_parameters_in_none_or_in_two_optimizers_are_refused_by_name() -> None:
     assert none.value.numbers == "2 of 4: '0.bias', '2.bias'"
 
 
-def test_the_name_of_several_names_each() -> None:
+def test_the_name_of_several_optimizers_has_each_name() -> None:
     spec = OptimizerSpec(pair, module=net())
     assert spec.name == "SGD + AdamW" and spec.is_adaptive()
     assert spec.kinds(net())["2.weight"].keys() == {"weight", "momentum_buffer"}

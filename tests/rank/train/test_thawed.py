@@ -1,4 +1,4 @@
-"""Parameters that are frozen and thawed between two steps train as in plain torch, under every strategy."""
+"""Test that parameters frozen and unfrozen between two steps train as in plain torch, under every strategy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def half() -> nn.Module:
 
 
 def train_first(model: nn.Module, trained: bool) -> nn.Module:
-    """Thaw or freeze the first half, which is all of the first stage of a pipeline."""
+    """Unfreeze or freeze the first half, which is the whole first stage of a pipeline."""
     for name, p in model.named_parameters():
         if name.startswith(FIRST):
             p.requires_grad_(trained)
@@ -85,7 +85,7 @@ REST = [
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("cases", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
-def test_parameters_that_are_thawed_and_frozen_train_as_in_one_process(cases: list[tuple[bool, str]]) -> None:
+def test_parameters_that_are_unfrozen_and_frozen_train_as_in_one_process(cases: list[tuple[bool, str]]) -> None:
     for found in run_ranks(by_nbkit, 2, cases, timeout=60 + 20 * len(cases)):
         for (thawed, strategy), losses in zip(cases, found, strict=True):
             assert losses == pytest.approx(by_torch(thawed), rel=1e-5), (thawed, strategy)

@@ -1,4 +1,4 @@
-"""tp_chunks: the sum of a map overlaps with its product. Results and bytes are those of the sum at once."""
+"""Test tp_chunks, where the sum of a map overlaps with its product. Results and bytes equal those of a single sum."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ CHAIN = Case(
 
 
 @pytest.mark.parametrize("cases", [ON_FOUR, pytest.param(ALSO_ON_FOUR, marks=pytest.mark.long)])
-def test_trainings_equal_one_process(cases: list[Case]) -> None:
+def test_trainings_with_tp_chunks_equal_one_process(cases: list[Case]) -> None:
     assert differing(cases, 4) == []
 
 
-def test_switches_in_and_out_of_it_leave_the_training_equal() -> None:
+def test_switches_to_and_from_tp_chunks_keep_the_training_equal() -> None:
     assert differing([CHAIN], 2) == []
 
 
@@ -83,11 +83,11 @@ def gradients_off(world: Any, runs: list[tuple[str, dict[str, Any]]]) -> list[fl
     return [specimen(world, name, **options)[0] for name, options in runs]
 
 
-def test_each_gradient_of_rows_and_positions_that_are_not_divisible_is_that_of_one_process() -> None:
+def test_gradients_of_rows_and_positions_that_do_not_divide_are_right() -> None:
     runs: list[tuple[str, dict[str, Any]]] = [
         ("gpt", {"chunks": 2, "length": 13}),  # three rows in two pieces; parts of 5 and 4 positions
         ("gpt", {"chunks": 8, "length": 13}),  # two pieces of each row
-        ("gpt", {"chunks": 99, "length": 2}),  # more than there are positions
+        ("gpt", {"chunks": 99, "length": 2}),  # more chunks than positions
         ("gpt", {"chunks": 7, "length": 5, "sequence": False}),
         ("uneven", {"chunks": 4}),
     ]
@@ -104,7 +104,7 @@ def notes_with_lora(world: Any, targets: list[str]) -> tuple[float, tuple[str, .
 
 
 @pytest.mark.parametrize(("targets", "notes"), [(["o_proj", "down_proj"], 1), (["o_proj"], 0)])
-def test_a_note_says_if_lora_is_on_every_layer_that_could_be_in_pieces(targets: list[str], notes: int) -> None:
+def test_a_note_says_that_tp_chunks_has_no_effect_with_lora_on_every_layer(targets: list[str], notes: int) -> None:
     for worst, said in run_ranks(notes_with_lora, 2, targets):
         assert worst <= 1e-9
         assert len([note for note in said if "tp_chunks=2 has no effect" in note]) == notes
@@ -121,7 +121,7 @@ def test_pieces_cover_every_row_and_position_once() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Adds "product" to a list for each product of matrices."""
+    """A mode that adds "product" to a list for each product of matrices."""
 
     def __init__(self, said: list[str]) -> None:
         super().__init__()
@@ -162,11 +162,11 @@ def in_which_order(world: Any, sequence: bool) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_next_product_begins_before_a_collective_is_waited_for(sequence: bool) -> None:
+def test_the_next_product_starts_before_the_wait_for_a_collective(sequence: bool) -> None:
     for forward, backward in run_ranks(in_which_order, 2, sequence):
         assert forward == ["product", "send"] * 3 + ["wait"] * 3
         if sequence:
-            # A piece is under way during each product but the last. The gradient of the weight is one product.
+            # A piece is in flight during each product except the last. The gradient of the weight is one product.
             ahead = ["send", "wait", "product"]
             assert backward == ["send", *ahead, *ahead, "wait", "product", "product"]
         else:
@@ -199,17 +199,17 @@ def what_is_sent(world: Any, strategy: str, recompute: Any) -> dict[str, tuple[i
 
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long), "selective"])
-def test_the_bytes_stay_and_each_piece_is_one_call(recompute: Any) -> None:
+def test_chunks_send_the_same_bytes_in_one_call_per_piece(recompute: Any) -> None:
     (plain, *_) = run_ranks(what_is_sent, 2, "tp=2", recompute)
     for found in run_ranks(what_is_sent, 2, "tp=2 tp_chunks=4", recompute):
         assert {op: size for op, (size, _) in found.items()} == {op: size for op, (size, _) in plain.items()}
         more = {op: calls - plain[op][1] for op, (_, calls) in found.items()}
-        # Two blocks of two pairs each: their outputs in forward, their gradients in backward, in 4 pieces, not 1.
+        # There are two blocks of two pairs: outputs in forward, gradients in backward, in 4 pieces instead of 1.
         again = 2 * 3 if recompute is True else 0
         assert (more["reduce_scatter"], more["all_gather"]) == (4 * 3 + again, 4 * 3)
 
 
-def test_the_planner_counts_the_same_calls() -> None:
+def test_the_planner_counts_the_calls_of_tp_chunks() -> None:
     facts = Facts(batch=8, sequence=16, width=16, blocks=2)
     plain, chunked = (
         {term.op: term for term in per_step([], facts, Strategy.parse(text, 2), 0)}

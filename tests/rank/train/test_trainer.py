@@ -1,4 +1,4 @@
-"""The Trainer as a user sees it: progress, events, learning rate, evaluation, callbacks."""
+"""Test the Trainer as a user sees it: progress, events, learning rate, evaluation, callbacks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def seen_by_a_user(world: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
+def test_a_run_prints_writes_and_records_its_steps_and_events(tmp_path: Path) -> None:
     first, second = run_ranks(seen_by_a_user, 2, tmp_path)
 
     assert first["history"] == second["history"]
@@ -96,9 +96,9 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
 
 
 def averaged(world: Any, strategy: str, on: tuple[int, ...]) -> list[float]:
-    """Return how far a mean over steps, and the weights of the best step, are from those of plain torch.
+    """Return the differences of a mean over steps, and of the weights of the best step, from plain torch.
 
-    on: ranks that have the callback.
+    on: ranks with the callback.
     """
     seen: dict[str, Any] = {"mean": None, "best": (float("inf"), None)}
 
@@ -120,7 +120,7 @@ def averaged(world: Any, strategy: str, on: tuple[int, ...]) -> list[float]:
 
 
 @pytest.mark.parametrize(("strategy", "on"), [("zero1", (0, 1)), ("ddp", (0,))])
-def test_a_callback_sees_the_model_of_its_record(strategy: str, on: tuple[int, ...]) -> None:
+def test_a_callback_sees_the_model_of_its_step(strategy: str, on: tuple[int, ...]) -> None:
     found = run_ranks(averaged, 2, strategy, on)
 
     assert [len(each) for each in found] == [2 * (rank in on) for rank in range(2)]
@@ -128,7 +128,7 @@ def test_a_callback_sees_the_model_of_its_record(strategy: str, on: tuple[int, .
 
 
 def counted(world: Any, folder: Path) -> list[str]:
-    """Return the progress line at each step of three trainings. The last one goes back to a checkpoint within it."""
+    """Return the progress line at each step of three trainings. The last one loads a checkpoint in the middle."""
     seen: list[str] = []
 
     def note(trainer: Any, record: dict[str, Any]) -> None:
@@ -144,13 +144,13 @@ def counted(world: Any, folder: Path) -> list[str]:
     return [*seen, f"ended at {trainer.step}"]
 
 
-def test_the_line_counts_the_steps_of_all_trainings_and_so_does_its_goal(tmp_path: Path) -> None:
+def test_the_progress_line_counts_steps_over_all_trainings(tmp_path: Path) -> None:
     (found,) = run_ranks(counted, 1, tmp_path / "kept")
 
     assert found == [
         "step 1/2", "step 2/2",
         "step 3/5", "step 4/5", "step 5/5",
-        "step 6/9", "step 7/9",  # of the four steps two are left, from step 2 on
+        "step 6/9", "step 7/9",  # after the load, two of the four steps are left, from step 2 on
         "step 3/4", "step 4/4", "ended at 4",
     ]  # fmt: skip
 
@@ -191,7 +191,7 @@ def until(world: Any) -> list[Any]:
     return [made, trainer.step, refused]
 
 
-def test_fit_makes_so_many_steps_or_those_that_are_left_until_one() -> None:
+def test_fit_takes_a_number_of_steps_or_a_last_step() -> None:
     either = "fit() takes either steps or until."
 
     assert run_ranks(until, 1) == [
@@ -219,7 +219,7 @@ def saved_by_time(world: Any, folder: Path) -> list[Any]:
     return [[event.step for event in saved], [record["seconds"] for record in trainer.history]]
 
 
-def test_a_checkpoint_is_due_after_so_much_time_on_every_rank_at_the_same_step(tmp_path: Path) -> None:
+def test_checkpoints_by_time_are_due_at_the_same_step_on_every_rank(tmp_path: Path) -> None:
     (saved, seconds), other = run_ranks(saved_by_time, 2, tmp_path / "kept")
 
     assert other == [saved, seconds]
@@ -229,7 +229,7 @@ def test_a_checkpoint_is_due_after_so_much_time_on_every_rank_at_the_same_step(t
 
 
 def saved_by_default(world: Any, folder: Path) -> list[Any]:
-    """Return for each training whether it saved at least twice, its step, what was printed, and its run directory."""
+    """Return for each training (whether it saved at least twice, its step, printed text, run directory)."""
     autosave.DETACHED_SAVE_EVERY = "0.02s"
     told = []
     for detached, asked in (
@@ -254,7 +254,7 @@ def saved_by_default(world: Any, folder: Path) -> list[Any]:
 
 
 @pytest.mark.long
-def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Path) -> None:
+def test_a_detached_training_saves_by_default(tmp_path: Path) -> None:
     first, second = run_ranks(saved_by_default, 2, tmp_path)
 
     assert [each[:2] for each in first] == [[True, 12], [True, 12], *[[False, 12]] * 4]
@@ -269,7 +269,7 @@ def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Pat
     assert (Path(run) / "checkpoint" / ".metadata").exists() and (tmp_path / "kept" / ".metadata").exists()
 
 
-def test_what_saves_never_says_so_in_one_way() -> None:
+def test_checkpoints_every_zero_are_refused() -> None:
     assert run_ranks(refused_never, 1) == [
         ["every is a whole number of steps, at least 1, or a time such as '10min'.", "every=0"]
     ]
@@ -293,10 +293,10 @@ def scheduled(world: Any) -> list[Any]:
     return [[r["lr"] for r in trainer.history], trainer.optimizer.param_groups[1]["lr"]]
 
 
-def test_a_learning_rate_set_by_hand_keeps_the_shape_of_the_schedule_and_the_ratio_of_groups() -> None:
+def test_a_rate_set_by_hand_keeps_the_schedule_and_the_ratio_of_groups() -> None:
     ((rates, second),) = run_ranks(scheduled, 1)
 
-    # The rate was set while the third step's factor, 0.25, was in force; the fourth step has half of it.
+    # The rate was set while the factor of the third step, 0.25, was in force; the fourth step has half of it.
     assert rates == pytest.approx([0.1, 0.05, 0.025, 0.5, 0.25])
     assert second == pytest.approx(0.5)
 
@@ -308,7 +308,7 @@ def tensor_rate(world: Any) -> list[float]:
     return [r["lr"] for r in trainer.fit(3)]
 
 
-def test_a_rate_held_in_a_tensor_is_recorded_as_it_was_in_its_step() -> None:
+def test_a_rate_in_a_tensor_is_recorded_with_the_value_of_its_step() -> None:
     assert run_ranks(tensor_rate, 1) == [pytest.approx([0.1, 0.05, 0.025])]
 
 
@@ -322,7 +322,7 @@ def with_dropout(world: Any) -> list[Any]:
     return [[r["loss"] for r in trainer.history], [r["loss"] for r in again.history], flat(trainer.model)]
 
 
-def test_randomness_of_a_step_comes_from_seed_and_step_alone() -> None:
+def test_randomness_of_a_step_depends_only_on_seed_and_step() -> None:
     first, second = run_ranks(with_dropout, 2)
 
     assert first[0] == first[1] == second[0]
@@ -337,7 +337,7 @@ def own_weights(world: Any) -> list[torch.Tensor]:
     return [flat(trainer.model), flat(built.model)]
 
 
-def test_every_rank_begins_with_the_weights_of_rank_0() -> None:
+def test_every_rank_starts_with_the_weights_of_rank_0() -> None:
     found = run_ranks(own_weights, 2)
 
     for which, seed in ((0, 0), (1, SEED)):

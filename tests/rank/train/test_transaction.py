@@ -1,4 +1,4 @@
-"""A change of a running job stays on all ranks, or on none."""
+"""Test that a change of a running job stays on all ranks, or on none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stands(trainer: Trainer) -> tuple[Any, ...]:
 
 
 class Fails(KeptState):
-    """It cannot bring rank 1 back."""
+    """A state that cannot restore rank 1."""
 
     def restore(self, job: Any, error: BaseException | None = None) -> None:
         super().restore(job, error)
@@ -70,7 +70,7 @@ def changed(world: Any) -> dict[str, Any]:
         raise KeyboardInterrupt
     found["interrupted"] = stands(trainer) == before
 
-    # Rank 0 waits in a collective for rank 1, which fails.
+    # Rank 0 waits for rank 1, which fails, in a collective.
     for kept in (lambda: KeptState(job, job.state), lambda: KeptBuffers(job)):
         with Transaction(job, kept()) as change:
             job.switcher._switch(job.parsed("zero3"), keep=True)
@@ -114,7 +114,7 @@ def never(world: Any) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
-def test_what_is_left_without_a_commit_or_fails_on_one_rank_comes_back_on_all() -> None:
+def test_a_change_without_commit_or_with_an_error_is_rolled_back_on_all() -> None:
     expected = run_ranks(never, 2)[0]
     for found in run_ranks(changed, 2, timeout=100):
         assert found["inside"] == ("dp=2 zero=3", 3)
@@ -130,7 +130,7 @@ def gone() -> bool:
     raise dist.DistNetworkError("the store")
 
 
-def test_all_ranks_are_concerned_by_a_failure_of_the_step_that_they_can_hear_of() -> None:
+def test_a_failure_concerns_all_ranks_only_if_they_can_learn_of_it() -> None:
     own, woken = ValueError("planted"), AlarmHeard("another rank has failed")
     not_finite = NotFinite("The loss is not finite.", step=1, rank=0)
 
@@ -141,7 +141,7 @@ def test_all_ranks_are_concerned_by_a_failure_of_the_step_that_they_can_hear_of(
 
     assert concerned(own) and concerned(woken)
     assert concerned(own, rung=lambda: False) and not concerned(woken, rung=lambda: False)
-    # The rank that keeps the store has died.
+    # The rank that has the store is dead.
     assert not concerned(woken, rung=gone)
     for error in (own, woken):
         assert not concerned(error, dirty="rank 1 has died") and not concerned(error, ended=True)

@@ -1,6 +1,6 @@
-"""On several nodes, hsdp shards and bare tp splits within a node, and the formulas say what goes between nodes.
+"""Test that on several nodes, hsdp shards and tp splits within a node, and formulas predict traffic between nodes.
 
-The nodes are host names that the ranks of one machine give: two ranks on each of three.
+The ranks of one machine give three host names, as if two ranks ran on each of three nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def trainer(strategy: str) -> nbkit.Trainer:
 def on_nodes(world: Any, strategy: str, axis: str) -> dict[str, Any]:
     rank = world.place.rank
     socket.gethostname = lambda: f"node{rank // EACH}"  # type: ignore[attr-defined]
-    link_probe._known = None  # measured here, not given by the tests
+    link_probe._known = None  # measure the link here, instead of the value that tests give
     collectives.set_mode("count")
     job = trainer(strategy)
     began, losses = str(job.job.strategy), [record["loss"] for record in job.fit(2)]
@@ -63,7 +63,7 @@ def on_nodes(world: Any, strategy: str, axis: str) -> dict[str, Any]:
         "losses": losses,
         "axes": {call.axis for call in between},
         "within": {call.axis for call in calls} - {call.axis for call in between},
-        # Over n ranks an all-reduce of S bytes sends 2(n-1)/n S.
+        # An all-reduce of S bytes over n ranks sends 2(n-1)/n S.
         "bytes": sum(2 * (n - 1) / n * call.bytes for call in between for n in [len(call.group.members)]),
         "formula": max(wire_bytes([term for term in own if term.axis == axis and spans(term)]) for own in terms),
         "tp": job.switch("tp").new,
@@ -76,7 +76,7 @@ def alone(world: Any) -> list[float]:
 
 
 @pytest.mark.long
-def test_what_is_sharded_stays_within_a_node_and_the_rest_is_what_the_formula_says() -> None:
+def test_shards_stay_within_a_node_and_traffic_between_nodes_equals_the_formula() -> None:
     said = run_ranks(on_nodes, 6, "hsdp", "replicate", timeout=240)
     (expected,) = run_ranks(alone, 1)
     for one in said:
@@ -86,19 +86,19 @@ def test_what_is_sharded_stays_within_a_node_and_the_rest_is_what_the_formula_sa
         assert one["tp"] == "dp=3 tp=2"
         assert "within a node" in one["link"] and "between nodes" in one["link"]
     sent = max(one["bytes"] for one in said)
-    assert 0 < said[0]["formula"] <= sent < 1.01 * said[0]["formula"]  # formulas leave out what pads a part
+    assert 0 < said[0]["formula"] <= sent < 1.01 * said[0]["formula"]  # formulas leave out padding
 
 
 @pytest.mark.long
-def test_gradients_of_ddp_are_summed_in_two_levels_and_between_nodes_goes_what_the_formula_says() -> None:
+def test_ddp_sums_in_two_levels_with_the_predicted_traffic_between_nodes() -> None:
     said = run_ranks(on_nodes, 4, "ddp", "dp", timeout=240)
     (expected,) = run_ranks(alone, 1)
     for one in said:
         assert one["losses"] == pytest.approx(expected, abs=1e-12)
         assert one["axes"] == {"dp"} and not one["within"]
     sent = max(one["bytes"] for one in said)
-    assert 0 < said[0]["formula"] <= sent < 1.02 * said[0]["formula"]  # formulas leave out counts and what pads a part
-    # The two ranks of a node together send 1 x the gradients to the other node. In one ring it would be 1.5 x.
+    assert 0 < said[0]["formula"] <= sent < 1.02 * said[0]["formula"]  # formulas leave out counts and padding
+    # The two ranks of a node together send 1 x the gradients to the other node. One ring would send 1.5 x.
     assert 2 * said[0]["formula"] == 8 * 2 * (WIDTH * WIDTH + WIDTH)
 
 
@@ -122,7 +122,7 @@ def test_a_preset_stays_within_a_node_unless_more_is_typed(text: str, node: int 
     assert str(Strategy.parse(text, 6, node=node)) == means
 
 
-def test_neighbours_are_counted_on_the_nodes_that_there_are() -> None:
+def test_ranks_of_node_is_the_number_that_divides_every_node() -> None:
     assert ranks_of_node((0, 0, 0, 0)) is None and ranks_of_node(()) is None
     assert ranks_of_node((0, 0, 1, 1)) == 2
-    assert ranks_of_node((0, 0, 0, 0, 1, 1)) == 2  # of nodes that differ, what divides each
+    assert ranks_of_node((0, 0, 0, 0, 1, 1)) == 2  # for unequal nodes, a number that divides each

@@ -1,4 +1,4 @@
-"""Ranks of unequal speed get rows and stages to match, and train as one process does."""
+"""Test that ranks of unequal speed get rows and stages to match, and train as one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nbkit.rank.train.control.rebalance import better
 from nbkit.strategy import Strategy
 
 
-def test_rows_follow_the_speeds_as_well_as_whole_numbers_can() -> None:
+def test_rows_follow_the_speeds_as_closely_as_whole_numbers_allow() -> None:
     for speeds, total in (((2, 1), 64), ((1, 1, 1, 2), 10), ((7, 3, 5), 17)):
         fractions = tuple(map(Fraction, speeds))
         rows = rows_by_speed(total, fractions)
@@ -39,7 +39,7 @@ def test_rows_follow_the_speeds_as_well_as_whole_numbers_can() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_stages_are_faster_on_ranks_of_such_speeds(seed: int) -> None:
+def test_stages_for_unequal_speeds_are_the_fastest_possible(seed: int) -> None:
     draw = random.Random(seed)
     costs = [Fraction(draw.randint(1, 9)) for _ in range(draw.randint(4, 9))]
     speeds = [draw.randint(1, 4) for _ in range(4)]
@@ -59,7 +59,7 @@ def test_replicas_and_stages_have_the_speeds_of_their_ranks() -> None:
     assert equal_shares([4, 3, 2, 2, 1], 2, speeds=(Fraction(2), Fraction(1))) == ((0, 2, 3), (1, 4))
 
 
-def test_a_strategy_says_its_speeds_and_refuses_those_that_do_not_fit() -> None:
+def test_a_strategy_prints_its_speeds_and_refuses_those_that_do_not_fit() -> None:
     strategy = Strategy.parse("ddp speeds=4:2:2:2", 4)
 
     assert str(strategy) == "dp=4 speeds=2:1:1:1" and Strategy.parse(str(strategy), 4) == strategy
@@ -69,7 +69,7 @@ def test_a_strategy_says_its_speeds_and_refuses_those_that_do_not_fit() -> None:
     with pytest.raises(StrategyError, match="2 x 1 of 3, so that 33% is lost") as raised:
         Strategy.parse("tp speeds=2:1", 2)
     assert raised.value.hint == "ddp speeds=2:1" and Strategy.parse(raised.value.hint, 2)
-    # If groups of one speed are possible, the hint says how.
+    # If groups of equal speed are possible, the hint says how.
     with pytest.raises(StrategyError, match="2 x 1 of 3, so that 33% is lost") as raised:
         Strategy.parse("dp=2 tp=2 speeds=2:1:2:1", 4)
     apart = Strategy.parse(f"dp=2 tp=2 speeds=2:1:2:1 {raised.value.hint}", 4)
@@ -87,7 +87,7 @@ def deep(dropout: float = 0.0) -> nn.Module:
 
 
 class Late(nn.Module):
-    """A block that takes time whatever the machine is busy with; as the last one it has most of the work."""
+    """A block that takes a fixed time. The last block has most of the work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def steep() -> nn.Module:
 
 
 def held_here(trainer: Any) -> int:
-    """Count the elements of the parameters on this rank. A pipeline lists those of other stages too."""
+    """Count the elements of the parameters on this rank. A pipeline also lists those of other stages."""
     return sum(p.numel() for p in trainer.model.parameters() if not isinstance(p, Absent))
 
 
@@ -150,7 +150,7 @@ def losses(world: Any) -> dict[str, Any]:
     return found
 
 
-def test_losses_are_those_of_one_process_whatever_the_speeds_and_when_they_change() -> None:
+def test_losses_equal_one_process_for_all_speeds_and_their_changes() -> None:
     torch.manual_seed(SEED)
     (alone,) = run_ranks(losses, 1)
     found = run_ranks(losses, 2, timeout=120)
@@ -171,7 +171,7 @@ def test_losses_are_those_of_one_process_whatever_the_speeds_and_when_they_chang
         assert (one["pp speeds=3:1"][3] >= 4 * 42) == (rank == 0)
         assert one["switched"] == pytest.approx(alone["switched"], rel=1e-5)
         assert one["placed"][0] == pytest.approx(alone["placed"][0], rel=1e-5)
-        # Most of the model's cost is in its last block, which the faster rank takes, whichever it is.
+        # Most of the model's cost is in its last block, which the faster rank always takes.
         texts, (all_of_it, here) = one["placed"][1:]
         assert "places" not in texts[2] + texts[3] and texts[4].endswith("places=1:0 speeds=4:1")
         assert (here > all_of_it / 2) == (rank == 1)
@@ -210,18 +210,18 @@ def slept(world: Any, path: Any, strategy: str) -> dict[str, Any]:
     }
 
 
-def test_a_rank_that_slows_gets_less_within_three_steps_and_more_when_it_recovers(tmp_path: Any) -> None:
+def test_a_slowed_rank_gets_fewer_rows_within_three_steps_until_it_recovers(tmp_path: Any) -> None:
     found = run_ranks(slept, 2, tmp_path, "ddp", timeout=120)
 
     assert found[0]["events"] == found[1]["events"] and found[0]["loss"] == found[1]["loss"]
-    # There are 12 rows. The slow steps are 5 to 14; two of them are measured before the next is divided anew.
+    # There are 12 rows. The slow steps are 5 to 14; two of them are measured before the rows are divided again.
     rows = [Strategy.parse(text, 2).rows(12) for text in found[0]["strategies"]]
     of_slow = [stop - start for _, (start, stop) in rows]
     assert of_slow[7] < 6 and of_slow[-1] > of_slow[12]
     assert all(gain > 0.05 for _, _, gain in found[0]["events"])
 
 
-def test_what_is_measured_becomes_speeds_where_that_saves_enough() -> None:
+def test_measured_times_become_speeds_if_that_saves_enough() -> None:
     ddp, half = better(Strategy(dp=2), 12, (1.0,), (0.6, 1.2)), better(Strategy(dp=2), 12, (1.0,), (1.0, 1.04))
     assert ddp is not None and str(ddp[0]) == "dp=2 speeds=2:1" and ddp[1] == pytest.approx(1 / 3)
     assert half is None
@@ -230,7 +230,7 @@ def test_what_is_measured_becomes_speeds_where_that_saves_enough() -> None:
     assert back is not None and str(back[0]) == "dp=2" and back[1] == pytest.approx(1 / 4)
     stages = better(Strategy(pp=2), 12, (1.0,) * 6, (0.5, 1.0))
     assert stages is not None and stages[0].speeds == (2, 1)
-    # Four micro-batches: (3 + 6) x 0.5 / 4 + 6 x ... before, five of equal stages behind each other afterwards.
+    # Four micro-batches: (3 + 6) x 0.5 / 4 + 6 x ... before, five of equal consecutive stages afterwards.
     assert stages[1] == pytest.approx(1 - 5 * 4 / (4 * 6 + 3))
     # A group of tp has one speed, that of its slowest rank.
     groups = better(Strategy(dp=2, tp=2), 12, (1.0,), (1.0, 0.5, 0.5, 0.5))

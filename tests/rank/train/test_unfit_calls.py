@@ -1,4 +1,4 @@
-"""Calls of a Trainer with unknown arguments are answered with the length of an epoch, or the line of the cell."""
+"""Test that wrong calls of a Trainer get an error with the length of an epoch, or the line of the cell."""
 
 import warnings
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def refusal(call: Callable[..., Any], **named: Any) -> UsageError:
 
 
 def answers(world: Any) -> dict[str, Any]:
-    """Return the answers to calls that do not fit, and the file that a warning says it comes from."""
+    """Return the errors of wrong calls, and the file that a warning names."""
     settings: dict[str, Any] = {"optimizer": lambda model: optim.SGD(model.parameters(), lr=0.1), "progress": False}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -42,7 +42,7 @@ def answers(world: Any) -> dict[str, Any]:
     return found | {"epochs passed": trainer._stream.epoch, "left": trainer._stream.offset}
 
 
-def test_what_fit_is_not_given_is_answered_with_how_long_an_epoch_is() -> None:
+def test_unknown_arguments_of_fit_get_a_hint_with_the_length_of_an_epoch() -> None:
     [found] = run_ranks(answers, 1)
 
     assert found["epochs"].what == "Trainer.fit() got an unexpected keyword argument 'epochs'."

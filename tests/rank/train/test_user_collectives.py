@@ -1,4 +1,4 @@
-"""Models and losses with collectives of their own are equal to one process, or refused; no look at a model waits."""
+"""Test that models and losses with their own collectives equal one process or are refused, and no analysis hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 4
 
 
 class Counts(nn.Module):
-    """A model that counts the classes it finds, over all ranks, in an integer buffer that weighs them."""
+    """A model that counts its classes over all ranks, in an integer buffer that weights them."""
 
     def __init__(self, summed: bool = True) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def counts_alone() -> nn.Module:
 
 
 def reported(output: Tensor, target: Tensor) -> Tensor:
-    """Return the loss. A copy of it is summed over the ranks, as for a display."""
+    """Return the loss. Its copy is summed over the ranks, as for a display."""
     loss = F.cross_entropy(output, target)
     dist.all_reduce(loss.detach().clone())
     return loss
@@ -81,7 +81,7 @@ class Gathered(torch.autograd.Function):
 
 
 class SpreadExperts(nn.Module):
-    """A mixture of experts that is written for several ranks: each runs some experts, on the rows of all."""
+    """A mixture of experts written for several ranks: each runs some experts, on the rows of all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ MORE_REFUSED += [("experts", strategy) for strategy in ("ddp", "tp", "pp")]
 @pytest.mark.parametrize(
     ("equal", "refused"), [(EQUAL, REFUSED), pytest.param(MORE, MORE_REFUSED, marks=pytest.mark.long)]
 )
-def test_what_a_model_or_a_loss_sends_itself_is_right_or_refused(
+def test_own_collectives_of_models_and_losses_are_right_or_refused(
     equal: list[tuple[str, str]], refused: list[tuple[str, str]]
 ) -> None:
     alone = run_ranks(trained, 1, [(case, "ddp") for case, _ in equal], timeout=100)[0]
@@ -162,6 +162,6 @@ def unequal(world: Any) -> str:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_batch_whose_rows_the_ranks_cannot_share_equally_is_refused_where_they_gather_rows() -> None:
+def test_unequal_rows_are_refused_if_the_model_gathers_rows() -> None:
     for said in run_ranks(unequal, 2, timeout=100):
         assert "makes an all_gather itself" in said and "3 rows: 2, 1" in said and "drop_last=True" in said

@@ -1,4 +1,4 @@
-"""An average of the weights is that of torch's AveragedModel through switches and checkpoints."""
+"""Test that an average of the weights equals torch's AveragedModel through switches and checkpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trainer_of(strategy: str, **settings: Any) -> nbkit.Trainer:
 
 
 def chained(world: Any, folder: Path, chain: tuple[str, ...]) -> dict[str, Any]:
-    """Make a step under each strategy of the chain, save, and go on in a new Trainer under another strategy."""
+    """Make a step under each strategy of the chain, save, and continue in a new Trainer under another strategy."""
     average, far = nbkit.WeightAverage(decay=DECAY), {}
     trainer = trainer_of("ddp", callbacks=[average])
 
@@ -85,7 +85,7 @@ def chained(world: Any, folder: Path, chain: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("chain", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
-def test_an_average_is_that_of_one_process_through_switches_and_a_checkpoint(
+def test_an_average_equals_one_process_through_switches_and_a_checkpoint(
     chain: tuple[str, ...], tmp_path: Path
 ) -> None:
     for found in run_ranks(chained, 2, tmp_path, chain, timeout=600):
@@ -93,7 +93,7 @@ def test_an_average_is_that_of_one_process_through_switches_and_a_checkpoint(
         assert "after 0 steps" in found["early"] and len(found["refused"]) == 3
 
 
-def test_the_steps_that_count_are_those_of_torch() -> None:
+def test_the_averaged_steps_are_those_of_torch() -> None:
     torch.manual_seed(0)
     for settings, function in (
         (nbkit.WeightAverage(decay=0.9), get_ema_multi_avg_fn(0.9)),

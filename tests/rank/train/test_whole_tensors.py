@@ -1,4 +1,4 @@
-"""Muon and AdamW on a GPT: matrices are updated whole by their owners, under every strategy as in one process."""
+"""Test Muon and AdamW on a GPT: owners update whole matrices, and every strategy equals one process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def in_one_process(steps: int, clip: float) -> dict[str, Tensor]:
 def after_steps(
     steps: Collection[int], clip: float, rows: Sequence[tuple[Tensor, Tensor]]
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the weights after each of these numbers of steps in one process."""
+    """Return {number of steps: weights after them in one process}."""
     model, found = net(), {}
     every = muon_and_adamw(model).values()
     for step in range(max(steps)):
@@ -107,7 +107,7 @@ def chained(world: Any, chain: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("chain", [SAMPLE, pytest.param(CHAIN, marks=pytest.mark.long)])
-def test_a_gpt_under_muon_and_adamw_is_that_of_one_process_through_a_chain_of_switches(chain: tuple[str, ...]) -> None:
+def test_muon_and_adamw_equal_one_process_through_a_chain_of_switches(chain: tuple[str, ...]) -> None:
     found = run_ranks(chained, 4, chain, timeout=600)
 
     for each in found:
@@ -123,7 +123,7 @@ def test_a_gpt_under_muon_and_adamw_is_that_of_one_process_through_a_chain_of_sw
 LIVE = ("zero1", "zero2", "zero3", "hsdp shard=2", "dp=2 tp=2", "dp=2 pp=2 microbatches=2", "dp=2 cp=2", "ddp")
 VICTIM, ROWS = 2, 8 * 200
 
-doomed: int | None = None  # on the rank that is to die: after how many steps
+doomed: int | None = None  # on the rank that will die: the number of steps before
 
 
 def fatal(output: Tensor, target: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def fatal(output: Tensor, target: Tensor) -> Tensor:
 
 
 def lived(seat: Seat, folder: str, dies_under: str) -> tuple[dict[int, dict[str, Tensor]], list[str]]:
-    """Train through live switches, a save, a load and a death. Return the weights by step, and what was refused."""
+    """Train through live switches, a save, a load and a death. Return the weights by step, and the refusals."""
     global doomed
     kept: dict[int, dict[str, Tensor]] = {}
     refused: list[str] = []
@@ -173,9 +173,7 @@ def lived(seat: Seat, folder: str, dies_under: str) -> tuple[dict[int, dict[str,
 @pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize("dies_under", ["zero1", "dp=2 tp=2"])
-def test_muon_and_adamw_are_those_of_one_process_through_live_switches_a_load_and_a_death(
-    tmp_path: Path, dies_under: str
-) -> None:
+def test_muon_and_adamw_equal_one_process_through_live_switches_and_a_death(tmp_path: Path, dies_under: str) -> None:
     found = run_replaced(lived, 4, str(tmp_path / "saved"), dies_under, deaths=1, timeout=300)
 
     steps = {step for kept, _ in found for step in kept}
@@ -189,7 +187,7 @@ def test_muon_and_adamw_are_those_of_one_process_through_live_switches_a_load_an
 
 
 def edited(world: Any) -> float:
-    """Return how far two steps are from one process, if the weights are changed between them, unseen by autograd."""
+    """Return the difference of two steps from one process, with a change of the weights between them."""
     trainer = nbkit.Trainer(
         model=net, loss=loss, optimizer=muon_and_adamw, data=data(), batch_size=8, clip_norm=0.5, strategy="zero3",
         log_dir=None, progress=False, loading=nbkit.Loading(shuffle=False),
@@ -211,12 +209,12 @@ def edited(world: Any) -> float:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_owners_get_weights_that_a_user_has_changed() -> None:
+def test_owners_use_weights_that_a_user_has_changed() -> None:
     assert max(run_ranks(edited, 2, timeout=200)) < 1e-9
 
 
 def own_losses(world: Any) -> dict[str, float]:
-    """Return, by strategy, how far three steps of a loop with its own forward and loss are from one process."""
+    """Return by strategy the difference of three steps with an own forward and loss from one process."""
     rows, found = data(), {}
     example = tuple(torch.stack(part[:2]) for part in zip(*rows, strict=True))
     batches = [tuple(map(torch.stack, zip(*rows[8 * n : 8 * n + 8], strict=True))) for n in range(3)]
@@ -240,7 +238,7 @@ def test_a_loop_with_its_own_loss_gives_owners_the_gradients_too() -> None:
         assert max(found.values()) < 1e-9, found
 
 
-def test_what_an_owner_alone_remembers_is_not_forgotten_when_its_update_was_broken_off() -> None:
+def test_state_held_only_by_an_interrupted_owner_is_an_error() -> None:
     whole = Layout.whole((4, 4))
     weights, kinds = {"weight/a": whole}, {"weight/a": torch.float32}
     source = _RankState(weights, {}, {}, kinds, {})
@@ -273,7 +271,7 @@ def everything(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def idle_steps(world: Any) -> dict[str, Any]:
-    """Return, by strategy, how far two steps are from one process, and the bytes of the exchanges of the second."""
+    """Return by strategy the difference of two steps from one process, and the bytes exchanged in the second."""
     found: dict[str, Any] = {}
     torch.manual_seed(0)
     plain, rows = Idle(), data()
@@ -311,7 +309,7 @@ def idle_steps(world: Any) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_step_sends_what_is_not_owned_once_in_and_once_out() -> None:
+def test_a_step_sends_tensors_to_their_owners_and_back_once() -> None:
     found = run_ranks(idle_steps, 4, timeout=300)
 
     matrices = [p for p in Idle().parameters() if p.ndim == 2]
@@ -319,11 +317,11 @@ def test_a_step_sends_what_is_not_owned_once_in_and_once_out() -> None:
     for strategy in ("zero1", "zero2", "zero3"):
         far, sent, kept, predicted = zip(*(each[strategy] for each in found), strict=True)
         assert max(far) < 1e-9, strategy
-        assert sum(kept) == len(matrices) - 1, strategy  # what is never used has no state
+        assert sum(kept) == len(matrices) - 1, strategy  # the unused matrix has no state
         assert sum(sent) == pytest.approx(predicted[0], rel=0.01), strategy
-        if strategy == "zero3":  # the parts of gradients in, of updates out
+        if strategy == "zero3":  # parts of gradients go in, parts of updates come out
             assert 2 * size * 3 / 4 <= sum(sent) <= 1.02 * 2 * size * 3 / 4
-        else:  # of what a rank hands over, a quarter is its own
+        else:  # a quarter of the sent bytes stays on the rank
             assert sum(sent) * 3 / 4 == pytest.approx(2 * 3 * size, rel=0.02)
 
 
@@ -333,7 +331,7 @@ GPT2_SMALL = GPTConfig(vocab=50257, block=1024, layers=12, heads=12, width=768)
 @pytest.mark.parametrize(
     ("config", "ranks"), [(CONFIG, 4), *((GPT2_SMALL, ranks) for ranks in (2, 3, 4, 5, 6, 8, 12, 16, 24))]
 )
-def test_owners_share_the_cost_of_updates(config: GPTConfig, ranks: int) -> None:
+def test_owners_share_the_cost_of_updates_equally(config: GPTConfig, ranks: int) -> None:
     with torch.device("meta"):
         named = dict(GPT(config).named_parameters())
     shapes = {name: tuple(p.shape) for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
@@ -345,6 +343,6 @@ def test_owners_share_the_cost_of_updates(config: GPTConfig, ranks: int) -> None
     assert max(cost.values()) <= 1.1 * sum(cost.values()) / ranks
 
 
-def test_the_cost_of_an_update_is_that_of_its_shorter_side_and_replicas_share_it() -> None:
+def test_the_cost_of_an_update_follows_its_shorter_side_and_replicas_share_it() -> None:
     assert update_cost((64, 16)) == update_cost((16, 64)) == 16 * 16 * 64
     assert owners({"a": [(0, 2), (1, 3)], "b": [(0, 2), (1, 3)]}, {"a": (4, 4), "b": (4, 4)}, 4) == {"a": 0, "b": 1}

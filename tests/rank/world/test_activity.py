@@ -1,4 +1,4 @@
-"""A rank answers what it does while its main thread waits: another thread asks, on gloo and on a pretended GPU."""
+"""Test that another thread sees what a rank does while its main thread waits, on gloo and on a pretended GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line_of(text: str) -> int:
 
 
 def seen_in(wait: Callable[[], Any], rank: int) -> Activity:
-    """Return what another thread sees while this one is in `wait`. Then `wait` is broken out."""
+    """Return what another thread sees while this one is in `wait`. Then break out of `wait`."""
     seen: list[Activity] = []
 
     def look() -> None:
@@ -69,7 +69,7 @@ def by_mode() -> dict[str, Activity]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_operation_that_a_rank_waits_in_is_told_whatever_is_measured(
+def test_the_operation_a_rank_waits_in_is_reported_in_every_telemetry_mode(
     by_mode: dict[str, Activity], mode: str
 ) -> None:
     found = by_mode[mode]
@@ -80,7 +80,7 @@ def test_the_operation_that_a_rank_waits_in_is_told_whatever_is_measured(
     assert str(found.waits.line) == f"cell 7 line {line_of('reduces')}"
     log = found.groups["world"]
     assert (log.axis, log.issued) == ("world", 3)
-    if mode != "off":  # then nothing but the count is noted
+    if mode != "off":  # "off" notes only the count
         told = [(each.op, each.number, each.bytes, each.dtype) for each in log.operations]
         assert told == [("all_reduce", 1, 4, "float32"), ("barrier", 2, 0, ""), ("all_reduce", 3, 24, "float64")]
         assert log.operations[-1].line == found.waits.line
@@ -95,7 +95,7 @@ def in_the_first_use_of_a_communicator(rank: int) -> Activity | None:
     return seen_in(lambda: dist.all_reduce(torch.ones(3), group=group), 0)  # meets
 
 
-def test_a_rank_that_comes_alone_to_the_first_use_of_a_communicator_waits_in_that() -> None:
+def test_a_rank_alone_in_the_first_use_of_a_communicator_is_seen_waiting_there() -> None:
     found = run_ranks(in_the_first_use_of_a_communicator, 2, join=False)[0]
 
     assert found is not None and found.waits is not None
@@ -104,7 +104,7 @@ def test_a_rank_that_comes_alone_to_the_first_use_of_a_communicator_waits_in_tha
 
 
 class Stream:
-    """A device's, which stands still for a call or does not."""
+    """A device's stream that is blocked in a call, or is not."""
 
     def __init__(self, is_open: bool) -> None:
         self._open = is_open
@@ -113,7 +113,7 @@ class Stream:
         return self._open
 
 
-def test_what_a_device_stands_in_is_told_when_its_host_has_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_that_stops_the_device_is_reported_after_the_host_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "ring", Ring())
     group = GroupInfo("dp 1 [0,1]", "dp", (0, 1))
     for number, is_open in ((1, False), (2, True), (3, True)):
@@ -128,7 +128,7 @@ def test_what_a_device_stands_in_is_told_when_its_host_has_gone_on(monkeypatch: 
     assert activity(0, CELLS).waits is None
 
 
-def test_the_line_says_what_it_calls_and_the_stacks_name_their_threads() -> None:
+def test_a_line_has_its_call_and_stacks_have_thread_names() -> None:
     ready, go_on = threading.Event(), threading.Event()
     seen: list[Activity] = []
 

@@ -1,4 +1,4 @@
-"""A rank fails within a step: the others are woken from what they wait in, all meet, and their groups work again."""
+"""Test that a rank that fails in a step wakes the others from their waits, all meet, and their groups work again."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def total(group: Any = None) -> float:
 
 
 def hears(alarm: Alarm) -> bool:
-    """Return True if the alarm is heard within ten seconds. A rank that was woken first closes its connections, which
-    may end the wait before."""
+    """Return True if the alarm is heard within ten seconds. A rank that woke earlier closes its connections, which may
+    end the wait before."""
     deadline = time.monotonic() + 10
     while not alarm.heard and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -59,14 +59,14 @@ def woken(world: Any) -> Any:
         fails(Alarm("a"), lambda: dist.recv(torch.ones(1), 1), failing=rank == 1),
     ]
     sums = [total(), total(everyone), total(pair) if rank < 2 else 2.0, total(dist.new_group([0, 1, 2]))]
-    # The next generation is formed as usual.
+    # The next generation must form as usual.
     next_generation(world)
     sums += [total(), total(everyone)]
     told.append(fails(Alarm("a"), total, failing=rank == 0))
     return told, [*sums, total()], world.dirty, isinstance(dist.group.WORLD, DelegatingGroup)
 
 
-def test_whoever_waits_for_a_rank_that_has_failed_is_woken_and_the_same_groups_work_again() -> None:
+def test_ranks_that_wait_for_a_failed_rank_wake_and_their_groups_work_again() -> None:
     for told, sums, dirty, delegating in run_ranks(woken, 3, generations=2):
         assert told == [["woken", "woken", "no"], ["woken", "no", "woken"], ["no", "woken", "woken"]]
         assert sums == [3.0, 3.0, 2.0, 3.0, 3.0, 3.0, 3.0] and dirty == "" and delegating
@@ -81,7 +81,7 @@ def alone(world: Any) -> list[Any]:
     return [alarm.meet("me"), alarm.rung(), alarm.heard, alarm.mend()]
 
 
-def test_a_world_of_one_has_nobody_to_tell() -> None:
+def test_an_alarm_in_a_world_of_one_has_no_effect() -> None:
     assert run_ranks(alone, 1) == [[["me"], False, False, None]]
 
 
@@ -92,7 +92,7 @@ def serve(port: Connection) -> None:
 
 
 def unreachable(world: Any) -> bool:
-    """Return True if an alarm ends although its store has ended with the rank that held it."""
+    """Return True if an alarm ends after its store ended with the rank that held it."""
     forking = multiprocessing.get_context("fork")
     port, told = forking.Pipe(duplex=False)
     server = forking.Process(target=serve, args=(told,))
@@ -110,12 +110,12 @@ def unreachable(world: Any) -> bool:
     return not ending.is_alive()
 
 
-def test_an_alarm_ends_although_its_store_cannot_be_reached_any_more() -> None:
+def test_an_alarm_ends_even_if_its_store_is_unreachable() -> None:
     assert run_ranks(unreachable, 2) == [True, True]
 
 
 def left(world: Any) -> str:
-    """Break rank 0 out, as Stop or the death of a rank does. Rank 1 never comes."""
+    """Break rank 0 out, as after Stop or the death of a rank. Rank 1 never comes."""
     if world.place.rank == 1:
         return ""
     alarm = Alarm("a")
@@ -131,5 +131,5 @@ def left(world: Any) -> str:
     return f"{error.value.what} {error.value.numbers} {Alarm.possible()}"
 
 
-def test_nobody_waits_for_a_rank_that_is_gone() -> None:
+def test_no_rank_waits_for_a_dead_rank() -> None:
     assert run_ranks(left, 2) == ["The ranks do not come together. rank 1 died False", ""]

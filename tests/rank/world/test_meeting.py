@@ -1,4 +1,4 @@
-"""All ranks do the same and leave a training after the same step, or each says which rank does something else."""
+"""Test that all ranks make the same calls and leave a training after the same step, or name the rank that differs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nbkit.rank.world import meeting
 
 
 def loop(job: Job, loader: Any, *, leaves: int = 100, agreed: bool = False) -> str:
-    """Run a loop that this rank wants to leave after so many steps. Return its error, or where it left."""
+    """Run a loop that this rank wants to leave after `leaves` steps. Return its error, or where it left."""
     try:
         for number, batch in enumerate(job.batches(loader), 1):
             job.backward(batch)
@@ -52,13 +52,13 @@ def test_a_rank_whose_loader_ends_first_is_named_on_all_ranks() -> None:
     assert "rank 0 left after step 4 at line" in first and "rank 1 makes step 5 at line" in first
 
 
-def test_a_rank_that_breaks_its_loop_is_named_where_the_others_go_on() -> None:
+def test_a_rank_that_breaks_its_loop_is_named_on_the_ranks_that_go_on() -> None:
     first, second = run_ranks(left_alone, 2, "break")
     assert first == "left after step 3"
     assert "rank 0 left after step 3 at line" in second and "rank 1 makes step 4 at line" in second
 
 
-def test_a_loop_that_one_rank_wants_to_leave_is_left_by_all() -> None:
+def test_all_ranks_leave_a_loop_when_one_rank_calls_stop_if() -> None:
     assert run_ranks(left_alone, 2, "agreed") == ["left after step 3"] * 2
 
 
@@ -66,7 +66,7 @@ def ends_of_fit(world: Any) -> list[Any]:
     rank, refused = world.place.rank, list[str]()
     trainer = quiet(callbacks=[lambda trainer, record: trainer.stop_if(rank == 1 and record["step"] == 6)])
     made = [len(trainer.fit(3))]
-    for asked in ({"steps": 3 + 2 * rank}, {"until": 3 + 2 * rank}):  # the second one has nothing left to do on rank 0
+    for asked in ({"steps": 3 + 2 * rank}, {"until": 3 + 2 * rank}):  # the second has no steps left on rank 0
         try:
             trainer.fit(**asked)
         except TrainingError as error:
@@ -75,7 +75,7 @@ def ends_of_fit(world: Any) -> list[Any]:
     return [refused, made, trainer.step]
 
 
-def test_a_fit_of_other_steps_is_refused_and_one_that_a_callback_ends_ends_on_all() -> None:
+def test_fits_of_different_steps_are_refused_and_a_callback_ends_all_ranks() -> None:
     first, second = run_ranks(ends_of_fit, 2)
     assert first == second
     refused, made, step = first
@@ -93,7 +93,7 @@ def told(act: Callable[[], Any]) -> str:
 
 
 def apart(world: Any, folder: Path) -> list[Any]:
-    """Return what each rank is told at different places, and at the end whether they work together again."""
+    """Return the error of each rank for different calls, and then whether they work together again."""
     rank, found = world.place.rank, list[Any]()
     trainer = quiet()
     trainer.fit(2)
@@ -110,7 +110,7 @@ def apart(world: Any, folder: Path) -> list[Any]:
     return [*found, len(trainer.fit(2))]
 
 
-def test_ranks_that_come_for_different_things_are_told_both_and_can_go_on(tmp_path: Path) -> None:
+def test_ranks_that_make_different_calls_get_both_names_and_can_go_on(tmp_path: Path) -> None:
     first, second = run_ranks(apart, 2, tmp_path / "saved")
     assert first == second
     *pairs, made = first
@@ -124,7 +124,7 @@ OWN = ("own", "receives", "sends")
 
 
 def alone(world: Any, how: str) -> list[str]:
-    """Return what each rank is told where rank 0 alone comes to a place of all."""
+    """Return the error of each rank if only rank 0 comes to a call that all must make."""
     rank = world.place.rank
 
     def callback(trainer: Any, record: Any) -> None:
@@ -143,7 +143,7 @@ def alone(world: Any, how: str) -> list[str]:
             dist.barrier()
 
     def left_waiting() -> None:
-        # Rank 1 waits in an operation of the user's own, because rank 0 has left the loop.
+        # Rank 1 waits in the user's own operation, because rank 0 has left the loop.
         for batch in trainer.job.batches([trainer.loop.collate(points(8))] * 4):
             trainer.job.backward(batch)
             trainer.job.optimizer.step()
@@ -153,7 +153,7 @@ def alone(world: Any, how: str) -> list[str]:
             waits = {
                 "own": lambda: dist.all_reduce(torch.ones(1)),
                 "receives": lambda: dist.recv(torch.ones(1), 0),
-                "sends": lambda: dist.send(torch.ones(1 << 24), 0),  # so large that it is not over at once
+                "sends": lambda: dist.send(torch.ones(1 << 24), 0),  # so large that the send takes a while
             }
             waits[how]()
 
@@ -175,7 +175,7 @@ def alone(world: Any, how: str) -> list[str]:
         "sends": ["rank 1 waits in send at line", "rank 0 has ended this cell"],
     }.items(),
 )
-def test_a_rank_that_waits_alone_is_told_and_so_is_the_one_that_waits_for_it(how: str, texts: list[str]) -> None:
+def test_ranks_that_wait_for_each_other_in_different_calls_get_an_error(how: str, texts: list[str]) -> None:
     ranks = run_ranks(alone, 2, how, generations=2)
     for rank, (said, again) in enumerate(ranks):
         if (how == "cell" and rank == 1) or (how in OWN and rank == 0):
@@ -200,25 +200,25 @@ def interrupted(world: Any) -> list[str]:
     return [*found, told(lambda: trainer.evaluate(points(8)))]
 
 
-def test_a_rank_that_is_interrupted_where_it_waits_meets_the_others_afterwards() -> None:
+def test_a_rank_interrupted_in_a_meeting_meets_the_others_afterwards() -> None:
     assert run_ranks(interrupted, 2) == [["done", "done"]] * 2
 
 
 def unwatched(world: Any) -> str:
-    """Meet where rank 2 does not look by itself: the end of its connections is the first that it hears."""
+    """Meet while rank 2 does not check by itself: the first sign for it is the end of its connections."""
     if world.place.rank == 2:
         meeting._LOOK_SECONDS = 100.0
     meeting.begin_cell("1", (0, 1, 2))
     return told(dist.barrier if world.place.rank else lambda: meeting.meet("save"))
 
 
-def test_a_rank_whose_connections_end_before_it_is_told_says_why_they_do() -> None:
+def test_a_rank_whose_connections_end_first_reports_the_same_cause() -> None:
     first, *others = run_ranks(unwatched, 3)
     assert "rank 0: save at line" in first and "waits in barrier" in first and others == [first] * 2
 
 
 def late(world: Any) -> list[str]:
-    """Delay rank 1 in loading an earlier step. Then rank 0 is interrupted where rank 2 waits, and comes later."""
+    """Delay rank 1 while it loads an earlier step. Then interrupt rank 0 while rank 2 waits for it."""
     rank, store, step = world.place.rank, world._store, [10]
     meeting._LOOK_SECONDS, meeting._SURE_SECONDS = 0.1, 0.4
     pair = dist.new_group([0, 1])
@@ -247,12 +247,12 @@ def late(world: Any) -> list[str]:
     return [*found, told(lambda: meeting.meet("save"))]
 
 
-def test_a_rank_that_can_still_come_is_waited_for() -> None:
+def test_ranks_wait_for_a_rank_that_can_still_come() -> None:
     assert run_ranks(late, 3) == [["done"] * 3, ["done"] * 3, ["done"] * 2]
 
 
 def limited(world: Any) -> str:
-    """Let rank 1 wait for rank 0 as long as it has said. Then it comes."""
+    """Let rank 1 wait for rank 0 until its own timeout. Then it comes."""
     meeting._LOOK_SECONDS, meeting._SURE_SECONDS = 0.1, 0.2
     meeting.begin_cell("1", (0, 1))
     if world.place.rank:
@@ -261,5 +261,5 @@ def limited(world: Any) -> str:
     return told(lambda: meeting.meet("save"))
 
 
-def test_a_wait_with_a_limit_of_its_own_is_not_broken_off() -> None:
+def test_a_wait_with_its_own_timeout_is_not_interrupted() -> None:
     assert run_ranks(limited, 2) == ["done"] * 2

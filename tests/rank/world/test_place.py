@@ -1,4 +1,4 @@
-"""The GPU of a rank, and the message when nccl cannot be chosen."""
+"""Test the GPU of a rank, and the warning when nccl cannot be used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbkit.rank.world import rank_place
 from nbkit.rank.world.rank_place import RankPlace
 
 
-def test_a_rank_takes_the_gpu_that_its_user_named_else_the_one_of_its_local_rank() -> None:
+def test_a_rank_uses_the_gpu_of_its_user_or_else_of_its_local_rank() -> None:
     place = RankPlace(3, 4, 3, 4, "cuda", "nccl")
 
     assert place.gpu(num_gpus=4) == 3
@@ -22,7 +22,7 @@ def test_a_rank_takes_the_gpu_that_its_user_named_else_the_one_of_its_local_rank
     assert place.gpu(num_gpus=8, current=6) == 6
 
 
-def test_gloo_on_gpus_is_said_once_per_host() -> None:
+def test_gloo_on_gpus_warns_once_per_host() -> None:
     with pytest.warns(UserWarning, match="4 ranks on this host, and this one sees 1 GPU"):
         RankPlace(4, 8, 0, 4, "cuda", "gloo").warn_of_gloo(num_gpus=1)
     with warnings.catch_warnings():
@@ -32,8 +32,8 @@ def test_gloo_on_gpus_is_said_once_per_host() -> None:
         RankPlace(4, 8, 0, 4, "cpu", "gloo").warn_of_gloo(num_gpus=0)
 
 
-def test_messages_between_ranks_lie_on_the_host_where_gloo_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A replacement process once ended when it was handed the training over gloo from a GPU.
+def test_messages_between_ranks_are_on_the_host_if_gloo_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A replacement process once crashed when it got the training over gloo from a GPU.
     monkeypatch.setattr(rank_place, "accelerator", lambda: SimpleNamespace(device=lambda kind: kind))
 
     found = [

@@ -1,4 +1,4 @@
-"""Only the chosen connections are shut, also while other threads open and close some."""
+"""Test that only the chosen connections are shut, even while other threads open and close some."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def connection() -> tuple[socket.socket, socket.socket]:
     return here, there
 
 
-def test_those_of_these_inodes_are_shut_and_no_others() -> None:
+def test_only_connections_of_the_given_inodes_are_shut() -> None:
     (old, peer), (other, friend) = connection(), connection()
     assert sockets.shut({os.fstat(old.fileno()).st_ino}) == 1
     assert peer.recv(1) == b""
@@ -27,13 +27,13 @@ def test_those_of_these_inodes_are_shut_and_no_others() -> None:
         each.close()
 
 
-def test_a_new_connection_with_the_number_of_a_closed_one_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_connection_that_reuses_a_closed_number_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     (old, peer), (new, friend) = connection(), connection()
     number, dup = old.fileno(), os.dup
     inode = os.fstat(number).st_ino
 
     def meanwhile(fd: int) -> int:
-        """Reuse the number, as two threads of gloo may: one closes a connection, another opens one meanwhile."""
+        """Reuse the number, as two threads of gloo may: one closes a connection while another opens one."""
         if fd == number:
             os.dup2(new.fileno(), number)
         return dup(fd)

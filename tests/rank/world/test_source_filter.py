@@ -1,4 +1,4 @@
-"""A listening socket that admits some addresses: these connect, and nobody else."""
+"""Test a listening socket that admits some addresses: only these can connect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def connects(listener: socket.socket, source: str) -> bool:
         return True
 
 
-def test_addresses_that_are_admitted_connect_and_others_get_no_answer(listener: socket.socket) -> None:
+def test_admitted_addresses_connect_and_others_get_no_answer(listener: socket.socket) -> None:
     own = listener.getsockname()[0]
     others = ["10.0.0.7", "fd00::7", "255.255.255.254"]
     assert admit_only(listener, [*others, own, "fd00::8"])
@@ -46,19 +46,19 @@ def test_addresses_that_are_admitted_connect_and_others_get_no_answer(listener: 
         assert not connects(listener, "127.0.0.2")
         assert admit_only(listener, ["127.0.0.2", "127.0.0.3"])
         assert [connects(listener, f"127.0.0.{last}") for last in (1, 2, 3, 4)] == [False, True, True, False]
-    for nearly in ("127.0.0.3", "::2", "1::1", "::1:0:0:1"):  # also where one word alone differs
+    for nearly in ("127.0.0.3", "::2", "1::1", "::1:0:0:1"):  # some differ in only one word
         assert admit_only(listener, [*others, nearly])
         assert not connects(listener, own)
 
 
-def test_a_thousand_hosts_are_admitted_one_by_one(listener: socket.socket) -> None:
+def test_a_thousand_hosts_can_be_admitted(listener: socket.socket) -> None:
     if listener.family == socket.AF_INET6:
         pytest.skip("a kernel holds some two hundred of these")
     assert admit_only(listener, [f"127.0.{n // 250}.{n % 250 + 1}" for n in range(1, 1000)])
     assert [connects(listener, source) for source in ("127.0.0.1", "127.0.0.2", "127.0.3.250")] == [False, True, True]
 
 
-def test_a_store_serves_those_whom_its_socket_admits() -> None:
+def test_a_store_serves_only_addresses_that_its_socket_admits() -> None:
     listener = open_listener()
     port = listener.getsockname()[1]
     assert admit_only(listener, ["127.0.0.1"])

@@ -1,4 +1,4 @@
-"""A call of a split model is the user's own, which all ranks have to make, or that of a step."""
+"""Test that a user's call of a split model, which all ranks must make, is distinguished from the call of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = tuple[FrameType, str] | None
 
 
 class Block(nn.Module):
-    """A block whose forward notes whose call it is in, where a gather of its weights would wait."""
+    """A block whose forward notes the user's call, at the place where a gather of its weights would wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def step(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return made
 
 
-def test_the_line_that_calls_the_whole_model_is_found_and_no_block_of_it(model: Model) -> None:
+def test_the_line_that_calls_the_whole_model_is_found(model: Model) -> None:
     here = inspect.currentframe()
 
     model(torch.ones(1))
@@ -70,7 +70,7 @@ def test_the_line_that_calls_the_whole_model_is_found_and_no_block_of_it(model: 
     assert found is not None and found[0] is here and found[1] == "dp=2 zero=3"
 
 
-def test_a_call_in_a_step_is_nobodys_but_one_in_a_callback_is_the_users(model: Model) -> None:
+def test_a_call_in_a_callback_is_the_users_and_one_in_a_step_is_not(model: Model) -> None:
     def callback(x: Any) -> Any:
         return model(x)
 
@@ -81,7 +81,7 @@ def test_a_call_in_a_step_is_nobodys_but_one_in_a_callback_is_the_users(model: M
     assert in_step is None and in_callback is not None and in_callback[0].f_code is callback.__code__
 
 
-def test_a_model_that_is_whole_may_be_called_by_anybody() -> None:
+def test_calls_of_a_model_that_is_not_split_are_not_reported() -> None:
     model = Model()
 
     model(torch.ones(1))

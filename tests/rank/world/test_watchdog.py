@@ -1,4 +1,4 @@
-"""Breaking a rank out of what it waits in, and telling where it is."""
+"""Test breaking a rank out of a wait, and reporting where it is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nbkit.rank.world import failure_alarm
 from nbkit.rank.world.world import World
 from nbkit.wire import process_state
 
-GENEROUS = 20.0  # seconds; released means: long before that
+GENEROUS = 20.0  # seconds; a released rank returns long before
 
 
 def wait_in_all_reduce(rank: int) -> None:
@@ -58,7 +58,7 @@ def wait_in_forming_a_group(rank: int) -> None:
     dist.new_group([0, 1])
 
 
-# (wait, whether rank 0 takes part in the beginning; it never comes to the call that waits)
+# (wait, whether rank 0 takes part at first); rank 0 never comes to the call that waits
 WAITS: list[tuple[Callable[[int], None], bool]] = [
     (wait_in_all_reduce, False),
     (wait_in_ddp_backward, True),
@@ -70,9 +70,9 @@ WAITS: list[tuple[Callable[[int], None], bool]] = [
 
 
 def broken_out(world: World) -> Any:
-    """Break rank 1 out of each wait from a thread of its own, while rank 0 stays away from it."""
+    """Break rank 1 out of each wait from one of its threads, while rank 0 stays away."""
     rank = world.place.rank
-    # A connection of the user's own, and the store: neither may be touched.
+    # The user's own connection and the store must not be touched.
     listener = socket.create_server(("127.0.0.1", 0))
     mine = socket.create_connection(listener.getsockname())
     other, _ = listener.accept()
@@ -113,7 +113,7 @@ def test_break_out_releases_every_wait_and_touches_nothing_else() -> None:
 
 
 def broken_by_a_peer(world: World) -> str:
-    """Break out on rank 0 alone. The others wake because its ends of the connections are shut."""
+    """Break out on rank 0 only. The others wake because its ends of the connections are shut."""
     if world.place.rank == 0:
         failure_alarm.break_out("rank 0 failed")
         return world.dirty
@@ -135,7 +135,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 def with_workers(world: World) -> bool:
-    """Break out while the DataLoader's workers hold duplicates of the connections, which must not prevent it."""
+    """Break out while the DataLoader's workers hold duplicates of the connections. They must not prevent it."""
     loader = iter(DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork"))
     next(loader)
     if world.place.rank == 0:
@@ -146,7 +146,7 @@ def with_workers(world: World) -> bool:
     return next(loader) is not None
 
 
-def test_a_break_works_while_workers_of_a_loader_live() -> None:
+def test_break_out_works_while_loader_workers_are_alive() -> None:
     assert run_ranks(with_workers, 2) == [True, True]
 
 
@@ -174,7 +174,7 @@ def a_function_of_the_user() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_where_names_the_users_line_and_the_collective() -> None:
+def test_where_reports_the_users_line_and_the_collective() -> None:
     stack, where = run_ranks(seen_from_a_thread, 2)[0]
 
     line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "def a_function" in text) + 1
@@ -191,20 +191,20 @@ def dumped(world: World, path: str) -> str:
     return Path(path).read_text()
 
 
-def test_a_signal_dumps_the_stacks_into_the_file(tmp_path: Path) -> None:
+def test_a_signal_writes_the_stacks_into_the_file(tmp_path: Path) -> None:
     (text,) = run_ranks(dumped, 1, str(tmp_path / "stacks"))
 
     assert f'File "{__file__}"' in text and "in dumped" in text
 
 
 def broken_out_in_mid_message(world: World) -> float:
-    """Release two living ranks while a message is half way between them."""
+    """Break two living ranks out while a message between them is half sent."""
     message = torch.full((100_000_000,), world.place.rank, dtype=torch.uint8)
     ends = dist.isend(message, 0) if world.place.rank == 1 else dist.irecv(message, 1)
     released = threading.Timer(0.02, failure_alarm.break_out, ["planted"])
     released.start()
     assert ends is not None
-    with contextlib.suppress(RuntimeError):  # if it began after the connection had ended
+    with contextlib.suppress(RuntimeError):  # raised if the wait began after the connection had ended
         ends.wait()
     released.join()
     next_generation(world)
@@ -213,7 +213,7 @@ def broken_out_in_mid_message(world: World) -> float:
     return one.item()
 
 
-def test_a_message_between_ranks_that_live_is_not_cut_in_two() -> None:
+def test_break_out_does_not_cut_a_message_between_living_ranks() -> None:
     # gloo never wakes a rank that waits for the rest of a message.
     assert run_ranks(broken_out_in_mid_message, 2, generations=2, timeout=40) == [2.0, 2.0]
 
@@ -236,7 +236,7 @@ while asking.is_alive():
 
 
 @pytest.mark.long
-def test_a_rank_whose_threads_come_and_go_outlives_being_asked_for_its_stack(tmp_path: Path) -> None:
+def test_a_rank_whose_threads_start_and_end_survives_stack_dumps(tmp_path: Path) -> None:
     dump = tmp_path / "dump"
     asked = subprocess.run([sys.executable, "-c", ASKED_WHILE_THREADS_END, str(dump)], timeout=60)
     assert asked.returncode == 0

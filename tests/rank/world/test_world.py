@@ -1,4 +1,4 @@
-"""Joining, re-forming and leaving the world; user code's own init and destroy; what listens and what leaks."""
+"""Test joining, re-forming and leaving the world, the user's own init and destroy, open sockets and leaks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from nbkit.rank.world.world import RankPlace, World, current, open_listener
 
 
 def destroyed_between(world: World) -> list[float]:
-    """Return the losses of a second job of the same kind. A program in a cell has destroyed all groups before."""
+    """Return the losses of a second job like the first, after a program in a cell has destroyed all groups."""
     quiet(strategy="zero3").fit(1)
     dist.destroy_process_group()
     next_generation(world)
     return [record["loss"] for record in quiet(strategy="zero3").fit(2)]
 
 
-def test_groups_that_a_program_has_destroyed_are_made_again_for_the_next_job() -> None:
+def test_groups_destroyed_by_a_program_are_made_again_for_the_next_job() -> None:
     first, second = run_ranks(destroyed_between, 2, generations=2)
     assert first == second and len(first) == 2
 
@@ -57,7 +57,7 @@ def joined(world: World) -> Any:
     counted = delegating_group.fingerprint()["world"]
     x = torch.full((2,), float(world.place.rank))
     dist.all_reduce(x)
-    # A store that the user makes on env:// joins the existing one.
+    # The user's own store on env:// joins the existing one.
     own, rank, size = next(dist.rendezvous("env://"))
     own.set(f"user{rank}", "here")
     own.wait([f"user{other}" for other in range(size)])
@@ -77,7 +77,7 @@ def test_joining_sets_the_environment_and_forms_the_group() -> None:
         assert (mine, counted, x, fd) == (True, 0, [3.0, 3.0], -1)
 
 
-def test_a_world_of_one_is_the_same_code_path() -> None:
+def test_a_world_of_one_is_joined_like_any_world() -> None:
     ((env, mine, counted, x, _),) = run_ranks(joined, 1)
 
     assert (env["WORLD_SIZE"], mine, counted, x) == ("1", True, 0, [0.0, 0.0])
@@ -135,7 +135,7 @@ def a_model() -> nn.Sequential:
 
 
 def wrapped(kind: str) -> Any:
-    from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+    from torch.distributed.fsdp import fully_shard  # an import at the top would cost each worker a second
 
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(a_model(), bucket_cap_mb=0.001)
@@ -181,7 +181,7 @@ def broken_in_backward(world: World, kind: str) -> Any:
     losses = steps(model, optimizer, rank, range(3))
     inner = model.module if kind == "ddp" else model
     hook = inner[2].register_forward_hook(lambda module, args, output: BreaksInBackward.apply(output, rank))
-    # The parent of a cluster's ranks does this too: it tells a rank that the closed connections have not woken.
+    # A cluster's parent process does this too: it tells a rank that the closed connections did not wake.
     told = threading.Timer(2.0, failure_alarm.break_out, ("told by rank 0",))
     told.start()
     with pytest.raises((RuntimeError, ValueError)) as raised:
@@ -201,7 +201,7 @@ def never_broken(world: World, kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("kind", "n"), [("ddp", 2), ("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.long)])
-def test_models_train_on_after_a_break_in_mid_backward(kind: str, n: int) -> None:
+def test_models_continue_to_train_after_a_break_in_backward(kind: str, n: int) -> None:
     if kind != "ddp" and not hasattr(FSDPModule, "reset_iter_state"):
         with pytest.raises(RankFailed, match="this torch cannot undo it"):
             run_ranks(broken_in_backward, n, kind, generations=2)
@@ -233,7 +233,7 @@ def reformed_with_sub_groups(world: World) -> Any:
     return reset, sums, gone, total(later) if rank != 1 else 0, dist.distributed_c10d._world.group_count - counts
 
 
-def test_sub_groups_live_on_and_one_that_a_member_lost_says_so() -> None:
+def test_subgroups_survive_a_reform_and_one_that_a_member_lost_names_it() -> None:
     answers = run_ranks(reformed_with_sub_groups, 4, generations=2)
 
     assert [answer[:2] for answer in answers] == [({0}, (4.0, 2.0, 2.0))] * 4
@@ -263,7 +263,7 @@ def many_reforms(world: World) -> Any:
 
 def test_twenty_reforms_leak_nothing() -> None:
     for measured, generation, alive in run_ranks(many_reforms, 2, generations=21):
-        # The test's own listening sockets go one by one; a connection that is closing may be counted once more.
+        # The test's own listening sockets close one by one; a connection that is closing may still be counted.
         fds = [fd + step for step, (fd, _) in enumerate(measured)]
         threads = [threads for _, threads in measured]
         assert max(fds[10:]) - max(fds[:10]) < 5, fds
@@ -286,7 +286,7 @@ def all_listening(world: World) -> list[str]:
     return addresses
 
 
-def test_nothing_listens_but_on_loopback() -> None:
+def test_all_sockets_listen_on_loopback_only() -> None:
     for addresses in run_ranks(all_listening, 2, generations=2):
         assert addresses
         for address in map(ipaddress.ip_address, addresses):
@@ -304,7 +304,7 @@ def left_alone(rank: int) -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_never_comes_is_an_error_within_the_time() -> None:
+def test_joining_fails_after_the_timeout_if_a_rank_never_comes() -> None:
     assert "could not be formed" in run_ranks(left_alone, 2, join=False)[0]
 
 
@@ -317,17 +317,17 @@ def leaves_and_joins(world: World) -> Any:
     return gone, total(), again.alive(), again.generation
 
 
-def test_leaving_is_orderly_and_a_new_world_can_be_joined() -> None:
+def test_a_rank_can_leave_and_join_a_new_world() -> None:
     assert run_ranks(leaves_and_joins, 2, generations=2) == [((True, False, False), 2.0, True, 2)] * 2
 
 
 def replaced(rank: int) -> Any:
-    """Let rank 1 leave and come back with nothing, as a fresh process would. Rank 0 keeps its groups."""
+    """Let rank 1 leave and join again with no groups, like a new process. Rank 0 keeps its groups."""
     address, port = listeners[0].getsockname()
     place = RankPlace(rank, 2, rank, 2, "cpu", "gloo")
     world = World.join(place, listen=listeners[0], address=address, port=port)
     pair = dist.new_group([0, 1])
-    total(pair)  # rank 0 has its end of the connections too
+    total(pair)  # now rank 0 has its end of the connections too
     if rank == 1:
         failure_alarm.break_out("this rank ends")
         world.leave()
@@ -364,7 +364,7 @@ world.leave()
 @pytest.mark.long  # as below, where ranks are forked; exported scripts join under torchrun
 @pytest.mark.parametrize("n", [0, 2])
 def test_a_script_joins_from_the_environment(tmp_path: Path, n: int) -> None:
-    """0: plain python, no RANK. 2: under torchrun, where a second init with the same keys would hang."""
+    """Run with n=0: plain python, no RANK; n=2: torchrun, where a second init with the same keys would hang."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"] if n else []
@@ -379,7 +379,7 @@ def test_a_script_joins_from_the_environment(tmp_path: Path, n: int) -> None:
 
 
 def joins_from_the_environment(rank: int, size: int, port: int) -> Any:
-    """Join as under torchrun, whose agent holds the store; size 0: as in plain python."""
+    """Join as under torchrun, whose agent holds the store. size 0: as in plain python."""
     if size:
         own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
         os.environ |= {key: str(value) for key, value in own.items()}
@@ -393,8 +393,8 @@ def joins_from_the_environment(rank: int, size: int, port: int) -> Any:
     return total(), place.rank, place.world_size, type(dist.group.WORLD).__name__
 
 
-def test_a_rank_joins_from_its_environment_beside_the_store_of_an_agent_or_alone() -> None:
-    """Beside that store a second init with the same keys would hang."""
+def test_a_rank_joins_from_the_environment_with_the_agents_store_or_alone() -> None:
+    """Join with that store: a second init with the same keys would hang."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     together = run_ranks(joins_from_the_environment, 2, 2, agent.port, join=False)
@@ -405,12 +405,12 @@ def test_a_rank_joins_from_its_environment_beside_the_store_of_an_agent_or_alone
 @pytest.mark.parametrize(
     "values", [(2, 2, 0, 1, "cpu", "gloo"), (0, 1, 0, 1, "tpu", "gloo"), (0, 1, 0, 1, "cpu", "nccl")]
 )
-def test_a_place_that_cannot_be_is_refused(values: Any) -> None:
+def test_an_impossible_place_is_refused(values: Any) -> None:
     with pytest.raises(UsageError):
         RankPlace(*values)
 
 
-def test_cpu_tensors_go_over_gloo_beside_nccl() -> None:
+def test_cpu_tensors_go_over_gloo_if_gpus_use_nccl() -> None:
     assert RankPlace(0, 1, 0, 1, "cuda", "nccl").torch_backend == "cpu:gloo,cuda:nccl"
     assert RankPlace(0, 1, 0, 1, "cuda", "gloo").torch_backend == "gloo"
 
@@ -418,12 +418,10 @@ def test_cpu_tensors_go_over_gloo_beside_nccl() -> None:
 @pytest.mark.parametrize(
     ("address", "kept"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("10.0.0.7", False)]
 )
-def test_on_one_host_gloo_and_nccl_are_told_to_stay_on_loopback(
-    monkeypatch: pytest.MonkeyPatch, address: str, kept: bool
-) -> None:
-    """Without it they take the interface that the host name resolves to."""
+def test_gloo_and_nccl_use_loopback_on_one_host(monkeypatch: pytest.MonkeyPatch, address: str, kept: bool) -> None:
+    """Check the variables. Without them, both use the interface of the host name."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that it is put back at the end
+        monkeypatch.setenv(name, "")  # so that it is restored at the end
         monkeypatch.delenv(name)
     keep_local(address)
     loopback = ("lo0" if sys.platform == "darwin" else "lo") if kept else None
@@ -434,7 +432,7 @@ def test_on_one_host_gloo_and_nccl_are_told_to_stay_on_loopback(
 
 
 def interrupted(world: World) -> Any:
-    """Press Ctrl-C on a rank that forms a group whose other members do not come."""
+    """Interrupt a rank that forms a group whose other members do not come."""
     if world.place.rank == 0:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -461,18 +459,18 @@ def compiled(world: World) -> Any:
 
 
 @pytest.mark.long
-def test_compiled_models_and_functions_go_through_the_groups() -> None:
+def test_compiled_models_and_functions_work_with_the_groups() -> None:
     first, second = run_ranks(compiled, 2)
     assert first == second and first[1] == [5.0, 5.0]
 
 
-def test_the_listener_is_on_loopback() -> None:
+def test_open_listener_is_on_loopback() -> None:
     with open_listener() as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
 def each_waits_for_the_other(world: World) -> float:
-    """Return a sum after a missed connection: neither rank's is shut, so both worker threads go on waiting."""
+    """Return a sum after a broadcast whose sockets were forgotten, so both worker threads still wait."""
     here = torch.ones(4)
     dist.broadcast(here, src=1 - world.place.rank, async_op=True)
     for group in registered():
@@ -482,7 +480,7 @@ def each_waits_for_the_other(world: World) -> float:
     return here[0].item()
 
 
-def test_a_group_whose_worker_waits_for_ever_does_not_hold_up_the_next_generation() -> None:
+def test_a_group_whose_worker_waits_for_ever_does_not_block_a_reform() -> None:
     assert run_ranks(each_waits_for_the_other, 2, generations=2, timeout=40) == [2.0, 2.0]
 
 
@@ -497,7 +495,7 @@ class Counted(dist.HashStore):
         return super().__getattribute__(name)
 
 
-def test_a_thousand_ranks_compare_their_groups_with_a_few_requests_each() -> None:
+def test_a_thousand_ranks_compare_groups_with_a_few_requests_each() -> None:
     ranks, store = 1024, Counted()
     pairs = {rank: json.dumps(["pair", [rank - rank % 2, rank - rank % 2 + 1]]) for rank in range(ranks)}
     for rank in reversed(range(ranks)):

@@ -1,4 +1,4 @@
-"""Context parallelism gives the gradients of one process, with a part of the positions on each rank."""
+"""Test that context parallelism gives the gradients of one process, with a part of the positions on each rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from verify.models.specimens import (
 
 
 class Causal(Encoder):
-    """A model from token ids (B, T) to logits (B, T, V), through an nn.TransformerEncoder with a mask of its own."""
+    """A model from token ids (B, T) to logits (B, T, V), through an nn.TransformerEncoder with its own mask."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Causal(Encoder):
 
 
 class Modulated(nn.Module):
-    """A model whose blocks take, beside hidden states, a vector per sample and a table per position that both train."""
+    """A model whose blocks also take a vector per sample and a table per position, both trainable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class ModulatedBlock(nn.Module):
 
 
 class Documents(nn.Module):
-    """A model with grouped heads. Its first block sees the last 5 positions of a document, its second all before."""
+    """A model with grouped heads. Block 1 sees the last 5 positions of a document, block 2 all earlier ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,10 +155,10 @@ def shorter(value: Any, length: int) -> Any:
 def difference(
     name: str, axes: Axes, length: int, checkpoint: bool = False, balanced: bool = False, trained: str = ""
 ) -> float:
-    """Return ||gradients of the split model - those of the whole one|| / ||those||, here, after the sum over cp.
+    """Return ||gradients of the split model - those of the whole|| / ||those||, on this rank, after the sum over cp.
 
-    balanced: a rank's part is a chunk from the head and one from the tail. trained: words; only parameters whose names
-    contain one of them are trained. "": all.
+    balanced: a rank's part is a chunk from the head and one from the tail. trained: words; train only parameters whose
+    names contain one of them ("": all).
     """
     specimen = {**ZOO, **MORE}[name]
     value, target = specimen.batch(3, dtype=torch.float64)
@@ -200,9 +200,9 @@ NAMES = (
 )
 
 
-# Each model once, in one of the ways. 15 positions are 8 + 7. Balanced, 16 positions are 0 to 3 and 12 to 15 on one
-# rank, and 4 to 11 on the other. Of 15 and 13 positions, chunks and parts are not equally long. The third value adds
-# recomputation.
+# Each model is tested once. 15 positions are 8 + 7. If balanced, one rank has positions 0 to 3 and 12 to 15 of 16, and
+# the other 4 to 11. Chunks and parts of 15 and 13 positions have unequal lengths. The third value turns recomputation
+# on.
 ON_TWO = [
     *((name, LENGTH, False) for name in ("qwen2", "modulated")),
     *((name, LENGTH - 1, False) for name in ("gpt", "causal encoder")),
@@ -211,7 +211,7 @@ ON_TWO = [
     *((name, 13, False, True) for name in ("gpt_tied", "llama_tied", "modulated")),
     ("encoder that drops", LENGTH - 1, True, True),
     *(("documents", LENGTH - 1, False), ("documents", 13, True, True)),
-    # Blocks whose keys and values need no gradient, that need none at all, and that train only keys or values.
+    # Some blocks need no gradient of keys and values, some need none at all, and some train only keys or values.
     *(("gpt", LENGTH, again, True, "0.attention.q 2.attention.q head") for again in (False, True)),
     *(("gpt", 13, False, True, "3.up"), ("gpt", LENGTH, False, False, "1.attention.k 2.attention.v")),
     ("encoder", LENGTH, True, False, "2.linear1 3.self_attn"),
@@ -226,7 +226,7 @@ ALL_ON_TWO = [
 
 
 @pytest.mark.parametrize("cases", [ON_TWO, pytest.param(ALL_ON_TWO, marks=pytest.mark.long)])
-def test_gradients_are_those_of_one_process(cases: list[Any]) -> None:
+def test_gradients_equal_those_of_one_process(cases: list[Any]) -> None:
     for found in run_ranks(every_model, 2, cases, timeout=170):
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
 
@@ -242,15 +242,15 @@ ALSO_ON_FOUR = [
 
 @pytest.mark.long  # tests/verify has four ranks
 @pytest.mark.parametrize("cases", [ON_FOUR, ALSO_ON_FOUR])
-def test_on_four_ranks(cases: list[Any]) -> None:
+def test_gradients_on_four_ranks_equal_those_of_one_process(cases: list[Any]) -> None:
     for found in run_ranks(every_model, 4, cases, timeout=170):
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
 
 
 def kept_by_a_block(at: Any, pretended: bool, names: tuple[str, ...]) -> dict[str, float]:
-    """Return {model: bytes that its second block keeps for backward here, times cp, over those in one process}.
+    """Return {model: bytes kept for backward by its second block on this rank, times cp, over those in one process}.
 
-    pretended: on the pretended GPU, where `at` is the number of this rank.
+    pretended: on the pretended GPU, where `at` is the rank.
     """
     if not pretended:
         return _kept(at, names)
@@ -282,7 +282,7 @@ def _kept(world: Any, names: tuple[str, ...]) -> dict[str, float]:
 
 
 def dropped(world: Any) -> bool:
-    """Return True if the input of a block is freed when the loss is deleted without a backward pass."""
+    """Return True if a block's input is freed when the loss is deleted without a backward pass."""
     specimen, inputs = ZOO["gpt"], []
     value, target = specimen.batch(2)
     model = specimen.build()
@@ -296,7 +296,7 @@ def dropped(world: Any) -> bool:
     return inputs[0]() is None
 
 
-def test_a_forward_without_a_backward_pass_is_freed() -> None:
+def test_a_forward_without_backward_is_freed() -> None:
     assert run_ranks(dropped, 2) == [True, True]
 
 
@@ -304,14 +304,14 @@ KEEPING = ("gpt", "llama", "documents", "causal encoder", "encoder")
 
 
 @pytest.mark.parametrize("pretended", [False, True])
-def test_a_rank_keeps_no_keys_and_values_of_others_for_backward(pretended: bool) -> None:
-    # A block of a GPT keeps 16 tensors with this rank's positions. Keys and values of three other ranks were 6 more.
+def test_a_rank_keeps_no_keys_and_values_of_other_ranks_for_backward(pretended: bool) -> None:
+    # A GPT block keeps 16 tensors with this rank's positions. Keys and values of three other ranks would be 6 more.
     for found in run_ranks(kept_by_a_block, 4, pretended, KEEPING, join=not pretended):
         assert {name: share for name, share in found.items() if not 0.8 < share <= 1.05} == {}
 
 
 def sent(world: Any) -> dict[str, dict[str, int]]:
-    """Return {way: operations along cp that a forward and backward pass of a GPT with four blocks issues}."""
+    """Return {mode: operations along cp in a forward and backward pass of a GPT with four blocks}."""
     specimen, axes = ZOO["gpt"], Axes.of(Mesh(cp=2), world.place.rank)
     value, target = specimen.batch(2)
     heard: list[str] = []
@@ -331,9 +331,9 @@ def sent(world: Any) -> dict[str, dict[str, int]]:
     return found
 
 
-def test_backward_gathers_keys_and_values_once_more() -> None:
-    # Another gather joins the output of the last block, which is not recomputed. One more joins the gradients of the
-    # first one's input.
+def test_backward_gathers_keys_and_values_again() -> None:
+    # One more gather joins the output of the last block, which is not recomputed. Another joins the gradients of the
+    # first block's input.
     for found in run_ranks(sent, 2):
         assert found == {
             "plain": {"all_gather": 2 * 4 + 2, "reduce_scatter": 4},
@@ -345,7 +345,7 @@ def test_backward_gathers_keys_and_values_once_more() -> None:
 def in_two_passes(world: Any) -> list[float]:
     """Return the largest differences of gradients from those of one backward pass.
 
-    First, after I and W of a zero-bubble pipeline. Then, of the mean of two backward passes through the same graph.
+    First for I and W of a zero-bubble pipeline, then for the mean of two backward passes through the same graph.
     """
     specimen, axes = ZOO["gpt"], Axes.of(Mesh(cp=2), world.place.rank)
     value, target = specimen.batch(2, dtype=torch.float64)
@@ -368,13 +368,13 @@ def in_two_passes(world: Any) -> list[float]:
     return [max(float((a - b).abs().max()) for a, b in zip(grads[0], others, strict=True)) for others in grads[1:]]
 
 
-def test_a_backward_pass_in_two_parts_and_two_backward_passes() -> None:
+def test_a_split_backward_and_two_backward_passes_give_the_same_gradients() -> None:
     for found in run_ranks(in_two_passes, 2):
         assert max(found) <= 1e-14
 
 
 class Overwriting(nn.Module):
-    """A block that changes a tensor in place which attention needs for backward."""
+    """A block that changes in place a tensor that attention needs for backward."""
 
     def __init__(self, which: int) -> None:
         super().__init__()
@@ -398,13 +398,13 @@ def overwrite(world: Any) -> list[str]:
     return said
 
 
-def test_a_change_in_place_of_what_attention_needs_raises_the_error_of_torch() -> None:
+def test_an_in_place_change_of_a_tensor_for_backward_raises_torchs_error() -> None:
     for said in run_ranks(overwrite, 2):
         assert all("modified by an inplace operation" in text for text in said), said
 
 
 class Pairs(WatchingMode):
-    """A mode that counts the (query, key) pairs of attention, its kernel calls, and those that are given a mask."""
+    """A mode that counts the (query, key) pairs of attention, its kernel calls, and the calls with a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -420,7 +420,7 @@ class Pairs(WatchingMode):
 
 
 def pairs_of_a_pass(world: Any) -> dict[bool, tuple[float, int, int]]:
-    """Return {parts from head and tail: (pairs, kernel calls, calls with a mask)} of a forward pass on this rank."""
+    """Return {balanced: (pairs, kernel calls, calls with a mask)} of a forward pass on this rank."""
     axes, found = Axes.of(Mesh(cp=world.place.world_size), world.place.rank), {}
     for balanced in (True, False):
         model = ZOO["gpt"].build()
@@ -431,7 +431,7 @@ def pairs_of_a_pass(world: Any) -> dict[bool, tuple[float, int, int]]:
     return found
 
 
-def test_ranks_attend_to_equally_many_pairs_and_no_kernel_gets_a_mask() -> None:
+def test_balanced_ranks_attend_to_equal_numbers_of_pairs_without_masks() -> None:
     found = run_ranks(pairs_of_a_pass, 4)
     for balanced, most in ((True, 1.0), (False, 7 / 4)):
         pairs = [rank[balanced][0] for rank in found]
@@ -440,13 +440,13 @@ def test_ranks_attend_to_equally_many_pairs_and_no_kernel_gets_a_mask() -> None:
 
 
 def evaluate(world: Any) -> list[float]:
-    """Return the largest differences of two models' outputs in eval mode, without gradients, down to length 1."""
+    """Return the largest differences of outputs of two models in eval mode without gradients, down to length 1."""
     axes = Axes.of(Mesh(cp=2), world.place.rank)
     found = []
     for name in ("gpt", "encoder"):
         specimen = ZOO[name]
         truth, model = specimen.build(torch.float64).eval(), specimen.build(torch.float64).eval()
-        # torch's ragged path gives zeros where a row is padding: another function than the one that is trained.
+        # torch's nested path returns zeros for padding. This is not the function that is trained.
         if name == "encoder":
             truth.encoder.use_nested_tensor = False
         context_parallel(model, axes, specimen.blocks, tried=BALANCED if name == "gpt" else None)
@@ -458,7 +458,7 @@ def evaluate(world: Any) -> list[float]:
     return found
 
 
-def test_evaluation_and_the_first_tokens_of_a_generation() -> None:
+def test_outputs_in_evaluation_are_right_down_to_one_position() -> None:
     for found in run_ranks(evaluate, 2):
         assert max(found) <= 1e-12
 
@@ -470,7 +470,7 @@ def refuse(world: Any) -> list[str]:
     shared = ZOO["gpt"].build()
     shared.head.weight = shared.blocks[0].attention.q.weight
     eager = ZOO["gpt"].build()
-    eager.config = SimpleNamespace(_attn_implementation="eager")  # as HF's models have it
+    eager.config = SimpleNamespace(_attn_implementation="eager")  # like Hugging Face models
     for model, blocks in (
         (ZOO["ten_convs"].build(), ZOO["ten_convs"].blocks),
         (encoder, ["layers.0", "layers.1"]),
@@ -494,7 +494,7 @@ def refuse(world: Any) -> list[str]:
     return [*said, str(refused.value)]
 
 
-def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
+def test_modules_that_mix_positions_outside_attention_are_refused_by_name() -> None:
     convs, turned, shared, eager, chain, flat, short, none = run_ranks(refuse, 2)[0]
 
     assert "'convs.0.0' combines positions" in convs and "Conv2d" in convs
@@ -508,7 +508,7 @@ def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
 
 
 def forget_the_sum(world: Any) -> float:
-    """Leave out the sum over cp of the blocks' gradients: a planted bug. Return the smallest difference by it."""
+    """Leave out the sum over cp of the blocks' gradients (a planted bug). Return the smallest difference it makes."""
     specimen, axes = ZOO["gpt"], Axes.of(Mesh(cp=2), world.place.rank)
     value, target = specimen.batch(3, dtype=torch.float64)
     _, expected = specimen.gradients(specimen.build(torch.float64), value, target)
@@ -520,12 +520,12 @@ def forget_the_sum(world: Any) -> float:
     return min(float((grads[name] - expected[name]).abs().max()) for name in split.partial if "k.bias" not in name)
 
 
-def test_every_parameter_that_is_called_partial_is() -> None:
+def test_every_parameter_marked_partial_needs_the_sum_over_cp() -> None:
     for wrong in run_ranks(forget_the_sum, 2):
         assert wrong > 1e-8
 
 
-def test_a_rank_that_is_alone_is_left_as_it_is() -> None:
+def test_a_model_on_a_single_rank_is_not_changed() -> None:
     found = run_ranks(alone, 1)
     assert found == [(frozenset(), True)]
 
@@ -536,6 +536,6 @@ def alone(world: Any) -> tuple[frozenset[str], bool]:
     return split.partial, not any("forward" in vars(block) for block in model.blocks)
 
 
-def test_failures_carry_the_ranks_error() -> None:
+def test_a_failure_has_the_error_of_the_rank() -> None:
     with pytest.raises(RankFailed, match="two positions for each rank"):
         run_ranks(every_model, 2, [("gpt", 3, False)])

@@ -1,4 +1,4 @@
-"""Models that mix positions by calls are equal under context parallelism, or refused by name before anything trains."""
+"""Test that models that mix positions train right under context parallelism, or are refused by name before it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from verify.models.odd import (
 
 
 class Mixing(Block):
-    """A block with something of its own between attention and MLP."""
+    """A block with its own operation between attention and MLP."""
 
     def __init__(self, mix: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def hidden_gradient(_: Any, x: Tensor) -> Tensor:
     return x
 
 
-# what a block adds -> the call that is named
+# the operation that a block adds -> the call that the error names
 MIXED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "running sums": (lambda _, x: x.cumsum(1) / 10, "cumsum"),
     "the mean": (lambda _, x: x.mean(1, keepdim=True), "mean"),
@@ -102,7 +102,7 @@ class Gated(Block):
 
 
 class Faint(nn.Module):
-    """A block that mixes positions, by a factor that begins at zero."""
+    """A block that mixes positions by a factor that is zero at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Weighing(nn.Module):
 
 
 def between(how: Callable[[Any, Tensor, Tensor, int], Tensor]) -> Callable[[], nn.Module]:
-    """Return a builder of a model with how(model, hidden states, those of the embedding, number) before each block."""
+    """Return a builder of a model with how(model, hidden states, embedded states, number) before each block."""
 
     def through(model: Any, x: Tensor) -> Tensor:
         first = x
@@ -154,7 +154,7 @@ def skips(model: Any, x: Tensor) -> Tensor:
 
 
 class ByHand(nn.Module):
-    """A causal attention without scaled_dot_product_attention. The caller may give a bias of its scores."""
+    """A causal attention without scaled_dot_product_attention. The caller may give a bias for the scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class ByHand(nn.Module):
 
 
 class Biased(Block):
-    """A block that attends by hand, with the bias of the block before."""
+    """A block that attends by hand, with the bias of the previous block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def biased(model: Any, x: Tensor) -> Tensor:
 
 
 class Attending(nn.Module):
-    """A block of nothing but an attention by hand."""
+    """A block that is only an attention by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Attending(nn.Module):
 
 
 class Decoding(Block):
-    """A block that attends to the memory, too, if there is one."""
+    """A block that also attends to the memory, if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Decoding(Block):
 
 
 def encoder_and_decoder(length: int) -> Callable[[], nn.Module]:
-    """Return how to build a model whose first block encodes `length` positions, at which the others look to decode."""
+    """Return a builder of a model whose first block encodes `length` positions, to which the other blocks attend."""
 
     def through(model: Any, x: Tensor) -> Tensor:
         memory = model.ln(model.blocks[0](x[:, :length]))
@@ -246,7 +246,7 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
     "an encoder as long as a part": encoder_and_decoder(LENGTH // 2),
     "weights of attention, by position": lambda: LM(2, lambda: Weighing(lambda weights: weights.max(-1).values)),
 }
-# model -> what is said
+# model -> words of the error
 BETWEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "the mean between blocks": (between(lambda _, x, __, i: x + x.mean(1, keepdim=True)), "'blocks.0' and 'blocks.1'"),
     "a table between blocks": (
@@ -269,25 +269,25 @@ BETWEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 class Dropping(Block):
-    """A block whose attention drops; it is tried in the mode of a model in training."""
+    """A block whose attention has dropout. It is tried in training mode."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attn.p = 0.2
 
 
-def test_dropout_in_attention_is_attention() -> None:
+def test_attention_with_dropout_is_accepted() -> None:
     model = built(lambda: LM(2, Dropping))
     found = try_in_parts(model, ["blocks.0", "blocks.1"], lambda: model(rows(1)[0][0][None]))
     assert found.refused is None
 
 
 REFUSED = {name: (mixing(mix), text) for name, (mix, text) in MIXED.items()} | BETWEEN
-# Each is refused by another part of the trial: a block, its gradient, what is between blocks, weights.
+# Another part of the trial refuses each: a block, its gradient, the code between blocks, weights.
 TRAINED = ("the mean", "a gradient's norm", "a table between blocks", "a penalty on the weights", "no attention")
 
 
-# The trial sees these by the same numbers as others, so only `make long` tries them.
+# The trial finds these by the same numbers as others, so only `make long` tries them.
 ALIKE = ("the mean, faintly", "the largest", "rolled", "flipped", "a token shift", "sorted", "softmax over positions",
          "the mean of everything", "positions counted anew", "rolled between blocks")  # fmt: skip
 NAMED = [name for name in REFUSED if name not in TRAINED[:2]]
@@ -295,7 +295,7 @@ NAMED = [name for name in REFUSED if name not in TRAINED[:2]]
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in ALIKE else n for n in NAMED])
-def test_what_mixes_positions_is_named(name: str) -> None:
+def test_the_cause_of_mixed_positions_is_named(name: str) -> None:
     make, text = REFUSED[name]
     model, ids = built(make), torch.stack([row[0] for row in rows(2)])
     blocks = [f"blocks.{i}" for i in range(len(model.blocks))]  # type: ignore[arg-type]
@@ -303,8 +303,8 @@ def test_what_mixes_positions_is_named(name: str) -> None:
     assert text in str(try_in_parts(model, blocks, lambda: model(ids)).refused)
 
 
-# A model that mixes positions after the blocks, one whose encoder has as many positions as a part, and one that needs
-# the offset of a part.
+# One model mixes positions after the blocks, one has an encoder with as many positions as a part, and one needs the
+# offset of a part.
 SAMPLE = ["the mean after the blocks", "an encoder as long as a part",
           "attention by hand in a module, its bias for all blocks"]  # fmt: skip
 REST = [name for name in EQUAL if name not in SAMPLE]
@@ -323,9 +323,7 @@ def table(world: Any, equal: list[str], refused: tuple[str, ...]) -> dict[str, t
 @pytest.mark.parametrize(
     ("equal", "refused"), [(SAMPLE, TRAINED[:2]), pytest.param(REST, TRAINED[2:], marks=pytest.mark.long)]
 )
-def test_what_mixes_positions_by_a_call_is_refused_and_the_rest_is_equal(
-    equal: list[str], refused: tuple[str, ...]
-) -> None:
+def test_models_that_mix_positions_are_refused_and_others_are_equal(equal: list[str], refused: tuple[str, ...]) -> None:
     said = {name: REFUSED[name][1] for name in refused}
     said |= {"a penalty in the loss": "is used both inside and outside of the blocks", "switched": "mean"}
     for found in run_ranks(table, 2, equal, refused, timeout=170):
@@ -335,7 +333,7 @@ def test_what_mixes_positions_by_a_call_is_refused_and_the_rest_is_equal(
             assert kind == "refused" and text in told, (name, kind, told)
 
 
-def test_a_model_is_left_as_it_was() -> None:
+def test_the_trial_does_not_change_the_model() -> None:
     model = built(mixing(MIXED["the mean"][0]))
     model.blocks[0].attn.qkv.weight.requires_grad_(False)
     values = [p.detach().clone() for p in model.parameters()]
@@ -349,7 +347,7 @@ def test_a_model_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_parameters_between_the_blocks_are_known() -> None:
+def test_parameters_between_the_blocks_are_found() -> None:
     model = built(EQUAL["a layer between blocks"])
     found = try_in_parts(model, [f"blocks.{i}" for i in range(3)], lambda: model(rows(1)[0][0][None]))
     assert found.refused is None and found.between == {"gate.weight", "gate.bias"}
@@ -359,7 +357,7 @@ def test_parameters_between_the_blocks_are_known() -> None:
     assert [sorted(way.in_parts) for way in found.ways.values()] == [[], ["gate"], ["gate"]] and not found.between
 
 
-def test_chains_and_what_sees_all_positions_are_known() -> None:
+def test_the_trial_finds_chains_and_modules_that_need_all_positions() -> None:
     ids, blocks = rows(1)[0][0][None], [f"blocks.{i}" for i in range(3)]
     model = built(EQUAL["attention by hand in a module, its bias for all blocks"])
     ways = try_in_parts(model, blocks, lambda: model(ids)).ways
@@ -377,7 +375,7 @@ def test_chains_and_what_sees_all_positions_are_known() -> None:
 
 
 class Telling(Block):
-    """A block that returns, beside its hidden states, two numbers for each position, which nobody uses."""
+    """A block that returns its hidden states, and two unused numbers for each position."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x = super().forward(x)
@@ -390,13 +388,13 @@ def told(model: Any, x: Tensor) -> Tensor:
     return x
 
 
-def test_parts_are_from_head_and_tail_where_attention_is_causal_and_that_is_right() -> None:
+def test_causal_attention_gets_balanced_parts_if_they_give_right_results() -> None:
     ids, blocks = rows(1)[0][0][None], ["blocks.0", "blocks.1"]
     causal, told_too = built(lambda: LM(2)), built(doing(told, block=Telling))
     both_ways = built(lambda: LM(2, lambda: Weighing(lambda weights: weights.max(-1).values)))
     assert try_in_parts(causal, blocks, partial(causal, ids)).balanced is True
     assert try_in_parts(both_ways, blocks, partial(both_ways, ids)).balanced is None
-    # Only contiguous parts put these numbers together in their order.
+    # Only contiguous parts join these numbers in the right order.
     found = try_in_parts(told_too, [f"blocks.{i}" for i in range(3)], partial(told_too, ids))
     assert found.refused is None and found.balanced is False
 
@@ -406,14 +404,14 @@ class Passing(Around):
         return self.plain(*args, **kwargs)
 
 
-def test_arguments_keep_their_names_where_another_strategy_is_around_the_block() -> None:
+def test_arguments_keep_their_names_if_another_strategy_wraps_the_block() -> None:
     block = Decoding()
     put_around(block, Passing)
     assert argument_names(block.forward) == ["x", "memory"]
 
 
 @pytest.mark.long
-def test_check_says_the_same_without_ranks() -> None:
+def test_check_gives_the_same_results_without_ranks() -> None:
     batch = tuple(torch.stack(part) for part in zip(*rows(4), strict=True))
     refused = nbkit.check(built(encoder_and_decoder(5)), "cp=2 pp=2", batch, 4)
     assert not refused.ok and "has several chains of blocks" in str(refused)

@@ -1,5 +1,5 @@
-"""Buckets of gradients hold all of each tensor, and are summed as in one process: within groups of ranks and across
-them, and over nodes in two levels.
+"""Test that buckets of gradients have all of each tensor, and their sums are right: within groups of ranks, across
+groups, and over nodes in two levels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ODD = [(8, 3), (7,), (), (12, 5), (4,), (0, 3), (12, 64, 70), (5, 2)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_what_is_packed_is_where_each_rank_looks_for_it_and_comes_out_again(ranks: int) -> None:
+def test_packed_tensors_are_in_each_ranks_shard_and_unpack_unchanged(ranks: int) -> None:
     packing = Packing.of(ODD, ranks, torch.empty(0))
     tensors = [torch.randn(shape) for shape in ODD]
     matrix = torch.full((ranks, packing.width), 9.0)
@@ -51,7 +51,7 @@ def test_what_is_packed_is_where_each_rank_looks_for_it_and_comes_out_again(rank
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_rows_and_large_tensors_begin_at_128_bytes_and_padding_is_below_a_hundredth(
+def test_rows_and_large_tensors_align_to_128_bytes_with_under_1_percent_padding(
     ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[torch.Tensor] = []
@@ -74,7 +74,7 @@ def test_rows_and_large_tensors_begin_at_128_bytes_and_padding_is_below_a_hundre
             assert any(large) and ranks * row <= 1.01 * dtype.itemsize * sum(map(prod, shapes))
 
 
-def test_a_gradient_of_one_backward_pass_goes_to_the_message_without_a_stop_in_the_buffer(
+def test_a_gradient_of_one_backward_goes_directly_into_the_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[torch.Tensor] = []
@@ -103,18 +103,18 @@ def summed_after_a_break(world: Any) -> list[float]:
     reduction.send([torch.full((4,), 100.0)])
     reduction.cross()
     assert reduction._work is not None
-    reduction._work.wait()  # and the step is broken off: nobody receives it
+    reduction._work.wait()  # then the step is interrupted, so its result is not received
     reduction.send([torch.full((4,), rank + 1.0)])
     row, canary = reduction.receive()
     return [*row[:2].tolist(), float(canary)]
 
 
-def test_a_bucket_that_was_broken_off_while_it_was_awaited_is_summed_across_the_next_time() -> None:
+def test_a_bucket_after_an_interrupted_step_is_summed_right_in_the_next_step() -> None:
     assert run_ranks(summed_after_a_break, 4) == [[10.0, 10.0, 2.0]] * 4
 
 
 NODES = (0, 0, 1, 1)
-NUM = 1003  # elements: no number of ranks divides them
+NUM = 1003  # elements; no tested number of ranks divides it
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ NUM = 1003  # elements: no number of ranks divides them
         ((0, 1, 2, 3), (), None),
     ],
 )
-def test_the_levels_of_a_group(group: Any, node_of: Any, levels: Levels | None) -> None:
+def test_levels_of_a_group_follow_the_nodes_of_its_ranks(group: Any, node_of: Any, levels: Levels | None) -> None:
     assert levels_of(group, node_of) == levels
 
 
@@ -146,7 +146,7 @@ def summed(world: Any) -> dict[str, Any]:
         flat[-1] = float(rank < 2)  # the canary
     first, second = (all_reduce(flat, -1, axes.group("dp"), levels) for flat in flats)
     assert isinstance(first, TwoLevelSum) and isinstance(second, TwoLevelSum)
-    first.advance()  # each may be at another level
+    first.advance()  # the two sums may be at different levels
     second.wait()
     first.wait()
     far = [float((flat - n * sum(everyone))[:-1].abs().max()) for n, flat in enumerate(flats, 1)]
@@ -154,13 +154,13 @@ def summed(world: Any) -> dict[str, Any]:
     again[-1] = float(rank < 2)
     broken = TwoLevelSum(again, -1, levels)
     broken.advance()
-    if rank == 1:  # as where an aborted operation has left what was there
+    if rank == 1:  # as if an aborted operation had left old values
         broken._within.zero_()
     broken.wait()
     return {"far": far, "canary": [float(flat[-1]) for flat in flats], "broken": float(again[-1]), "sent": sent}
 
 
-def test_sums_are_those_of_one_level_and_a_part_that_was_broken_off_shows_on_its_whole_node() -> None:
+def test_two_level_sums_are_right_and_an_aborted_part_shows_on_its_whole_node() -> None:
     said = run_ranks(summed, 4)
     assert all(max(one["far"]) < 1e-12 and one["canary"] == [2.0, 2.0] for one in said)
     assert [one["broken"] for one in said] == [0.0, 0.0, 2.0, 2.0]

@@ -1,4 +1,4 @@
-"""Gradients are sums over the ranks, whatever part of the model a rank has used."""
+"""Test that gradients are sums over the ranks, whatever part of the model a rank has used."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def partly_used(world: Any) -> list[dict[str, Tensor | None]]:
     return [reduced(model, replicas, partial(loss, step)) for step in range(3)]
 
 
-def test_parameters_that_only_some_ranks_use_are_summed_and_those_of_no_rank_stay_none() -> None:
+def test_parameters_used_by_some_ranks_are_summed_and_unused_ones_stay_none() -> None:
     torch.manual_seed(0)
     model = Parts()
     first, second = run_ranks(partly_used, 2)
@@ -83,7 +83,7 @@ def traffic(world: Any) -> list[Any]:
     return [sent, during, sum(p.numel() for p in model.parameters()), len(list(model.parameters()))]
 
 
-def test_the_bytes_on_the_wire_are_those_of_the_gradients_and_the_first_go_during_backward() -> None:
+def test_only_gradients_are_sent_and_the_first_during_backward() -> None:
     sent, during, num_parameters, num_tensors = run_ranks(traffic, 2)[0]
 
     assert {op for op, _ in sent} == {"all_reduce"}
@@ -109,7 +109,7 @@ def changed_by_hand(world: Any) -> list[Any]:
     return [before, frozen, again, after]
 
 
-def test_freezing_thawing_and_breaking_off_between_steps_keep_the_sums_right() -> None:
+def test_sums_stay_right_after_freezing_unfreezing_and_an_interrupted_step() -> None:
     for before, frozen, again, after in run_ranks(changed_by_hand, 2):
         assert frozen["0.weight"] is None and torch.equal(frozen["1.weight"], before["1.weight"])
         for name in before:
@@ -151,7 +151,7 @@ def reentrant(world: Any) -> str:
     return str(raised.value)
 
 
-def test_a_gradient_that_comes_twice_is_refused_rather_than_half_sent() -> None:
+def test_a_gradient_that_comes_twice_is_refused() -> None:
     for message in run_ranks(reentrant, 2):
         assert "computed the gradient of" in message and "twice" in message and "use_reentrant=False" in message
 

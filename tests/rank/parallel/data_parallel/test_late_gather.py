@@ -1,4 +1,4 @@
-"""ZeRO 1 and 2 gather updated weights while the next forward computes, and no weight is read before it has come."""
+"""Test that ZeRO 1 and 2 gather updated weights during the next forward, and no weight is read before it arrives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS, BATCH = 6, 8
 
 
 class Hidden:
-    """A gather whose result is there when it was waited for: until then there are no numbers."""
+    """A gather whose result is NaN until somebody has waited for it."""
 
     def __init__(self, *given: Any) -> None:
         self.came, self.work = all_gather(*given)
@@ -49,8 +49,8 @@ def hidden(*given: Any) -> tuple[Tensor, Any]:
 
 
 class Reader(nn.Module):
-    """A model that reads weights in every way: its own, those of a child that it does not call, tied ones, one that
-    only some rows use; `held`: also those of a list and of an LSTM, which hold tensors beside the modules' own
+    """A model that reads weights in many ways: its own, those of a child that it does not call, tied ones, one that
+    only some rows use. held: also those of a list and of an LSTM, which hold tensors outside the modules' own
     dicts."""
 
     def __init__(self, held: bool) -> None:
@@ -97,7 +97,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(strategy: str, **changed: Any) -> Trainer:
-    """Return a trainer whose buckets hold a few tensors each."""
+    """Return a trainer whose buckets have a few tensors each."""
     asked: dict[str, Any] = {"model": model, "loss": loss_of, "optimizer": adamw, "data": tokens(), "batch_size": BATCH}
     return quiet(
         **(
@@ -109,7 +109,7 @@ def trained(strategy: str, **changed: Any) -> Trainer:
 
 
 def expected(steps: int = STEPS, held: bool = False) -> tuple[list[float], Tensor]:
-    """Return the losses and weights of one process, in the pinned order of the data."""
+    """Return the losses and weights of one process, in the fixed order of the data."""
     whole = model(held)
     optimizer, losses = adamw(whole), []
     order = torch.randperm(len(tokens()), generator=torch.Generator().manual_seed(SEED)).tolist()
@@ -139,7 +139,7 @@ def late(trainer: Any) -> Any:
 
 
 def read_in_every_way(world: Any, strategy: str, held: bool) -> tuple[float, list[int]]:
-    """Return how far from one process, and how many buckets had not come whenever the first block began to run."""
+    """Return the gap, and for each step the number of buckets that had not arrived when the first block began."""
     zero1_2.all_gather = hidden
     trainer = trained(strategy, model=lambda: model(held))
     seen: list[int] = []
@@ -151,16 +151,16 @@ def read_in_every_way(world: Any, strategy: str, held: bool) -> tuple[float, lis
 
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "held"), [("zero1", False), ("zero2", False), ("zero2", True)])
-def test_what_forward_reads_has_come_and_no_more_is_waited_for(strategy: str, held: bool) -> None:
+def test_forward_waits_only_for_the_weights_that_it_reads(strategy: str, held: bool) -> None:
     for far, seen in run_ranks(read_in_every_way, 2, f"{strategy} bucket=1kb", held):
         assert far < 1e-12
-        # The first step finds no update under way. The second is counted: it looks at all weights before its
-        # forward and after its update, so the third finds them whole.
+        # Before the first step there is no update. The memory of the second step is counted, which reads all weights
+        # before its forward and after its update, so the third step finds them whole too.
         assert seen[:3] == [0, 0, 0] and (min(seen[3:]) > 0) is not held, seen
 
 
 def boundaries(world: Any, folder: str) -> dict[str, Any]:
-    """Return the gap after each act that reads or writes weights between two steps: switch, save, load, rewind."""
+    """Return the gap after each action that reads or writes weights between steps: switch, save, load, rewind."""
     zero1_2.all_gather = hidden
     found: dict[str, Any] = {}
     switches = {1: "zero2 bucket=1kb", 2: "zero3", 3: "zero1 bucket=1kb", 4: "ddp", 5: "zero1 bucket=1kb"}
@@ -189,14 +189,14 @@ def boundaries(world: Any, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_what_comes_between_two_steps_finds_whole_weights(tmp_path: Path) -> None:
+def test_switch_save_load_and_rewind_between_steps_find_whole_weights(tmp_path: Path) -> None:
     for found in run_ranks(boundaries, 2, str(tmp_path)):
         assert found.pop("rewound to") == 2
         assert max(found.values()) < 1e-12, found
 
 
 def held_by_the_user(world: Any) -> dict[str, Any]:
-    """Hold the parameters themselves, as a callback and a loop of one's own may."""
+    """Hold references to the parameters, as a callback or a user's own loop may."""
     zero1_2.all_gather = hidden
     seen: dict[str, Any] = {"called back": [], "by hand": []}
     trainer: Any = None
@@ -214,7 +214,7 @@ def held_by_the_user(world: Any) -> dict[str, Any]:
         seen["by hand"].append(late(job).missing)
         job.optimizer.zero_grad()
     trainer._callbacks = ()
-    # A copy of the model that is made in a forward has whole weights.
+    # A copy of the model during a forward has whole weights.
     copied: list[Tensor] = []
 
     def copy_all(whole: nn.Module, _: Any) -> None:
@@ -231,14 +231,14 @@ def held_by_the_user(world: Any) -> dict[str, Any]:
     return seen
 
 
-def test_who_holds_weights_never_sees_them_half_gathered() -> None:
+def test_callbacks_loops_and_copies_always_see_whole_weights() -> None:
     for found in run_ranks(held_by_the_user, 2):
         assert found["called back"] == [0, 0, 0] and found["by hand"] == [0, 0]
         assert found["copied while missing"] > 0 and found["copied"]
 
 
 def shown(world: Any) -> tuple[list[list[str]], float]:
-    """Return what the training thread did in each step, in order, and the gap. Rank 1 sends its updates late."""
+    """Return the phases of the training thread in each step, in order, and the gap. Rank 1 sends its updates late."""
     steps: list[list[str]] = []
     listener = lambda step: steps.append([state for state, _, _ in step.intervals()])  # noqa: E731
     clock.listeners.append(listener)
@@ -252,7 +252,7 @@ def shown(world: Any) -> tuple[list[list[str]], float]:
         zero1_2.ShardBucket.gather = slowly  # type: ignore[method-assign]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        # A loss may hold weights itself, for a penalty.
+        # A loss may read weights itself, for a penalty.
         assert trainer is None or late(trainer).missing == 0
         return loss_of(output, target)
 
@@ -268,16 +268,16 @@ def shown(world: Any) -> tuple[list[list[str]], float]:
     return steps, gap(trainer)
 
 
-def test_what_is_not_hidden_is_a_wait_within_forward() -> None:
+def test_a_late_gather_is_recorded_as_a_wait_in_forward() -> None:
     for rank, (steps, far) in enumerate(run_ranks(shown, 2)):
         assert far < 1e-12
         waits = [one for one in steps if any(a == "forward" and b.startswith("wait") for a, b in pairwise(one))]
-        # The first step finds whole weights, and the second one, whose memory is counted, looks at them before.
+        # The first step finds whole weights. The memory of the second step is counted, which reads the weights earlier.
         assert rank or len(waits) >= STEPS - 3, steps
 
 
 class Torn(torch.optim.AdamW):
-    """AdamW that breaks off in its third step, where it is told to."""
+    """AdamW that is interrupted in its third step, if `here` is set."""
 
     here, steps = False, 0
 
@@ -289,13 +289,13 @@ class Torn(torch.optim.AdamW):
 
 
 def interrupted(world: Any, torn: bool) -> dict[str, Any]:
-    """Interrupt all ranks in the forward of step 4, weights on their way; `torn`: rank 1 in the update before."""
+    """Interrupt all ranks in the forward of step 4, before all weights arrive. torn: rank 1 in the update before it."""
     zero1_2.all_gather = hidden
     trainer = trained("zero1 bucket=1kb", optimizer=lambda model: Torn(model.parameters(), lr=0.05))
     missing: list[int] = []
 
     def interrupt(*_: Any) -> None:
-        Torn.here = torn and world.place.rank == 1  # not before: copies of the optimizer are tried when a run begins
+        Torn.here = torn and world.place.rank == 1  # not earlier: copies of the optimizer are tried when a run begins
         if trainer.step == 3 and not missing:
             missing.append(late(trainer).missing)
             raise KeyboardInterrupt
@@ -314,12 +314,12 @@ def interrupted(world: Any, torn: bool) -> dict[str, Any]:
     return found
 
 
-def test_an_interrupt_while_weights_are_on_their_way_costs_no_step() -> None:
+def test_an_interrupt_during_a_late_gather_loses_no_step() -> None:
     for found in run_ranks(interrupted, 2, False):
         assert found["missing"][0] > 0 and found["gap"] < 1e-12
 
 
-def test_where_a_rank_broke_off_in_its_update_nobody_waits_for_it_and_it_is_said() -> None:
+def test_a_rank_interrupted_in_its_update_is_reported_and_no_rank_waits_for_it() -> None:
     first, second = run_ranks(interrupted, 2, True)
     assert first["missing"][0] > 0 and second["missing"] == []
     assert "no rank has whole weights" in first["error"] and first["error"] == second["error"]

@@ -1,4 +1,4 @@
-"""Clipping, flat copies and the optimizer launch no more kernels on a device than torch's own."""
+"""Test that clipping, flat copies and the optimizer launch no more kernels on a device than torch does."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from nbkit.tensor_layout import Layout
 _NO_KERNEL = {"detach", "empty", "empty_like", "new_empty", "resize_", "set_", "_local_scalar_dense", "is_same_size",
               "_unsafe_view", "lift_fresh", "new_empty_strided", "empty_strided", "wait_tensor",
               "_record_function_enter_new", "_record_function_exit"}  # fmt: skip
-_FEW = 5  # layers a block for FSDP2: torch plans long for hundreds of DTensors, and the extra kernels are as many
+_FEW = 5  # layers per block for FSDP2: torch plans long for many DTensors, and the extra kernels are as many
 _SENT = ("c10d", "_c10d_functional")
 
 
 class Kernels(WatchingMode):
-    """A mode that counts what a device would run, by operation. A fast _foreach operation counts once."""
+    """A mode that counts the kernels of a device, by operation. A fast _foreach operation counts once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class Kernels(WatchingMode):
 
 
 def _launches(args: tuple[Any, ...]) -> int:
-    """Return the number of launches of a _foreach operation. torch takes tensors one by one if their dtypes, sizes or
-    strides differ, if memory is not dense, or if a factor has another dtype."""
+    """Return the number of launches of a _foreach operation. torch processes tensors one by one if their dtypes, sizes
+    or strides differ, if memory is not dense, or if a factor has another dtype."""
     lists = [[_local(t) for t in one] for one in args if isinstance(one, list | tuple) and isinstance(one[0], Tensor)]
     first = lists[0]
     factors = [_local(arg) for arg in args if isinstance(arg, Tensor)]
@@ -64,7 +64,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def blocks(layers: int = 10) -> nn.Module:
-    """Return ten blocks of so many layers. Ten layers each make 200 parameters."""
+    """Return ten blocks of `layers` layers. Ten layers each make 200 parameters."""
     return nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))) for _ in range(10)))
 
 
@@ -126,10 +126,10 @@ def by_nbkit(zero: int, rank: int) -> Counter[str]:
 
 
 def found(world: Any) -> dict[str, Counter[str]]:
-    """Return the kernels beside those of forward and backward."""
-    from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+    """Return the kernels of a step without those of forward and backward."""
+    from torch.distributed.fsdp import fully_shard  # an import at the top would cost each worker a second
 
-    collectives._INSTEAD.clear()  # use gloo's own operations: like those of NCCL, they are not counted here
+    collectives._INSTEAD.clear()  # use gloo's own operations, which are not counted here, like NCCL's
     plain, few = (counted(lambda model=model: loss(model(X), Y).backward()) for model in (blocks(), blocks(_FEW)))
     found = {f"zero {zero}": by_nbkit(zero, world.place.rank) - plain for zero in (0, 1, 3)}
     found["DDP"] = by_torch(DistributedDataParallel(blocks())) - plain
@@ -148,7 +148,7 @@ def kernels() -> dict[str, int]:
 @pytest.mark.parametrize(
     ("ours", "theirs"), [("zero 0", "DDP"), ("zero 1", "DDP"), ("zero 1", "FSDP2"), ("zero 3", "FSDP2")]
 )
-def test_a_step_of_hundreds_of_parameters_takes_no_more_kernels_than_torchs(
+def test_a_step_of_hundreds_of_parameters_needs_no_more_kernels_than_torch(
     kernels: dict[str, int], ours: str, theirs: str
 ) -> None:
     assert kernels[ours] <= 1.1 * kernels[theirs]

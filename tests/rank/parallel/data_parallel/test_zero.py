@@ -1,4 +1,4 @@
-"""ZeRO 0-3 and hsdp train as one process does, hold what the paper says, and send what they must."""
+"""Test that ZeRO 0-3 and hsdp train as one process, hold what the paper says, and send only what they must."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 3
 
 
 class Odd(nn.Module):
-    """A model with uneven shapes, a scalar, a frozen layer, a tied weight, and blocks that few or no rows use."""
+    """A model with uneven shapes, a scalar, a frozen layer, a tied weight, and blocks that only few or no rows use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Odd(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) * self.scale
         for i, block in enumerate(self.blocks):
-            # Rows that begin with 0 skip a block: a rank may have none that uses it.
+            # Rows that begin with 0 skip a block, so a rank may have no row that uses it.
             use = (ids[:, 0] != 0) if i == 1 else torch.ones(len(ids), dtype=torch.bool)
             if use.any():
                 x = x + block(x) * use[:, None, None]
@@ -124,7 +124,7 @@ def prepared(axes: Axes, module: Any, zero: int, **kwargs: Any) -> tuple[Any, Da
 
 
 def rows_of(rank: int, size: int, rows: int) -> slice:
-    """Return the rows of a rank, unequally many: the last rank has none."""
+    """Return the rows of a rank. Ranks have unequal numbers of rows, and the last rank has none."""
     ends = [min(rows, -(-rows // (size - 1)) * r) for r in range(size)] + [rows]
     return slice(ends[rank], ends[rank + 1]) if rank < size - 1 else slice(rows, rows)
 
@@ -151,7 +151,7 @@ def train(
     nodes: tuple[int, ...] = (),
     **kwargs: Any,
 ) -> list[str]:
-    # Ranks along tp hold the same here: their sums must not meet.
+    # Ranks along tp hold the same here, so their sums must stay separate.
     mesh, summed = Mesh(dp=world.place.world_size // tp, tp=tp), "replicate" if zero else "dp"
     axes = Axes.of(mesh, world.place.rank, shard=shard, summed=summed, node_of=nodes)
     assert (axes.levels(summed) is not None) == bool(nodes)
@@ -196,7 +196,7 @@ def train(
         for name, (tensor, layout) in axis.weights.items():
             if (gap := float((tensor - parts(weights[name], layout)).norm() / everything.norm())) > 1e-13:
                 wrong.append(f"{name}: weight off by {gap:.1e}")
-        # Forward without gradients, the rank without rows beside it.
+        # A forward without gradients, with a rank that has no rows.
         ids, target = (part[mine] for part in batch(model, 99, rows))
         if len(ids):
             whole = built(model)

@@ -1,4 +1,4 @@
-"""Activation checkpointing gives the same gradients, and computes once more in backward."""
+"""Test that activation checkpointing gives the same gradients, and computes again in backward."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from verify.models.specimens import ZOO, gpt
 
 
 def gradients(name: str, *, checkpoint: bool | str, thread: bool = False) -> tuple[list[Tensor | None], list[str]]:
-    """Return the gradients of two micro-batches, and the blocks in the order in which they were computed. The backward
-    passes follow both forwards."""
+    """Return the gradients of two micro-batches, and the blocks in the order of their computation. Both forwards run
+    before the backward passes."""
     specimen = ZOO[name]
     model = gpt(dropout=0.3).double() if name == "gpt" else specimen.build(torch.float64)
     if name == "gpt":
@@ -50,7 +50,7 @@ def gradients(name: str, *, checkpoint: bool | str, thread: bool = False) -> tup
             output = call(model, _rows(value, list(rows)))
             losses.append(specimen.loss(output, target[list(rows)]))
     assert extent_of("head") is None
-    # Go backward through the second first: by then dropout, rows and calls of the first pass have long changed.
+    # Run the second backward first, so that dropout, rows and calls have changed before that of the first pass.
     for loss in reversed(losses):
         if thread:
             other = threading.Thread(target=loss.backward)
@@ -69,7 +69,7 @@ def _rows(value: Any, rows: list[int]) -> Any:
 
 @pytest.mark.parametrize("how", [True, "selective"])
 @pytest.mark.parametrize("name", ["gpt", "llama_tied", "gpt2_padded", "encoder", "pairs"])
-def test_the_gradients_are_the_same(name: str, how: bool | str) -> None:
+def test_recomputed_gradients_are_the_same(name: str, how: bool | str) -> None:
     expected, once = gradients(name, checkpoint=False)
     assert all(grad is not None and bool(grad.any()) for grad in expected) or name != "gpt"
     for thread in (False, True):
@@ -80,7 +80,7 @@ def test_the_gradients_are_the_same(name: str, how: bool | str) -> None:
 
 
 class Attention(nn.Module):
-    """An attention without a kernel, with a feed-forward layer that changes the outputs of products in place."""
+    """An attention without a kernel, and a feed-forward layer that changes outputs of products in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def by_hand() -> nn.Sequential:
 
 
 def kept_bytes(model: nn.Module, value: Tensor, blocks: tuple[str, ...], how: bool | str) -> int:
-    """Return the bytes that exist between forward and backward, without parameters and inputs."""
+    """Return the bytes that are alive between forward and backward, without parameters and inputs."""
     if how:
         recompute(model, blocks, selective=how == "selective")
     with LiveBytes([*model.parameters(), *model.buffers(), value], counted=False) as live:
@@ -112,13 +112,13 @@ def kept_bytes(model: nn.Module, value: Tensor, blocks: tuple[str, ...], how: bo
     return live.now
 
 
-def test_activations_are_not_kept() -> None:
+def test_recomputation_keeps_fewer_activations() -> None:
     blocks = tuple(f"blocks.{i}" for i in range(8))
     sizes = {how: kept_bytes(gpt(layers=8), ZOO["gpt"].batch(8)[0], blocks, how) for how in RECOMPUTE}
     assert sizes[True] < 0.4 * sizes[False]
     # A block has 16 tensors of the width: its input, two norms, queries, keys, values, the output of attention, the sum
     # after it, and four times the width before and after the activation. Without norms, sum and activation, it keeps 9,
-    # and the output of the layer behind attention. The rest of the model is the same.
+    # and the output of the layer after attention. The rest of the model is the same.
     block = 8 * 16 * 32 * 4
     assert (sizes[False] - sizes["selective"]) / (8 * block) == pytest.approx(6, abs=0.5)
 
@@ -131,7 +131,7 @@ def test_an_attention_without_a_kernel_keeps_no_scores() -> None:
 
 
 class Products(WatchingMode):
-    """Counts products and attention kernels."""
+    """A mode that counts products and attention kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,11 +153,11 @@ def test_products_with_weights_and_attention_kernels_run_once() -> None:
             ZOO["gpt"].loss(model(ids), target).backward()
         made[how] = +products.made
     assert made["selective"] == made[False]
-    # A block has six layers. Nothing reads the output of the last one.
+    # A block has six layers. No operation reads the output of the last one.
     assert (made[True] - made[False])["aten::addmm"] == 5 * len(ZOO["gpt"].blocks)
 
 
-def test_outputs_that_are_changed_in_place_and_a_second_backward_pass_have_the_same_gradients() -> None:
+def test_gradients_are_the_same_after_in_place_changes_and_a_second_backward() -> None:
     x = torch.randn(2, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = {}
     for how in (False, "selective"):
@@ -173,7 +173,7 @@ def test_outputs_that_are_changed_in_place_and_a_second_backward_pass_have_the_s
 
 
 class _SumInPlace(torch.autograd.Function):
-    """The sum over the ranks, as Megatron-LM writes it."""
+    """A sum over the ranks, written as in Megatron-LM."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class _SumInPlace(torch.autograd.Function):
 
 
 class Summing(nn.Module):
-    """A block with a collective of its own, which writes into the output of a product."""
+    """A block with its own collective, which writes into the output of a product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,14 +209,14 @@ def with_own_collectives(world: Any) -> list[list[Tensor]]:
 
 
 @pytest.mark.long
-def test_a_collective_of_the_model_itself_may_write_into_an_output() -> None:
+def test_the_models_own_collective_may_write_into_an_output() -> None:
     for plain, *others in run_ranks(with_own_collectives, 2):
         for ours in others:
             assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
 class Fickle(nn.Module):
-    """A block that computes something else the second time."""
+    """A block that computes something different the second time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Fickle(nn.Module):
         return self.one(x.tanh()).tanh()
 
 
-def test_a_block_that_computes_something_else_the_second_time_is_refused() -> None:
+def test_a_block_that_computes_something_different_again_is_refused() -> None:
     model = nn.Sequential(Fickle())
     recompute(model, ["0"], selective=True)
     loss = model(torch.ones(2, 4)).sum()
@@ -282,7 +282,7 @@ SEND_AGAIN = ("tp", "cp")
         pytest.param(4, ["zero1", "zero2", "dp=2 tp=2 zero=3", "pp=2 tp=2 microbatches=2"], marks=pytest.mark.long),
     ],
 )
-def test_a_selective_recomputation_changes_no_bit_and_sends_nothing(num_ranks: int, strategies: list[str]) -> None:
+def test_selective_recomputation_changes_no_bit_and_sends_nothing(num_ranks: int, strategies: list[str]) -> None:
     for found in run_ranks(trained, num_ranks, strategies, timeout=240):
         for strategy in strategies:
             plain, ours, all_again = (found[f"{strategy}, {how}"] for how in RECOMPUTE)
@@ -292,7 +292,7 @@ def test_a_selective_recomputation_changes_no_bit_and_sends_nothing(num_ranks: i
 
 
 def switched(world: Any) -> tuple[list[float], list[float], list[int]]:
-    """Return (losses of a training that changes recomputation twice, those of one that never recomputes)."""
+    """Return (losses of a training that changes recomputation, losses without recomputation, bytes kept)."""
     changing, plain = trainer("ddp", False), trainer("ddp", False)
     kept = []
     for how in (False, "selective", True, "selective"):
@@ -305,13 +305,13 @@ def switched(world: Any) -> tuple[list[float], list[float], list[int]]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_recomputation_is_changed_in_a_training() -> None:
+def test_recomputation_can_be_changed_during_a_training() -> None:
     for changing, plain, kept in run_ranks(switched, 2, timeout=120):
         assert changing == plain
         assert kept[0] > kept[1] > kept[2] and kept[3] == kept[1]
 
 
-def test_names_hooks_and_evaluation_stay() -> None:
+def test_recompute_keeps_parameter_names_and_outputs_in_evaluation() -> None:
     model, (ids, _) = gpt(), ZOO["gpt"].batch(2)
     names = [name for name, _ in model.named_parameters()]
     with torch.no_grad():
@@ -322,8 +322,8 @@ def test_names_hooks_and_evaluation_stay() -> None:
     assert [name for name, _ in model.named_parameters()] == names
 
 
-def test_blocks_whose_parameters_are_there_only_while_they_work() -> None:
-    """A sharded data axis works so: a hook makes a block's parameters whole, and again before its backward."""
+def test_blocks_with_sharded_parameters_have_the_same_gradients() -> None:
+    """Gather a block's parameters in hooks before its forward and its backward, like a sharded data axis."""
     specimen = ZOO["gpt"]
     ids, target = specimen.batch(2, dtype=torch.float64)
     truth, model = specimen.build(torch.float64), specimen.build(torch.float64)

@@ -1,4 +1,4 @@
-"""BatchNorm over several ranks is never silently different, and never waits for a rank that does not come."""
+"""Test that BatchNorm over several ranks is never silently different, and never waits for a rank that does not come."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CPU = torch.device("cpu")
 
 
 def ranks(dp: int, pp: int = 1) -> Axes:
-    """Return the axes of rank 0, without groups: nothing is sent here."""
+    """Return the axes of rank 0, without groups, because nothing is sent here."""
     return Axes(Mesh(dp=dp, pp=pp), 0, dp, dict.fromkeys((*AXES, "shard", "replicate")))
 
 
-def test_what_does_not_couple_samples_passes_as_it_is() -> None:
+def test_a_model_that_does_not_couple_samples_is_unchanged() -> None:
     frozen = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
     for model in (nn.Sequential(nn.Linear(3, 3), nn.GroupNorm(1, 3)), frozen):
         assert synchronised(model, axes=ranks(4), micros=8, device=CPU) is model
@@ -33,14 +33,14 @@ def test_what_does_not_couple_samples_passes_as_it_is() -> None:
 
 
 class Activated(nn.BatchNorm2d):
-    """A BatchNorm that adds an activation to what it normalizes."""
+    """A BatchNorm with an activation after it."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
 
 
 class Written(nn.BatchNorm2d):
-    """A BatchNorm that normalizes by the function, as timm's do."""
+    """A BatchNorm that calls the function, as in timm."""
 
     def forward(self, input: Tensor) -> Tensor:
         assert self.momentum is not None
@@ -56,7 +56,7 @@ def patched(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
 
 
 class Image(nn.Module):
-    """A model with BatchNorm of images and rows: cumulative mean, no weights, frozen, more in forward."""
+    """A model with BatchNorm of images and rows: cumulative mean, no weights, frozen, its own forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def through_strategies(
 
 
 @pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.long), True, "selective"])
-def test_on_cpu_ranks_losses_weights_and_running_statistics_equal_one_process(recompute: bool | str) -> None:
+def test_losses_weights_and_running_statistics_equal_one_process(recompute: bool | str) -> None:
     strategies = ["ddp", "zero1", "zero3", "zero2"]
     ((losses, state),) = run_ranks(through_strategies, 1, strategies, False)
 
@@ -128,7 +128,7 @@ def test_on_cpu_ranks_losses_weights_and_running_statistics_equal_one_process(re
 
 
 class Deep(nn.Module):
-    """A model of BatchNorm after BatchNorm at one position, which divides two rows by their difference."""
+    """A model of consecutive BatchNorms over rows. For a batch of two rows, each divides by their difference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,13 +164,13 @@ def through_deep(world: Any, strategies: list[str]) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategies", [["zero3", "pp=2 microbatches=1"], ["ddp", "tp"]])
-def test_a_deep_model_is_proven_on_rows_enough_for_its_statistics(strategies: list[str]) -> None:
+def test_a_deep_model_is_compared_on_enough_rows_for_its_statistics(strategies: list[str]) -> None:
     (expected,) = run_ranks(through_deep, 1, strategies)
     for losses in run_ranks(through_deep, 2, strategies):
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_its_class_stays_what_it_is() -> None:
+def test_a_batch_norm_keeps_its_class() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     found = synchronised(model, axes=ranks(2), micros=1, device=torch.device("cuda"))
     assert takes_all_ranks(found[1]) and found is model  # type: ignore[index]
@@ -198,7 +198,7 @@ def evaluated_between(world: Any, images: Tensor, kinds: Tensor) -> list[float]:
     return found + [record["loss"] for record in trainer.fit(2)]
 
 
-def test_a_train_of_the_models_own_is_called_as_a_loop_does() -> None:
+def test_a_models_own_train_method_is_called_as_in_a_plain_loop() -> None:
     images, kinds = torch.randn(22, 1, 5, 5, dtype=torch.float64), torch.arange(22) % 3
     (found,) = run_ranks(evaluated_between, 1, images, kinds)
 
@@ -215,14 +215,14 @@ def test_a_train_of_the_models_own_is_called_as_a_loop_does() -> None:
     assert found == pytest.approx(wanted, rel=1e-11)
 
 
-def test_micro_batches_of_a_pipeline_are_parts_of_a_batch_too() -> None:
+def test_batch_norm_with_micro_batches_of_a_pipeline_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with pytest.raises(TrainingError, match="one micro-batch of the pipeline"):
         synchronised(model, axes=ranks(1, pp=2), micros=4, device=CPU)
 
 
 @pytest.mark.parametrize(("total", "microbatch_size"), [(8, None), (5, None), (8, 2)])
-def test_one_forward_of_every_rank_passes(total: int, microbatch_size: int | None) -> None:
+def test_one_forward_on_every_rank_is_accepted(total: int, microbatch_size: int | None) -> None:
     check_level(total, ranks=4, microbatch_size=microbatch_size)
 
 
@@ -230,6 +230,6 @@ def test_one_forward_of_every_rank_passes(total: int, microbatch_size: int | Non
     ("total", "microbatch_size", "hint"),
     [(3, None, "drop_last"), (5, 1, "drop_last"), (9, 2, "drop_last"), (8, 1, "microbatch_size=None")],
 )
-def test_more_forwards_and_uneven_ones_are_refused(total: int, microbatch_size: int | None, hint: str) -> None:
+def test_several_or_uneven_forwards_are_refused(total: int, microbatch_size: int | None, hint: str) -> None:
     with pytest.raises(TrainingError, match=hint):
         check_level(total, ranks=4, microbatch_size=microbatch_size)

@@ -1,4 +1,4 @@
-"""Linear layers in fp8: a division of rows trains as one process does, and tp is refused."""
+"""Test linear layers in fp8: strategies that divide rows train as one process, and tp is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verify.models.specimens import VOCAB, WIDTH, ZOO, cross_entropy, gpt, gpt_f
 
 
 class Mixture(nn.Module):
-    """Sends each token to one of 16 experts, so that its router has sizes for fp8. Some experts get no token."""
+    """A mixture with one of 16 experts per token, so its router has sizes for fp8. Some experts get no token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ MODELS = {"gpt": gpt, "tied": gpt_tied, "frozen": gpt_frozen, "experts": Experts
 
 
 def trainer(strategy: str, model: str = "gpt", dtype: torch.dtype = torch.float64, **changed: Any) -> Trainer:
-    """Return a trainer whose rows have unequal numbers of targets, so that ranks have unequal weights."""
+    """Return a trainer whose rows have unequal numbers of targets, so ranks have unequal weights."""
     rows, target = padded_tokens(24, torch.Generator().manual_seed(0))
     return Trainer(
         model=lambda: MODELS[model]().to(dtype),
@@ -75,7 +75,7 @@ def trainer(strategy: str, model: str = "gpt", dtype: torch.dtype = torch.float6
 
 
 def trained(world: Any, runs: list[tuple[str, dict[str, Any]]]) -> list[tuple[list[float], list[float], Any]]:
-    """Return (losses, norms, weights) of each run. A run makes a step under each strategy, and switches in between."""
+    """Return (losses, norms, weights) of each run. A run makes a step under each of its strategies."""
     found = []
     for strategies, changed in runs:
         first, *others = strategies.split(" > ")
@@ -117,7 +117,7 @@ LONG = [
 
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("runs", [RUNS, pytest.param(LONG, marks=pytest.mark.long)])
-def test_a_division_of_rows_trains_as_one_process_does(runs: list[tuple[str, dict[str, Any]]]) -> None:
+def test_strategies_that_divide_rows_train_in_fp8_as_one_process(runs: list[tuple[str, dict[str, Any]]]) -> None:
     models = {changed.get("model", "gpt") for _, changed in runs}
     alone = [("ddp", {"model": model, "fp8": on}) for model in models for on in (True, False)]
     truths = run_ranks(trained, 1, alone, timeout=240)[0]
@@ -132,7 +132,7 @@ def test_a_division_of_rows_trains_as_one_process_does(runs: list[tuple[str, dic
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("how", [False, *(pytest.param(how, marks=pytest.mark.long) for how in ("selective", True))])
 def test_zero3_gathers_weights_in_the_dtype_of_autocast_and_computes_the_same(how: bool | str) -> None:
-    """Compare losses in bf16: another order of sums changes them less than a weight that is rounded twice."""
+    """Compare losses in bf16. A different order of sums changes them less than a weight that is rounded twice."""
     changed = {"dtype": torch.float32, "precision": "bf16", "recompute": how}
     same = [("zero2", changed), ("zero3", changed)]
     for two, three in run_ranks(trained, 2, same, timeout=240):
@@ -151,7 +151,7 @@ def tried(world: Any) -> list[str]:
     return [*found, str(job.strategy)]
 
 
-def test_a_step_is_rehearsed_without_fp8_and_tp_is_refused() -> None:
+def test_tp_with_fp8_is_refused_and_cp_is_accepted() -> None:
     refused = "With fp8=True, tp=2 does not give the results of one process."
     assert run_ranks(tried, 2, timeout=120) == [[refused, refused, "cp=2"]] * 2
 
@@ -170,7 +170,7 @@ def results(forward: Any, x: Tensor, grad: Tensor, params: list[Tensor]) -> list
     return [y.detach(), *torch.autograd.grad(y, [x, *params], grad)]
 
 
-def test_a_part_of_the_rows_and_a_multiple_of_the_gradient_give_the_same() -> None:
+def test_parts_of_the_rows_and_scaled_gradients_give_the_same_results() -> None:
     one, draw = layer(torch.float64), torch.Generator().manual_seed(1)
     x, grad = (torch.randn(2, 5, size, dtype=torch.float64, generator=draw) for size in (32, 48))
     whole = results(one, x, grad, list(one.parameters()))
@@ -180,14 +180,14 @@ def test_a_part_of_the_rows_and_a_multiple_of_the_gradient_give_the_same() -> No
     for number in (2, 3):
         torch.testing.assert_close((parts[0][number] + parts[1][number]) / 3, whole[number])
     plain = results(lambda x: F.linear(x, one.weight, one.bias), x, grad, list(one.parameters()))
-    # Three bits of a fraction are rounded by up to 1/16. The gradient of the weight is not rounded.
+    # Three bits of a fraction mean an error of up to 1/16. The gradient of the weight is not rounded.
     assert 1e-2 < float((plain[0] - whole[0]).norm() / plain[0].norm()) < 1 / 16
     assert 1e-2 < float((plain[1] - whole[1]).norm() / plain[1].norm()) < 1 / 16
     torch.testing.assert_close(plain[2:], whole[2:])
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_the_emulation_computes_what_torchao_computes(dtype: torch.dtype, bound: float) -> None:
+def test_the_emulation_computes_the_same_as_torchao(dtype: torch.dtype, bound: float) -> None:
     pytest.importorskip("torchao")
     one, draw = layer(dtype), torch.Generator().manual_seed(1)
     x, grad = (torch.randn(7, size, dtype=dtype, generator=draw) for size in (32, 48))
@@ -202,14 +202,14 @@ def test_the_emulation_computes_what_torchao_computes(dtype: torch.dtype, bound:
         assert float((ours - expected).norm() / expected.norm()) < bound
 
 
-def test_without_torchao_a_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torchao_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(TrainingError, match="needs torchao") as refused:
         fp8.torchao_config()
     assert "pip install torchao" in str(refused.value)
 
 
-def test_a_copy_computes_with_its_own_weight_and_is_pickled() -> None:
+def test_a_copied_or_pickled_fp8_layer_computes_with_its_own_weight() -> None:
     one, x = layer(torch.float64), torch.ones(3, 32, dtype=torch.float64)
     for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
         torch.testing.assert_close(other(x), one(x))
@@ -234,7 +234,7 @@ def refused(world: Any) -> str:
     return ""
 
 
-def test_a_model_without_such_layers_is_refused() -> None:
+def test_a_model_without_layers_for_fp8_is_refused() -> None:
     assert all("not 6 with sizes that are not multiples of 16" in each for each in run_ranks(refused, 2))
 
 
@@ -247,13 +247,13 @@ def compiled(world: Any) -> list[list[float]]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_compiled_block_computes_the_same() -> None:
+def test_a_compiled_fp8_block_computes_the_same() -> None:
     ((one, other),) = run_ranks(compiled, 1, timeout=170)
     assert one == pytest.approx(other, rel=1e-12)
 
 
 def used(world: Any, path: str) -> tuple[float, float, float, int]:
-    """Return (loss of a trained model on other data, the same with its loaded weights, and without fp8, new length)."""
+    """Return (loss of a trained model on other data, with loaded weights, without fp8, length of a generated text)."""
     first, data = trainer("zero3", dtype=torch.float32), [(row, row) for row in ZOO["gpt"].batch(6)[0]]
     first.fit(1)
     first.save(path)
@@ -268,7 +268,7 @@ def used(world: Any, path: str) -> tuple[float, float, float, int]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_it_evaluates_generates_and_saves_weights_for_a_model_without_fp8(tmp_path: Any) -> None:
+def test_an_fp8_model_evaluates_generates_and_saves_weights_for_use_without_fp8(tmp_path: Any) -> None:
     for trained, loaded, without, length in run_ranks(used, 2, str(tmp_path / "saved"), timeout=170):
         assert trained == pytest.approx(loaded, rel=1e-9) and length == 6
         assert abs(without / trained - 1) > 1e-6

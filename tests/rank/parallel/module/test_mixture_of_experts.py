@@ -1,4 +1,4 @@
-"""Mixtures whose tokens choose experts train as on one process. If experts choose or drop tokens, they are refused."""
+"""Test that mixtures whose tokens choose experts train as one process. If experts choose or drop tokens, refuse."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Expert(nn.Sequential):
 
 
 class Experts(nn.Module):
-    """A mixture that sends each token to the two experts that its router prefers; none prefers the last one."""
+    """A mixture that sends each token to two experts by its router. No token goes to the last expert."""
 
     def __init__(self, num: int = 6) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Experts(nn.Module):
         tokens = x.reshape(-1, WIDTH)
         given = torch.zeros_like(tokens)
         for chosen, weights, expert in self.routed(self.router(tokens).softmax(-1)):
-            if len(chosen):  # or it has no gradient
+            if len(chosen):  # an expert without tokens has no gradient
                 given = given.index_add(0, chosen, expert(tokens[chosen]) * weights[:, None])
         return x + given.view_as(x)
 
@@ -79,7 +79,7 @@ class ExpertsChoose(Experts):
 
 
 class ExpertsDrop(Experts):
-    """A mixture after Fedus et al. 2022: an expert has room for some tokens; in training, later ones pass it by."""
+    """A mixture after Fedus et al. 2022: in training, an expert takes a limited number of tokens and drops the rest."""
 
     def routed(self, scores: Tensor) -> Any:
         room = len(scores) // len(self.experts) if self.training else len(scores)
@@ -88,7 +88,7 @@ class ExpertsDrop(Experts):
 
 
 class SkipsRows(Experts):
-    """A mixture that sends the tokens of some rows to no expert, and adds nothing to them."""
+    """A mixture that sends the tokens of some rows to no expert, so it does not change them."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept = (x[:, :1, 0] > 0).expand(x.shape[:2]).flatten()
@@ -101,7 +101,7 @@ class SkipsRows(Experts):
 
 
 class PassesRowsBy(nn.Module):
-    """Sends tokens of some rows only to a mixture."""
+    """A module that sends only the tokens of some rows to a mixture."""
 
     def __init__(self, mixture: nn.Module) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class PassesRowsBy(nn.Module):
 
 
 class Dense(Experts):
-    """The same sums as those of Experts, with all experts computed for all tokens."""
+    """A mixture with the same sums as Experts, which computes all experts for all tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights, choice = self.router(x).softmax(-1).topk(2)
@@ -136,7 +136,7 @@ class Language(nn.Module):
 
 
 class Attending(Language):
-    """A model whose positions meet in attention, before the experts."""
+    """A model with attention before the experts."""
 
     def __init__(self, kind: Callable[[], nn.Module] = Experts) -> None:
         super().__init__(lambda: AttendsThenRoutes(kind))
@@ -153,7 +153,7 @@ class AttendsThenRoutes(nn.Module):
 
 
 class OneLayer(Experts):
-    """A mixture whose experts are its only list of modules, and what zero 3 gathers."""
+    """A mixture whose experts are its only list of modules, so zero 3 gathers the experts."""
 
     def __init__(self) -> None:
         super().__init__(10)
@@ -193,7 +193,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "one layer": OneLayer,
     "dense": lambda: Language(Dense),
 }  # fmt: skip
-# A strategy gathers experts (also those that a rank has no rows for), divides positions, or leaves experts whole.
+# A strategy gathers experts (even those without rows on a rank), divides positions, or keeps experts whole.
 CASES = [("mixtral", ("zero3", "cp=2")), ("qwen2 moe", ("tp",)), ("one layer", ("zero3",))]
 REST = [
     ("mixtral", ("ddp", "pp", "tp")),
@@ -204,7 +204,7 @@ REST = [
 MOVED = ("dp=2 tp=2 ep=2 experts=0:0-3+1:1-2", "dp=2 cp=2 ep=2 experts=1:0-2", "dp=2 pp=2 ep=2 experts=0:0-3")
 CHANGED: dict[str, dict[str, Any]] = {"zero3": {"compute": nbkit.Compute(microbatch_size=2)}}
 CHANGED |= {strategy: {"compute": nbkit.Compute(recompute=True)} for strategy in MOVED}
-# Some forwards give nothing to a layer of experts.
+# In some forwards, a layer of experts gets no tokens.
 SPARSE = ("dp=4 ep=2", "zero3 ep=4")
 CHANGED |= {strategy: {"compute": nbkit.Compute(recompute=True, microbatch_size=1)} for strategy in SPARSE}
 
@@ -239,7 +239,7 @@ def made(model: Callable[[], nn.Module], strategy: str, **changed: Any) -> Train
 
 
 def one_process(build: Callable[[], nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
-    """Return (losses, weights afterwards) of plain torch over whole batches."""
+    """Return (losses, final weights) of plain torch over whole batches."""
     torch.manual_seed(0)
     model = build()
     optimizer, losses = adamw(model), []
@@ -270,7 +270,7 @@ def trained(world: Any, cases: list[tuple[str, tuple[str, ...]]]) -> dict[tuple[
 
 
 HALVES = "dp=2 pp=2 ep=2 microbatches=4 schedule="
-# A micro-batch has one row here, so that some give nothing to a layer of experts.
+# A micro-batch has one row here, so in some of them a layer of experts gets no tokens.
 TOGETHER = [
     ("listed", (f"{HALVES}zbv", f"{HALVES}dualpipev")),
     ("skipped", SPARSE),
@@ -287,7 +287,7 @@ def stacked_and_passed_by() -> nn.Module:
 
 
 def some_choose_no_expert() -> nn.Module:
-    """A mixture of stacked experts whose router gives some tokens one expert and the number after the last expert."""
+    """Return a mixture of stacked experts that replaces some choices by the number after the last expert."""
     model: Any = mixtral()
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(
@@ -307,7 +307,7 @@ MORE_MODELS = {
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("case", TOGETHER)
-def test_spread_experts_go_with_halved_backward_passes_and_with_every_axis(
+def test_spread_experts_work_with_split_backward_passes_and_every_axis(
     case: tuple[str, tuple[str, ...]],
 ) -> None:
     found = run_ranks(trained, 4, [case], timeout=170)[0]
@@ -315,9 +315,9 @@ def test_spread_experts_go_with_halved_backward_passes_and_with_every_axis(
     assert {key: wrong for key, wrong in found.items() if not wrong < 1e-9} == {} and len(found) == len(case[1])
 
 
-@pytest.mark.usefixtures("known_to_be_right")  # here they are compared at full size
+@pytest.mark.usefixtures("known_to_be_right")  # the test compares them at full size
 @pytest.mark.parametrize("cases", [CASES, pytest.param(REST, marks=pytest.mark.long)])
-def test_tokens_that_choose_their_experts_train_as_on_one_process(cases: list[tuple[str, tuple[str, ...]]]) -> None:
+def test_mixtures_whose_tokens_choose_experts_train_as_one_process(cases: list[tuple[str, tuple[str, ...]]]) -> None:
     found = run_ranks(trained, 2, cases, timeout=170)[0]
 
     assert {name for name, _ in CASES + REST} == set(MODELS)
@@ -354,7 +354,7 @@ def stacked() -> list[Tensor]:
 
 
 @pytest.mark.long
-def test_under_tp_the_attention_is_split_and_experts_and_positions_stay_whole() -> None:
+def test_tp_splits_attention_and_keeps_experts_whole() -> None:
     how = {path: (split, why) for path, split, why in nbkit.check(mixtral, "tp", stacked(), 2).rows}
 
     assert how["model.layers.*.self_attn.q_proj"][0].startswith("columns: 2 heads over 2")
@@ -362,15 +362,15 @@ def test_under_tp_the_attention_is_split_and_experts_and_positions_stay_whole() 
 
 
 @pytest.mark.long
-def test_experts_that_are_multiplied_in_groups_are_stages() -> None:
-    """Output shapes are found on weights without memory, which torch's product of groups does not take."""
+def test_experts_with_grouped_products_can_be_pipeline_stages() -> None:
+    """Check it because output shapes are found on meta weights, which torch's grouped product does not accept."""
     checked = nbkit.check(lambda: mixtral(experts_implementation="grouped_mm").float(), "pp", stacked(), 2)
 
     assert "cannot show that" not in str(checked) and "fits" in str(checked).splitlines()[0], str(checked)
 
 
 @pytest.mark.long
-def test_what_lets_rows_compete_is_refused_by_its_name_and_what_cannot_be_run_with_the_reason() -> None:
+def test_mixtures_in_which_rows_compete_are_refused_by_name() -> None:
     found, other = run_ranks(refused, 2, timeout=120)
 
     assert found == other
@@ -411,11 +411,11 @@ def warned(world: Any) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")  # check makes the whole step
-def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> None:
+def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_with_a_warning() -> None:
     found = run_ranks(warned, 2, timeout=120)[0]
 
     assert found["away"] < 1e-7  # transformers rounds to float32 on the way
-    assert found["away under tp"] < 1e-6  # there the routers see the whole batch; the loss is in float32
+    assert found["away under tp"] < 1e-6  # under tp, the routers see the whole batch; the loss is in float32
     for name in ("trainer", "loop zero3"):
         assert "An auxiliary loss is taken over all rows" in found[name] and "'aux_loss'" in found[name], name
     batch = stacked()[0][:BATCH]
@@ -427,7 +427,7 @@ def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> 
 
 
 SHORT, CLIP = 19, 0.3
-# Experts stand at their own places, or at those of experts on other ranks.
+# Experts are at their own places, or at those of experts on other ranks.
 CHAIN = (
     "dp=4 ep=4",
     "ep=4 experts=0:0-2-3+1:1-3",
@@ -444,7 +444,7 @@ CHAIN = (
     "ddp",
 )
 EPOCH = 3
-"""Steps under each strategy of the chain: an epoch, whose last batch has 3 rows, so that rank 3 has none."""
+"""Steps under each strategy of the chain: one epoch, whose last batch has 3 rows, so rank 3 has none."""
 
 
 def clipped(build: Callable[[], nn.Module], steps: int) -> tuple[list[float], list[float], nn.Module]:
@@ -467,7 +467,7 @@ def clipped(build: Callable[[], nn.Module], steps: int) -> tuple[list[float], li
 def through_the_chain(
     world: Any, name: str, chain: Sequence[str], folder: str, recompute: bool | str
 ) -> dict[str, Any]:
-    """Train by switches, a save, a load and another strategy; return how far all of it is from one process.
+    """Train through switches, a save, a load and another strategy. Return all differences from one process.
 
     recompute: as in nbkit.Compute.
     """
@@ -516,7 +516,7 @@ def through_the_chain(
         pytest.param("mixtral", CHAIN[3:8], "selective", marks=pytest.mark.long),
     ],
 )
-def test_spread_experts_train_as_on_one_process_through_switches(
+def test_spread_experts_train_through_switches_as_one_process(
     name: str, chain: Sequence[str], recompute: bool | str, tmp_path: Path
 ) -> None:
     found = run_ranks(through_the_chain, 4, name, chain, str(tmp_path), recompute, timeout=300)
@@ -524,17 +524,17 @@ def test_spread_experts_train_as_on_one_process_through_switches(
     away = found[0]["away"]
     assert {key: off for key, off in away.items() if not off < 1e-9} == {}
     assert len(away) == EPOCH * (len(chain) + 2) + 2
-    # Two layers send each token to two experts, and back, forward and backward; a recomputed forward does so again. A
-    # selective recomputation sends nothing.
+    # Two layers send each token to two experts and back, in forward and in backward. A recomputed forward sends it
+    # again; selective recomputation sends nothing.
     tokens = 2 * (6 if recompute is True else 4) * 2 * LENGTH * WIDTH * 8
     assert 1 <= sum(rank["sent"] for rank in found) / (SHORT * tokens) <= 1.01
     assert 1 <= found[0]["predicted"][0] / (BATCH * tokens) <= 1.02
-    # Each rank computes what its half of the experts was sent; no token is lost on the way.
+    # Each rank computes all tokens that were sent to its half of the experts, so no token is lost.
     held = [[set(layer) for layer in rank["routed"]] for rank in found]
     computed = [[sum(layer.values()) for layer in rank["routed"]] for rank in found]
     assert held[0] == held[2] and held[1] == held[3] and not held[0][0] & held[1][0]
     assert sum(map(sum, computed)) == BATCH * LENGTH * 2 * 2
-    # In each layer, the ranks of a group wait for the one with most tokens.
+    # In each layer, the ranks of a group wait for the rank with most tokens.
     waited = [sum(max(pair) for pair in zip(*computed[at : at + 2], strict=True)) for at in (0, 2)]
     assert found[0]["uneven"] == pytest.approx(4 * max(waited) / sum(map(sum, computed)))
 
@@ -545,7 +545,7 @@ def facts_of(build: Callable[[], nn.Module]) -> ModelFacts:
 
 
 def stepped(facts: ModelFacts, strategy: str, **asked: Any) -> StepProof:
-    """Return the comparison of a step with one process, with an optimizer that moves weights without gradient."""
+    """Compare a step with one process, with an optimizer that moves weights even without a gradient."""
     plan, few = make_plan(Strategy.parse(strategy, 4), facts, JobOptions(**asked)), [part[:2] for part in stacked()]
 
     def decayed(held: Mapping[str, nn.Parameter], plainly: bool) -> torch.optim.Optimizer:
@@ -620,7 +620,7 @@ PLANTED: dict[str, tuple[str, Callable[[], Any]]] = {
 @pytest.mark.parametrize(
     "name", ["top two", "one layer", "some choose none", pytest.param("mixtral", marks=pytest.mark.long)]
 )
-def test_recomputed_experts_and_experts_at_other_places_train_as_on_one_process(name: str) -> None:
+def test_recomputed_and_moved_experts_train_as_one_process(name: str) -> None:
     facts = facts_of((MODELS | MORE_MODELS)[name])
 
     for strategy in ("dp=4 ep=2 experts=0:0-3", "zero3 ep=4 experts=0:0-3-2"):
@@ -634,7 +634,7 @@ SAMPLE = ("gradients of experts are not summed", "an expert without tokens gets 
 @pytest.mark.parametrize(
     "bugs", [SAMPLE, pytest.param([bug for bug in PLANTED if bug not in SAMPLE], marks=pytest.mark.long)]
 )
-def test_a_step_with_spread_experts_shows_each_planted_bug(bugs: Sequence[str]) -> None:
+def test_a_step_with_spread_experts_finds_each_planted_bug(bugs: Sequence[str]) -> None:
     facts = {name: facts_of(MODELS[name]) for name in {PLANTED[bug][0] for bug in bugs}}
 
     assert {name: stepped(facts[name], "dp=4 ep=2") for name in facts} == dict.fromkeys(facts, StepProof())
@@ -658,7 +658,7 @@ MOVES = (
 
 
 @pytest.mark.parametrize("name", ["top two", pytest.param("mixtral", marks=pytest.mark.long)])
-def test_the_bytes_of_spread_experts_are_those_of_their_layouts(name: str) -> None:
+def test_predicted_bytes_of_spread_experts_equal_those_of_their_layouts(name: str) -> None:
     facts, plans = facts_of(MODELS[name]), list[ParallelPlan]()
     census = StateBytes(
         facts, {each: {"weight": 8, "state": 4} for each in facts.shapes.whole}, set(facts.shapes.whole)
@@ -689,14 +689,14 @@ PRODUCTS = ("ep=4", "zero3 ep=2", "dp=2 tp=2 ep=2", "dp=2 pp=2 ep=2", "dp=2 cp=2
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2 moe"])
-def test_spread_experts_go_with_every_other_axis(name: str) -> None:
+def test_spread_experts_work_with_every_other_axis(name: str) -> None:
     for strategy in PRODUCTS:
         checked = nbkit.check(MODELS[name], strategy, stacked(), 4, loss=loss)
         assert checked.ok and "compared" not in str(checked), str(checked)
 
 
 class Twice(Experts):
-    """A mixture that calls an expert for each of two halves of its tokens."""
+    """A mixture that calls an expert twice, for two halves of its tokens."""
 
     def routed(self, scores: Tensor) -> Any:
         for token, weights, expert in super().routed(scores):
@@ -728,7 +728,7 @@ def test_experts_that_cannot_be_spread_are_refused_with_the_reason() -> None:
 
 
 class Indexed(nn.Module):
-    """Stacked experts whose numbers are indices, so that one process counts a negative number from the last expert."""
+    """Stacked experts that use numbers as indices, so one process counts a negative number from the last expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -759,14 +759,14 @@ def negative_later(world: Any) -> str:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_negative_number_of_an_expert_is_refused_on_all_ranks() -> None:
+def test_a_negative_expert_number_is_refused_on_all_ranks() -> None:
     for text in run_ranks(negative_later, 2):
         assert text.startswith("The router of 'layers.0.experts' chose an expert with a negative number.")
         assert "the experts have the numbers 0 to 3" in text
 
 
 def in_bf16(world: Any) -> dict[str, list[float]]:
-    # The second rank has no row of the last batch of an epoch.
+    # The second rank has no row of the last batch of each epoch.
     asked: dict[str, Any] = {"precision": "bf16", "data": rows(2 * BATCH + 1)}
     return {
         strategy: [record["loss"] for record in made(lambda: mixtral().float(), strategy, **asked).fit(2 * EPOCH)]
@@ -775,7 +775,7 @@ def in_bf16(world: Any) -> dict[str, list[float]]:
 
 
 @pytest.mark.long
-def test_spread_experts_in_bf16_train_as_whole_ones_also_beside_a_rank_without_rows() -> None:
+def test_spread_experts_in_bf16_train_as_whole_ones_with_an_empty_rank_too() -> None:
     found = run_ranks(in_bf16, 2, timeout=170)[0]
 
     for strategy in ("ep=2", "zero3 ep=2"):

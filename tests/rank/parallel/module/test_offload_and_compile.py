@@ -1,4 +1,4 @@
-"""Settings that change where and how a step is computed do not change its result."""
+"""Test that offload= and compile= do not change the result of a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Own(torch.optim.SGD):
-    """An optimizer of somebody's own."""
+    """A user's own optimizer."""
 
 
 def said(**changed: Any) -> tuple[Trainer, str]:
@@ -60,7 +60,7 @@ def offloaded(world: Any) -> dict[str, Any]:
     updated: list[int] = []
 
     def counting(self: Any, closure: Any = None) -> Any:
-        if step_boundary.training() is not None:  # not of copies, which are tried before the training runs
+        if step_boundary.training() is not None:  # do not count copies, which are tried before the training
             updated.append(sum(len(group["params"]) for group in self.param_groups))
         return update(self)
 
@@ -79,7 +79,7 @@ def offloaded(world: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_an_optimizer_that_is_offloaded_updates_in_parts_and_as_ever() -> None:
+def test_an_offloaded_optimizer_updates_in_parts_with_the_same_losses() -> None:
     for found in run_ranks(offloaded, 2, timeout=170):
         (calls, every), losses, _ = found[None]
         (parts, together), the_same, warned = found["cpu"]
@@ -92,7 +92,7 @@ def test_an_optimizer_that_is_offloaded_updates_in_parts_and_as_ever() -> None:
 def compiled(world: Any, strategy: str) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
-    losses, layers = {}, 2 if "pp" in strategy else 1  # each block is compiled by itself
+    losses, layers = {}, 2 if "pp" in strategy else 1  # each block is compiled separately
     for how in (False, "aot_eager"):
         job = trainer(model=lambda: gpt(layers).double(), strategy=strategy, compute=nbkit.Compute(compile=how))
         job.fit(2)
@@ -109,7 +109,7 @@ def compiled(world: Any, strategy: str) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["zero3", "pp"])
-def test_blocks_are_compiled_where_that_is_sound_and_where_not_it_is_said(strategy: str) -> None:
+def test_blocks_are_compiled_or_a_warning_says_why_not(strategy: str) -> None:
     for found in run_ranks(compiled, 2, strategy, timeout=170):
         assert found["losses"]["aot_eager"] == pytest.approx(found["losses"][False], abs=1e-10)
         assert found["graphs"] > 0 and found["breaks"] <= 2
@@ -126,7 +126,7 @@ def test_blocks_are_compiled_where_that_is_sound_and_where_not_it_is_said(strate
         *(("pp schedule=zb", 2, "in halves"), ("pp schedule=zbv", 2, "in halves")),
     ],
 )
-def test_the_reason_is_that_of_the_strategy(strategy: str, ranks: int, why: str) -> None:
+def test_strategies_that_prevent_compilation_are_given_as_the_reason(strategy: str, ranks: int, why: str) -> None:
     said = not_compiled(JobOptions(compile=True), Strategy.parse(strategy, ranks))
 
     assert (why in said and "under " in said) if why else said == ""

@@ -1,4 +1,4 @@
-"""Paths into the arguments of a call: read and written as torch's pytrees name them."""
+"""Test that paths into the arguments of a call are read and written like the paths of torch's pytrees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbkit.rank.parallel.pipeline.partial_forward import look, put
 Pair = namedtuple("Pair", "left right")
 
 
-def test_every_leaf_is_found_and_changed_where_a_pytree_says_it_is() -> None:
+def test_every_leaf_is_found_and_changed_at_its_pytree_path() -> None:
     tree = ((1, [2, (3, 4)], Pair(5, {"a b": 6})), {"x": OrderedDict(y=(7,)), "z": Pair(8, 9)})
     flat, spec = pytree.tree_flatten_with_path(tree)
     assert len(flat) == 9
@@ -28,7 +28,7 @@ def test_every_leaf_is_found_and_changed_where_a_pytree_says_it_is() -> None:
     assert [leaf for _, leaf in flat] == pytree.tree_leaves(tree)
 
 
-def test_output_objects_of_hf() -> None:
+def test_output_objects_of_hugging_face_can_be_changed() -> None:
     from transformers.modeling_outputs import BaseModelOutput
 
     state = torch.ones(1)
@@ -38,7 +38,7 @@ def test_output_objects_of_hf() -> None:
     assert look(args, path) is state and float(changed[0][0].last_hidden_state) == 2 == float(changed[0][0][0])
 
 
-def test_what_is_not_there_is_none() -> None:
+def test_a_missing_path_gives_none() -> None:
     assert look(((1,), {"a": None}), "[0][3]") is None
     assert look(((1,), {"a": None}), "[1]['a'][0]") is None
     assert look(((1,), {}), "[1]['a']") is None

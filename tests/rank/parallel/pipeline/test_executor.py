@@ -1,4 +1,4 @@
-"""Every schedule gives the gradients of one process, whatever tensors its stages send each other."""
+"""Test that every schedule gives the gradients of one process, whatever tensors its stages send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """A block from (hidden, residual, mask) to the same: two need gradients, and the mask is only handed on."""
+    """A block from (hidden, residual, mask) to the same. Two need gradients; the mask is only passed on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,13 +34,13 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, hidden: Tensor, residual: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = hidden.tanh_()  # in place, at the entrance of a stage
+        hidden = hidden.tanh_()  # in place, at the start of a stage
         inner = torch.where(mask, self.up(self.norm(hidden)).relu(), 0.1)
         return hidden + self.down(inner) * self.scale, residual * 0.5 + hidden @ self.up.weight.t()[:, :WIDTH], mask
 
 
 class Model(nn.Module):
-    """An embedding, blocks, a head: one block for each stage."""
+    """A model of an embedding, blocks and a head, with one block per stage."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def taken(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def difference(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> float:
-    """Return ||ours - theirs|| / ||theirs||, infinite when one has a gradient that the other has not."""
+    """Return ||ours - theirs|| / ||theirs||, or infinity if only one has some gradient."""
     assert ours.keys() <= theirs.keys() and ours
     if any((ours[name] is None) != (theirs[name] is None) for name in ours):
         return float("inf")
@@ -109,7 +109,7 @@ def held(model: Model, stages: tuple[int, ...]) -> set[str]:
 def stepped(
     model: Model, pipeline: Pipeline, micros: list[Tensor], **options: Any
 ) -> tuple[list[float], dict[str, Tensor | None]]:
-    """Return the losses here, and the gradients of what this rank holds."""
+    """Return the losses on this rank, and the gradients of its parameters."""
 
     def forward(stage: int, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return model.stage(stage, received, micros[micro], 0.25)
@@ -122,7 +122,7 @@ def stepped(
 
 
 def every_schedule(world: Any, ranks: int) -> list[tuple[str, int, float, float]]:
-    """Return (schedule, micro-batches, difference of gradients, of losses) for steps of several shapes."""
+    """Return (schedule, micro-batches, difference of gradients, difference of losses) for steps of several shapes."""
     rows = []
     group = torch.distributed.group.WORLD if ranks > 1 else None
     for name in BUILT_IN:
@@ -141,14 +141,14 @@ def every_schedule(world: Any, ranks: int) -> list[tuple[str, int, float, float]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gradients_are_those_of_one_process(ranks: int) -> None:
+def test_gradients_of_every_schedule_equal_those_of_one_process(ranks: int) -> None:
     for rows in run_ranks(every_schedule, ranks, ranks):
         for name, num_micro, grads, losses in rows:
             assert grads <= 1e-12 and losses <= 1e-12, (name, num_micro, grads, losses)
 
 
 class Token:
-    """An object that lives as long as the graph of one stage and micro-batch."""
+    """An object that is alive as long as the graph of one stage and micro-batch."""
 
 
 class Holding(torch.autograd.Function):
@@ -180,7 +180,7 @@ def observed(name: str, rank: int) -> None:
         started.append(op)
 
         def over() -> None:
-            assert started[len(done) :] == [op]  # one after the other
+            assert started[len(done) :] == [op]  # operations do not overlap
             done.append(op)
             lives.append(len(alive))
             under_way.append(sum(map(len, pipeline._channels._outbox.values())))
@@ -198,7 +198,7 @@ def observed(name: str, rank: int) -> None:
 
 
 def forward_only(world: Any) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the results of an evaluation between two steps of training, and the expected ones."""
+    """Return the results of an evaluation between two training steps, and the expected results."""
     rank, model = world.place.rank, made(4)
     micros = batch(3, True)
     pipeline = Pipeline(Schedule.of("zbv", 2, 4), torch.distributed.group.WORLD, rank, torch.device("cpu"))
@@ -215,17 +215,17 @@ def forward_only(world: Any) -> tuple[list[list[float]], list[list[float]]]:
     return [[float(one) for one in micro] for micro in results], [[x, i] for i, x in enumerate(wanted[0])]
 
 
-def test_operations_are_done_in_the_order_of_the_list_and_leave_nothing_behind() -> None:
+def test_operations_run_in_the_order_of_the_schedule_and_free_their_memory() -> None:
     run_ranks(order_and_memory, 2)
 
 
-def test_forward_only_returns_what_the_last_stage_returns_where_that_is() -> None:
+def test_forward_only_returns_results_on_the_rank_of_the_last_stage() -> None:
     (results, wanted), (nothing, _) = run_ranks(forward_only, 2)
     assert results == [pytest.approx(row, abs=1e-12) for row in wanted] and nothing == []
 
 
 def odd_tensors(world: Any) -> None:
-    """Send odd tensors between stages: many dims, many tensors, empty, no dims, several dtypes, unused, a leaf."""
+    """Send unusual tensors between stages: many dims, many tensors, empty, no dims, several dtypes, unused, a leaf."""
     rank, device = world.place.rank, torch.device("cpu")
     pipeline = Pipeline(Schedule.of("1f1b", 2, 2), torch.distributed.group.WORLD, rank, device)
     weight = nn.Parameter(torch.full((3,), 2.0))
@@ -255,25 +255,25 @@ def odd_tensors(world: Any) -> None:
 
 
 def grown(pipeline: Pipeline, rank: int) -> None:
-    """Return another shape under the same key from stage 0."""
+    """Return a different shape under the same key from stage 0."""
     if rank == 1:
         raise TrainingError("on purpose")
     pipeline.run(1, lambda *_: (torch.ones(5),), lambda micro: "same")
 
 
-def test_any_tensors_pass_between_stages_and_a_change_of_shape_without_a_change_of_key_is_told() -> None:
+def test_any_tensors_pass_between_stages_and_an_unannounced_shape_is_refused() -> None:
     run_ranks(odd_tensors, 2)
 
 
 def broken_off(world: Any) -> float:
-    """Fail on rank 1 in the middle of a step, form the world anew, and return the difference of the next step."""
+    """Fail on rank 1 in the middle of a step, form the world again, and return the difference of the next step."""
     rank, model = world.place.rank, made(4)
     pipeline = Pipeline(Schedule.of("zbv", 2, 4), torch.distributed.group.WORLD, rank, torch.device("cpu"))
     micros = batch(4, False)
 
     def failing(stage: int, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if stage == 2 and micro == 1:
-            for group in delegating_group.live():  # what the watchdog does, so that the other rank waits no longer
+            for group in delegating_group.live():  # as the watchdog does, so that the other rank stops waiting
                 sockets.shut(group.sockets)
             raise ValueError("on purpose")
         return model.stage(stage, received, micros[micro], 0.25)
@@ -287,15 +287,15 @@ def broken_off(world: Any) -> float:
     return difference(stepped(model, pipeline, micros)[1], wanted[1])
 
 
-def test_an_error_in_one_stage_is_raised_there_and_the_next_run_is_right() -> None:
+def test_an_error_in_one_stage_is_raised_and_the_next_run_is_right() -> None:
     assert max(run_ranks(broken_off, 2, generations=2)) <= 1e-12
 
 
 def rendezvous(schedule: Schedule, lists: Sequence[Sequence[Op]], sequences: int | None = None) -> list[Op]:
-    """Return the operations that never run if each rank has one communicator, and issues its messages in order.
+    """Return the operations that never run if each rank has one communicator and issues its messages in order.
 
-    A message passes when it is the first that is left at both ends, and the operation that makes it has run. A receive
-    may be issued early, but never before a send that is in front of it.
+    A message passes when it is the next message at both ends, and the operation that makes it has run. A receive may
+    be issued early, but never before an earlier send of the same rank.
     """
     of = schedule.rank_of
     routes = [Routes.of(lists, rank, of, schedule.num_stages, sequences) for rank in range(len(lists))]
@@ -328,7 +328,7 @@ def rendezvous(schedule: Schedule, lists: Sequence[Sequence[Op]], sequences: int
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_in_one_order_no_schedule_waits_for_ever(ranks: int) -> None:
+def test_no_schedule_deadlocks_with_messages_in_one_order(ranks: int) -> None:
     for name in BUILT_IN:
         for num_micro in (ranks, 2 * ranks + 1):
             schedule = Schedule.of(name, ranks, num_micro)
@@ -339,7 +339,7 @@ def test_in_one_order_no_schedule_waits_for_ever(ranks: int) -> None:
 
 
 def in_one_order(rank: int) -> tuple[list[float], int]:
-    """Return the gradient differences of schedules under NCCL's rules, and the communicators beside the world's."""
+    """Return (gradient differences of schedules under NCCL's rules, number of communicators besides the world's)."""
     join(rank, 4)
     off = []
     group = torch.distributed.group.WORLD
@@ -349,11 +349,11 @@ def in_one_order(rank: int) -> tuple[list[float], int]:
         model, micros = made(schedule.num_stages), batch(4, True)
         pipeline = Pipeline(schedule, group, rank, torch.device("cpu"), ordered=ordered)
         wanted = one_process(model, micros)
-        for _ in range(2):  # the shapes are known in the second run, and sends take receives along
+        for _ in range(2):  # in the second run the shapes are known, and sends and receives are batched
             off.append(difference(stepped(model, pipeline, micros)[1], wanted[1]))
     return off, len(Communicator.everyone) - 1
 
 
-def test_a_pipeline_under_nccl_has_one_communicator() -> None:
+def test_a_pipeline_under_nccl_needs_one_communicator() -> None:
     for off, communicators in run_ranks(in_one_order, 4, join=False, timeout=120):
         assert max(off) <= 1e-12 and communicators == 1

@@ -1,4 +1,4 @@
-"""Chains are found in unmodified models. A model that cannot be cut is refused, with the names of the obstacles."""
+"""Test that chains are found in unmodified models. A model that cannot be cut is refused, and the obstacles named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = next_tokens(2, torch.Generator().manual_seed(0))[0]
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ZOO)
-def test_structure_alone_names_the_blocks_that_the_run_finds(name: str) -> None:
+def test_blocks_by_structure_equal_the_blocks_found_by_a_run(name: str) -> None:
     specimen = ZOO[name]
     model = specimen.build()
     assert tuple(structural_blocks(model)) == specimen.blocks
@@ -39,12 +39,12 @@ def test_structure_alone_names_the_blocks_that_the_run_finds(name: str) -> None:
     assert pickle.loads(pickle.dumps(chain)) == chain
 
 
-def test_a_stem_a_head_and_wrappers_are_no_blocks() -> None:
+def test_stem_head_and_wrappers_do_not_count_as_blocks() -> None:
     def leaves(*widths: int) -> nn.Module:
         return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
     parts = {"stem": leaves(6, 6, 6), "body": nn.ModuleList(leaves(6, 6, 6) for _ in range(3)), "head": leaves(6, 5, 5)}
-    # A ModuleList only holds others: nobody calls model.body.
+    # A ModuleList only holds other modules: model.body is never called.
     assert structural_blocks(nn.ModuleDict({"model": nn.ModuleDict(parts)})) == [f"model.body.{i}" for i in range(3)]
     net = nn.Module()
     for name, part in parts.items():
@@ -57,10 +57,10 @@ def test_a_stem_a_head_and_wrappers_are_no_blocks() -> None:
     assert structural_blocks(bare) == ["first", "second"] and structural_blocks(nn.Tanh()) == []
 
 
-def test_what_crosses_a_cut_and_what_is_used_where() -> None:
+def test_a_chain_knows_tensors_across_cuts_and_parameters_of_each_part() -> None:
     model = ZOO["llama_tied"].build()
     chain = find_chain(model, lambda: call(model, ZOO["llama_tied"].batch(2)[0]))
-    # Masks, rotary tables and position ids go into the blocks too, and are not carried.
+    # Masks, rotary tables and position ids are inputs of the blocks too, but are not carried.
     assert [entry.carried for entry in chain.entries] == [("[0][0]",)] * 4
     assert chain.before == ("model.embed_tokens.weight",)
     assert chain.after == ("model.embed_tokens.weight", "model.norm.weight")
@@ -70,7 +70,7 @@ def test_what_crosses_a_cut_and_what_is_used_where() -> None:
     assert find_chain(pairs, lambda: pairs(IDS)).entries[2].carried == ("[0][0][0]", "[0][0][1]")
 
 
-def test_nothing_is_left_behind() -> None:
+def test_find_chain_and_measure_costs_leave_the_model_unchanged() -> None:
     model = hf_gpt2(use_cache=True, resid_pdrop=0.1)
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     kinds, weights = [type(part) for part in model.modules()], [p.clone() for p in model.parameters()]
@@ -91,7 +91,7 @@ def test_nothing_is_left_behind() -> None:
     assert bool((model.lm_head.weight.grad == 1).all())
 
 
-def test_stages_that_the_user_names() -> None:
+def test_stages_named_by_the_user_are_cut_or_refused_with_names() -> None:
     model = gpt(6)
     chain = find_chain(model, lambda: model(IDS), stages=["blocks.2", "blocks.4.norm1", "head"][:1])
     assert chain.blocks == ("", "blocks.2") and len(chain.units) == 6
@@ -104,13 +104,13 @@ def test_stages_that_the_user_names() -> None:
         find_chain(model, lambda: model(IDS), stages=["blocks.4", "blocks.2"])
     with pytest.raises(StrategyError, match=r"called: blocks 0 x"):
         find_chain(model, lambda: model(IDS), stages=["blocks"])
-    # The residual goes around the norm: it is a sum of what two modules gave.
+    # The residual, a sum of the outputs of two modules, passes by the norm.
     (_, entry) = find_chain(model, lambda: model(IDS), stages=["blocks.4.norm2"]).entries
     assert [skip.module for skip in entry.skips] == ["blocks.3", "blocks.4.attention"]
 
 
 class Skips(nn.Module):
-    """A model that adds the value of `source` after the last block: "tokens", "scale" or a block's number."""
+    """A model that adds the output of `source` after the last block: "tokens", "scale" or a block's number."""
 
     def __init__(self, source: str | int, layers: int = 5) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Skips(nn.Module):
 
 
 @pytest.mark.parametrize(("source", "module"), [("tokens", "tokens"), (2, "blocks.2")])
-def test_a_skip_connection_across_blocks_travels_as_what_its_module_gave(source: str | int, module: str) -> None:
+def test_a_skip_connection_across_blocks_is_sent_as_the_output_of_its_module(source: str | int, module: str) -> None:
     model = Skips(source)
     chain = find_chain(model, lambda: model(IDS))
     assert len(chain) == 5 and not chain.refused
@@ -140,18 +140,20 @@ def test_a_skip_connection_across_blocks_travels_as_what_its_module_gave(source:
     assert pickle.loads(pickle.dumps(chain)) == chain
 
 
-def test_a_skip_connection_that_the_model_makes_of_a_parameter_is_refused_by_name() -> None:
+def test_a_skip_connection_from_a_parameter_is_refused_by_name() -> None:
     model = Skips("scale")
     with pytest.raises(StrategyError) as raised:
         find_chain(model, lambda: model(IDS))
     text = str(raised.value)
     assert "nbkit cannot cut Skips into stages" in text and "stages=[" in text
-    assert all(f"no stage can begin with blocks.{i}: Skips.forward uses, after it, a value that Skips.forward" in text for i in range(1, 5))
+    assert all(
+        f"no stage can begin with blocks.{i}: Skips.forward uses, after it, a value" in text for i in range(1, 5)
+    )
     assert "computed before it" in text
 
 
 class Penalised(Skips):
-    """A model that adds the norm of a weight of its first block to its output, while it trains."""
+    """A model that adds the norm of a weight of its first block to its output in training."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
@@ -161,7 +163,7 @@ class Penalised(Skips):
         return x + penalty
 
 
-def test_what_goes_around_a_cut_in_training_alone_is_refused_and_modes_are_as_before() -> None:
+def test_a_skip_only_in_training_is_refused_and_modes_are_restored() -> None:
     model = Penalised("tokens")
     model.blocks[2].eval()
     with pytest.raises(StrategyError, match=r"begin with blocks\.1: in training, Penalised\.forward uses"):
@@ -170,7 +172,7 @@ def test_what_goes_around_a_cut_in_training_alone_is_refused_and_modes_are_as_be
     assert len(find_chain(model.eval(), lambda: model(IDS))) == 5
 
 
-def test_a_skip_connection_across_some_blocks_leaves_the_other_cuts() -> None:
+def test_a_skip_connection_across_some_blocks_allows_the_other_cuts() -> None:
     model = Halved()
     chain = find_chain(model, lambda: model(IDS))
     assert chain.blocks == ("blocks.0", "blocks.1", "blocks.2") and len(chain.units) == 5
@@ -179,7 +181,7 @@ def test_a_skip_connection_across_some_blocks_leaves_the_other_cuts() -> None:
 
 
 class Halved(Skips):
-    """A model that changes in place what its third block gave, and adds it again after the last one."""
+    """A model that changes the output of its third block in place, and adds it again after the last block."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -195,7 +197,7 @@ class Halved(Skips):
 
 
 class Told(nn.Module):
-    """A model that returns the hidden states of all blocks beside its output, in an object that torch does not know."""
+    """A model that returns its output and the hidden states of all blocks, in an object unknown to torch."""
 
     class Output:
         def __init__(self, logits: Tensor, hidden: list[Tensor]) -> None:
@@ -214,7 +216,7 @@ class Told(nn.Module):
         return self.Output(x, hidden)
 
 
-def test_other_models_without_a_chain_say_why() -> None:
+def test_models_without_a_chain_are_refused_with_the_reason() -> None:
     told, again, x = Told(), Told(again=True), torch.randn(2, 6)
     assert [len(entry.skips) for entry in find_chain(told, lambda: told(x)).entries] == [0, 1, 2]
     with pytest.raises(StrategyError, match=r"layers\.0: the model calls it 2 times"):
@@ -224,7 +226,7 @@ def test_other_models_without_a_chain_say_why() -> None:
         find_chain(one, lambda: one(x))
 
 
-def test_a_chain_that_the_watching_got_wrong_is_caught_by_running_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrongly_traced_chain_is_refused_by_running_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Skips("scale")
     monkeypatch.setattr(
         chains.DataflowTrace, "around", property(lambda self: {}, lambda self, value: None), raising=False
@@ -235,7 +237,7 @@ def test_a_chain_that_the_watching_got_wrong_is_caught_by_running_it(monkeypatch
 
 
 class Clock:
-    """A clock that only moves when `Costly` adds to it."""
+    """A clock that advances only when `Costly` adds to it."""
 
     seconds = 0.0
 
@@ -245,7 +247,7 @@ class Clock:
 
 
 class Costly(nn.Module):
-    """A layer that costs so many seconds forward, twice as many backward, and more in the first `late` runs."""
+    """A layer with a cost in seconds for forward, twice that for backward, and more in the first `late` runs."""
 
     class Work(torch.autograd.Function):
         @staticmethod
@@ -269,7 +271,7 @@ class Costly(nn.Module):
 
 
 class Reminded(nn.Module):
-    """A model that gives every block the same memory; its front costs 5."""
+    """A model that gives every block the same memory. Its front costs 5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +296,7 @@ def test_costs_are_forward_and_backward_seconds_of_each_piece(monkeypatch: pytes
     x = torch.randn(2, 6)
     chain = find_chain(model, lambda: model(x))
     for part in model:
-        part.late = 2  # the run that warms up, and one more: the shortest counts
+        part.late = 2  # the warm-up run, and one more: the shortest run counts
     assert measure_costs(model, chain, lambda: model(x).square().mean()) == (12, 36, 12, 120)
     for part in model:
         part.late = 0
@@ -309,25 +311,25 @@ def test_costs_are_forward_and_backward_seconds_of_each_piece(monkeypatch: pytes
         measure_costs(model, chain, lambda: model(x))
 
 
-def test_costs_of_a_real_model() -> None:
+def test_costs_of_a_real_model_are_positive() -> None:
     model = Uneven()
     chain = find_chain(model, lambda: model(IDS))
     measured = measure_costs(model, chain, lambda: model(IDS), repeats=1)
     assert len(measured) == 6 and all(seconds > 0 for seconds in measured)
 
 
-def test_an_entry_is_plain_data() -> None:
+def test_a_stage_input_can_be_pickled() -> None:
     entry = StageInput(("[0][0]",), {"[0][0]": "[0][1]"}, frozenset({"[0][0]"}))
     assert pickle.loads(pickle.dumps(entry)) == entry
 
 
-def test_pieces_that_are_alike_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_pieces_get_the_same_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_chain, "time", Clock)
     model = nn.Sequential(*map(Costly, (4, 4, 5, 4.5, 12, 4)))
     x = torch.randn(2, 6)
     chain = find_chain(model, lambda: model(x))
 
-    # All but one differ as little as by noise, the first and the last too. The fifth has another cost in each run.
+    # All but the fifth differ only by noise, the first and the last too. The fifth has another cost in each run.
     assert measure_costs(model, chain, lambda: model(x)) == (12.75, 12.75, 12.75, 12.75, 36, 12.75)
     model[2].linear = nn.Linear(6, 6, bias=False)  # another kind
     assert measure_costs(model, chain, lambda: model(x)) == (12, 12, 15, 12, 36, 12)
@@ -338,7 +340,7 @@ def _mlp(width: int) -> nn.Module:
 
 
 class Fronted(nn.Module):
-    """Four equal blocks behind an embedding and before a head, as in a language model."""
+    """A model with four equal blocks between an embedding and a head, like a language model."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -352,7 +354,7 @@ class Fronted(nn.Module):
         return self.head(x)
 
 
-def test_embedding_and_head_are_timed_apart_from_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedding_and_head_are_timed_separately_from_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_chain, "time", Clock)
     model = Fronted()
     ids = torch.zeros(4, 8, dtype=torch.long)
@@ -361,7 +363,7 @@ def test_embedding_and_head_are_timed_apart_from_their_blocks(monkeypatch: pytes
     for name, seconds in pauses.items():
 
         def pause(*_: Any, seconds: float = seconds) -> None:
-            noise = random.random() if seconds > 2 else 0.0  # as on a rank that shares its core
+            noise = random.random() if seconds > 2 else 0.0  # like a rank that shares its core
             Clock.seconds += seconds * (1 + noise)
 
         model.get_submodule(name).register_forward_hook(pause)
@@ -372,12 +374,12 @@ def test_embedding_and_head_are_timed_apart_from_their_blocks(monkeypatch: pytes
 
 @pytest.mark.long
 @pytest.mark.parametrize("starts", [3, pytest.param(20, marks=pytest.mark.long)])
-def test_four_equal_blocks_are_cut_equally_also_under_load(starts: int) -> None:
+def test_four_equal_blocks_are_cut_equally_under_load_too(starts: int) -> None:
     model, strategy, threads = Fronted(), Strategy.parse("pp=2", 2), torch.get_num_threads()
     ids = torch.zeros(8, 32, dtype=torch.long)
     chain = find_chain(model, lambda: model(ids))
     others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(8)]
-    torch.set_num_threads(1)  # as on a rank that has one core
+    torch.set_num_threads(1)  # like a rank with one core
     try:
         found = [stage_ranges(measure_costs(model, chain, lambda: model(ids)), strategy) for _ in range(starts)]
     finally:

@@ -1,4 +1,4 @@
-"""A stage's backward in two passes gives the gradients of one pass, and computes nothing twice."""
+"""Test that a stage's backward in two passes gives the gradients of one pass, and computes nothing twice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def same(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> No
 
 
 class Fused(torch.autograd.Function):
-    """A matrix product in Python, both gradients in one call."""
+    """A matrix product in Python that computes both gradients in one call."""
 
     calls = 0
 
@@ -45,7 +45,7 @@ class Fused(torch.autograd.Function):
 
 
 class Odd(nn.Module):
-    """A stage with an odd graph: shared or frozen weights, checkpoints, Python functions, ends beside the path."""
+    """A stage with an unusual graph: shared or frozen weights, checkpoints, Python functions, outputs off the path."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def in_two_passes(kind: str, first_stage: bool, split: bool) -> dict[str, Tensor
     torch.manual_seed(1)
     model = Odd(kind).double()
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=not first_stage)
-    for _ in range(2):  # two micro-batches, so that gradients are added
+    for _ in range(2):  # with two micro-batches, gradients are added
         outputs = model(*enter([x]))
         edges, grads = [get_gradient_edge(out) for out in outputs], [torch.randn_like(out) for out in outputs]
         del outputs
@@ -91,7 +91,7 @@ def in_two_passes(kind: str, first_stage: bool, split: bool) -> dict[str, Tensor
 
 @pytest.mark.parametrize("first_stage", [False, True])
 @pytest.mark.parametrize("kind", ODD)
-def test_two_passes_give_what_one_pass_gives(kind: str, first_stage: bool) -> None:
+def test_two_passes_give_the_gradients_of_one_pass(kind: str, first_stage: bool) -> None:
     whole = in_two_passes(kind, first_stage, split=False)
     calls = Fused.calls
     parts = in_two_passes(kind, first_stage, split=True)
@@ -100,7 +100,7 @@ def test_two_passes_give_what_one_pass_gives(kind: str, first_stage: bool) -> No
     assert parts["never.weight"] is None
 
 
-def test_weights_wait_for_the_second_pass_and_are_computed_once() -> None:
+def test_weight_gradients_are_computed_once_in_the_second_pass() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(inplace=True), nn.Linear(4, 4)).double()
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)

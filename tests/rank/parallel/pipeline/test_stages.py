@@ -1,4 +1,4 @@
-"""Stages of unmodified models, chained by hand in one process, give the outputs and gradients of the whole model."""
+"""Test that stages of unmodified models, chained in one process, give the outputs and gradients of the whole model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nbkit.rank.parallel.proof.unchanged import plain_attention
 from verify.models.specimens import LENGTH, WIDTH, ZOO, Specimen, gpt, hf_gpt2, hf_llama, next_tokens
 
 
-# ten_convs has many small layers; test_ten_convolutions_in_five_stages_of_two is about the same model.
+# ten_convs has many small layers, and test_ten_convolutions_can_be_cut_into_five_stages_of_two tests the same model.
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "ten_convs" else n for n in ZOO])
 def test_every_partition_of_every_model_equals_the_whole(name: str) -> None:
@@ -34,17 +34,17 @@ def test_every_partition_of_every_model_equals_the_whole(name: str) -> None:
     whole = specimen.gradients(model, value, target)
     parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(len(chain) + 1), 2)}
     for num in (1, 2, 3, 4):
-        # A chain of many blocks has hundreds of partitions: take each fifth.
+        # A chain of many blocks has hundreds of partitions: test every fifth.
         for ranges in list(partitions(len(chain), num))[:: 1 if len(chain) < 6 else 5]:
             assert_equal(chained([(parts[r], 0) for r in ranges], specimen, value, target), whole)
-            # Each parameter is on one stage, but for a weight that embedding and head share.
+            # Each parameter is on one stage, except a weight that embedding and head share.
             held = sorted(name for r in ranges for name in parts[r].holds)
             tied = [name for name in chain.before if name in chain.after] * (num > 1)
             assert held == sorted([*whole[1], *tied])
 
 
 @pytest.mark.parametrize("name", ["gpt2_padded", "llama_tied", "encoder", "pairs", "ten_convs"])
-def test_several_stages_on_a_rank_other_shapes_and_evaluation(name: str) -> None:
+def test_several_stages_on_a_rank_are_right_with_other_shapes_and_in_evaluation(name: str) -> None:
     specimen = ZOO[name]
     model = specimen.build(torch.float64)
     chain = find_chain(model, lambda: call(model, specimen.batch(3, dtype=torch.float64)[0]))
@@ -60,13 +60,13 @@ def test_several_stages_on_a_rank_other_shapes_and_evaluation(name: str) -> None
         sent: Any = ()
         for part, index in order:
             sent = part.forward(index, value, sent)
-        with plain_attention():  # torch's fast path clears what is padding, which the layers alone do not
+        with plain_attention():  # torch's fast path clears padding, and the layers alone do not
             expected = call(model, value)
     for a, b in zip(tensors_in(sent), tensors_in(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_ten_convolutions_in_five_stages_of_two() -> None:
+def test_ten_convolutions_can_be_cut_into_five_stages_of_two() -> None:
     specimen = ZOO["ten_convs"]
     model = specimen.build(torch.float64)
     value, target = specimen.batch(4, dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_ten_convolutions_in_five_stages_of_two() -> None:
         assert convs == {2 * i, 2 * i + 1}
 
 
-def test_one_range_is_the_unmodified_model() -> None:
+def test_a_stage_with_all_blocks_is_the_unmodified_model() -> None:
     model = gpt()
     chain = find_chain(model, lambda: model(next_tokens(2, torch.Generator())[0]))
     before = {name: type(part) for name, part in model.named_modules()}
@@ -90,7 +90,7 @@ def test_one_range_is_the_unmodified_model() -> None:
     assert whole.holds == {name for name, _ in model.named_parameters()}
 
 
-def test_the_classes_and_names_of_gated_modules_stay() -> None:
+def test_gated_modules_keep_their_classes_and_names() -> None:
     model = gpt()
     chain = find_chain(model, lambda: model(next_tokens(2, torch.Generator())[0]))
     assert all(type(block) is Block for block in model.blocks)
@@ -114,7 +114,7 @@ def test_the_classes_and_names_of_gated_modules_stay() -> None:
             use()
 
 
-def test_a_cache_of_keys_and_values_is_not_kept() -> None:
+def test_a_stage_makes_no_cache_of_keys_and_values() -> None:
     model = hf_gpt2(use_cache=True).eval()
     ids = next_tokens(2, torch.Generator())[0]
     chain = find_chain(model, lambda: model(ids))
@@ -148,7 +148,7 @@ def test_lora_on_a_llama_trains_only_its_adapters_through_frozen_stages() -> Non
     assert len(found[1]) == 16 and all("lora" in name for name in found[1])
 
 
-def test_recomputed_blocks_and_frozen_ones() -> None:
+def test_recomputed_and_frozen_blocks_have_the_same_gradients() -> None:
     specimen = ZOO["gpt"]
     model = specimen.build(torch.float64)
     model.tokens.requires_grad_(False)
@@ -169,7 +169,7 @@ def test_recomputed_blocks_and_frozen_ones() -> None:
     )
 
 
-def test_what_skipped_modules_give_has_one_memory_until_it_is_written_to() -> None:
+def test_outputs_of_skipped_modules_share_memory_until_they_are_written() -> None:
     zeros = partial_forward._Zeros()
     asked = torch.Size([2, 3]), torch.float32, torch.device("cpu")
     first, second = zeros.like(*asked), zeros.like(*asked)

@@ -1,4 +1,4 @@
-"""Stages of models with habits: shared memory and weights, masks of their own, changes in place, own checkpointing."""
+"""Test stages of unusual models: shared memory and weights, own masks, changes in place, own checkpointing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Careless(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A model that gives every block the same memory, from an encoder of its own, and a table that all of them use."""
+    """A model that gives all blocks the same memory, from its own encoder, and the same table."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-def test_memory_for_all_blocks_shared_tables_parameters_between_blocks_and_changes_in_place() -> None:
+def test_stages_with_shared_memory_parameters_and_in_place_changes_are_right() -> None:
     specimen = Specimen(Decoder, ZOO["sequential"].sample, cross_entropy, ())
     model = specimen.build(torch.float64)
     value, target = specimen.batch(6, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_memory_for_all_blocks_shared_tables_parameters_between_blocks_and_chang
 
 
 @pytest.mark.parametrize("how", [odd.penalty_between, odd.shapes, odd.penalty])
-def test_weights_of_other_stages_are_asked_for_shapes_and_used_on_the_way(how: Any) -> None:
+def test_stages_can_use_shapes_and_penalties_of_weights_of_other_stages(how: Any) -> None:
     specimen = Specimen(odd.doing(how), _ids, cross_entropy, ())
     model = specimen.build(torch.float64)
     value, target = specimen.batch(2, dtype=torch.float64)
@@ -92,7 +92,7 @@ def _ids(rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 class Recomputes(nn.Module):
-    """A model that checkpoints. how: "each" block by itself; "reentrant", the same; "two", the first two in one."""
+    """A model that checkpoints. how: "each" block; "reentrant" for each block; "two": the first two in one segment."""
 
     def __init__(self, how: str = "each") -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Recomputes(nn.Module):
         return self.blocks[1](self.blocks[0](x))
 
 
-def test_what_a_model_recomputes_by_itself_its_stages_recompute() -> None:
+def test_stages_recompute_the_blocks_that_the_model_recomputes() -> None:
     specimen = Specimen(Recomputes, next_tokens, lambda output, _: output.square().mean(), ())
     model = specimen.build(torch.float64)
     batches = [specimen.batch(rows, seed=rows, dtype=torch.float64) for rows in (2, 3)]
@@ -125,7 +125,7 @@ def test_what_a_model_recomputes_by_itself_its_stages_recompute() -> None:
             assert_equal(chained(stages, specimen, value, target), whole)
 
 
-def test_micro_batches_that_are_recomputed_later_get_each_its_own() -> None:
+def test_each_micro_batch_is_recomputed_from_its_own_input() -> None:
     model = Recomputes().double()
     ids = next_tokens(2, torch.Generator())[0]
     part = staged(model, find_chain(model, lambda: model(ids)), [(1, 3)])
@@ -145,7 +145,7 @@ def test_micro_batches_that_are_recomputed_later_get_each_its_own() -> None:
         ("two", "in a segment with the block behind it"),
     ],
 )
-def test_what_no_stage_can_recompute_is_refused_beforehand(how: str, why: str) -> None:
+def test_a_recomputation_that_no_stage_can_make_is_refused_beforehand(how: str, why: str) -> None:
     model = Recomputes(how)
     ids = next_tokens(4, torch.Generator())
     found = check(model, "pp=2", ids, 2)
@@ -153,7 +153,7 @@ def test_what_no_stage_can_recompute_is_refused_beforehand(how: str, why: str) -
     assert why in str(found)
 
 
-def test_what_a_model_does_otherwise_than_when_it_was_cut_is_an_error_with_names() -> None:
+def test_a_model_that_calls_other_blocks_than_when_cut_is_an_error_with_names() -> None:
     model = Recomputes()
     ids = next_tokens(2, torch.Generator())[0]
     chain = find_chain(model, lambda: model(ids))
@@ -170,7 +170,7 @@ def test_what_a_model_does_otherwise_than_when_it_was_cut_is_an_error_with_names
 
 
 class Front(nn.Module):
-    """A front that returns, beside a tensor that depends on its parameters, a mask that does not."""
+    """A front that returns a tensor that depends on its parameters, and a mask that does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Front(nn.Module):
 
 
 class Masked(nn.Module):
-    """A model whose front also masks; a later block gets the first one's output; two blocks share a weight."""
+    """A model whose front also makes a mask. A later block gets the first block's output; two blocks share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Mix(nn.Module):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_masks_of_a_front_late_use_of_a_block_and_weights_of_two_blocks(autocast: bool) -> None:
+def test_stages_with_masks_of_a_front_late_use_and_shared_weights_are_right(autocast: bool) -> None:
     specimen = Specimen(Masked, next_tokens, cross_entropy, ())
     dtype = torch.float32 if autocast else torch.float64
     model = specimen.build(dtype)
@@ -221,7 +221,7 @@ def test_masks_of_a_front_late_use_of_a_block_and_weights_of_two_blocks(autocast
         assert chain.entries[3].carried == ("[0][0]", "[0][1]")
         assert "front" not in chain.skipped and "front.tokens" in chain.skipped
         parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(7), 2)}
-        # As on a rank of its own, the model must not share the casts that autocast has kept.
+        # As on a separate rank, the model must not reuse the casts that autocast has cached.
         torch.clear_autocast_cache()
         whole = specimen.gradients(model, value, target)
         for ranges in (r for num in (2, 3, 6) for r in partitions(6, num)):
@@ -232,7 +232,7 @@ def test_masks_of_a_front_late_use_of_a_block_and_weights_of_two_blocks(autocast
 
 
 class Towers(nn.Module):
-    """A model of two towers from one table, the first of which is used behind the second, with a skip between them."""
+    """A model of two towers from one table, with a skip between them. It uses the first after the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Towers(nn.Module):
         return self.head(document * query + skip.cos())
 
 
-def test_towers_travel_beside_each_other_and_so_do_their_gradients() -> None:
+def test_two_towers_and_their_gradients_are_sent_together() -> None:
     specimen = Specimen(Towers, next_tokens, cross_entropy, ())
     model = specimen.build(torch.float64)
     value, target = specimen.batch(3, dtype=torch.float64)

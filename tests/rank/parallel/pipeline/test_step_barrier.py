@@ -1,4 +1,4 @@
-"""No rank of a pipeline updates its weights before all have their gradients, and their messages wait for nobody."""
+"""Test that no pipeline rank updates weights before all have their gradients, and no rank waits for the messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def blocks() -> nn.Module:
 
 
 def came(world: Any) -> list[list[bool]]:
-    """Return for each round who had come when this rank went on. In each round another rank comes late."""
+    """Return for each round which ranks had come when this rank went on. A different rank is late in each round."""
     rank, ranks = world.place.rank, world.place.world_size
     barrier, store = Barrier(dist.group.WORLD), dist.distributed_c10d._get_default_store()
     found = []
@@ -44,7 +44,7 @@ def test_a_barrier_opens_when_the_last_rank_has_come(ranks: int) -> None:
 
 
 def summed(world: Any) -> list[tuple[float, ...]]:
-    """Return the sums of each rank's numbers over rounds. In each round another rank comes late."""
+    """Return the sums over ranks of some numbers for each round. A different rank is late in each round."""
     rank, ranks = world.place.rank, world.place.world_size
     barrier, store = Barrier(dist.group.WORLD), dist.distributed_c10d._get_default_store()
     found = []
@@ -78,7 +78,7 @@ def pipelined(world: Any, strategy: str) -> tuple[list[str], list[float]]:
     return [call.op for call in calls if call.peer is None], [record["loss"] for record in trainer.history]
 
 
-def test_a_step_of_one_pipeline_makes_no_reduction_of_its_own_for_its_numbers() -> None:
+def test_a_step_of_one_pipeline_needs_no_extra_reduction_for_its_numbers() -> None:
     (alone, losses), (beside, expected) = run_ranks(pipelined, 2, "pp=2")[0], run_ranks(pipelined, 2, "ddp")[0]
 
     assert "all_reduce" in beside and alone == []
@@ -86,7 +86,7 @@ def test_a_step_of_one_pipeline_makes_no_reduction_of_its_own_for_its_numbers() 
 
 
 def order(world: Any, ordered: dist.ProcessGroup | None = None) -> dict[str, list[str]]:
-    """Return what this rank does in a run of each schedule, with "told" among its operations."""
+    """Return the operations of this rank in a run of each schedule, and "told" where it sends its numbers."""
     rank = world.place.rank
     found = {}
     for name in BUILT_IN:
@@ -116,15 +116,15 @@ def order(world: Any, ordered: dist.ProcessGroup | None = None) -> dict[str, lis
     return found
 
 
-def test_what_a_rank_tells_follows_its_last_forward_and_its_last_message() -> None:
+def test_a_rank_sends_its_numbers_after_its_last_forward_and_message() -> None:
     first, second = run_ranks(order, 2)
     for name in BUILT_IN:
         for done in (first[name], second[name]):
             assert done.count("told") == 1
             assert not any(op.startswith("F") for op in done[done.index("told") :])
-    # The rank that the step waits for has backward passes left, which hide it.
+    # The step waits for this rank, which has backward passes left that hide the message.
     assert first["1f1b"][-3:] == ["told", "B0", "B0"]
-    # Before the last backward pass of the other stage it would only delay the first.
+    # An earlier message would only delay the last backward pass of the other stage.
     assert second["1f1b"][-2:] == ["B1", "told"]
 
 
@@ -133,14 +133,14 @@ def order_under_nccl(rank: int) -> dict[str, list[str]]:
     return order(world, dist.new_group([0, 1]))
 
 
-def test_under_nccl_ranks_tell_at_the_end() -> None:
-    """The device waits for what ranks tell each other, and there is no barrier."""
+def test_under_nccl_ranks_send_their_numbers_at_the_end() -> None:
+    """Check that no operation follows: the device waits for these messages, and there is no barrier."""
     for found in run_ranks(order_under_nccl, 2, join=False):
         assert all(done[-1] == "told" for done in found.values())
 
 
 def numbered(world: Any) -> list[Any]:
-    """Return for a run of each schedule this rank's messages, in order: {"send" or "recv": [(number, bytes), ...]}."""
+    """Return this rank's messages in a run of each schedule: {"send" or "recv": [(number, bytes), ...]}."""
     found = []
     for name in BUILT_IN:
         pipeline = Pipeline(Schedule.of(name, 2, 4), dist.group.WORLD, world.place.rank, torch.device("cpu"))
@@ -160,8 +160,8 @@ def numbered(world: Any) -> list[Any]:
     return found
 
 
-def test_messages_are_received_in_the_order_in_which_they_were_sent() -> None:
-    """Telemetry finds both ends of a message by its number."""
+def test_messages_are_received_in_the_order_of_sending() -> None:
+    """Compare the numbers, by which telemetry finds both ends of a message."""
     first, second = run_ranks(numbered, 2)
     for one, other in zip(first, second, strict=True):
         assert one["send"] == other["recv"] and other["send"] == one["recv"]

@@ -1,4 +1,4 @@
-"""The data movement of a switch, over four real ranks: bit by bit, to the byte, and back when it fails."""
+"""Test the data movement of a switch over four real ranks: it is exact to the bit and the byte, or refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODEL: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 
 
 def sides(family: str) -> Side:
-    """Return the layouts that each rank holds of MODEL under a family."""
+    """Return the layouts of MODEL on each rank under a family."""
     found: Side = [{} for _ in range(RANKS)]
     for number, (key, (shape, _)) in enumerate(MODEL.items()):
         whole = Layout.whole(shape)
@@ -59,7 +59,7 @@ def sides(family: str) -> Side:
 
 
 def value(key: str) -> Tensor:
-    """Return the global tensor, in which every bit pattern is as likely as any other."""
+    """Return the global tensor, of random bits."""
     shape, dtype = MODEL[key]
     made = torch.Generator().manual_seed(sorted(MODEL).index(key))
     raw = torch.randint(
@@ -86,7 +86,7 @@ def same(tensor: Tensor, wanted: Tensor) -> bool:
 
 
 def lower_bound(old: Side, new: Side) -> list[int]:
-    """Return for each rank the bytes of the elements that it must hold and does not, counted on tensors of flags."""
+    """Return for each rank the bytes of the elements that it needs and does not hold, counted on tensors of flags."""
     found = []
     for before, after in zip(old, new, strict=True):
         total = 0
@@ -102,7 +102,7 @@ def lower_bound(old: Side, new: Side) -> list[int]:
 
 
 def mixed(draw: random.Random) -> Side:
-    """Return layouts in which each tensor follows a family of its own."""
+    """Return layouts in which each tensor follows its own family."""
     every = {family: sides(family) for family in FAMILIES}
     chosen = {key: every[draw.choice(FAMILIES)] for key in MODEL}
     return [{key: chosen[key][rank][key] for key in MODEL if key in chosen[key][rank]} for rank in range(RANKS)]
@@ -130,7 +130,7 @@ class Wire:
 
 
 def moves_all(world: Any) -> int:
-    """Move every pair out of place, and return the bytes moved."""
+    """Move every pair out of place, and return the moved bytes."""
     total = handed_on = 0
     for number, (old, new) in enumerate(pairs()):
         source = state_of(old[world.place.rank])
@@ -138,7 +138,7 @@ def moves_all(world: Any) -> int:
             key: (torch.full(layout.local, 77).to(MODEL[key][1]), layout)
             for key, layout in new[world.place.rank].items()
         }
-        node_of = (0, 0, 1, 1) if number % 3 else ()  # then ranks hand on what their node lacks
+        node_of = (0, 0, 1, 1) if number % 3 else ()  # with nodes, ranks forward data that their node lacks
         plan = ExchangePlan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()}, node_of=node_of)
         handed_on += sum(group.relayed for group in plan.groups)
         if number % 21 == 0:
@@ -161,7 +161,7 @@ def moves_all(world: Any) -> int:
     return total
 
 
-def test_every_pair_arrives_bit_by_bit_and_no_byte_more_is_sent() -> None:
+def test_every_pair_arrives_exactly_with_the_fewest_possible_bytes() -> None:
     every = run_ranks(moves_all, RANKS, timeout=120)
 
     assert sum(every) == sum(sum(lower_bound(old, new)) for old, new in pairs())
@@ -188,7 +188,7 @@ def refuses(world: Any) -> list[str]:
     return told
 
 
-def test_what_does_not_fit_the_plan_is_refused_before_anything_is_sent() -> None:
+def test_shards_that_do_not_fit_the_plan_are_refused_before_sending() -> None:
     for stale, double, absent, lacking, unequal in run_ranks(refuses, RANKS):
         assert "of the old shards differs from the plan of the switch" in stale
         assert "'weight/0.up' of the new shards" in double
@@ -206,5 +206,5 @@ def alone(world: Any) -> None:
     assert wire == [] and torch.equal(target["a"][0], state["a"][0])
 
 
-def test_one_rank_is_the_same_code() -> None:
+def test_redistribute_works_on_one_rank() -> None:
     run_ranks(alone, 1)

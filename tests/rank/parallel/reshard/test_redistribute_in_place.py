@@ -1,4 +1,4 @@
-"""The data movement of a switch in place, over four real ranks: bit by bit, freed as it goes, and back again."""
+"""Test the data movement of a switch in place over four real ranks: exact, freed during the move, and reversible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Holding = dict[str, Layout]
 
 
 class Refusing(TargetStorage):
-    """A storage without memory for one tensor: the one at which `left` falls to 0."""
+    """A storage without memory for one tensor: that at which `left` falls to 0."""
 
     left: int | None = None
 
@@ -81,7 +81,7 @@ def fails_and_goes_back(world: Any) -> list[str]:
     for number, (before, after) in enumerate(pairs()[::4]):
         old, new = filled(before[world.place.rank]), empty(after[world.place.rank])
         if world.place.rank == 2:
-            new.left = max(1, len(new.state) * 2 // 3) if number % 2 else 1  # half-way, or at once
+            new.left = max(1, len(new.state) * 2 // 3) if number % 2 else 1  # fail in the middle, or at once
         freed: list[int] = []
         exchange = InPlace(planned(before, after), world.place.rank, limit=4096)
         try:
@@ -95,11 +95,11 @@ def fails_and_goes_back(world: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_every_part_is_let_go_when_it_has_moved_and_comes_back_when_asked() -> None:
+def test_every_part_is_freed_after_its_move_and_can_be_moved_back() -> None:
     run_ranks(moves, RANKS, timeout=120)
 
 
-def test_a_rank_without_room_brings_all_back_to_where_they_were() -> None:
+def test_a_rank_without_memory_makes_all_ranks_go_back() -> None:
     told = run_ranks(fails_and_goes_back, RANKS, timeout=120)
 
     assert all(len(each) == len(told[0]) >= 5 for each in told)
@@ -108,7 +108,7 @@ def test_a_rank_without_room_brings_all_back_to_where_they_were() -> None:
 
 
 def peak_memory(world: Any) -> tuple[int, int, int, int]:
-    """Return the bytes of tensors alive at most; before; after; and the plan's prediction."""
+    """Return (peak bytes of tensors, bytes before, bytes after, predicted peak)."""
     rank, shapes = world.place.rank, {f"weight/{n}": (64, 1024) for n in range(32)}
     before = [{k: Layout.whole(s).part(0, RANKS, r) for k, s in shapes.items()} for r in range(RANKS)]
     after = [{k: Layout.whole(s) for n, (k, s) in enumerate(shapes.items()) if n % 2 == r % 2} for r in range(RANKS)]
@@ -124,7 +124,7 @@ def peak_memory(world: Any) -> tuple[int, int, int, int]:
 
 
 class Watched(TargetStorage):
-    """A storage that notes how much memory both sides have after each tensor that gets some."""
+    """A storage that notes the peak memory of both sides, after each tensor that gets memory."""
 
     most = 0
     other: SourceStorage
@@ -134,18 +134,18 @@ class Watched(TargetStorage):
         self.most = max(self.most, num_bytes(self) + num_bytes(self.other))
 
 
-def test_memory_peaks_where_the_plan_says() -> None:
+def test_peak_memory_is_within_the_prediction_of_the_plan() -> None:
     for most, before, after, predicted in run_ranks(peak_memory, RANKS, timeout=60):
         assert most <= predicted <= max(before, after) + (10 << 20)
         assert most >= max(before, after)
 
 
-def test_tensors_that_share_memory_come_and_go_together_and_who_looks_on_keeps_it() -> None:
+def test_tensors_that_share_memory_are_freed_together_and_other_views_stay_valid() -> None:
     flat = torch.arange(12.0)
     one, two = flat[:4].view(2, 2), flat[6:]
     layouts = {"one": Layout.whole((2, 2)), "two": Layout.whole((6,))}
     side = SourceStorage({"one": (one, layouts["one"]), "two": (two, layouts["two"])}, [flat])
-    seen = torch.Tensor.view(one, 4)  # somebody's own view
+    seen = torch.Tensor.view(one, 4)  # a user's own view
 
     side.let_go("one")
     assert flat.untyped_storage().nbytes() == 48 and two.tolist() == [6, 7, 8, 9, 10, 11]

@@ -1,4 +1,4 @@
-"""The digest is equal for equal values however they are spread, and different for a single bit."""
+"""Test that the digest is equal for equal values in any layout, and different for a single bit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ VALUES: dict[str, Tensor] = {
     "step/a": torch.tensor(1234, dtype=torch.int64),
     "mask/a": torch.arange(9) % 2 == 0,
     "weight/none": torch.zeros(0, 3),
-    # More than a chunk, in rows that do not divide it.
+    # This is more than a chunk, in rows that do not divide it.
     "weight/long": torch.arange(70_001 * 2, dtype=torch.int32).view(70_001, 2),
 }
 
 
 def expected(values: dict[str, Tensor]) -> str:
-    """Return the digest by its definition, in Python's own integers."""
+    """Return the digest by its definition, in Python integers."""
     lines = []
     for key in sorted(values):
         tensor = values[key]
@@ -92,7 +92,7 @@ def all_ways(world: Any, ranks: int) -> tuple[list[str], list[int]]:
     return found, moved
 
 
-def test_it_does_not_depend_on_the_layout_nor_on_the_number_of_ranks() -> None:
+def test_the_digest_does_not_depend_on_layout_or_number_of_ranks() -> None:
     wanted = expected(VALUES)
 
     for ranks in (1, 4):
@@ -102,7 +102,7 @@ def test_it_does_not_depend_on_the_layout_nor_on_the_number_of_ranks() -> None:
 
 
 def changed(world: Any) -> list[str]:
-    """Return the digest in one process, and those of neighbours that differ as little as possible."""
+    """Return the digest in one process, and digests of values that differ as little as possible."""
     holding = {key: Layout.whole(tuple(tensor.shape)) for key, tensor in VALUES.items()}
 
     def of(values: dict[str, Tensor]) -> str:
@@ -122,7 +122,7 @@ def changed(world: Any) -> list[str]:
     return found
 
 
-def test_a_single_bit_and_a_change_of_place_show() -> None:
+def test_a_single_bit_or_a_moved_value_changes_the_digest() -> None:
     (found,) = run_ranks(changed, 1)
 
     assert len(set(found)) == len(found) == 9
@@ -136,13 +136,13 @@ def one_rank_differs(world: Any) -> str:
     return digest(state, every, rank=world.place.rank, device=CPU)
 
 
-def test_a_change_on_any_rank_shows_on_all() -> None:
+def test_a_change_on_any_rank_changes_the_digest_on_all() -> None:
     found = run_ranks(one_rank_differs, 4)
 
     assert len(set(found)) == 1 and found[0] != expected(VALUES)
 
 
-def test_what_has_no_integer_of_its_size_is_refused() -> None:
+def test_a_dtype_without_an_integer_of_its_size_is_refused() -> None:
     layout = Layout.whole((2,))
 
     with pytest.raises(TrainingError, match="complex128"):

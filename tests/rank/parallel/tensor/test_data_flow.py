@@ -1,4 +1,4 @@
-"""A split is planned from the flow of data, so the plan is the same whatever the modules are called."""
+"""Test that a split is planned from the flow of data, so the names of the modules do not matter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def proven(model: nn.Module, value: Any = IDS, size: int = 2) -> TensorPlan:
 
 
 def shown(plan: TensorPlan, old: dict[str, str]) -> Any:
-    """Return which modules are split and how, with the old names."""
+    """Return the modules that are split and how, with the old names."""
 
     def named(value: Any) -> str:
         return re.sub(r"a[0-9a-f]{10}", lambda found: old[found[0]], str(value))
@@ -43,10 +43,9 @@ def shown(plan: TensorPlan, old: dict[str, str]) -> Any:
 
 
 def split_share(model: nn.Module, plan: TensorPlan, alone: Sequence[str] = ()) -> float:
-    """Return the split share of the parameters of linear maps and attentions.
+    """Return the fraction of parameters of linear maps and attentions that is split.
 
-    alone: maps that no other one follows, for which splitting would be a collective of its own beside the textbook's;
-    they do not count.
+    alone: maps with no map after them. They do not count, because their split would need an extra collective.
     """
     split = {path for pair in plan.pairs for path in (*pair.columns, *pair.rows)} | set(plan.singles)
     split |= {pair.owner for pair in plan.pairs if pair.kind == "module"}
@@ -61,7 +60,7 @@ def split_share(model: nn.Module, plan: TensorPlan, alone: Sequence[str] = ()) -
     "names",
     [("gpt", "pairs", "packed", "config"), pytest.param(("uneven", "encoder", "sequential"), marks=pytest.mark.long)],
 )
-def test_names_drawn_at_random_give_the_same_plan(names: tuple[str, ...]) -> None:
+def test_random_names_give_the_same_plan(names: tuple[str, ...]) -> None:
     models, old = renamed(gpt, 1)
     parts = {name: vars(models)[name] for name in ("GPT", "GPTConfig", "Attention", "Block")}
     zoo, more = renamed(specimens, 2, **parts)
@@ -84,7 +83,7 @@ def test_names_drawn_at_random_give_the_same_plan(names: tuple[str, ...]) -> Non
 
 
 class Unusual(nn.Module):
-    """A block whose MLP is f1 and f2, with its number of heads in `h`, and an attention written in several ways."""
+    """A block with its MLP in f1 and f2, its number of heads in `h`, and attention written in one of several ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -110,7 +109,7 @@ class Unusual(nn.Module):
         return x + self.f2(F.silu(self.f1(x)))
 
     def attended(self, x: Tensor) -> Tensor:
-        """Attend with the sizes of all heads as constants."""
+        """Compute attention with the sizes of all heads as constants."""
         q, k, v = (m(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for m in (self.a, self.b, self.c))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
 
@@ -130,7 +129,7 @@ class Both(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["einsum", "constant", "chunks"])
-def test_heads_are_found_however_they_are_written(way: str) -> None:
+def test_heads_are_found_in_every_way_to_write_attention(way: str) -> None:
     model = Both(way)
     plan = proven(model, size=4)
 
@@ -139,25 +138,25 @@ def test_heads_are_found_however_they_are_written(way: str) -> None:
     assert [pair.kind for pair in plan.pairs] == ["attention", "mlp"] * 2
 
 
-def test_what_is_computed_again_past_the_sizes_of_a_part_stays_whole() -> None:
+def test_a_checkpointed_attention_with_constant_sizes_stays_whole() -> None:
     plan = proven(Both("checkpoint"))
 
     assert [pair.kind for pair in plan.pairs] == ["mlp", "mlp"]
     assert "s.0" in plan.unproven
 
 
-def test_a_pair_is_split_where_the_plan_of_its_library_gathers_and_gathered_where_it_is_not_right() -> None:
+def test_an_attention_that_cannot_be_split_as_a_pair_is_gathered() -> None:
     specimen = ARCHITECTURES["phi3"]
     model = specimen.build(torch.float64)
     plan = proven(model, specimen.batch(2)[0])
 
     assert {pair.owner.rpartition(".")[2] for pair in plan.pairs} == {"mlp"}
-    assert plan.singles["model.layers.0.self_attn.qkv_proj"] == "colwise_gather"  # its heads are counted by a config
+    assert plan.singles["model.layers.0.self_attn.qkv_proj"] == "colwise_gather"  # a config counts its heads
     assert plan.singles["model.layers.0.self_attn.o_proj"] == "rowwise_split"
     assert split_share(model, plan) == 1.0 and not plan.unproven
 
 
-def test_a_map_whose_weight_is_read_elsewhere_is_not_gathered_either() -> None:
+def test_a_map_whose_weight_is_read_elsewhere_is_not_gathered() -> None:
     specimen = ARCHITECTURES["phi3"]
     model = specimen.build(torch.float64)
     value, layer = specimen.batch(2)[0], model.model.layers[0]

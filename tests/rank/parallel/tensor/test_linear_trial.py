@@ -1,4 +1,4 @@
-"""A subclass of nn.Linear is split only if its forward gives the same as a linear map."""
+"""Test that a subclass of nn.Linear is split only if its forward equals a linear map."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Standardized(nn.Linear):
 
 
 class Detached(nn.Linear):
-    """A map with the same numbers, and no gradient of its weight."""
+    """A linear map without a gradient of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.detach() + 0 * self.weight, self.bias)
@@ -76,7 +76,7 @@ class WithMatrix(nn.Linear):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_linear_map_is_what_computes_one(module: nn.Linear, linear: bool) -> None:
+def test_computes_linear_accepts_only_modules_that_compute_a_linear_map(module: nn.Linear, linear: bool) -> None:
     drawn = torch.get_rng_state()
     mode = module.training
     assert computes_linear(module) is linear
@@ -115,7 +115,7 @@ def falcons(world: Any) -> dict[str, tuple[float, float, list[str]]]:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_falcons_own_linear_maps_are_split_and_one_head_of_keys_and_values_is_not() -> None:
+def test_falcons_linear_maps_are_split_and_a_single_key_value_head_is_not() -> None:
     for rank in run_ranks(falcons, 2, timeout=150):
         for name, (worst, difference, owners) in rank.items():
             assert worst <= 1e-12 and difference <= 1e-12, name

@@ -1,4 +1,4 @@
-"""Models written in other ways are understood, left whole with the reason, or refused, and never silently different."""
+"""Test that unusual models are split, left whole with a reason, or refused, and never silently different."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALSO = ("lora, positions whole", "cross-attention, positions whole", "packed by 
 
 
 def ways(world: Any, also: bool) -> dict[str, tuple[float, float, tuple[str, ...]]]:
-    """Return what each way of writing a model gives. also: those of ALSO, or all others."""
+    """Return the results of each way to write a model. also: take those of ALSO, else all others."""
     draw = torch.Generator().manual_seed(2)
     x = torch.randn(3, 16, WIDTH, generator=draw, dtype=torch.float64).requires_grad_()
     mask = torch.zeros(3 * HEADS, 16, 16, dtype=torch.float64)
@@ -73,7 +73,7 @@ def ways(world: Any, also: bool) -> dict[str, tuple[float, float, tuple[str, ...
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("also", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_ways_to_write_a_model(also: bool) -> None:
+def test_unusual_ways_to_write_a_model_give_the_same_results(also: bool) -> None:
     answers = run_ranks(ways, 2, also, timeout=150)[0]
     for name, (worst, difference, _) in answers.items():
         assert worst <= 1e-12, name
@@ -107,7 +107,7 @@ def refusals(world: Any) -> dict[str, str]:
     tensor_parallel(model, axes)
     logits = model(IDS)
     by_hand = odd.ByHand()
-    # Nobody has run this one: what is put around its maps looks once more.
+    # This one was never run, so the wrappers of its maps check it again.
     tensor_parallel(by_hand, axes, plan=candidates(by_hand, 2))
     plain = ZOO["gpt"].build()
     tensor_parallel(plain, axes)
@@ -130,7 +130,7 @@ def refusals(world: Any) -> dict[str, str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_refusals() -> None:
+def test_unusual_models_that_cannot_be_split_are_refused() -> None:
     answers = run_ranks(refusals, 2, timeout=120)[0]
     assert "The class Deciding computes its attribute forward" in answers["decides"]
     assert "without calling the layer" in answers["by hand"]

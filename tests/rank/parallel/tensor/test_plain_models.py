@@ -1,4 +1,4 @@
-"""In models as people write them, with random names, tp splits nearly everything, and sends what the textbook sends."""
+"""Test that tp splits nearly everything in usual models with random names, and sends what the textbook says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN = renamed(by_hand, 5)[0].BY_HAND | renamed(images, 6)[0].IMAGES
 GPTS = ("nanogpt", "nanogpt_by_hand", "nanogpt_checkpoint", "llama_by_hand")
 
 IN_UNITS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""An all-reduce sends what an all-gather and a reduce-scatter do."""
+"""An all-reduce sends as much as an all-gather and a reduce-scatter together."""
 
 
 def sgd(held: Any, plainly: bool) -> torch.optim.Optimizer:
@@ -36,19 +36,19 @@ def sgd(held: Any, plainly: bool) -> torch.optim.Optimizer:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*GPTS, "translator", "universal", "towers", "lstm", "mixer", "dit"])
-def test_of_the_parameters_of_matmuls_tp_splits_nearly_all(name: str) -> None:
+def test_tp_splits_nearly_all_parameters_of_matmuls(name: str) -> None:
     specimen = PLAIN[name]
     model, (value, _) = specimen.build().train(), specimen.batch(2)
     plan = plan_of(model, 2, None, prove(model, lambda: call(model, value), [2]))
 
-    # In a DiT no map follows the ones that modulate.
+    # In a DiT, no map follows the modulating maps.
     lists = [path for path, part in model.named_modules() if type(part) is nn.Sequential and len(part) == 2]
     assert len(lists) == (3 if name == "dit" else 0)
     assert split_share(model, plan, [f"{path}.1" for path in lists]) >= 0.95 and not plan.unproven
 
 
 def sent(name: str, blocks: int, seen: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the counts of what rank 0 of two issues in a step of the model with so many blocks."""
+    """Return the counts of operations of rank 0 of two in a step of the model with `blocks` blocks."""
     specimen, issued, collective = PLAIN[name], Counter[str](), ThreadGroup._collective
     model, batch = specimen.build().train(), specimen.batch(2)
     layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
@@ -67,7 +67,9 @@ def sent(name: str, blocks: int, seen: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in GPTS if "checkpoint" not in name])
-def test_a_block_sends_two_all_reduces_forth_and_two_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_sends_two_all_reduces_in_forward_and_two_in_backward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two, three = (sent(name, blocks, monkeypatch) for blocks in (2, 3))
     more = {operation: three[operation] - two[operation] for operation in two | three}
 

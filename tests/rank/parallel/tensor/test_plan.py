@@ -1,4 +1,4 @@
-"""A plan shows how a model is split before anything is, and names what does not divide, with the numbers."""
+"""Test that a plan shows how a model will be split, and names sizes that do not divide, with the numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rows(name: str) -> dict[str, str]:
     return {path: how for path, how, _ in plan_of(model, 2).describe(model)}
 
 
-def test_plans() -> None:
+def test_plans_split_the_zoo_models_as_expected() -> None:
     assert rows("gpt") == {
         "tokens": "vocab",
         "positions": "whole",
@@ -46,7 +46,7 @@ def test_plans() -> None:
     assert set(rows("ten_convs").values()) == {"whole"}
 
 
-def test_why_not() -> None:
+def test_a_plan_gives_reasons_for_modules_that_stay_whole() -> None:
     model = odd.Packed()
     plan = candidates(model, 2)
     assert "nbkit cannot find how query, key and value are packed" in plan.reasons["blocks.0.attn"]
@@ -58,7 +58,7 @@ def test_why_not() -> None:
 
 
 class Twins(nn.Module):
-    """A head that is tied, and left whole: its embedding stays whole too."""
+    """A model with a tied head. If the head stays whole, its embedding does too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Twins(nn.Module):
         self.head.weight = self.tokens.weight
 
 
-def test_ties_stay_alike() -> None:
+def test_tied_weights_are_split_in_the_same_way() -> None:
     assert candidates(Twins(), 2).singles == {"tokens": "vocab", "head": "head"}
     assert candidates(Twins(), 2, {"head": "replicate"}).singles == {}
 
@@ -95,13 +95,15 @@ def test_ties_stay_alike() -> None:
         (gpt, 2, {"blocks.*.attention.out": "colwise", "blocks.*.attention.q": "colwise"}, "in pairs"),
     ],
 )
-def test_refusals(make: Any, size: int, plan: dict[str, str], expected: str) -> None:
+def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
+    make: Any, size: int, plan: dict[str, str], expected: str
+) -> None:
     with pytest.raises(StrategyError) as raised:
         plan_of(skeleton_of(make()), size, plan)
     assert expected in str(raised.value)
 
 
-def test_experts_stay_whole_where_a_models_own_plan_splits_them() -> None:
+def test_experts_stay_whole_even_if_the_models_own_plan_splits_them() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

@@ -1,4 +1,4 @@
-"""The proof refuses each of the wrong plans that stand here in the place of a right one."""
+"""Test that the proof refuses each wrong plan that replaces a right one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gated(nn.Module):
 
 
 class PackedGate(nn.Module):
-    """A gated MLP whose gate and up stand one behind the other in one map."""
+    """A gated MLP with gate and up after each other in one map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PackedGate(nn.Module):
 
 
 class Past(MLP):
-    """An MLP whose values between its maps also go past the last one."""
+    """An MLP whose values between its maps are also added after the last map."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.gelu(self.up(x))
@@ -56,14 +56,14 @@ class Past(MLP):
 
 
 class Twice(MLP):
-    """An MLP that adds the bias of its last map once more."""
+    """An MLP that adds the bias of its last map twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.down.bias
 
 
 class Shared(Model):
-    """A model whose output is scaled by what its MLPs compute between their maps."""
+    """A model whose output is scaled by values between the maps of its MLPs."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
@@ -84,7 +84,7 @@ def attention() -> nn.Module:
 
 
 def of_blocks(column: str, row: str, inner: int, widths: tuple[int, ...] | None = None, owner: str = "mlp") -> Any:
-    """Return a plan that pairs maps in each block, whatever they compute."""
+    """Return a plan that pairs maps in each block, without regard to what they compute."""
 
     def plant(pairs: list[Pair]) -> list[Pair]:
         each = []
@@ -99,7 +99,7 @@ def of_blocks(column: str, row: str, inner: int, widths: tuple[int, ...] | None 
 
 
 def changed(**fields: Any) -> Any:
-    """Return a plan of the right pairs with other fields: a value, or a function of the pair."""
+    """Return a plan of the right pairs with changed fields: each is a value, or a function of the pair."""
 
     def plant(pairs: list[Pair]) -> list[Pair]:
         values = [{k: v(pair) if callable(v) else v for k, v in fields.items()} for pair in pairs]
@@ -157,7 +157,7 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "heads that nobody divides": (attention, changed(counts=())),
     "twice the heads": (attention, changed(heads=Heads(2 * HEADS, 2 * HEADS, WIDTH // HEADS // 2), counts=())),
     "a width divided as heads": (lambda: hf_llama(2), changed(counts=(":head_dim",))),
-    # A weight is somewhere else too.
+    # A weight is used elsewhere too.
     "a weight that is read": (MODELS["weight read"][0], UP_DOWN),
     "a bias added twice": (mlp(lambda: Twice(gelu, None)), UP_DOWN),
 }
@@ -189,7 +189,7 @@ def test_a_wrong_plan_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert verdict.wrong.keys() == {pair.rows[0] for pair in wrong}
 
 
-def test_the_same_pairs_are_taken_where_they_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_pairs_are_accepted_in_models_where_they_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     for make, plant in ((mlp(lambda: MLP(gelu, None)), UP_DOWN), (mlp(Gated), of_blocks("gate up", "down", INNER))):
         model = make().double()
         wrong = tuple(plant([]))

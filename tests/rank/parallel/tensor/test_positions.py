@@ -1,4 +1,4 @@
-"""Operations that treat positions one by one run on parts of hidden states; all others gather the positions first."""
+"""Test that operations on single positions run on parts of hidden states, and all others gather the positions first."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def put_into(room: Tensor, x: Tensor) -> Tensor:
 
 
 class Doubled(torch.autograd.Function):
-    """A function of the user's, of which torch tells nobody that it is called."""
+    """A user's function, whose calls torch does not report to modes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def refused(world: Any) -> dict[str, str]:
     for name, (way, _) in REFUSED.items():
         part = double(B, T, D, seed=0).detach()[:, start:stop].clone().requires_grad_()
         try:
-            # In a model more operations would follow.
+            # In a model, more operations would follow.
             (way(PositionShard(part, group, T)) * 2).sum().backward()
             found[name] = f"trains, gradient {part.grad}"
         except TrainingError as error:
@@ -185,14 +185,14 @@ def refused(world: Any) -> dict[str, str]:
     return found
 
 
-def test_what_would_be_lost_is_refused() -> None:
+def test_operations_whose_result_would_be_lost_are_refused() -> None:
     for found in run_ranks(refused, 2):
         assert found.pop("gathered first") == "True"
         for name, said in found.items():
             assert REFUSED[name][1] in said, (name, said)
 
 
-def test_ways() -> None:
+def test_operations_by_position_send_nothing_and_others_gather_once() -> None:
     for found in run_ranks(ways, 3):
         for name in WAYS:
             worst, stays, sent = found[name]
@@ -207,7 +207,7 @@ def test_ways() -> None:
 
 
 def wire(world: Any, names: list[str]) -> dict[str, Counter[str]]:
-    """Count the bytes that this rank hands to each operation in a forward and backward pass."""
+    """Count the bytes that this rank gives to each operation in a forward and backward pass."""
     axes = axes_of(world)
     sent: Counter[str] = Counter()
     delegating_group.listeners.append(lambda operation, label, num: sent.update({operation: num}))
@@ -222,8 +222,8 @@ def wire(world: Any, names: list[str]) -> dict[str, Counter[str]]:
     return found
 
 
-def test_what_is_sent_is_what_the_literature_says() -> None:
-    """Korthikanti et al. 2022: four all-gathers and reduce-scatters a block, one each for embedding and head."""
+def test_sent_bytes_equal_the_formula_of_the_literature() -> None:
+    """Compare with Korthikanti et al. 2022: four all-gathers and reduce-scatters per block, one each for the ends."""
     names = ["gpt", "gpt_tied", "gpt2", "llama", "llama_tied", "qwen2"]
     hidden, ranks, layers = 8 * B * LENGTH * WIDTH, 2, 4
     for name, sent in run_ranks(wire, ranks, names, timeout=150)[0].items():
@@ -236,7 +236,7 @@ def test_what_is_sent_is_what_the_literature_says() -> None:
 
 
 class Skipping(nn.Module):
-    """A model's own code between its blocks: positions in each, a learned skip, a mean over the past, scaled logits."""
+    """A model with its own code between blocks: positions, a learned skip, a mean over the past, scaled logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def models(world: Any) -> tuple[list[tuple[float, float]], tuple[bool, tuple[int
 
 
 @pytest.mark.long
-def test_models_with_code_of_their_own_between_the_blocks() -> None:
+def test_models_with_their_own_code_between_blocks_have_right_gradients() -> None:
     for found, given in run_ranks(models, 2, timeout=150):
         for worst, difference in found:
             assert worst <= 1e-12
@@ -301,8 +301,8 @@ def crossing(world: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], bool]]:
     return found
 
 
-def test_what_crosses_to_the_next_stage() -> None:
-    """Each rank sends its positions, also if it has none. A single position is sent whole by all ranks."""
+def test_positions_cross_to_the_next_stage_in_parts() -> None:
+    """Check that each rank sends its positions, even if it has none. All ranks send a single position whole."""
     for rank, found in enumerate(run_ranks(crossing, 3)):
         parts = [1, [1, 1, 0][rank], [3, 2, 2][rank]]
         assert found == [((1, part, D), (1, total, D), True) for part, total in zip(parts, (1, 2, 7), strict=True)]

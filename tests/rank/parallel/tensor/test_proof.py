@@ -1,4 +1,4 @@
-"""A split is only made after it ran beside the whole model, so training equals one process whatever a forward does."""
+"""Test that a split is tried against the whole model first, so training equals one process for every forward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def built(name: str) -> nn.Module:
     model = MODELS[name][0]().double()
     with torch.no_grad():
         for p in model.parameters():
-            if p.ndim < 2:  # no bias is zero, so that one that is forgotten shows
+            if p.ndim < 2:  # no bias is zero, so that a missing bias shows
                 p.add_(torch.randn(p.shape, dtype=p.dtype) * 0.1)
     return model
 
@@ -45,7 +45,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(world: Any, names: Sequence[str]) -> dict[str, tuple[float, float, int, tuple[str, ...]]]:
-    """Return {name: (largest difference of a weight, of a loss, how many pairs were split, notes)}."""
+    """Return {name: (largest difference of a weight, of a loss, number of split pairs, notes)}."""
     found = {}
     for name in names:
         model, alone = built(name), built(name)
@@ -74,8 +74,8 @@ def trained(world: Any, names: Sequence[str]) -> dict[str, tuple[float, float, i
     return found
 
 
-# In a job the other proofs and the whole step look at a model too. Here is one of each kind of operation between the
-# maps, and of ties, split and whole.
+# In a job, the other proofs and the whole step check a model too. Here is one model for each kind of operation between
+# the maps, and for ties, split and whole.
 IN_A_JOB = (
     "softmax, deep", "one MLP twice", "three places",
 )  # fmt: skip
@@ -83,7 +83,7 @@ IN_A_JOB = (
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_a_sample_trains_in_a_job_as_on_one_process() -> None:
+def test_a_sample_of_models_trains_in_a_job_as_in_one_process() -> None:
     for answer in run_ranks(trained, 2, IN_A_JOB, timeout=170):
         for name, (off, apart, pairs, _) in answer.items():
             assert off < 1e-9 and apart < 1e-9, (name, off, apart)
@@ -91,7 +91,7 @@ def test_a_sample_trains_in_a_job_as_on_one_process() -> None:
 
 
 def split(world: Any, names: list[str]) -> dict[str, tuple[float, float, int, tuple[str, ...]]]:
-    """Return {name: (largest difference of a gradient, of the loss, how many pairs were split, notes)}."""
+    """Return {name: (largest difference of a gradient, of the loss, number of split pairs, notes)}."""
     found = {}
     for name in names:
         plan = proven(built(name), IDS)
@@ -101,7 +101,7 @@ def split(world: Any, names: list[str]) -> dict[str, tuple[float, float, int, tu
     return found
 
 
-# One each of: sums, norms, orders and counts of features, learned values, heads, memories, ties, and positions.
+# One model for each of: sums, norms, orders and counts of features, learned values, heads, memories, ties, positions.
 SAMPLE = [
     "softmax, deep", "centring in place", "topk", "count", "four groups", "a learned slope", "batch norm",
     "beside its output, used", "one MLP twice", "norm of all", "talking heads", "a memory", "three places",
@@ -112,7 +112,7 @@ REST = [name for name in MODELS if name not in SAMPLE]
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("names", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
-def test_gradients_of_every_model_are_those_of_one_process_split_or_whole(names: list[str]) -> None:
+def test_gradients_of_split_and_whole_models_equal_those_of_one_process(names: list[str]) -> None:
     for answer in run_ranks(split, 2, names, timeout=170):
         for name, (off, apart, pairs, notes) in answer.items():
             assert off < 1e-9 and apart < 1e-9, (name, off, apart)
@@ -129,20 +129,20 @@ def verdict_of(model: nn.Module, size: int = 2) -> Any:
     return proof.of(size)
 
 
-def test_no_pair_is_split_over_four_where_its_parts_need_each_other() -> None:
+def test_a_pair_whose_parts_depend_on_each_other_is_not_split_over_four() -> None:
     for name in ("softmax", "four groups", "cumsum", "max-norm", "heads in order"):
         assert verdict_of(built(name), 4).ways == {}, name
     for name in ("gelu, deep", "a learned slope", "groups of eight", "attention"):
         assert verdict_of(built(name), 4).wrong == {}, name
 
 
-def test_what_is_learned_between_the_maps_is_summed() -> None:
+def test_gradients_of_parameters_between_the_maps_are_summed() -> None:
     assert verdict_of(built("a learned slope")).partial == {"blocks.0.mlp.act.weight", "blocks.1.mlp.act.weight"}
     assert verdict_of(built("one MLP twice")).partial == {"blocks.0.mlp.act.weight"}
     assert verdict_of(built("gelu")).partial == frozenset()
 
 
-def test_the_model_is_as_before() -> None:
+def test_the_proof_does_not_change_the_model() -> None:
     model = built("batch norm")
     model.blocks[1].eval()  # type: ignore[union-attr]
     before, kinds = copy.deepcopy(model.state_dict()), [type(part) for part in model.modules()]
@@ -174,7 +174,7 @@ class Softened(nn.GELU):
         return x.softmax(-1)
 
 
-def test_a_subclass_of_what_is_known_is_not_known() -> None:
+def test_a_subclass_of_a_known_class_is_unknown() -> None:
     row = nn.Sequential(nn.Linear(8, 16), Softened(), nn.Linear(16, 8))
     assert plan_of(row, 2).pairs == ()
     assert len(plan_of(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), 2).pairs) == 1
@@ -183,7 +183,7 @@ def test_a_subclass_of_what_is_known_is_not_known() -> None:
 SAID = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
 
 
-def test_what_the_user_says_is_run_too() -> None:
+def test_a_plan_of_the_user_is_tried_too() -> None:
     wrong, right = built("softmax"), built("gelu")
     with pytest.raises(
         StrategyError, match="blocks.0.mlp.down, and nbkit cannot show that this is right".replace(".", r"\.")
@@ -199,7 +199,7 @@ def test_what_the_user_says_is_run_too() -> None:
     }
 
 
-def test_check_says_what_stays_whole_and_why() -> None:
+def test_check_reports_modules_that_stay_whole_and_why() -> None:
     found = nbkit.check(built("softmax, deep"), "tp=2", BATCH)
     rows = {row[0]: row[1:] for row in found.rows}
 
@@ -235,15 +235,15 @@ def told(world: Any) -> tuple[list[str], list[str], int]:
     return found[0], found[1], len(trainer.job.builder.facts.tensor_plan(2, None).pairs)
 
 
-def test_a_job_warns_of_what_stays_whole_and_an_example_can_be_given() -> None:
+def test_a_job_warns_of_whole_modules_unless_an_example_is_given() -> None:
     without, given, pairs = run_ranks(told, 2, timeout=120)[0]
 
     assert any("blocks.*.mlp" in text and "there was no example batch" in text for text in without)
-    # A message says in any case that data cannot be divided.
+    # A warning that data cannot be divided comes in any case.
     assert [text for text in given if "every rank reads all" not in text] == [] and pairs == 2
 
 
-def test_uneven_features_and_a_width_that_heads_do_not_divide() -> None:
+def test_uneven_features_are_accepted_and_heads_that_do_not_divide_refused() -> None:
     model = Model(lambda: nn.Sequential(nn.Linear(WIDTH, INNER + 1), nn.GELU(), nn.Linear(INNER + 1, WIDTH)))
     assert verdict_of(model.double()).wrong == {}
     model = Model(lambda: Block(between.Attention(), between.MLP(gelu, None)))
@@ -254,7 +254,7 @@ def test_uneven_features_and_a_width_that_heads_do_not_divide() -> None:
         plan_of(model, 3, None, prove(model, lambda: model(IDS), [3]))
 
 
-def test_a_model_that_does_not_run_is_whole() -> None:
+def test_a_model_that_fails_on_its_example_stays_whole() -> None:
     model = built("gelu")
     proof = prove(model, lambda: F.linear(IDS.double(), torch.ones(2, 3)), [2])
 

@@ -1,4 +1,4 @@
-"""Every gradient of every model that is split over the tensor axis, also in stages, is that of one process."""
+"""Test that every gradient of every model split over the tensor axis, in stages too, equals that of one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def differences(world: Any, runs: list[tuple[str, dict[str, Any]]]) -> list[tupl
 
 
 @pytest.mark.long
-def test_two_ranks() -> None:
+def test_gradients_on_two_ranks_equal_those_of_one_process() -> None:
     runs: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in MODELS]
     runs += [(name, {"sequence": False}) for name in ("gpt_tied", "llama")]
     answers = run_ranks(differences, 2, runs, timeout=150)[0]
@@ -42,13 +42,13 @@ def test_two_ranks() -> None:
         assert worst <= LIMIT, name
         assert loss <= LIMIT, name
     partial = {name: num for name, _, _, num, _ in answers[: len(MODELS)]}
-    # Norms and biases behind a row map have partial gradients if positions are split, and none if they cannot be.
+    # Norms and biases after a row map have partial gradients only if positions are split.
     assert partial == {
         "gpt": 24, "gpt2_padded": 24, "llama_tied": 8, "qwen2": 8, "encoder": 24, "uneven": 60, "pairs": 0,
         "sequential": 0,
     }  # fmt: skip
     assert all(num == 0 for _, _, _, num, _ in answers[len(MODELS) :])
-    # Most tensors are split: all of Llama's but the norms.
+    # Most tensors are split: all of Llama's except the norms.
     assert dict((name, cut) for name, _, _, _, cut in answers)["llama"] == 30
 
 
@@ -58,7 +58,7 @@ ALSO_UNEQUAL = [("gpt2", {"length": 1}), ("gpt", {"length": 3, "sequence": False
 
 @pytest.mark.long
 @pytest.mark.parametrize("runs", [UNEQUAL, pytest.param(ALSO_UNEQUAL, marks=pytest.mark.long)])
-def test_four_ranks_and_parts_that_are_not_equal(runs: list[tuple[str, dict[str, Any]]]) -> None:
+def test_gradients_on_four_ranks_with_unequal_parts_equal_one_process(runs: list[tuple[str, dict[str, Any]]]) -> None:
     for name, worst, loss, _, _ in run_ranks(differences, 4, runs, timeout=150)[0]:
         assert worst <= LIMIT, name
         assert loss <= LIMIT, name
@@ -83,7 +83,7 @@ def dropping(name: str) -> nn.Module:
 
 
 def with_dropout(world: Any) -> list[tuple[str, float, float]]:
-    """Return (model, largest difference / largest gradient, how much the dropout changes the loss) for each model."""
+    """Return (model, largest difference / largest gradient, change of the loss by dropout) for each model."""
     found = []
     for name, sequence, again in (
         ("gpt", True, True), ("gpt2_padded", True, False), ("gpt2_padded", False, True), ("encoder", True, False),
@@ -120,7 +120,7 @@ def with_dropout(world: Any) -> list[tuple[str, float, float]]:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_the_same_elements_are_dropped() -> None:
+def test_dropout_drops_the_same_elements_as_in_one_process() -> None:
     for name, worst, effect in run_ranks(with_dropout, 2, timeout=150)[0]:
         assert worst <= LIMIT, name
         assert effect > 1e-4, name
@@ -129,7 +129,7 @@ def test_the_same_elements_are_dropped() -> None:
 def staged(
     world: Any, name: str, sides: list[list[tuple[int, int]]], length: int = 16
 ) -> tuple[float, set[tuple[int, ...]]]:
-    """Run the stages of all sides in order. Return (largest difference / largest gradient, shapes between)."""
+    """Run the stages of all ranks in order. Return (largest difference / largest gradient, shapes between stages)."""
     spec = ZOO[name]
     model = spec.build(torch.float64)
     value, target = spec.batch(3, dtype=torch.float64)
@@ -184,9 +184,9 @@ def every(world: Any, runs: list[Any]) -> list[tuple[float, set[tuple[int, ...]]
 
 
 @pytest.mark.parametrize("runs", [RUNS, pytest.param(ALSO, marks=pytest.mark.long)])
-def test_stages(runs: list[Any]) -> None:
+def test_gradients_of_split_stages_equal_those_of_one_process(runs: list[Any]) -> None:
     for rank, found in enumerate(run_ranks(every, 2, runs, timeout=150)):
         assert all(worst <= 1e-12 for worst, _ in found)
-        # 13 positions do not divide, and a single one is sent whole.
+        # 13 positions do not divide evenly, and a single position is sent whole.
         lengths = {16: 8, 13: [7, 6][rank], 1: 1}
         assert [shapes for _, shapes in found] == [{(3, lengths[length], 32)} for _, _, length in runs]

@@ -1,4 +1,4 @@
-"""Losses run on parts of logits as on the whole. Other operations gather the logits, with the same gradient."""
+"""Test that losses run on parts of logits, and other operations gather the logits, with the right gradients."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def shards(world: Any) -> dict[str, Any]:
     return found
 
 
-def test_losses() -> None:
+def test_losses_on_parts_of_logits_are_right_and_send_little() -> None:
     answers = run_ranks(shards, 3)
     for found in answers:
         for name in losses(torch.zeros(B, T, dtype=torch.long)):
@@ -103,7 +103,7 @@ def changed_through_a_view(world: Any) -> dict[str, Any]:
         with torch.set_grad_enabled(graph):
             start, stop = bounds(V, group.size(), group.rank())
             logits = VocabShard(torch.zeros(B, T, stop - start, requires_grad=graph), group, V)
-            logits[..., 2] + 1  # looked at, and not changed
+            logits[..., 2] + 1  # read, and not changed
             found[f"looked at {graph}"] = float(F.cross_entropy(logits.view(-1, V), target.view(-1)).detach())
             logits[..., V - 3 :].fill_(-1e9)
             try:
@@ -116,7 +116,7 @@ def changed_through_a_view(world: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_view_of_the_logits_that_is_changed_is_refused_and_never_forgotten() -> None:
+def test_an_in_place_change_of_a_view_of_logits_is_refused() -> None:
     for found in run_ranks(changed_through_a_view, 3):
         for graph in (True, False):
             assert found[f"looked at {graph}"] == pytest.approx(math.log(V))
@@ -129,7 +129,7 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 
 def transposed(world: Any) -> list[str]:
-    """Compare each function with what it says: sums over ranks of (value x weight of the rank), and of its gradient."""
+    """Compare the forward and backward of each region function: sums over ranks of (value x weight of the rank)."""
     group = axes_of(world).group("tp")
     assert group is not None
     rank, size, total = group.rank(), group.size(), 7
@@ -179,5 +179,5 @@ def transposed(world: Any) -> list[str]:
     return wrong
 
 
-def test_regions() -> None:
+def test_region_functions_have_right_values_and_gradients() -> None:
     assert run_ranks(transposed, 3) == [[], [], []]

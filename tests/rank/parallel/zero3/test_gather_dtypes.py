@@ -1,4 +1,4 @@
-"""ZeRO 3 under autocast sends weights that only matrix products read in bf16, and no bit of the training changes."""
+"""Test that ZeRO 3 under autocast sends weights of matrix products in bf16 without changing a bit of the training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = 4
 
 
 class Twice(Block):
-    """A block that applies its map twice: torch's autocast casts it once, and sums both gradients in bf16."""
+    """A block that applies its map twice. Autocast casts the weight once, and sums both gradients in bf16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Twice(Block):
 
 
 class Tied(LM):
-    """A head tied to the embedding."""
+    """A model with a head tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__(LAYERS, Twice)
@@ -41,7 +41,7 @@ class Tied(LM):
 
 
 class Asking(LM):
-    """A model that computes in the dtype that a weight says it has."""
+    """A model that computes in the dtype of a weight."""
 
     def embed(self, ids: Tensor) -> Tensor:
         return super().embed(ids).to(self.blocks[0].mlp.up.weight.dtype)
@@ -60,13 +60,13 @@ def found(model: nn.Module) -> GatherPlan:
     return plan_gathers(model, lambda: model(ids), autocast=torch.bfloat16)
 
 
-def test_only_what_matrix_products_alone_read_is_cast() -> None:
+def test_only_weights_read_by_matrix_products_alone_are_cast() -> None:
     model = Tied()
     before = copy.deepcopy(model.state_dict())
     plan = found(model)
 
     assert plan.casts is not None and plan.casts.dtype == torch.bfloat16
-    assert plan.casts.names == MAPS  # not the norms, nor the table that the head shares
+    assert plan.casts.names == MAPS  # neither the norms nor the table that the head shares
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
     assert found(Asking()).casts is None
@@ -78,7 +78,7 @@ Case = tuple[str, bool]
 
 
 def trained(job: Any, case: Case, weights: list[Tensor]) -> dict[str, Any]:
-    """Make three steps from `weights`. Return losses, weights, and the last step's bytes, sent and by formula."""
+    """Make three steps from `weights`. Return losses, weights, and the last step's bytes, measured and predicted."""
     strategy, recompute = case
     with torch.no_grad():
         for p, value in zip(job.model.parameters(), weights, strict=True):
@@ -100,7 +100,7 @@ def trained(job: Any, case: Case, weights: list[Tensor]) -> dict[str, Any]:
     job.forget_estimates()
     terms = job.cost_model().terms(job.strategy)
     formula = sum(term.given for term in terms[0] if term.op == "all_gather") if terms else 0.0
-    # A call by hand has no autocast and sees the weights in their own dtype. An evaluation sees them as in a step.
+    # A direct call has no autocast and sees the weights in their own dtype. An evaluation sees them as a step does.
     with torch.no_grad():
         losses.append(float(job.model(BATCHES[0][0]).sum()) if strategy == "zero3" else 0.0)
     with job.sharded_model.evaluating(autocast=True):
@@ -143,7 +143,7 @@ def both_ways(world: Any, cases: list[Case]) -> dict[Case, tuple[dict[str, Any],
         pytest.param(4, [("dp=2 pp=2 zero=3 microbatches=2 schedule=zb", False)], marks=pytest.mark.long),
     ],
 )
-def test_no_bit_changes_and_half_the_bytes_are_gathered(
+def test_casts_change_no_bit_and_halve_the_gathered_bytes(
     num_ranks: int, cases: list[Case], known_to_be_right: None
 ) -> None:
     size = sum(p.numel() for name, p in Tied().named_parameters() if name in MAPS)
@@ -154,7 +154,7 @@ def test_no_bit_changes_and_half_the_bytes_are_gathered(
             gathered = [each["sent"].pop("all_gather") for each in (cast, whole)]
             for op in ("reduce_scatter", "send"):  # gradients are summed in float32
                 assert cast["sent"][op] == whole["sent"][op], case
-            # Two ranks give half each. They gather all blocks for forward and backward, or half of the blocks once.
+            # Each of two ranks sends half. They gather all blocks for forward and backward, or half of the blocks once.
             passes = 2 if case[0] == "zero3" else 1 / 2
             assert gathered[1] - gathered[0] == pytest.approx(passes * 2 * size / 2, rel=0.01), case
             if case[0] == "zero3":
@@ -162,7 +162,7 @@ def test_no_bit_changes_and_half_the_bytes_are_gathered(
 
 
 def seen_alone(world: Any, strategy: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Make three steps. Return the weights that this rank sees alone, and those of the whole model."""
+    """Make three steps. Return the weights that this rank reads by itself, and those of the whole model."""
     job = nbkit.prepare(
         Tied,
         lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),

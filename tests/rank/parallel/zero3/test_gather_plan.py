@@ -1,4 +1,4 @@
-"""ZeRO 3 of models that use a weight elsewhere than in its block, or call their blocks in other ways than once each."""
+"""Test ZeRO 3 with models that use a weight outside of its block, or do not call each block exactly once."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 CHANGED = {"clamped in forward": doing(in_place), "an embedding with max_norm": renormed}
 SWITCHED = ("nanoGPT", "a tied LSTM", "a penalty on the weights of blocks", "weights in a list")
-# One of each way to gather: with the whole model, around several blocks, twice, ahead, by name, by a parametrization.
+# One for each way to gather: with the whole model, around several blocks, twice, ahead, by name, by a parametrization.
 SAMPLE = ("a penalty on the weights of blocks", "a block's weight in another layer", "weights in a list",
           "some blocks twice", "recomputed in one segment", "a gradient in forward", "weight_norm")  # fmt: skip
 REST = tuple(name for name in MODELS if name not in SAMPLE)
@@ -113,7 +113,7 @@ def table(world: Any, names: tuple[str, ...], switched: tuple[str, ...]) -> dict
 @pytest.mark.parametrize(
     ("names", "switched"), [(SAMPLE, SWITCHED[:1]), pytest.param(REST, SWITCHED[1:], marks=pytest.mark.long)]
 )
-def test_a_weight_used_outside_of_its_block_trains_as_on_one_process(
+def test_a_weight_used_outside_of_its_block_trains_as_in_one_process(
     names: tuple[str, ...], switched: tuple[str, ...]
 ) -> None:
     for found in run_ranks(table, 2, names, switched, timeout=170):
@@ -143,7 +143,7 @@ UNSEEN = {
 }
 
 
-# Some that are equal, and one for each reason of a refusal.
+# Some models that train equally, and one for each reason of a refusal.
 WATCHED = ("nanoGPT", "one block three times", "a penalty on the weights of blocks", "weights that blocks return",
            "a block frozen and thawed in forward", "all blocks twice", "backwards", "recomputed in one segment",
            "an embedding with max_norm")  # fmt: skip
@@ -155,8 +155,8 @@ def unseen(world: Any, names: list[str]) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("names", [WATCHED, [name for name in UNSEEN if name not in WATCHED]])
-def test_without_an_example_it_is_equal_or_refused_by_name_before_the_first_step(names: list[str]) -> None:
-    """Nobody has run the model beforehand: the first step is watched."""
+def test_without_an_example_a_model_trains_right_or_is_refused_in_time(names: list[str]) -> None:
+    """Watch the first step, because the model was not run before."""
     for found in run_ranks(unseen, 2, names, timeout=170):
         for name, (kind, text) in found.items():
             expected = UNSEEN[name]
@@ -172,13 +172,13 @@ def other_strategies(world: Any) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
-def test_weights_that_a_list_holds_too_are_followed_by_every_strategy() -> None:
+def test_weights_in_a_list_are_tracked_by_every_strategy() -> None:
     for found in run_ranks(other_strategies, 2, timeout=120):
         assert {name: what for name, what in found.items() if what[0] != "equal"} == {}
 
 
 def later(world: Any) -> list[Any]:
-    """Train a model that begins to use a weight after some steps, and look at what its module shows meanwhile."""
+    """Train a model that begins to use a weight after some steps, and read the module's weights meanwhile."""
     watch: dict[str, bool] = {}
 
     def how(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -220,7 +220,7 @@ def later(world: Any) -> list[Any]:
 LENGTH_OF_ONE = 5
 
 
-def test_a_use_that_comes_later_is_refused_by_name_and_the_job_goes_on() -> None:
+def test_a_later_use_of_a_weight_is_refused_by_name_and_the_job_goes_on() -> None:
     for said, sizes, alone, step in run_ranks(later, 2):
         assert len(said) == 2 and sizes and alone == (1, LENGTH_OF_ONE, WIDTH) and step == 2
         for text in said:
@@ -240,7 +240,7 @@ def plan_of(make: Callable[[], nn.Module]) -> Any:
 
 
 @pytest.mark.long
-def test_the_plan_gathers_as_much_as_it_can_one_block_at_a_time() -> None:
+def test_the_plan_gathers_block_by_block_where_possible() -> None:
     blocks = ("blocks.0", "blocks.1", "blocks.2")
     assert plan_of(LM).units == blocks and not plan_of(LM).rooted and not plan_of(LM).notes
     assert plan_of(NanoGPT).units == ("transformer.h.0", "transformer.h.1", "transformer.h.2")
@@ -249,13 +249,13 @@ def test_the_plan_gathers_as_much_as_it_can_one_block_at_a_time() -> None:
     assert plan_of(doing(penalty)).units == blocks
     assert plan_of(doing(penalty)).rooted == {f"{block}.mlp.up.weight" for block in blocks}
     assert plan_of(doing(penalty_of_all)).units == ()
-    # Blocks that are recomputed in one segment are gathered ahead.
+    # Blocks recomputed in one segment are gathered ahead.
     assert plan_of(doing(in_one_segment)).units == blocks and plan_of(doing(in_one_segment)).ahead == 2
     assert plan_of(doing(in_place)).refused is not None
     assert "called 3 times" in " ".join(plan_of(Albert).notes)
 
 
-def test_a_plan_that_few_positions_refuse_is_made_on_all() -> None:
+def test_a_plan_refused_on_few_positions_is_made_on_all() -> None:
     def scaled_where_short(model: Any, x: torch.Tensor) -> torch.Tensor:
         return in_place(model, x) if x.shape[1] < 5 else model.through(x, range(3))
 
@@ -268,13 +268,13 @@ def test_a_plan_that_few_positions_refuse_is_made_on_all() -> None:
         assert plan.refused is None and plan.units == ("blocks.0", "blocks.1", "blocks.2")
 
 
-def test_check_says_the_same_without_ranks() -> None:
+def test_check_gives_the_same_results_without_ranks() -> None:
     batch = tuple(torch.stack(part) for part in zip(*rows(4), strict=True))
     fits = nbkit.check(built(doing(penalty)), "zero3", batch, 2)
     assert fits.ok and "used outside of blocks.0" in str(fits)
     assert nbkit.check(built(NanoGPT), "zero3", batch, 2).ok
     refused = nbkit.check(built(renormed), "zero3", batch, 2)
     assert not refused.ok and "'wte.weight' in place" in str(refused)
-    # Each replica would scale down only the rows that it has looked up itself.
+    # Each replica would scale down only the rows that it looked up itself.
     alike = nbkit.check(built(renormed), "ddp", batch, 2)
     assert not alike.ok and "update of 'wte.weight'" in str(alike)

@@ -1,4 +1,4 @@
-"""Zero 3 under what people do with a model: checkpoints, LoRA, autocast, pipelines, in-place writes, broken steps."""
+"""Test zero 3 with checkpoints, LoRA, autocast, pipelines, in-place writes and interrupted steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A model of blocks behind an inlet; `how` says what is done with them."""
+    """A model of blocks after an inlet. how: the way in which it uses the blocks."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Wrapper(nn.Module):
 
 
 def wrapped(world: Any) -> list[float]:
-    """Return the gaps of a model in a wrapper in a wrapper, as adapters make it, called at any of the three."""
+    """Return the gaps of a model in two nested wrappers, like adapters, called at each of the three levels."""
     rank, ranks = world.place.rank, world.place.world_size
     net = reference("", ranks)
     module, axis = prepared(world, Wrapper(Wrapper(net)), units=lambda module: list(module.inner.inner.blocks))
@@ -194,7 +194,7 @@ def wrapped(world: Any) -> list[float]:
         found.append(gap(axis, Wrapper(Wrapper(net))))
         for p in axis.held.values():
             p.grad = None
-    # Every rank calls a block by itself, as somebody who looks into a model may.
+    # Every rank calls a single block, as a user who inspects a model may.
     with torch.no_grad():
         alone = module.inner.inner.blocks[1](data(0)[0])["y"]
         assert all(p is axis.held[name] for name, p in module.named_parameters())
@@ -208,7 +208,7 @@ def test_a_wrapped_model_may_be_called_at_any_depth() -> None:
 
 
 def pipelined(world: Any) -> list[Any]:
-    """Run all forwards before all backwards, the order of a pipeline."""
+    """Run all forwards before all backwards, like a pipeline."""
     rank, ranks = world.place.rank, world.place.world_size
     found: list[Any] = []
     for keep in (True, False):
@@ -229,20 +229,20 @@ def pipelined(world: Any) -> list[Any]:
             found += [gap(axis, reference("", ranks, 3)), heard.count("all_gather"), heard.count("reduce_scatter")]
         delegating_group.listeners.clear()
         axis.begin_again()
-        # After a step that was left in the middle, the next step is right.
+        # After an interrupted step, the next step is right.
         step(axis, module, rank)
         found.append(gap(axis, reference("", ranks)))
     return found
 
 
-def test_a_pipelines_order_gathers_once_and_a_broken_step_leaves_nothing() -> None:
+def test_a_pipeline_order_gathers_once_and_an_interrupted_step_does_no_harm() -> None:
     for off, gathered, reduced, after, again in run_ranks(pipelined, 2):
         assert max(off, after, again) < 1e-12
         assert (gathered, reduced) == (5, 5)
 
 
 def lively(world: Any) -> dict[int, Any]:
-    """Freeze and thaw weights between steps at the module, as a user does, and evaluate in the middle of a step."""
+    """Freeze and unfreeze weights between steps, like a user, and evaluate in the middle of a step."""
     rank, ranks = world.place.rank, world.place.world_size
     found = {}
     net = built("")
@@ -250,7 +250,7 @@ def lively(world: Any) -> dict[int, Any]:
     for other in range(ranks):
         net(data(other)[0]).square().sum().backward()
     for zero in range(4):
-        # One is frozen from the beginning, the other one later.
+        # One weight is frozen from the start, the other later.
         whole = built("")
         whole.blocks[1].requires_grad_(False)
         module, axis = prepared(world, whole, zero=zero)
@@ -277,7 +277,7 @@ def lively(world: Any) -> dict[int, Any]:
     return found
 
 
-def test_freezing_thawing_and_evaluating_inside_a_step() -> None:
+def test_freezing_unfreezing_and_evaluating_inside_a_step_are_right() -> None:
     for found in run_ranks(lively, 2):
         for zero, (frozen, thawed, same) in found.items():
             assert max(frozen, thawed) < 1e-12 and same, zero
@@ -304,7 +304,7 @@ def autocast(world: Any) -> float:
     return gap(axis, net)
 
 
-def test_bf16_autocast() -> None:
+def test_gradients_under_bf16_autocast_are_right() -> None:
     assert max(run_ranks(autocast, 2)) < 1e-5
 
 
@@ -318,21 +318,21 @@ def refused(world: Any) -> list[str]:
     return said
 
 
-def test_what_cannot_be_right_is_refused_by_name() -> None:
+def test_uses_that_cannot_be_right_are_refused_by_name() -> None:
     for segments, backwards, reentrant in run_ranks(refused, 2):
         assert "blocks.0" in segments and "blocks.3" in segments and "example=batch" in segments
         assert "later than its place in the order" in backwards and "strategy='zero2'" in backwards
         assert "use_reentrant=False" in reentrant
 
 
-def test_the_order_of_a_backward_pass() -> None:
+def test_a_backward_tour_gathers_ahead_and_releases_in_order() -> None:
     def spoken(parents: list[int], ahead: int) -> str:
         return " ".join(("+" if gathers else "-") + str(number) for gathers, number in backward_tour(parents, ahead))
 
     assert spoken([-1, 0, 0, 0], 1) == "+3 +2 -3 +1 -2 -1 -0"
     assert spoken([-1, 0, 0, 0], 0) == "+3 -3 +2 -2 +1 -1 -0"
     assert spoken([-1, 0, 0, 0], 2) == "+3 +2 +1 -3 -2 -1 -0"
-    # 2 and 3 are inside 1: it is entered before them and left after them.
+    # 2 and 3 are inside 1, so 1 is entered before them and left after them.
     assert spoken([-1, 0, 1, 1], 1) == "+1 +3 +2 -3 -2 -1 -0"
     assert spoken([-1], 1) == "-0"
 

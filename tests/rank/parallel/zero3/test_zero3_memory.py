@@ -1,4 +1,4 @@
-"""ZeRO holds and sends what the paper says, at rest and while it computes."""
+"""Test that ZeRO holds and sends what the paper says, at rest and during a step."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def measured(world: Any, zero: int) -> dict[str, Any]:
         axis.settle()
     delegating_group.listeners.clear()
     del output
-    time.sleep(0.5)  # gloo's threads let go of what they sent a moment after it has arrived
+    time.sleep(0.5)  # gloo's threads free sent tensors a moment after their arrival
     held = num_bytes() - before
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     return {
@@ -112,7 +112,7 @@ def by_zero(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
     return request.param, run_ranks(every_zero, request.param)[0]
 
 
-def test_bytes_at_rest_and_on_the_wire(by_zero: tuple[int, list[dict[str, Any]]]) -> None:
+def test_bytes_at_rest_and_sent_equal_the_formulas(by_zero: tuple[int, list[dict[str, Any]]]) -> None:
     n, measurements = by_zero
     for zero, found in enumerate(measurements):
         formula = [16, 8 + 8 / n, 4 + 12 / n, 16 / n][zero]
@@ -130,15 +130,15 @@ def test_bytes_at_rest_and_on_the_wire(by_zero: tuple[int, list[dict[str, Any]]]
         assert found["shards"] == (zero in (0, 3))
 
 
-def test_messages_go_while_backward_runs_and_zero_3_has_few_blocks_whole(by_zero: Any) -> None:
+def test_messages_overlap_backward_and_zero3_holds_at_most_two_blocks(by_zero: Any) -> None:
     _, measurements = by_zero
     for found in measurements[1:3]:
         assert found["when"][1] >= 1
     forward, backward, all_of_it = measurements[3]["when"]
-    # When a block of forward is done, the next one is on its way.
+    # When the forward of a block is done, the next block is being sent.
     assert measurements[3]["by then"][:LAYERS] == [min(i + 3, LAYERS + 1) for i in range(LAYERS)]
     assert forward == LAYERS + 1
-    # All gathers are issued by then, and all reductions but that of the root, which waits for `finish`.
+    # By then all gathers are issued, and all reductions except that of the root, which waits for `finish`.
     assert backward == all_of_it - 1
-    # At most two blocks are whole, in forward and in backward: the one that runs, and one beside it.
+    # At most two blocks are whole, in forward and in backward: the running block, and one more.
     assert len(measurements[3]["opened"]) == 2 * LAYERS and max(measurements[3]["opened"]) <= 2

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or not there, and a training that is resumed from it is the one that was saved."""
+"""Test that a checkpoint is complete or missing, and a training resumed from it equals the saved one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def again(path: Path) -> Any:
-    # Dropout, a schedule and a ragged epoch: everything that has a position.
+    # Dropout, a schedule and a ragged epoch all have a position.
     return quiet(
         model=lambda: net(dropout=0.5),
         optimizer=adamw,
@@ -45,7 +45,7 @@ def resumed(world: Any, folder: Path) -> list[Any]:
     first = again(saved)
     first.fit(2)
     first.lr = 0.05
-    first.fit(3)  # writes at step 4, and makes one step more, which is lost
+    first.fit(3)  # saves at step 4, and makes one more step, which is lost
     second = again(folder / "second")
     second.load(saved)
     records = second.fit(4)
@@ -58,12 +58,12 @@ def resumed(world: Any, folder: Path) -> list[Any]:
         torch.equal(flat(whole.model), flat(second.model)),
         [r["step"] for r in records],
         second.lr,
-        # After three saves one file of each rank is left, and the metadata that names them.
+        # After three saves, one file of each rank is left, and the metadata that names them.
         sorted(p.name.partition("_")[2] or p.name for p in saved.iterdir()),
     ]
 
 
-def test_a_resumed_training_is_bit_for_bit_the_one_that_went_on(tmp_path: Path) -> None:
+def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path) -> None:
     for found in run_ranks(resumed, 2, tmp_path, timeout=120):
         assert found[:3] == [True, True, [5, 6, 7, 8]]
         # The rate was set while the factor of the second step, 1/2, was in force.
@@ -77,7 +77,7 @@ def on_a_full_disk(world: Any, folder: Path) -> list[Any]:
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with contextlib.redirect_stdout(printed):
         trainer.fit(3)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # a write beyond it fails, as on a disk that is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # a larger write fails, as on a full disk
         try:
             trainer.fit(2)
         finally:
@@ -88,7 +88,7 @@ def on_a_full_disk(world: Any, folder: Path) -> list[Any]:
     return [trainer.step, before.step, printed.getvalue()]
 
 
-def test_a_save_that_fails_ends_no_training_and_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
+def test_a_failed_save_does_not_end_the_training_or_lose_the_old_checkpoint(tmp_path: Path) -> None:
     first, second = run_ranks(on_a_full_disk, 2, tmp_path, timeout=120)
     step, before, said = first
 
@@ -107,7 +107,7 @@ def in_groups(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def load_and_compare(path: Path, **changed: Any) -> None:
-    """Load a checkpoint that is refused, and assert that nothing of it was taken."""
+    """Load a checkpoint that is refused, and assert that the trainer is unchanged."""
     trainer = quiet(**changed)
     before = flat(trainer.model)
     try:
@@ -142,7 +142,7 @@ def refused(world: Any, folder: Path) -> list[str]:
         (folder / "a file").write_bytes(b"")
     before = contents(folder / "good")
     messages = []
-    # Rank 0 cannot write this history; the checkpoint before must survive.
+    # Rank 0 cannot write this history; the previous checkpoint must survive.
     trainer.job.ledger.records.append({"step": lambda: None})
     for act in (
         lambda: trainer.save(folder / "good"),
@@ -164,7 +164,7 @@ def refused(world: Any, folder: Path) -> list[str]:
     return messages
 
 
-def test_what_cannot_be_written_or_read_is_said_on_every_rank_and_the_old_one_stands(tmp_path: Path) -> None:
+def test_write_and_read_errors_are_raised_on_every_rank_without_loss(tmp_path: Path) -> None:
     found = run_ranks(refused, 2, tmp_path, timeout=120)
 
     assert found[0] == found[1]
@@ -185,7 +185,7 @@ def test_what_cannot_be_written_or_read_is_said_on_every_rank_and_the_old_one_st
 
 
 def killed(world: Any, folder: Path, where: str) -> None:
-    """Kill a rank in the middle of its second save: while it writes, or when all is written but the last rename."""
+    """Kill a rank in its second save: while it writes, or before the last rename."""
     from nbkit.rank.train.checkpoint import dcp_io
 
     trainer = quiet(optimizer=adamw)
@@ -222,13 +222,13 @@ def after_it(world: Any, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("where", ["writing", "renaming"])
-def test_killed_in_the_middle_of_a_save_the_checkpoint_before_stands(tmp_path: Path, where: str) -> None:
+def test_the_old_checkpoint_survives_a_rank_killed_in_a_save(tmp_path: Path, where: str) -> None:
     folder = tmp_path / "model"
     with pytest.raises(RankFailed, match=r"died|raised"):
         run_ranks(killed, 2, folder, where, timeout=120)
     assert len(list(folder.iterdir())) > 3
 
-    # The next save clears away what the killed one left.
+    # The next save deletes the files of the killed one.
     assert run_ranks(after_it, 2, folder, timeout=120) == [[2, True, 3]] * 2
 
 
@@ -264,13 +264,13 @@ def numbers_of_numpy(world: Any, path: Path) -> list[Any]:
     return [[type(group[key]) for group in settings for key in ("lr", "eps")], type(settings[0]["betas"][0]), same]
 
 
-def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path: Path) -> None:
+def test_numpy_numbers_are_saved_as_plain_numbers(tmp_path: Path) -> None:
     for found in run_ranks(numbers_of_numpy, 2, tmp_path / "kept"):
         assert found == [[float] * 4, float, True]
 
 
 class Odd(torch.nn.Module):
-    """A model with weights and buffers of many types and shapes, whose memory is not ordered row after row."""
+    """A model with weights and buffers of many types and shapes, some not contiguous in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class Odd(torch.nn.Module):
 
 
 def saved_and_loaded(world: Any, folder: Path) -> dict[str, torch.Tensor]:
-    torch.serialization.set_crc32_options(False)  # somebody's own files are to be written faster
+    torch.serialization.set_crc32_options(False)  # as a user who wants faster writes may do
     first = quiet(model=Odd, optimizer=adamw)
     first.fit(2)
     first.save(folder)
@@ -307,7 +307,7 @@ def saved_and_loaded(world: Any, folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_weights_of_any_type_and_any_order_in_memory_are_kept_as_they_are(tmp_path: Path) -> None:
+def test_weights_of_any_type_and_memory_order_are_saved_unchanged(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     (found,) = run_ranks(saved_and_loaded, 1, tmp_path / "kept", timeout=60)

@@ -1,4 +1,4 @@
-"""A checkpoint that a thread writes is that of its step, whatever trains meanwhile; the newest one is found."""
+"""Test that a checkpoint written by a thread has the state of its step, and resume finds the newest good one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def beside(world: Any, folder: Path) -> dict[str, Any]:
         dcp_io.DcpWriter.write = write  # type: ignore[method-assign]
         whole.fit(4)
         told["order"] = order
-        torch.distributed.barrier()  # rank 0 has deleted what does not stay
+        torch.distributed.barrier()  # now rank 0 has deleted the old checkpoints
         told["kept"] = sorted(path.name for path in (folder / "kept").iterdir())
         torch.distributed.barrier()
         told["last"] = str(whole.saves.last.path), whole.saves.last.step
@@ -85,22 +85,22 @@ def beside(world: Any, folder: Path) -> dict[str, Any]:
         torch.distributed.barrier()
         again = trained(folder / "kept", seed=9)
         told["resumed"] = [record["step"] for record in again.fit(until=12, resume="auto")]
-        again.fit(1, resume="auto")  # has begun: goes on from where it is
+        again.fit(1, resume="auto")  # this one has begun, so it goes on from its own step
         whole.fit(3)
     told["same"] = plain(whole.history) == plain(again.history), torch.equal(flat(whole.model), flat(again.model))
     told["printed"] = printed.getvalue()
     return told
 
 
-def test_a_checkpoint_written_beside_the_training_is_that_of_its_step(tmp_path: Path) -> None:
+def test_a_checkpoint_written_during_training_has_the_state_of_its_step(tmp_path: Path) -> None:
     first, second = run_ranks(beside, 2, tmp_path, timeout=120)
 
     for each in (first, second):
-        # Steps went on while the first save waited to be written; the next save waits for it.
+        # Steps went on while the first save waited; the next save waits for the first.
         order = each["order"]
         assert order.index(3) < order.index("written") < order.index("step-2") < order.index("step-4")
         assert each["kept"] == ["step-10", "step-8"] and each["last"] == (str(tmp_path / "kept" / "step-10"), 10)
-        # The save at step 6 failed on one rank, and the one of step 10 is damaged, so training resumes from step 8.
+        # The save at step 6 failed on one rank, and that of step 10 is damaged, so training resumes from step 8.
         assert each["resumed"] == [9, 10, 11, 12] and each["same"] == (True, True)
     assert second["printed"] == ""
     said = [" ".join(line.split()) for line in first["printed"].split("\r")[1:]]
@@ -120,7 +120,7 @@ def nowhere(world: Any, folder: Path) -> list[Any]:
                 quiet(**settings).fit(1, resume=asked)
             told.append(str(refused.value))
         runs = []
-        for number in range(2):  # of one name, in two directories
+        for number in range(2):  # two runs of the same name, in two directories
             trainer = quiet(log_dir=str(folder / "runs"), name="gpt", checkpoints=nbkit.Checkpoints(every=2))
             runs.append(trainer.run_dir)
             told.append([record["step"] for record in trainer.fit(until=4 + number, resume="auto")])
@@ -133,7 +133,7 @@ def nowhere(world: Any, folder: Path) -> list[Any]:
     return [*told, f"goes on from step 4: {runs[0]}/checkpoint" in printed.getvalue(), printed.getvalue()]
 
 
-def test_runs_of_one_name_go_on_from_each_other(tmp_path: Path) -> None:
+def test_resume_auto_continues_an_earlier_run_of_the_same_name(tmp_path: Path) -> None:
     ((unnamed, unknown, first, second, other, went_on, printed),) = run_ranks(nowhere, 1, tmp_path)
 
     assert "name='gpt'" in unnamed and "no resume 'yes'" in unknown and "another model" in other
@@ -141,7 +141,7 @@ def test_runs_of_one_name_go_on_from_each_other(tmp_path: Path) -> None:
     assert went_on and printed.startswith("\rno checkpoint yet to go on from")
 
 
-def test_checkpoints_stay_by_number_and_by_age(tmp_path: Path) -> None:
+def test_keep_limits_checkpoints_by_number_and_age(tmp_path: Path) -> None:
     def kept(asked: Any) -> list[str]:
         for number in range(1, 6):
             (tmp_path / f"step-{number}").mkdir(exist_ok=True)
@@ -153,7 +153,7 @@ def test_checkpoints_stay_by_number_and_by_age(tmp_path: Path) -> None:
         return [path.name[5:] for path in found([tmp_path])]
 
     (tmp_path / "step-mine").mkdir()
-    (tmp_path / "step-0").mkdir()  # a save that was broken off
+    (tmp_path / "step-0").mkdir()  # an interrupted save
     assert kept(2) == ["5", "4"] and kept(1) == ["5"] and kept("150min") == ["5", "4", "3"]
     assert kept((4, "150min")) == ["5", "4", "3"] and kept((2, "1d")) == ["5", "4"] and kept("1min") == ["5"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-5", "step-mine"]

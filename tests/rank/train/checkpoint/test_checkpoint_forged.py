@@ -1,4 +1,4 @@
-"""A harmful manifest with right checksums is refused before anything is allocated or changed."""
+"""Test that a harmful manifest with right checksums is refused before memory is allocated or state changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOOTER = struct.Struct("<Q32s8s")
 
 
 def forge(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change what the manifest says, and let all checksums of it be right."""
+    """Change the values of the manifest, and make all its checksums right again."""
     whole = path.read_bytes()
     length, _, magic = FOOTER.unpack(whole[-FOOTER.size :])
     head, text = whole[: -FOOTER.size - length], whole[-FOOTER.size - length : -FOOTER.size]
@@ -27,7 +27,7 @@ def forge(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def put(*way: Any, value: Any) -> Callable[[Any], None]:
-    """Put `value` at this place among the values of a manifest; a function is given what was there."""
+    """Put `value` at this place in the values of a manifest. If it is a function, call it with the old value."""
 
     def change(values: Any) -> None:
         for key in way[:-1]:
@@ -38,7 +38,7 @@ def put(*way: Any, value: Any) -> Callable[[Any], None]:
 
 
 HUGE = 10**30
-FILES, ROWS, ABOUT = 2, 3, 4  # where in a manifest they are
+FILES, ROWS, ABOUT = 2, 3, 4  # their places in a manifest
 FORGED: dict[str, Callable[[Any], Any]] = {
     "another format": put(0, value=2),
     "of the other endianness": put(1, value="big"),
@@ -129,5 +129,5 @@ def forgeries(folder: Path) -> dict[str, Callable[[Path], Any]]:
     return {name: lambda path, change=change: forged(path, change) for name, change in FORGED.items()}
 
 
-def test_a_manifest_that_was_made_to_do_harm_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+def test_a_forged_manifest_is_refused_before_any_change(tmp_path: Path) -> None:
     assert len(refused_everywhere(tmp_path, forgeries)) == len(FORGED)

@@ -1,4 +1,4 @@
-"""A damaged or harmful checkpoint is refused in a sentence, and the training goes on as it was."""
+"""Test that a damaged or harmful checkpoint is refused with a plain message, and the training goes on unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METADATA = "torch.distributed.checkpoint.metadata"
 
 
 def call(module: str, name: str, *args: bytes | str) -> bytes:
-    """Return a pickle that calls `name` of `module`. Dots in the name are followed, as protocol 4 allows."""
+    """Return a pickle that calls `name` of `module`. The name may have dots, as protocol 4 allows."""
 
     def text(word: str) -> bytes:
         return b"\x8c" + bytes([len(word.encode())]) + word.encode()
@@ -38,7 +38,7 @@ def call(module: str, name: str, *args: bytes | str) -> bytes:
 
 
 def pickles(canary: Path) -> dict[str, bytes]:
-    """Return harmful pickles. Most of them make `canary` in a reader that does what they say."""
+    """Return harmful pickles. Most of them create `canary` if a reader runs them."""
     touch = f"touch {canary}"
     python = f"__import__('os').mkdir({str(canary)!r})"
     return {
@@ -51,7 +51,7 @@ def pickles(canary: Path) -> dict[str, bytes]:
         "bytes": call("torch.storage", "_load_from_bytes", call("os", "system", touch)),
         "dtype's": call("torch", "serialization.os.system", touch),
         "run": call("subprocess", "call", "touch", str(canary)),
-        # The class itself would be changed, for all that use it in this process: {} and then (None, {"harmed": True}).
+        # This would change the class itself, for the whole process: {} and then (None, {"harmed": True}).
         "class": f"c{METADATA}\nMetadata\n".encode() + b"(N}X\x06\x00\x00\x00harmed\x88stb.",
         "deep": b"(" * 100_000 + b"t" * 100_000 + b".",
         "nothing": b"N.",
@@ -79,7 +79,7 @@ def harmful_pickles(folder: Path) -> dict[str, Callable[[Path], Any]]:
         found |= {f"{name}, alone": whole, f"{name}, in front": in_front, f"{name}, in the data": among}
 
     def inside(path: Path) -> None:
-        # This is torch's own Metadata, with a harmful value among those that are no tensors.
+        # This is torch's own Metadata, with a harmful value besides its tensors.
         metadata = pickle.loads((path / ".metadata").read_bytes())
         metadata.planner_data = {"nbkit": pickles(canary)["dotted"]}
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -104,7 +104,7 @@ def damages(folder: Path) -> dict[str, Callable[[Path], Any]]:
         make(path)
 
     def elsewhere(path: Path, name: str) -> None:
-        # The metadata that torch reads names a file outside of the directory, which has the same bytes.
+        # The metadata for torch names a file outside of the directory, with the same bytes.
         metadata = pickle.loads((path / ".metadata").read_bytes())
         for info in metadata.storage_data.values():
             info.relative_path = name.format(info.relative_path)
@@ -130,7 +130,7 @@ def damages(folder: Path) -> dict[str, Callable[[Path], Any]]:
     return found
 
 
-def test_what_is_cut_short_or_no_file_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+def test_truncated_or_missing_files_are_refused_before_any_change(tmp_path: Path) -> None:
     refused_everywhere(tmp_path, damages)
 
 
@@ -153,7 +153,7 @@ def test_flipped_bytes_are_refused_or_change_nothing(tmp_path: Path, times: int)
 
 
 def seen_by_one(world: Any, folder: Path) -> list[str]:
-    """Load from a disk of each rank's own. That of rank 1 is damaged, or holds an older checkpoint."""
+    """Load as if each rank had its own disk. That of rank 1 is damaged, or has an older checkpoint."""
     trainer, found = quiet(optimizer=adamw), []
     for name in ("old", "new"):
         trainer.fit(1)
@@ -176,7 +176,7 @@ def seen_by_one(world: Any, folder: Path) -> list[str]:
     return found
 
 
-def test_damage_that_one_rank_alone_sees_is_refused_by_all(tmp_path: Path) -> None:
+def test_damage_that_only_one_rank_sees_is_refused_by_all(tmp_path: Path) -> None:
     one, other = run_ranks(seen_by_one, 2, tmp_path, timeout=120)
 
     assert one == other
@@ -191,8 +191,8 @@ def saved_over_a_link(world: Any, folder: Path) -> None:
     trainer.save(folder / "model")
 
 
-def test_a_link_in_the_directory_leads_no_save_and_no_export_elsewhere(tmp_path: Path) -> None:
-    from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would take each worker a second
+def test_saves_and_exports_do_not_follow_links_in_the_directory(tmp_path: Path) -> None:
+    from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would cost each worker a second
 
     (tmp_path / "model").mkdir()
     (tmp_path / "precious").write_text("mine")

@@ -1,4 +1,4 @@
-"""Checkpoints of one strategy are loaded under another and on other numbers of ranks, and read by plain torch."""
+"""Test that checkpoints load under other strategies and on other numbers of ranks, and plain torch can read them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nbkit.tensor_layout import Layout
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
-# A rank holds flat parts, which another rank holds too; or parts of tensors, and layers.
+# In the first, a rank holds flat parts that another rank holds too; in the second, parts of tensors, and layers.
 THROUGH = ("hsdp", "tp=2 pp=2 schedule=zbv")
 ELSEWHERE = {2: "zero3", 1: "ddp"}
 STEPS = len(THROUGH)
@@ -30,7 +30,7 @@ STEPS = len(THROUGH)
 
 def gpt() -> nn.Module:
     made = GPT(GPTConfig(vocab=33, block=8, layers=4, heads=2, width=8, dropout=0.1)).double()
-    made.head.weight = made.tokens.weight  # tied, so that stages share it
+    made.head.weight = made.tokens.weight  # tied, so stages share it
     made.register_buffer("seen", torch.zeros(3))
     return made
 
@@ -61,7 +61,7 @@ def one_process(world: Any) -> list[float]:
 
 
 def led_through(world: Any, folder: Path) -> list[bool]:
-    """Make a step under each strategy from the checkpoint before. Return whether both have the same bits."""
+    """Make a step under each strategy from the previous checkpoint. Return whether each load was bit-equal."""
     same, before = [], None
     for number, strategy in enumerate(THROUGH):
         current = trainer(strategy)
@@ -84,7 +84,7 @@ def elsewhere(world: Any, saved: Path) -> tuple[list[float], list[str], dict[str
 
 
 @pytest.mark.long
-def test_any_strategy_and_any_number_of_ranks_goes_on_from_any_checkpoint(
+def test_a_checkpoint_resumes_under_any_strategy_and_number_of_ranks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (losses,) = run_ranks(one_process, 1, timeout=120)
@@ -97,7 +97,7 @@ def test_any_strategy_and_any_number_of_ranks_goes_on_from_any_checkpoint(
         assert resumed == pytest.approx(losses, rel=1e-10)
     whole = found[0][2]
 
-    # Nbkit's file, loaded by plain torch into the model that knows nothing of it.
+    # Plain torch loads nbkit's file into the plain model.
     exported = str(tmp_path / "model.safetensors")
     assert main(["checkpoint", "export", str(saved), exported]) == 0
     told = capfd.readouterr().out
@@ -107,9 +107,9 @@ def test_any_strategy_and_any_number_of_ranks_goes_on_from_any_checkpoint(
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
     assert f"{len(whole)} tensors" in told
 
-    # Torch's own tool reads the directory as it is: weights, and what the optimizer keeps.
+    # Torch's own tool reads the directory directly: weights and optimizer state.
     from torch.distributed.checkpoint.format_utils import (
-        dcp_to_torch_save,  # at the top it would take each worker a second
+        dcp_to_torch_save,  # an import at the top would cost each worker a second
     )
 
     dcp_to_torch_save(saved, tmp_path / "plain.pt")
@@ -117,14 +117,14 @@ def test_any_strategy_and_any_number_of_ranks_goes_on_from_any_checkpoint(
     assert torch.equal(plain["weight/tokens.weight"], whole["head.weight"])
     assert plain["exp_avg/tokens.weight"].shape == (33, 8)
 
-    # The command starts a process of its own; this runs the same module here.
+    # The command starts another process; this runs the same module here.
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path), exported])
     monkeypatch.delitem(sys.modules, "nbkit.rank.train.checkpoint.export_safetensors", raising=False)
     with pytest.raises(SystemExit, match="could not be exported"):
         runpy.run_module("nbkit.rank.train.checkpoint.export_safetensors", run_name="__main__")
 
 
-def test_each_element_is_written_once_by_a_rank_that_has_little_to_write() -> None:
+def test_each_element_is_written_once_and_ranks_write_equal_amounts() -> None:
     whole, left, right = (
         Layout.whole((6, 4)),
         Layout.of_ranges((6, 4), 0, [(0, 3)]),

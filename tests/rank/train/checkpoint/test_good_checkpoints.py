@@ -1,4 +1,4 @@
-"""Checkpoints belong to exactly the named run, can be read by all ranks that load them, and have finite weights."""
+"""Test that checkpoints belong to exactly the named run, all ranks can read them, and their weights are finite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.errors import NotFinite, TrainingError
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 NAMES = ["gpt-zero3", "gpt", "exp[1]", "a/../b", "new\nline", "lr=1e-3 $(x); 'y'", "größe", "-rf", "..", "*", "n" * 300]
-"""Names of runs. No two of them are taken for each other."""
+"""Names of runs, which must never be confused with each other."""
 
 
 def named(world: Any, runs: Path) -> list[Any]:
@@ -38,13 +38,13 @@ def named(world: Any, runs: Path) -> list[Any]:
     return [told, printed.getvalue().strip()]
 
 
-def test_a_run_goes_on_from_checkpoints_of_exactly_its_name_whatever_the_name_holds(tmp_path: Path) -> None:
+def test_a_run_resumes_only_from_checkpoints_of_exactly_its_name(tmp_path: Path) -> None:
     ((told, other),) = run_ranks(named, 1, tmp_path / "runs")
 
     assert told == [(name, seed, 1) for seed, name in enumerate(NAMES)]
     assert other == "no checkpoint yet to go on from: begins at step 0"
     folders = [path.name for path in (tmp_path / "runs").iterdir()]
-    # Each in a directory of its own, none of them hidden, nested, an option, or in need of quotes.
+    # Each has its own directory. None is hidden, nested, like an option, or in need of quotes.
     assert len(folders) == 2 * len(NAMES) + 1
     assert not [name for name in folders if name[0] in ".-" or set(name) & set("/*[]$;' \n")]
 
@@ -61,10 +61,10 @@ def apart(world: Any, folder: Path) -> list[Any]:
             saves()
         except TrainingError as error:
             told.append((error.what, error.numbers, error.hint))
-    torch.distributed.barrier()  # each rank removes what it has written
+    torch.distributed.barrier()  # each rank removes the files that it wrote
     left = [str(path.relative_to(folder)) for path in folder.rglob("*")]
     trainer.save(folder / "whole")
-    trainer.save("../whole")  # another way to the same folder
+    trainer.save("../whole")  # another path to the same folder
     os.environ["HOME"] = str(folder)
     trainer.save("~/whole")
     assert not Path("~").exists()
@@ -73,7 +73,7 @@ def apart(world: Any, folder: Path) -> list[Any]:
     return [told, sorted(left), torch.equal(flat(whole.model), flat(trainer.model))]
 
 
-def test_a_save_that_other_ranks_could_not_read_is_an_error_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_save_into_folders_that_ranks_do_not_share_is_an_error(tmp_path: Path) -> None:
     for told, left, equal in run_ranks(apart, 2, tmp_path):
         assert len(told) == 2 and equal
         for what, numbers, hint in told:
@@ -88,7 +88,7 @@ def test_a_save_that_other_ranks_could_not_read_is_an_error_at_once_and_leaves_n
 
 
 class Spoiled(nn.Module):
-    """A model whose output at a row of zeros is finite, and whose gradient is not."""
+    """A model with a finite output and an infinite gradient at a row of zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def spoiled(world: Any, folder: Path, strategy: str) -> dict[str, Any]:
     }
     if strategy == "zero3":
         asked["optimizer"] = adam
-    # With SGD there is only one tensor, which rank 0 writes: rank 1 has nothing to write.
+    # With SGD there is only one tensor. Rank 0 writes it, and rank 1 has nothing to write.
     trainer = quiet(**asked, checkpoints=nbkit.Checkpoints(every=1, path=folder / "auto"))
     told: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -131,15 +131,13 @@ def spoiled(world: Any, folder: Path, strategy: str) -> dict[str, Any]:
     told["finite"] = all(bool(value.isfinite().all()) for value in trainer.full_state_dict().values())
     frozen = quiet()
     with torch.no_grad():
-        frozen.model[3].bias.requires_grad_(False).fill_(-torch.inf)  # as a mask
+        frozen.model[3].bias.requires_grad_(False).fill_(-torch.inf)  # like a mask
     frozen.save(folder / "frozen")
     return told
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_weights_that_are_not_finite_replace_no_checkpoint_and_no_sample_is_blamed(
-    tmp_path: Path, strategy: str
-) -> None:
+def test_weights_that_are_not_finite_are_not_saved_and_no_sample_is_blamed(tmp_path: Path, strategy: str) -> None:
     first, second = run_ranks(spoiled, 2, tmp_path, strategy)
 
     for told in (first, second):

@@ -1,4 +1,4 @@
-"""A state dict with the model's own hooks and extra state equals that of the plain model in one process."""
+"""Test that a state dict with the model's own hooks and extra state equals that of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRATEGIES = ["ddp", "zero3", "dp=1 tp=2", "pp"]
 
 
 class Block(nn.Module):
-    """A block that stores a version and a tensor beside its weights, and renames a weight."""
+    """A block that stores a version and a tensor as extra state, and renames a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def named_back(state: Any, prefix: str, *_: Any) -> None:
 
 
 class Net(nn.Module):
-    """A model that stores its head as two halves, and a norm that a hook computes from another part."""
+    """A model that stores its head as two halves, and a norm that a hook computes from another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,8 +98,8 @@ def trainer_of(strategy: str) -> Any:
 
 
 def gathered(world: Any, folder: Path) -> list[Any]:
-    """Return for each strategy the gathered state, that of a job that loaded it, and the error of its export."""
-    from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would take each worker a second
+    """Return for each strategy (gathered state, state of a job that loaded it, error of its export)."""
+    from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would cost each worker a second
 
     found: list[Any] = []
     for strategy in STRATEGIES:
@@ -128,7 +128,7 @@ def alike(found: Any, expected: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")
-def test_a_state_dict_that_hooks_and_extra_state_make_is_that_of_one_process(tmp_path: Path) -> None:
+def test_a_state_dict_with_hooks_and_extra_state_equals_one_process(tmp_path: Path) -> None:
     plain = built()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(2):
@@ -174,7 +174,7 @@ def refused(world: Any, folder: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_extra_state_that_is_computed_from_a_part_or_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+def test_extra_state_that_is_wrong_or_unwritable_is_refused_by_name(tmp_path: Path) -> None:
     first, second = run_ranks(refused, 2, tmp_path / "saved")
     assert first == second
     *reading, gathered, unwritable = first

@@ -1,4 +1,4 @@
-"""Checkpoints of plain FSDP2 and in torchtitan's layout go on here, and ours there, with equal losses."""
+"""Test that checkpoints of FSDP2 and torchtitan continue in nbkit, and nbkit's continue there, with equal losses."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def flat() -> Any:
 
 
 class Plain:
-    """A training of plain FSDP2, with nothing of nbkit's in it."""
+    """A training in plain FSDP2, without nbkit."""
 
     def __init__(self) -> None:
-        from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+        from torch.distributed.fsdp import fully_shard  # an import at the top would cost each worker a second
 
         torch.manual_seed(3)
         self.model = model()
@@ -103,7 +103,7 @@ def trainer(strategy: str) -> Trainer:
 
 
 def there_and_back(world: Any, folder: Path) -> dict[str, list[float]]:
-    """Return the losses of the steps after STEPS, by who made them."""
+    """Return the losses of the steps after STEPS, by the kind of training that made them."""
     import torch.distributed.checkpoint as dcp
 
     from nbkit.rank.train.checkpoint.torch_layouts import convert
@@ -125,7 +125,7 @@ def there_and_back(world: Any, folder: Path) -> dict[str, list[float]]:
             convert(folder / "ours", folder / f"back to {layout}", layout)
         dist.barrier()
         other = Plain()
-        other.steps(0, 1)  # an optimizer that has state of its own
+        other.steps(0, 1)  # gives the optimizer its own state
         other.load(folder / f"back to {layout}", layout)
         found[f"plain from ours, {layout}"] = other.steps(STEPS, 2 * STEPS)
     return found
@@ -142,7 +142,7 @@ class _Evil:
         return print, ("run",)
 
 
-def test_losses_go_on_equal_between_plain_fsdp2_torchtitans_layout_and_ours(tmp_path: Path) -> None:
+def test_losses_continue_equally_between_fsdp2_torchtitan_and_nbkit(tmp_path: Path) -> None:
     found, _ = run_ranks(there_and_back, 2, tmp_path)
 
     assert len(found) == 5

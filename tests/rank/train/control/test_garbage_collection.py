@@ -1,4 +1,4 @@
-"""Inside of fit, Python collects garbage between two steps alone, and at the same ones on all ranks."""
+"""Test that during fit, Python collects garbage only between steps, and after the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ranks import run_ranks
 
 
 class Cycle:
-    """An object that only the garbage collection frees."""
+    """An object that only a garbage collection frees."""
 
     def __init__(self) -> None:
         self.me = self
 
 
 def collected(world: Any) -> list[tuple[int, int]]:
-    """Return (finished steps, generation) of each collection in a fit whose first rank makes much garbage."""
+    """Return (finished steps, generation) of each collection in a fit. The first rank makes much garbage."""
     found: list[tuple[int, int]] = []
     alive: list[weakref.ref[Cycle]] = []
 
@@ -48,7 +48,7 @@ def test_ranks_collect_after_the_same_steps() -> None:
 
 
 def afterwards(world: Any) -> list[bool]:
-    """Return whether Python collects by itself after a fit that failed, and after one whose user had disabled it."""
+    """Return whether automatic collection is on (after a failed fit, after a fit of a user who had disabled it)."""
 
     def forks(trainer: Any, record: dict[str, Any]) -> None:
         if (child := os.fork()) == 0:
@@ -66,12 +66,12 @@ def afterwards(world: Any) -> list[bool]:
     return [*found, gc.isenabled()]
 
 
-def test_it_goes_on_as_before_after_a_fit_and_after_an_error() -> None:
+def test_automatic_collection_is_restored_after_a_fit_and_after_an_error() -> None:
     assert run_ranks(afterwards, 1) == [[True, False]]
 
 
 class Asked(list[Any]):
-    """Data that note whether Python collects by itself when they are read."""
+    """Data that notes whether automatic collection is on when it is read."""
 
     def __init__(self) -> None:
         super().__init__(points(8))
@@ -83,11 +83,11 @@ class Asked(list[Any]):
 
 
 def evaluated(world: Any) -> tuple[list[bool], set[bool]]:
-    """Return whether Python collects by itself in the callbacks of two steps, and in their evaluations."""
+    """Return whether automatic collection is on in the callbacks of two steps, and in their evaluations."""
     steps, data = list[bool](), Asked()
     quiet(eval_data=data, eval_every=1, callbacks=[lambda *_: steps.append(gc.isenabled())]).fit(2)
     return steps, data.found
 
 
-def test_an_evaluation_collects_by_itself_and_the_steps_around_it_do_not() -> None:
+def test_automatic_collection_is_on_in_evaluations_and_off_in_steps() -> None:
     assert run_ranks(evaluated, 1) == [([False, False], {True})]

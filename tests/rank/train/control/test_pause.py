@@ -1,4 +1,4 @@
-"""In a pause all ranks stand at one boundary, serve requests, and go on or stop together."""
+"""Test that in a pause all ranks stay at one boundary, serve requests, and go on or stop together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nbkit.rank.train.control import step_boundary
 
 
 def _ask(trainer: Any, rank: int, sign: Path, seen: list[tuple[str, int, bool]], alone: list[bool]) -> None:
-    """Post requests from a thread, at each rank at its own time. From the pause on they come in this order."""
+    """Post requests from a thread, on each rank at its own time. After the pause they come in this order."""
 
     def once(ready: Callable[[], bool], number: int, kind: str) -> None:
         while not ready():
@@ -29,7 +29,7 @@ def _ask(trainer: Any, rank: int, sign: Path, seen: list[tuple[str, int, bool]],
     once(lambda: step_boundary.inbox.acted >= 2, 3, "pause")
     once(lambda: step_boundary.inbox.acted >= 3, 4, "switch")
     at = trainer.step
-    # Rank 1 hears of it only when rank 0 has had the time to go on alone.
+    # Rank 1 gets the request only after rank 0 has had time to go on alone.
     once(lambda: len(seen) == 2 and (rank == 0 or sign.exists()), 5, "resume")
     if rank == 0:
         time.sleep(0.3)
@@ -70,7 +70,7 @@ def _held_trainer(world: Any, sign: Path) -> dict[str, Any]:
     }
 
 
-def test_a_held_training_serves_requests_and_goes_on_or_stops_on_all_ranks_alike(tmp_path: Path) -> None:
+def test_a_paused_training_serves_requests_and_goes_on_or_stops_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(_held_trainer, 2, tmp_path / "sign", timeout=120)
 
     assert first["seen"] == second["seen"]
@@ -78,9 +78,9 @@ def test_a_held_training_serves_requests_and_goes_on_or_stops_on_all_ranks_alike
     (_, at_look, held), (_, at_switch, switched), (_, later, free) = first["seen"]
     assert held
     assert switched
-    assert at_look == at_switch  # no step was made in the pause, though it was asked for twice
+    assert at_look == at_switch  # no step was made in the pause, though the pause was requested twice
     assert later > at_switch
     assert not free
     assert first["more"] == 2
     assert not first["held"]
-    assert first["least"] >= 0  # what runs within a pause is not taken from the time of a step
+    assert first["least"] >= 0  # time in a pause is not subtracted from a step

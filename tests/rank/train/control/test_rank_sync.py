@@ -1,4 +1,4 @@
-"""A value that has to be equal on all ranks, and is not, is named on every one of them, and nothing trains apart."""
+"""Test that a value that wrongly differs between ranks is named on all of them, before they train differently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nbkit.rank.train.control import rank_sync
 
 
 class Scaled(nn.Module):
-    """A model with an attribute that holds a tensor, which each rank draws."""
+    """A model with a tensor as an attribute, which each rank draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def differing(world: Any) -> dict[str, str]:
     found["lr"] = said(lambda: trainer.fit(20))
     found["steps"] = str(trainer.step)
     trainer._callbacks = ()
-    trainer.fit(1)  # from where rank 0 stands
+    trainer.fit(1)  # from the step of rank 0
     trainer.optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
     found["start"] = said(lambda: trainer.fit(1))
     found["switch"] = said(lambda: trainer.switch("zero1"))
@@ -67,7 +67,7 @@ def differing(world: Any) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_what_differs_between_ranks_is_named_on_all_of_them() -> None:
+def test_values_that_differ_between_ranks_are_named_on_all_ranks() -> None:
     first, second = run_ranks(differing, 2, timeout=100)
     assert first == second
     assert "'noise' differs" in first["attribute"] and "register_buffer" in first["attribute"]
@@ -79,7 +79,7 @@ def test_what_differs_between_ranks_is_named_on_all_of_them() -> None:
 
 
 @pytest.mark.usefixtures("known_to_be_right")
-def test_attributes_that_a_callable_draws_are_those_of_one_process() -> None:
+def test_attributes_drawn_in_a_callable_equal_those_of_one_process() -> None:
     losses = [run_ranks(drawn, n, timeout=60)[0] for n in (1, 2)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -88,7 +88,7 @@ def drawn(world: Any) -> list[float]:
     return [record["loss"] for record in quiet(model=Scaled, optimizer=plain, loss=mean_loss).fit(3)]
 
 
-def test_settings_are_numbers_of_all_groups() -> None:
+def test_settings_by_name_has_the_numbers_of_all_groups() -> None:
     layer = nn.Linear(2, 2)
     adam = torch.optim.AdamW([{"params": [layer.weight], "lr": torch.tensor(0.5)}, {"params": [layer.bias]}], lr=0.25)
     found = rank_sync.settings_by_name(adam)

@@ -1,4 +1,4 @@
-"""After an interrupt that ranks met at different places, they go on as one. If not, weights drift apart in silence."""
+"""Test that ranks interrupted at different places go on together. Otherwise weights would differ silently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbkit.rank.train.control import step_boundary
 
 
 class Interruptible(torch.optim.AdamW):
-    """AdamW that spoils a weight and raises in its third step, on the ranks that are told to."""
+    """AdamW that spoils a weight and raises in its third step, on chosen ranks."""
 
     when: str = ""
 
@@ -28,7 +28,7 @@ class Interruptible(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> None:
         self.steps += 1
-        # Before the training runs, copies of it are tried.
+        # Copies of the optimizer are tried before the training.
         if self.when == "within" and self.steps == 3 and step_boundary.training() is not None:
             with torch.no_grad():
                 self.param_groups[0]["params"][0].add_(1.0)
@@ -41,7 +41,7 @@ def interrupted_until(world: Any) -> dict[str, Any]:
 
 
 def interrupted(world: Any, within: tuple[int, ...], **again: int) -> dict[str, Any]:
-    """Break off inside the third optimizer step on ranks in `within`, and right after it on the others."""
+    """Interrupt ranks in `within` inside the third optimizer step, and the others right after it."""
     rank = world.place.rank
     Interruptible.when = "within" if rank in within else ""
 
@@ -71,7 +71,7 @@ def interrupted(world: Any, within: tuple[int, ...], **again: int) -> dict[str, 
     }
 
 
-def test_ranks_interrupted_within_and_after_a_step_go_on_from_the_whole_one() -> None:
+def test_ranks_interrupted_in_and_after_a_step_go_on_from_whole_weights() -> None:
     found = run_ranks(interrupted, 2, (0,))
 
     losses, _, model = one_process(points(40), steps=6, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
@@ -83,14 +83,14 @@ def test_ranks_interrupted_within_and_after_a_step_go_on_from_the_whole_one() ->
     assert "2, 3; all go on from rank 1's step 3" in found[0]["said"][0] and not found[1]["said"]
 
 
-def test_until_counts_from_where_the_ranks_stand_together() -> None:
+def test_until_counts_from_the_common_step_of_the_ranks() -> None:
     found = run_ranks(interrupted_until, 2)
 
     assert [one["before"] for one in found] == [2, 3]
     assert [len(one["losses"]) for one in found] == [6, 6] and found[0]["losses"] == found[1]["losses"]
 
 
-def test_when_no_rank_has_whole_weights_it_says_so() -> None:
+def test_an_error_is_raised_if_no_rank_has_whole_weights() -> None:
     for one in run_ranks(interrupted, 2, (0, 1)):
         assert "no rank has whole weights" in one["error"] and "2, 2" in one["error"]
 
@@ -101,7 +101,7 @@ def broken_in_forward(world: Any) -> list[Any]:
         once = iter([True])
 
         def loss(output: torch.Tensor, target: torch.Tensor, once: Iterator[bool] = once) -> torch.Tensor:
-            # Only whole shares count: the loss is also called on fewer rows, to examine it.
+            # Count only whole shares: the loss check calls the loss on fewer rows too.
             training = step_boundary.training()
             if training is not None and training.step == 2 and len(output) == 4 and next(once, False):
                 raise KeyboardInterrupt
@@ -123,7 +123,7 @@ class Again(torch.utils.data.IterableDataset[Any]):
         return iter([self.samples[i] for i in order(40, 0)])
 
 
-def test_the_batch_of_a_step_that_was_not_made_is_read_again() -> None:
+def test_the_batch_of_an_unfinished_step_is_read_again() -> None:
     losses, _, _ = one_process(points(40), steps=5)
     for found in run_ranks(broken_in_forward, 2):
         assert found == [pytest.approx(losses, rel=1e-5)] * 2
@@ -140,6 +140,6 @@ def gone(world: Any) -> list[bool]:
     return [model() is None for model in models]
 
 
-def test_a_trainer_that_is_dropped_gives_its_memory_back() -> None:
-    """A notebook runs the cell that builds a Trainer again and again."""
+def test_a_deleted_trainer_frees_its_memory() -> None:
+    """Check it, because a user of a notebook runs the cell that builds a Trainer again and again."""
     assert run_ranks(gone, 2) == [[True, True]] * 2

@@ -1,4 +1,4 @@
-"""Ranks that each hold a part are whole again after an interrupt at different places, or they say that they are not."""
+"""Test that sharded ranks have whole weights again after interrupts at different places, or raise an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def deep() -> nn.Module:
 
 
 class Interruptible(torch.optim.AdamW):
-    """AdamW that raises in its third step, with weights half updated, on the ranks that are told to."""
+    """AdamW that raises in its third step with weights half updated, on chosen ranks."""
 
     within = False
 
@@ -35,7 +35,7 @@ class Interruptible(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> None:
         self.steps += 1
-        # Before the training runs, copies of it are tried.
+        # Copies of the optimizer are tried before the training.
         if self.within and self.steps == 3 and step_boundary.training() is not None:
             with torch.no_grad():
                 self.param_groups[0]["params"][0].add_(1.0)
@@ -44,7 +44,7 @@ class Interruptible(torch.optim.AdamW):
 
 
 def interrupted(world: Any, cases: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> list[dict[str, Any]]:
-    """Break off in step 3: ranks in `within` in the optimizer, those in `before` before it, others after it."""
+    """Interrupt step 3: ranks in `within` in the optimizer, those in `before` before it, the others after it."""
     Interruptible.within = False
     expected = quiet(model=deep, optimizer=Interruptible, strategy="ddp", clip_norm=1e9)
     expected.fit(STEPS)
@@ -93,11 +93,11 @@ def one(rank: int, strategy: str, within: tuple[int, ...], before: tuple[int, ..
 
 
 @pytest.mark.long
-def test_what_another_rank_holds_too_makes_the_ranks_whole_and_what_none_holds_is_said() -> None:
+def test_ranks_recover_from_replicas_and_missing_parts_are_an_error() -> None:
     cases: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
         ("hsdp shard=2", (0,), ()),
         ("dp=2 pp=2", (2,), ()),
-        # Only rank 0 has made the third step, and its stage alone is not the whole model. The second step is complete.
+        # Only rank 0 has made the third step, and its stage is not the whole model. The second step is complete.
         ("dp=2 pp=2", (), (1, 2, 3)),
         ("zero3", (1,), ()),
         ("pp microbatches=4", (1,), ()),
@@ -140,7 +140,7 @@ def in_forward(world: Any, strategies: list[str]) -> list[tuple[list[float], lis
 
 
 @pytest.mark.long
-def test_broken_in_a_forward_pass_every_rank_has_what_it_held() -> None:
+def test_ranks_interrupted_in_forward_keep_their_shards() -> None:
     for found in run_ranks(in_forward, 2, ["zero1", "zero3"], timeout=120):
         for losses, expected in found:
             assert losses == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Requests act on all ranks after the same step. If not, ranks would part and hang in their next collective."""
+"""Test that requests act on all ranks after the same step. Otherwise ranks would hang in their next collective."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def stopped_when_posted_apart(world: Any) -> dict[str, Any]:
     }
 
 
-def test_a_stop_that_arrives_apart_stops_all_ranks_after_the_same_step() -> None:
+def test_a_stop_that_arrives_at_different_times_stops_all_ranks_together() -> None:
     found = run_ranks(stopped_when_posted_apart, 3)
 
     assert all(one == found[0] for one in found)
-    # Rank 2 hears of the stop while it reads step 8, at the boundary after it. Step 9 tells the others, and all act.
+    # Rank 2 gets the stop while it reads step 8, at the boundary after it. Step 9 tells the others, and all act.
     assert found[0]["step"] == 9
     assert found[0] == found[0] | {"raised": True, "idle": True, "after": [10, 11], "sum": 3.0}
     assert [r["step"] for r in found[0]["history"]] == list(range(1, 10))
@@ -99,12 +99,12 @@ def stopped_while_saving(world: Any) -> list[Any]:
 
 
 def test_a_training_that_saves_every_step_can_be_stopped() -> None:
-    """save() reads the numbers of the step, which also say that all ranks hold a request."""
+    """Check it, because save() reads the numbers of the step, which also say that all ranks have a request."""
     assert run_ranks(stopped_while_saving, 2) == [[True, ["seen"]]] * 2
 
 
 def reached_one_rank(world: Any) -> list[Any]:
-    """Send a request to rank 1 alone, one to rank 0 in a pause, and a stop to rank 0 while steps are made."""
+    """Send a request only to rank 1, one only to rank 0 in a pause, and a stop only to rank 0 during steps."""
     step_boundary.SHARE_SECONDS = 0.02
     rank, seen = world.place.rank, list[Any]()
 
@@ -127,8 +127,8 @@ def reached_one_rank(world: Any) -> list[Any]:
     return [*seen, trainer.step]
 
 
-def test_a_request_that_reached_some_ranks_only_acts_on_all() -> None:
-    """A process may have died, or a message may be lost. All later requests would wait behind this one."""
+def test_a_request_that_reached_only_some_ranks_acts_on_all() -> None:
+    """Lose some messages, as when a process dies. All later requests would wait for the lost one."""
     found = run_ranks(reached_one_rank, 2)
 
     assert found[0] == found[1]
@@ -145,7 +145,7 @@ def posted_too_late(world: Any) -> dict[str, Any]:
     if world.place.rank == 0:
         step_boundary.inbox.post(1, "stop")
     trainer.fit(5)
-    # This stop was for the training before, and comes late on the other rank: it is ignored.
+    # This stop was for the previous training, and comes late on the other rank, so it is ignored.
     step_boundary.inbox.post(1, "stop")
     trainer.fit(5)
     # This request is for the running training, but only one rank has it until the training ends.
@@ -154,7 +154,7 @@ def posted_too_late(world: Any) -> dict[str, Any]:
     return {"steps": trainer.step, "unserved": unserved}
 
 
-def test_a_request_for_a_training_that_is_over_does_not_touch_the_next() -> None:
+def test_a_request_for_a_finished_training_does_not_affect_the_next() -> None:
     found = run_ranks(posted_too_late, 2)
 
     assert [one["steps"] for one in found] == [15, 15]
@@ -181,7 +181,7 @@ def test_fit_inside_a_live_cell_is_refused_and_the_training_goes_on() -> None:
     assert run_ranks(fit_in_a_live_cell, 1) == [["A training runs already.", "6"]]
 
 
-def test_a_number_acted_on_is_not_taken_again() -> None:
+def test_a_served_request_number_is_not_accepted_again() -> None:
     inbox = step_boundary.Inbox()
     inbox.post(1, "stop")
     inbox.post(2, "cell", "x")
@@ -206,5 +206,5 @@ def a_callback_that_raises(world: Any) -> list[Any]:
     return [step_boundary.training(), [r["step"] for r in trainer.history]]
 
 
-def test_after_an_error_in_a_callback_the_trainer_trains_on() -> None:
+def test_a_trainer_can_train_on_after_an_error_in_a_callback() -> None:
     assert run_ranks(a_callback_that_raises, 2) == [[None, [1, 2, 3, 4, 5]]] * 2

@@ -1,4 +1,4 @@
-"""A plan of switches acts like switches by hand between two steps. Errors in it are named before any step."""
+"""Test that a plan of switches acts like switches by hand, and its errors are reported before any step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refusal(*, told: bool = False, **settings: Any) -> str:
 
 
 class Lookahead(torch.optim.SGD):
-    """SGD with slow weights in a list, which the first step makes."""
+    """SGD with slow weights in a list, which its first step makes."""
 
     slow: list[Tensor] | None = None
 
@@ -40,7 +40,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class Recurring(nn.Module):
-    """A model whose rows depend on each other, which micro-batches of a pipeline cannot keep."""
+    """A model whose rows depend on each other, so a pipeline's micro-batches would change it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ def planned_in_vain(world: Any) -> list[str]:
         refusal(told=True, optimizer=lookahead, switches={2: "ddp", 5: "pp"}),
         refusal(told=True, model=Recurring, strategy="tp", switches={5: "pp microbatches=2"}),
     ]
-    quiet(optimizer=lookahead, switches={5: "ddp"})  # which does not change it
+    quiet(optimizer=lookahead, switches={5: "ddp"})  # the same strategy, so no switch
     wanted = planned(quiet(switches={5: "zero3"}), 1, "", ())
     return [*said, str(wanted.strategy)]
 
 
 @pytest.mark.long
-def test_a_plan_that_the_optimizer_or_the_model_does_not_allow_is_refused_before_any_step() -> None:
+def test_a_plan_that_optimizer_or_model_forbids_is_refused_before_any_step() -> None:
     for optimizer, model, resized in run_ranks(planned_in_vain, 2):
         assert optimizer.startswith("A switch to pp=2") and "all that Lookahead remembers under dp=2" in optimizer
         assert "pp=2" in model and "row" in model
@@ -83,7 +83,7 @@ def planned_and_by_hand(world: Any, folder: Path) -> dict[str, Any]:
 
     planned = quiet(strategy="zero1", switches=folder / "plan.json")
     planned.fit(5)
-    # Resume in the middle: the plan's strategy for the steps before is in force.
+    # After a resume in the middle, the plan's strategy of the earlier steps is used.
     again = quiet(switches={2: "zero3", 7: "ddp"})
     again.load(folder / "saved")
     again.fit(3)
@@ -95,7 +95,7 @@ def planned_and_by_hand(world: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_a_plan_switches_as_a_hand_does(tmp_path: Path) -> None:
+def test_a_plan_gives_the_same_training_as_switches_by_hand(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"0": "ddp", "2": "zero3", "3": "tp"}))
 
     found = run_ranks(planned_and_by_hand, 2, tmp_path)[0]
@@ -107,15 +107,15 @@ def test_a_plan_switches_as_a_hand_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", '{"soon": "ddp"}', '{"-1": "ddp"}', '{"3": 4}'])
-def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_without_a_plan_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
 
     with pytest.raises(TrainingError, match="plan of switches cannot be read"):
         SwitchPlan(tmp_path / "plan.json")
 
 
-def test_a_switch_that_is_broken_off_is_due_again_on_every_rank() -> None:
-    """Lack of memory on another rank may break off the switch on ranks that have begun. All begin again together."""
+def test_an_interrupted_switch_is_due_again_on_every_rank() -> None:
+    """Ask twice for step 5: lack of memory on one rank interrupts a switch, and all ranks begin it again."""
     plan = SwitchPlan({3: "tp", 5: "zero3", 9: "ddp"})
 
     assert [plan.due(2), plan.due(5), plan.due(5)] == [None, "zero3", "zero3"]

@@ -1,4 +1,4 @@
-"""The formulas say what telemetry counts: what a step sends by operation and axis, under every family."""
+"""Test that the formulas predict what telemetry counts: the traffic of a step by operation and axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
-# Each axis, alone or beside another.
+# Each axis, alone or with another.
 THROUGH = (
     "dp=2 tp=2 zero=1",
     "tp=2 pp=2 schedule=zbv microbatches=4",
@@ -46,9 +46,9 @@ def trainer(**changed: Any) -> Trainer:
 
 
 def sent_in_a_step(job: Trainer) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return {(operation, axis): (calls, bytes)} of a step: two steps less one, so that what a run says is in neither.
+    """Return {(operation, axis): (calls, bytes)} of a step: two steps minus one, so messages of a run do not count.
 
-    The empty messages by which the stages of a pipeline meet are left out.
+    The empty messages of a pipeline's barrier are left out.
     """
     found: dict[tuple[str, str], list[float]] = {}
     for steps, sign in ((1, -1.0), (2, 1.0)):
@@ -79,7 +79,7 @@ def through_all(world: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
-def test_bytes_of_every_operation_and_axis_are_what_is_measured() -> None:
+def test_predicted_bytes_of_every_operation_and_axis_equal_measured_ones() -> None:
     said = run_ranks(through_all, 4, timeout=200)
 
     for place, text in enumerate(THROUGH):
@@ -92,7 +92,7 @@ def test_bytes_of_every_operation_and_axis_are_what_is_measured() -> None:
                 into[1] += size
         assert sorted(measured) == sorted(predicted), text
         for (op, axis), (calls, size) in measured.items():
-            # A canary and counts travel beside gradients and parameters, and the parts of 53 small tensors begin at
+            # A canary and counts are sent with gradients and parameters, and the parts of 53 small tensors begin at
             # multiples of 16 bytes in each rank's row.
             rest = 4 * 4 * 16 * 53 if axis in ("dp", "shard", "replicate") else 0
             assert 0 <= size - predicted[op, axis].bytes <= rest, (text, op, axis)
@@ -101,7 +101,7 @@ def test_bytes_of_every_operation_and_axis_are_what_is_measured() -> None:
 
 
 class TwoMaps(nn.Module):
-    """A chain of blocks that are no transformer's."""
+    """A chain of blocks that is no transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,10 +124,10 @@ def unknown(world: Any) -> dict[str, bool]:
     return {text: bool(seen.terms(strategy)) for text, strategy in strategies.items()}
 
 
-def test_of_what_is_no_transformer_only_the_data_axis_is_known() -> None:
+def test_only_the_data_axis_is_predicted_for_other_models_than_transformers() -> None:
     assert run_ranks(unknown, 2)[0] == {"ddp": True, "zero3": True, "tp": False, "pp": False, "cp=2": False}
 
 
-def test_a_switch_of_another_number_of_ranks_tells_nothing_about_the_next_one() -> None:
+def test_a_switch_on_another_number_of_ranks_predicts_no_flow() -> None:
     before_a_resize = Switched(1, old="dp=8 ep=8", new="ddp")
     assert _flow(None, before_a_resize, 4) is None  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The memory that a rank can still take, by the machine, by its cgroups, and by a limit of its own."""
+"""Test the memory that a rank can still use, by the machine, its cgroups, and its own limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-def test_ranks_of_a_node_share_what_the_machine_or_the_tightest_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_node_share_the_free_memory_of_machine_or_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBKIT_MEMORY_LIMIT", raising=False)
     for machine, group, two in ((8 * GB, None, 4 * GB), (8 * GB, 6 * GB, 3 * GB), (None, None, None)):
         monkeypatch.setattr(host_memory, "of_machine", lambda free=machine: free)
@@ -37,7 +37,7 @@ def test_ranks_of_a_node_share_what_the_machine_or_the_tightest_group_leaves(mon
         assert free_memory.left(CPU, ranks=2) == two
 
 
-def test_the_tightest_group_of_version_2_counts_without_idle_files(tmp_path: Path) -> None:
+def test_the_tightest_cgroup_of_version_2_counts_without_cached_files(tmp_path: Path) -> None:
     proc, top = tmp_path / "proc", tmp_path / "cgroup"
     written(proc / "self", cgroup="0::/job/step\n")
     written(top / "job" / "step", memory__max="max\n", memory__current=f"{GB}\n")
@@ -52,7 +52,7 @@ def test_the_tightest_group_of_version_2_counts_without_idle_files(tmp_path: Pat
     assert host_memory.of_cgroups(proc, top) == 3 * GB
 
 
-def test_groups_of_version_1_and_of_a_container_whose_path_is_not_mounted(tmp_path: Path) -> None:
+def test_cgroups_of_version_1_are_read_even_if_a_containers_path_is_not_mounted(tmp_path: Path) -> None:
     proc, top = tmp_path / "proc", tmp_path / "cgroup"
     written(proc / "self", cgroup="5:cpu,cpuacct:/\n4:memory:/docker/abc\n")
     written(
@@ -67,7 +67,7 @@ def test_groups_of_version_1_and_of_a_container_whose_path_is_not_mounted(tmp_pa
     assert host_memory.of_cgroups(proc, top) is None
 
 
-def test_a_limit_of_its_own_counts_from_what_the_rank_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_of_a_rank_counts_from_its_held_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBKIT_MEMORY_LIMIT", str(bytes_held()[0] + (96 << 20)))
     found = free_memory.left(CPU, ranks=1)
 
@@ -83,7 +83,7 @@ def test_a_limit_of_its_own_counts_from_what_the_rank_holds(monkeypatch: pytest.
     ("spare", "size"),
     [(None, 24), (-1000, 24), (0, 24), (8 * 48 - 1, 24), (8 * 48, 48), (8 * 96 - 1, 48), (8 * 768, 768), (10**6, 768)],
 )
-def test_on_a_gpu_a_round_takes_at_most_a_quarter_of_the_memory_beside_the_new_model(
+def test_a_round_on_a_gpu_uses_at_most_a_quarter_of_the_spare_memory(
     spare: int | None, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = 5 * GB
@@ -97,7 +97,7 @@ def test_on_a_gpu_a_round_takes_at_most_a_quarter_of_the_memory_beside_the_new_m
 
 
 def room_beside(job: Any, spare: int) -> bool:
-    """Return True if a step has room where `spare` bytes are left, whatever else this machine does."""
+    """Return True if a step has room when `spare` bytes are left, whatever else this machine does."""
     with pytest.MonkeyPatch.context() as patch:
         for one in ("of_machine", "of_cgroups"):
             patch.setattr(host_memory, one, lambda: None)
@@ -111,13 +111,13 @@ def with_limits(world: object) -> list[bool]:
     return [room_beside(job, spare) for spare in (2 * peak, peak // 2)]
 
 
-def test_there_is_room_for_a_step_where_as_much_is_left_as_was_ever_held() -> None:
+def test_a_step_has_room_if_the_spare_memory_exceeds_the_peak() -> None:
     assert run_ranks(with_limits, 1) == [[True, False]]
 
 
 def after_a_count(world: object, folder: str) -> list[bool]:
     trainer = quiet(log_dir=folder)
-    torch.ones(512 << 18)  # 512 MB, which are free again
+    torch.ones(512 << 18)  # 512 MB, freed at once
     before = bytes_held()[1]
     trainer.fit(3)
     after = bytes_held()[1]
@@ -125,5 +125,5 @@ def after_a_count(world: object, folder: str) -> list[bool]:
     return [after < before - (256 << 20), *found]
 
 
-def test_a_count_of_the_memory_of_a_strategy_does_not_forget_what_was_held_before(tmp_path: Path) -> None:
+def test_counting_a_strategys_memory_keeps_the_earlier_peak(tmp_path: Path) -> None:
     assert run_ranks(after_a_count, 1, str(tmp_path)) == [[True, True, False]]

@@ -1,4 +1,4 @@
-"""The figures of a module that is run equal those of its formulas; for other models they come from the run alone."""
+"""Test that the measured figures of a module equal its formulas. For other models there are only measured figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def test_a_module_is_planned_as_its_formulas_are() -> None:
+def test_a_measured_module_gets_the_same_plan_as_its_formulas() -> None:
     settings = {"batch": 64, "on": "2 A100", "precision": None}
     config = replace(CONFIG, layers=2)
     by_formula = nbkit.plan(config, **settings)
@@ -58,7 +58,7 @@ def test_a_module_is_planned_as_its_formulas_are() -> None:
 
 
 @pytest.mark.long
-def test_a_model_is_measured_once_for_each_way_to_cut_it_and_recomputed_only_where_it_does_not_fit_else(
+def test_a_model_is_measured_once_per_tp_degree_and_recompute_only_if_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured: list[tuple[int, bool | str]] = []
@@ -86,7 +86,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_takes_long_says_on_one_line_what_it_does_and_takes_the_line_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_operation_shows_one_status_line_and_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(planning, "_AFTER", 0.0)
@@ -106,12 +106,12 @@ def test_what_takes_long_says_on_one_line_what_it_does_and_takes_the_line_away(m
 
 
 @pytest.mark.long
-def test_multiplications_are_counted_on_what_each_axis_leaves() -> None:
+def test_multiplications_are_counted_for_each_ranks_part() -> None:
     look = model_pieces.describe(GPT(CONFIG), BATCH, loss=loss, degrees=[2])
     formula = GPTPieces(CONFIG)
     assert look.flops(1, 1) == formula.flops()
     assert look.flops(2, 1) == formula.flops() / 2
-    # The costs of the pieces agree too, the head being part of the last: a pipeline is cut by them.
+    # The costs of the pieces agree too (the last includes the head). A pipeline is cut by them.
     assert look.costs() == pytest.approx([2 * CONFIG.block * cost for cost in formula.costs()])
     assert look.costs()[-1] > 1.1 * look.costs()[0]
     for text in ("pp=2", "pp=4", "pp=2 schedule=zbv"):
@@ -120,7 +120,7 @@ def test_multiplications_are_counted_on_what_each_axis_leaves() -> None:
     assert 0.5 < look.touched(1, 1) / formula.touched() < 1.5
 
 
-def test_what_is_frozen_has_neither_gradient_nor_state() -> None:
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     model = GPT(CONFIG)
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith("bias"))
@@ -136,7 +136,7 @@ class Convolutions(nn.Sequential):
         super().__init__(nn.Conv2d(3, 8, 3, padding=1), *body, nn.Flatten(), nn.Linear(8 * 64, 10))
 
 
-def test_of_a_model_of_another_kind_the_data_axis_and_the_pipeline_are_planned_and_the_rest_says_why_not() -> None:
+def test_other_models_are_planned_for_data_axis_and_pipeline_only() -> None:
     images = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
     made = nbkit.plan(Convolutions(), example=images, loss=F.cross_entropy, batch=64, on="4 V100")
     assert {Strategy.parse(row.strategy, 4).tp for row in made.rows} == {1}
@@ -145,7 +145,7 @@ def test_of_a_model_of_another_kind_the_data_axis_and_the_pipeline_are_planned_a
     assert why.why.startswith("What it sends is known of a chain of transformer blocks")
 
 
-def test_what_cannot_be_planned_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_planned_gets_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="without example= and loss="):
         nbkit.plan(GPT(CONFIG), batch=8, on="4 A100")
     with pytest.raises(UsageError, match="this is a str"):
@@ -190,7 +190,7 @@ except ValueError as error:
 
 
 @pytest.mark.long
-def test_a_callable_is_looked_at_in_a_process_of_its_own_where_there_is_no_torch_yet() -> None:
+def test_a_callable_is_examined_in_another_process_if_torch_is_not_imported() -> None:
     done = subprocess.run([sys.executable, "-c", IN_A_KERNEL], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "no such model 1\n"), done.stderr
 

@@ -1,6 +1,6 @@
-"""The predicted peak of a rank in a step is that of its live storages, counted as it trains.
+"""Test that the predicted peak of a rank in a step equals that of its live storages, counted during training.
 
-Here two ranks, one small GPT; `make plan-check` has four models, two sizes and twelve strategies on four ranks.
+Here are two ranks and one small GPT. `make plan-check` has four models, two sizes and twelve strategies on four ranks.
 """
 
 from __future__ import annotations
@@ -62,13 +62,12 @@ def test_the_peak_with_activations_is_predicted_within_8_percent() -> None:
     check(run_ranks(peaks, 2, STRATEGIES, 2, timeout=240))
 
 
-# ddp has an all-reduce in two levels. zero1 has gradients beside the copy of them that is reduced, and has to free
-# them.
+# ddp has an all-reduce in two levels. zero1 has gradients and a copy of them for the reduction, and must free them.
 @pytest.mark.long
 @pytest.mark.parametrize(
     "strategy", ["zero1", *(pytest.param(one, marks=pytest.mark.long) for one in ("ddp bucket=200K", "ddp"))]
 )
-def test_so_is_that_of_buckets_under_way_on_two_nodes(strategy: str) -> None:
+def test_the_peak_with_buckets_in_flight_on_two_nodes_is_predicted(strategy: str) -> None:
     check(run_ranks(peaks, 4, (strategy,), 2, 4, timeout=240))
 
 
@@ -83,7 +82,7 @@ def check(everyone: list[dict[str, tuple[int, int]]]) -> None:
 @pytest.mark.parametrize(
     ("tp", "cp"), [(2, 1), (1, 2), (2, 2), *(pytest.param(1, cp, marks=pytest.mark.long) for cp in (1, 4))]
 )
-def test_the_formula_of_a_gpt_says_what_is_measured_of_it(tp: int, cp: int, recompute: bool | str) -> None:
+def test_the_formulas_of_a_gpt_equal_its_measured_figures(tp: int, cp: int, recompute: bool | str) -> None:
     config = GPTConfig(vocab=256, block=64, layers=3, heads=4, width=128)
     model, ids = GPT(config), torch.zeros(2, 64, dtype=torch.long)
     chain = find_chain(model, lambda: model(ids))
@@ -100,7 +99,7 @@ def test_the_formula_of_a_gpt_says_what_is_measured_of_it(tp: int, cp: int, reco
         assert said.carried == measured.carried
 
 
-def test_live_bytes_are_those_of_storages_that_are_still_there() -> None:
+def test_live_bytes_counts_storages_until_they_are_freed() -> None:
     kept = torch.zeros(100)
     with LiveBytes([kept]) as live:
         made = kept + 1
@@ -112,7 +111,7 @@ def test_live_bytes_are_those_of_storages_that_are_still_there() -> None:
     assert live.peak == 800
 
 
-def test_an_optimizers_step_is_measured_by_what_it_takes_for_a_moment() -> None:
+def test_the_temporary_memory_of_an_optimizer_step_is_measured() -> None:
     assert updating(lambda params: torch.optim.SGD(params, lr=0.1)).largest == 0
     assert updating(lambda params: torch.optim.AdamW(params, foreach=False)).largest == pytest.approx(3, abs=0.1)
     assert updating(lambda params: torch.optim.AdamW(params, foreach=True)).all == pytest.approx(1, abs=0.1)

@@ -1,4 +1,4 @@
-"""strategy="auto" takes the first row of a plan that all ranks share, and says so."""
+"""Test that strategy="auto" uses the first row of a plan that all ranks share, and prints it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CONFIG = GPTConfig(vocab=64, block=16, layers=2, heads=2, width=32)
 
 
 def trained(world: Any, limits: tuple[int, ...]) -> list[tuple[str, str, float]]:
-    """Return for each limit the strategy, what was printed and the loss of a step; or ("", the error, 0)."""
+    """Return for each limit (strategy, printed text, loss of a step), or ("", the error, 0)."""
     found = []
     ids = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
     for limit in limits:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
             if limit:
-                # Below what is free: see free_memory.left, which takes off what the process holds.
+                # The limit is below the free memory: see free_memory.left, which subtracts the held bytes.
                 patch.setattr("nbkit.rank.train.estimate.free_memory.left", lambda device, *, ranks, limit=limit: limit)
             try:
                 trainer = Trainer(
@@ -46,13 +46,13 @@ def trained(world: Any, limits: tuple[int, ...]) -> list[tuple[str, str, float]]
     return found
 
 
-def test_auto_takes_what_fits_says_so_and_trains_or_says_what_is_missing() -> None:
+def test_auto_uses_a_strategy_that_fits_or_reports_what_is_missing() -> None:
     per_parameter = sum(p.numel() for p in GPT(CONFIG).parameters()) * 4
     one, other = run_ranks(trained, 2, (0, 4 * per_parameter, 1000), timeout=120)
     for (strategy, said, loss), (theirs, silent, same) in zip(one, other, strict=True):
         assert (strategy, loss) == (theirs, same)
         if strategy:
             assert said.startswith(f"strategy=auto: {strategy}; ") and silent == ""
-    # Parameters, gradients and two moments leave no room for anything else: they have to be split.
+    # Parameters, gradients and two moments leave no room for more, so they must be split.
     assert one[1][0] not in ("", "dp=2")
     assert "No strategy of 2 ranks fits" in one[2][1] and "holds least" in one[2][1]

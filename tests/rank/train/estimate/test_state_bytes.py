@@ -1,4 +1,4 @@
-"""A census counts the bytes that the plan of each switch moves, rank by rank."""
+"""Test that a census counts the bytes that the plan of each switch moves, rank by rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def holdings(rank_layouts: RankLayouts) -> list[dict[str, Layout]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
-def test_every_pair_of_strategies_moves_what_its_plan_moves(facts: ModelFacts, ranks: int) -> None:
+def test_the_census_equals_the_exchange_plan_for_every_pair_of_strategies(facts: ModelFacts, ranks: int) -> None:
     names = [name for name, _ in facts.shapes.skeleton.named_parameters()]
     census = StateBytes(facts, dict.fromkeys(names, KINDS), set(names))
     every = [one for one in Strategy.every(ranks, schedules=("1f1b", "zbv")) if one.tp in (1, 2, 4)]
@@ -70,7 +70,7 @@ def test_every_pair_of_strategies_moves_what_its_plan_moves(facts: ModelFacts, r
     assert checked > 20
 
 
-def test_tensors_with_owners_are_counted_where_their_owners_hold_them(facts: ModelFacts) -> None:
+def test_tensors_with_owners_are_counted_at_their_owners(facts: ModelFacts) -> None:
     names = [name for name, _ in facts.shapes.skeleton.named_parameters()]
     matrices = frozenset(name for name in names if len(facts.shapes.whole[name].shape) == 2)
     options = JobOptions(whole=matrices, whole_in_tp=matrices)
@@ -92,11 +92,11 @@ def test_tensors_with_owners_are_counted_where_their_owners_hold_them(facts: Mod
             wholes = sum(held[name].numel for name in own)
             parts = sum(layout.numel for layout in plan.layouts.weights[rank].values())
             assert rest.parameters == 4 * (parts + wholes), plan.strategy
-            if plan.owners or plan.strategy.zero == 2:  # what lies at an owner lies nowhere else
+            if plan.owners or plan.strategy.zero == 2:  # only the owner holds its tensors
                 assert rest.gradients == 4 * sum(layout.numel for layout in held.values()), plan.strategy
 
 
-def test_ranks_that_hold_alike_share_a_row(facts: ModelFacts) -> None:
+def test_ranks_that_hold_the_same_share_a_row(facts: ModelFacts) -> None:
     names = [name for name, _ in facts.shapes.skeleton.named_parameters()]
     blocks = [
         {name: p.numel() for name, p in facts.shapes.skeleton.named_parameters() if name.startswith(f"blocks.{i}.")}

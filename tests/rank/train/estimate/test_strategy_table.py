@@ -1,4 +1,4 @@
-"""The table of a job predicts what levers would save, and memory at the peak, measured beside a training."""
+"""Test the table of a job: predicted savings of levers, measured seconds, and peak memory, also during a training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trainer_of(strategy: str, optimizer: Any = torch.optim.SGD) -> Trainer:
 def tables(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
     job = trainer_of("ddp").job
     job.builder.finder.sync([Strategy(pp=2)])
-    # Seconds that no machine's load can change.
+    # These seconds do not depend on the load of the machine.
     job.builder.finder.set_facts(costs=(0.1,) * 4)
     found = []
     for speed in speeds:
@@ -67,23 +67,23 @@ def tables(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
     return found
 
 
-def test_levers_are_in_the_table_and_what_is_predicted_of_a_strategy_that_has_run() -> None:
+def test_the_table_has_levers_and_predictions_even_for_measured_strategies() -> None:
     slow, quick, again, rows, later = run_ranks(tables, 2, (1e6, 1e12), timeout=120)[0]
     assert set(quick) == {"plain"}
-    assert again["plain"] == pytest.approx(4 / 3 * quick["plain"], rel=1e-2)  # blocks are computed once more
+    assert again["plain"] == pytest.approx(4 / 3 * quick["plain"], rel=1e-2)  # blocks are recomputed once
     assert slow["strategy"] == "dp=2" and slow["step_s"] == pytest.approx(slow["plain"])
     each = slow["each"]
     assert {"compress=bf16", "compress=int8", "sync_every=8"} <= set(each)
     assert slow["step_s"] > each["compress=bf16"] > each["compress=int8"] > each["sync_every=8"]
-    measured, predicted = rows["dp=2 zero=1"]  # what has run is predicted all the same
+    measured, predicted = rows["dp=2 zero=1"]  # a measured strategy has a prediction too
     assert measured == 0.25 and predicted == pytest.approx(again["plain"], rel=0.1)
     assert rows["dp=2 zero=2"][0] is None and rows["dp=2 zero=2"][1] is not None
-    # After five hundred steps under another strategy it still counts as measured. The first step of each is left out.
+    # After 500 steps under another strategy it still counts as measured. The first step of each is left out.
     assert later["dp=2 zero=1"] == [0.25, 2, 500] and later["dp=2"] == [0.5, 20, 0]
     assert later["dp=2 zero=2"] == [None, 0, 0]
 
 
-def test_seconds_of_a_strategy_outlast_its_records_and_are_found_in_those_that_are_left() -> None:
+def test_seconds_of_a_strategy_are_kept_after_its_records_are_thinned() -> None:
     ledger = History(world_size=1)
     for step in range(1, 30_022):
         ledger.add({"step": step, "strategy": "tp=2" if step <= 21 else "dp=2", "seconds": 0.2 + 1e-3 * (step % 2)})
@@ -95,25 +95,25 @@ def test_seconds_of_a_strategy_outlast_its_records_and_are_found_in_those_that_a
 
     found = ledger.paces.of("tp=2")
     assert found is not None and (found.low, found.high, found.steps, found.ago) == (0.2, 0.201, 19, 30_000)
-    assert ledger.paces.of("pp=2") is None  # a trial, which leaves nothing
+    assert ledger.paces.of("pp=2") is None  # this was a trial, which leaves nothing
     left = [record["step"] for record in ledger.records if record["strategy"] == "tp=2"]
-    ledger.replace(30_021, list(ledger.records))  # as from a checkpoint
+    ledger.replace(30_021, list(ledger.records))  # like a load of a checkpoint
     found = ledger.paces.of("tp=2")
     assert left == [4, 8, 12, 16, 20] and found is not None and (found.steps, found.ago) == (4, 30_001)
 
 
-def test_of_very_many_strategies_those_that_were_left_last_are_remembered() -> None:
+def test_only_the_most_recent_of_many_strategies_are_remembered() -> None:
     paces = Paces({"step": step, "strategy": f"bucket={step // 2}M", "seconds": 0.1} for step in range(400))
 
     remembered = [number for number in range(200) if paces.of(f"bucket={number}M") is not None]
     assert remembered == list(range(136, 200))
 
 
-def test_after_a_comparison_the_current_strategy_keeps_the_figure_that_is_comparable_with_the_others() -> None:
+def test_a_comparison_keeps_the_comparable_seconds_of_the_current_strategy() -> None:
     paces = Paces({"step": step, "strategy": "ddp", "seconds": 0.1} for step in range(1, 11))
     for strategy, seconds in (("ddp", 0.15), ("zero3", 0.2)):
         paces.measured(strategy, [seconds] * 8, compared=True)
-    for step in range(11, 111):  # the machine has less other work than during the comparison
+    for step in range(11, 111):  # the machine is less busy than during the comparison
         paces.add({"step": step, "strategy": "ddp", "seconds": 0.05})
     row, newest = paces.of("ddp"), paces.newest("ddp")
     assert row is not None and (row.seconds, row.steps, row.ago) == (0.15, 8, 100)
@@ -133,9 +133,9 @@ def test_after_a_comparison_the_current_strategy_keeps_the_figure_that_is_compar
 
 
 def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None], dict[str, int]]:
-    """Return losses under cp; the table's peaks, measured meanwhile if `beside`; and the same peaks without a training.
+    """Return (losses under cp, peaks of the table, the same peaks without a training). beside: measure the peaks during
 
-    Peaks are known on rank 0, as when a panel asks.
+    the training. Peaks are known on rank 0, as for a panel.
     """
     trainer = trainer_of("cp=2")
     job = trainer.job
@@ -156,11 +156,11 @@ def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None
 
 
 @pytest.mark.long
-def test_peaks_of_every_strategy_are_measured_beside_a_training_under_cp_and_change_nothing() -> None:
+def test_peaks_of_every_strategy_are_measured_during_training_without_effect() -> None:
     with_them, without = (run_ranks(trained, 2, beside, timeout=120)[0] for beside in (True, False))
     assert with_them[0] == without[0]
-    assert {name for name, peak in without[1].items() if peak is not None} <= {"cp=2"}  # that of the counted step
-    own = with_them[1].pop("cp=2")  # of the counted step, if it is over by then
+    assert {name for name, peak in without[1].items() if peak is not None} <= {"cp=2"}  # from the counted step
+    own = with_them[1].pop("cp=2")  # from the counted step, if it is over by then
     assert own is not None and own >= 0.9 * with_them[2].pop("cp=2") and with_them[1] == with_them[2]
 
 
@@ -175,7 +175,7 @@ def typed(world: Any) -> dict[str, Any]:
     return {"here": here, "rows": rows, "again": again, "other": other, "none": none}
 
 
-def test_any_strategy_has_the_row_that_the_table_would_have_for_it_and_the_one_in_force_is_in_the_table() -> None:
+def test_any_strategy_gets_a_row_and_the_current_one_is_in_the_table() -> None:
     said = run_ranks(typed, 2, timeout=120)[0]
 
     assert said["again"] == said["rows"] and next(iter(said["rows"])) == said["here"]
@@ -194,7 +194,7 @@ def before_and_after_a_step(world: Any) -> list[dict[str, int]]:
     return found
 
 
-def test_before_the_first_step_memory_has_the_optimizer_s_state_that_it_will_make() -> None:
+def test_memory_before_the_first_step_includes_future_optimizer_state() -> None:
     before, after = run_ranks(before_and_after_a_step, 2, timeout=120)[0]
 
     assert before["dp=2 zero=1"] < 0.8 * before["dp=2"]

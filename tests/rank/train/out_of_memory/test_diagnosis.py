@@ -1,5 +1,4 @@
-"""A diagnosis tells what took the memory: the step, a leak, gaps or others; by numbers, and in trainings that run
-out."""
+"""Test that a diagnosis names what took the memory: the step, a leak, gaps or other processes."""
 
 from __future__ import annotations
 
@@ -22,27 +21,27 @@ from nbkit.rank.train.trainer import Trainer
 GB = 10**9
 
 
-def test_a_step_that_is_too_large_is_nobody_elses_fault() -> None:
+def test_a_step_that_is_too_large_has_no_other_cause() -> None:
     assert DeviceMemory(80 * GB, 79 * GB, 78 * GB, 77 * GB, levels=(2, 9, 9, 9, 9, 9)).findings() == []
     assert DeviceMemory().findings() == []
 
 
-def test_live_tensors_that_grow_at_every_step_are_a_leak() -> None:
+def test_live_tensors_that_grow_in_every_step_are_a_leak() -> None:
     levels = [(10 + i) * GB for i in range(6)]
     (found,) = DeviceMemory(80 * GB, 79 * GB, 78 * GB, 77 * GB, levels=levels).findings()
     assert "grew by 1,000 MB a step" in found
-    # Optimizer state that comes once is no leak, and neither are a few bytes more.
+    # Optimizer state that comes once is no leak. Nor are a few more bytes.
     assert DeviceMemory(levels=levels[:5]).findings() == []
     assert DeviceMemory(levels=[10 * GB + i for i in range(6)]).findings() == []
     assert DeviceMemory(levels=[*levels[:5], levels[4]]).findings() == []
 
 
-def test_gaps_and_other_processes_are_told_apart() -> None:
+def test_gaps_and_other_processes_are_distinguished() -> None:
     (gaps,) = DeviceMemory(80 * GB, 79 * GB, 78 * GB, 60 * GB).findings()
     assert "1.8e+04 MB of 7.8e+04 MB" in gaps and "expandable_segments" in gaps
     (others,) = DeviceMemory(80 * GB, 79 * GB, 50 * GB, 49 * GB).findings()
     assert "2.8e+04 MB of 8e+04 MB are held by others" in others
-    # CUDA and NCCL take memory of this process beside torch's allocator, which is much of a small device.
+    # CUDA and NCCL take memory outside torch's allocator, which is a large part of a small device.
     assert DeviceMemory(8 * GB, 8 * GB, 65 * GB // 10, 64 * GB // 10).findings() == []
 
 
@@ -55,7 +54,7 @@ def blamed(what: str) -> list[str]:
 
 
 def keeping(output: Tensor, target: Tensor) -> Tensor:
-    """Return the loss, and keep something of each step."""
+    """Return the loss, and keep a tensor of each step."""
     kept.append(output.detach().repeat(1, 200))
     return mean_loss(output, target)
 
@@ -78,7 +77,7 @@ def made(**more: Any) -> tuple[Trainer, Heard]:
 
 
 def told(trainer: Trainer, events: Heard) -> str:
-    """Train until memory runs out, and return what the event says of it."""
+    """Train until memory runs out, and return the text of the event."""
     with pytest.raises(TrainingError) as caught:
         trainer.fit(STEPS)
     (event,) = events
@@ -87,7 +86,7 @@ def told(trainer: Trainer, events: Heard) -> str:
 
 
 def on_cores(world: Any) -> list[str]:
-    """Reach the limit on rank 1 because a list grows; then again without the list, in a step that is too large."""
+    """Reach the limit on rank 1: first because a list grows, then without the list, in a step that is too large."""
     found = []
     for leaks in (True, False):
         kept.clear()
@@ -108,14 +107,14 @@ def on_cores(world: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_list_that_grows_is_found_in_a_training_that_runs_out_of_memory_and_a_large_step_is_not_blamed() -> None:
+def test_out_of_memory_blames_a_growing_list_but_not_a_large_step() -> None:
     for leaking, large in run_ranks(on_cores, 2, timeout=100):
         assert all(what.startswith("rank 1: OutOfMemoryError: CPU rank out of memory") for what in (leaking, large))
         assert "; live tensors grew by " in leaking and blamed(leaking) == ["grew"]
         assert blamed(large) == []
 
 
-# (all, used by any process, reserved by torch's allocator), taken by tensors
+# name -> ((all, used by any process, reserved by torch's allocator), bytes of tensors)
 DEVICES = {
     "the step": ((80 * GB, 79 * GB, 78 * GB), 77 * GB),
     "gaps": ((80 * GB, 79 * GB, 78 * GB), 60 * GB),
@@ -124,7 +123,7 @@ DEVICES = {
 
 
 def on_a_device(rank: int) -> dict[str, str]:
-    """Fail a step on the device of rank 1, which has these numbers. The device of rank 0 has room."""
+    """Fail a step on the device of rank 1, with the numbers of DEVICES. The device of rank 0 has room."""
     _, gpu = join(rank, 2)
     found = {}
     for name, (occupied, taken) in DEVICES.items():
@@ -143,7 +142,7 @@ def on_a_device(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_gaps_and_other_processes_are_found_on_the_device_of_the_rank_that_ran_out() -> None:
+def test_gaps_and_other_processes_are_found_on_the_rank_that_ran_out() -> None:
     for found in run_ranks(on_a_device, 2, join=False, timeout=100):
         assert all(what.startswith("rank 1: OutOfMemoryError: CUDA out of memory") for what in found.values())
         assert {name: blamed(what) for name, what in found.items()} == {

@@ -1,5 +1,5 @@
-"""Offers when memory runs out: their seconds of a step and bytes at the peak are the panel's, and the shortest step is
-the first."""
+"""Test the offers when memory runs out: their seconds and peak bytes equal the panel's, and the shortest step is
+first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = 8
 
 
 class Counting(GPT):
-    """Its output depends on how often it was called before."""
+    """A model whose output depends on the number of its calls."""
 
     calls = 0
 
@@ -54,7 +54,7 @@ def job_of(strategy: str, model: Callable[[], GPT] = lambda: GPT(CONFIG)) -> Job
         batch_size=ROWS,
         strategy=strategy,
     )
-    trainer.fit(1)  # the optimizer's state is there, and counted
+    trainer.fit(1)  # makes the optimizer's state, so that it counts
     job: Job = trainer.job
     return job
 
@@ -64,7 +64,7 @@ def told(found: Remedies) -> list[tuple[str, float | None, int | None]]:
 
 
 def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Return the offers for each speed of the link, with seconds that no machine's load can change."""
+    """Return the offers for each speed of the link, with seconds that do not depend on the machine's load."""
     job = job_of("ddp")
     job.builder.finder.sync([Strategy(pp=2), *alternatives(job)])
     job.builder.finder.set_facts(costs=(0.1,) * 4)
@@ -84,7 +84,7 @@ def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
 
 
 def alone(world: Any) -> tuple[float | None, list[tuple[str, float | None, int | None]], list[list[str]]]:
-    """Return the seconds of a step of GPT and its offers, without a link, and the offers to stricter models."""
+    """Return (seconds of a step of GPT, its offers, offers to stricter models), without a link."""
     job = job_of("ddp")
     job.builder.finder.sync([Strategy(pp=2)])
     job.builder.finder.set_facts(costs=(0.1,) * 4)
@@ -99,20 +99,20 @@ def alone(world: Any) -> tuple[float | None, list[tuple[str, float | None, int |
 
 
 @pytest.mark.long
-def test_what_is_offered_has_the_seconds_and_bytes_of_the_panel_and_the_shortest_step_comes_first() -> None:
+def test_offers_have_the_panels_seconds_and_bytes_and_the_shortest_is_first() -> None:
     slow, quick, unknown = run_ranks(offered, 2, (1e5, 1e12), timeout=120)[0]
     for one in (slow, quick):
         rows = {changes: (seconds, peak) for changes, seconds, peak in one["rows"]}
         assert None not in one["now"] and one["now"] == pytest.approx(one["panel"]["dp=2"])
         for strategy in ("dp=2 zero=2", "dp=2 zero=3", "tp=2"):
             assert rows[strategy] == pytest.approx(one["panel"][strategy]), strategy
-        # The time of a selective recomputation depends on the speed of memory, which is not measured.
+        # The time of selective recomputation depends on the speed of memory, which is not measured.
         seconds = [each for changes, each, _ in one["rows"] if "selective" not in changes]
         assert None not in seconds and seconds == sorted(seconds, key=lambda each: float(f"{each:.2g}"))
         assert [each for _, each, _ in one["rows"]] == [*seconds, None, None]
         assert rows["recompute=True"][1] <= rows["recompute='selective'"][1] <= one["now"][1]
         assert f"≈ {rows['recompute=True'][0] * 1e3:.3g} ms" in one["text"]
-    # A third more computing is expensive with quick links, and cheap with slow ones.
+    # A third more computation is expensive with fast links, and cheap with slow ones.
     first = {name: [changes for changes, _, _ in one["rows"][:-2]] for name, one in (("slow", slow), ("quick", quick))}
     assert first["quick"][-1].endswith("recompute=True"), quick["rows"]
     assert first["slow"].index("recompute=True") < first["slow"].index("dp=2 zero=3"), slow["rows"]
@@ -123,10 +123,10 @@ def test_what_is_offered_has_the_seconds_and_bytes_of_the_panel_and_the_shortest
 
 
 @pytest.mark.long
-def test_in_one_process_more_forwards_cost_nothing_and_recomputation_a_third_more_where_the_model_allows_them() -> None:
+def test_one_process_is_offered_micro_batches_and_recomputation_if_allowed() -> None:
     now, rows, others = run_ranks(alone, 1, timeout=120)[0]
     seconds = {changes: each for changes, each, _ in rows}
     assert now is not None and list(seconds) == ["microbatch_size=4", "recompute=True", "recompute='selective'"]
     assert seconds["microbatch_size=4"] == now and seconds["recompute=True"] == pytest.approx(4 / 3 * now)
-    # A hook would get the gradient of some rows. What counts its calls must not be called more often.
+    # A hook would get the gradient of only some rows. A model that counts its calls must not be called more often.
     assert others == [["recompute='selective'", "recompute=True"], []]

@@ -1,4 +1,4 @@
-"""A step that runs out of memory is made again in another way, with the losses of a run that had the memory."""
+"""Test that a step that runs out of memory is repeated in another way, with the losses of a run with enough memory."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def undisturbed(world: Any) -> list[float]:
 
 
 def squeezed(trainer: Trainer, share: float, *, here: bool) -> None:
-    """Limit memory after the second step, the first one with optimizer state, to `share` of its peak."""
+    """Limit memory to `share` of the peak after the second step, the first with optimizer state."""
     limited(None)
-    assert tensor_limit.in_force() is None  # what an earlier training held is forgotten
+    assert tensor_limit.in_force() is None  # the limit of an earlier training is gone
     limited(1 << 40)
 
     def tighten(_: Trainer, record: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ def squeezed(trainer: Trainer, share: float, *, here: bool) -> None:
 
 
 def rescued(world: Any, strategies: list[str], share: float) -> dict[str, Any]:
-    """Train under each strategy with less memory on the last rank than it wants."""
+    """Train under each strategy with too little memory on the last rank."""
     found = {}
     for strategy in strategies:
         trainer = made(strategy, recovery=nbkit.Recovery(on_oom="fit"))
@@ -111,7 +111,7 @@ def expected() -> list[float]:
 
 
 def answered(number: int, strategy: str = "") -> dict[str, Any]:
-    """Answer in another thread as a notebook does, once the training is held. Return what comes of it."""
+    """Answer in another thread, like a notebook, once the training is paused. Return the results."""
     told: dict[str, Any] = {}
 
     def ask() -> None:
@@ -131,7 +131,7 @@ def answered(number: int, strategy: str = "") -> dict[str, Any]:
 
 
 def asked(world: Any) -> list[dict[str, Any]]:
-    """Hold in a detached cell until a row or a strategy is named. Elsewhere the run ends, and goes on by hand."""
+    """Pause in a detached cell until a row or a strategy is named. In other cells the run ends, and goes on by hand."""
     controls, found = TrainingRequestHandler(), []
     here = world.place.rank == 0
     for number, strategy in ((2, ""), (0, "zero3")):
@@ -165,9 +165,7 @@ def test_the_user_is_asked_and_the_training_waits_for_the_answer(expected: list[
 
 
 @pytest.mark.parametrize("strategies", [["pp"], pytest.param(["ddp", "zero1", "zero3", "tp"], marks=pytest.mark.long)])
-def test_a_step_without_memory_is_made_again_with_what_fits_and_the_curve_is_the_same(
-    strategies: list[str], expected: list[float]
-) -> None:
+def test_a_step_without_memory_is_repeated_in_a_way_that_fits(strategies: list[str], expected: list[float]) -> None:
     for found in run_ranks(rescued, 2, strategies, 0.8, timeout=170):
         for strategy in strategies:
             one = found[strategy]
@@ -176,7 +174,7 @@ def test_a_step_without_memory_is_made_again_with_what_fits_and_the_curve_is_the
 
 
 class Failing(torch.optim.AdamW):
-    """AdamW that runs out of memory once, in the update of the second step, with all weights changed."""
+    """AdamW that runs out of memory once, in the second update, after it has changed all weights."""
 
     fails = False
 
@@ -189,7 +187,7 @@ class Failing(torch.optim.AdamW):
 
 
 def slow_to_receive(seconds: float) -> None:
-    """Delay the receive of a backup, so that this rank has long sent its own."""
+    """Delay the receive of a backup, so that this rank sends its own long before."""
     receive = dist.recv
 
     def later(*args: Any, **more: Any) -> Any:
@@ -201,10 +199,10 @@ def slow_to_receive(seconds: float) -> None:
 
 
 def failing(world: Any, strategies: list[str]) -> dict[str, Any]:
-    """Run out of memory in one rank's optimizer. The step comes from ranks that made it, or from old backups."""
+    """Run out of memory in one rank's optimizer. The state comes from ranks that made the step, or from old backups."""
     resume_fit.host = cast(Any, SimpleNamespace(enter=lambda *_: False, recover=recover))
     if world.place.rank == 1:
-        slow_to_receive(0.1)  # or rank 0 may let go of what it sends before it has gone
+        slow_to_receive(0.1)  # otherwise rank 0 may free its backup before it is sent
     found = {}
     for strategy in strategies:
         Failing.fails = world.place.rank == 1
@@ -219,7 +217,7 @@ def failing(world: Any, strategies: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_torn_update_is_taken_from_another_rank_or_from_a_backup(expected: list[float]) -> None:
+def test_a_torn_update_is_repaired_from_another_rank_or_a_backup(expected: list[float]) -> None:
     for found in run_ranks(failing, 2, ["ddp", "zero1"], timeout=100):
         for strategy, (curve, steps) in found.items():
             assert curve == pytest.approx(expected, rel=1e-12), strategy
@@ -227,7 +225,7 @@ def test_a_torn_update_is_taken_from_another_rank_or_from_a_backup(expected: lis
 
 
 def refused(world: Any) -> tuple[str, bool, list[float]]:
-    """Run out of memory without a recovery: the error is raised, and the Trainer goes on with more memory."""
+    """Run out of memory without recovery. The error is raised, and the Trainer goes on with more memory."""
     trainer = made("ddp")
     squeezed(trainer, 0.8, here=True)
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -238,6 +236,6 @@ def refused(world: Any) -> tuple[str, bool, list[float]]:
     return type(caught.value).__name__, trainer.arithmetic.accum == 1, losses(trainer)
 
 
-def test_raise_leaves_the_error_as_it_is(expected: list[float]) -> None:
+def test_on_out_of_memory_raise_raises_the_error(expected: list[float]) -> None:
     for name, uncut, found in run_ranks(refused, 1, timeout=100):
         assert name == "OutOfMemoryError" and uncut and found == pytest.approx(expected, rel=1e-12)

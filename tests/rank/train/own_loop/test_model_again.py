@@ -1,4 +1,4 @@
-"""A model whose forward the user called under one job is taken by the next job, while the first still exists."""
+"""Test that a model whose forward was called under one job can be used by the next job, while the first exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATA = batches(4, 8, 4, 3)
 
 
 def again(world: Any, strategy: str) -> tuple[list[float], list[float]]:
-    """Return the losses of the second job, and of a job with a new model that has the same weights."""
+    """Return the losses of the second job, and of a job with a new model of the same weights."""
     hints = nbkit.ModelHints(example=tuple(DATA[0]))
     model = mlp(4, 3, 1)
     first = nbkit.prepare(model, adam, strategy="ddp", hints=hints, log_dir=None)
@@ -39,6 +39,6 @@ def again(world: Any, strategy: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("strategy", ["pp microbatches=2", "ddp", "zero3"])
-def test_the_next_job_trains_as_with_a_new_model(strategy: str) -> None:
+def test_the_next_job_trains_like_one_with_a_new_model(strategy: str) -> None:
     for given, new in run_ranks(again, 2, strategy, timeout=120):
         assert given == new and len(new) == len(DATA)

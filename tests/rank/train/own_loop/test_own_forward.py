@@ -1,4 +1,4 @@
-"""Steps with a forward and a loss of the user's own equal one process in plain torch, in float64."""
+"""Test that steps with the user's own forward and loss equal one process in plain torch, in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLE = tuple(DATA[0])
 
 
 class Plain:
-    """The same calls as those of a job, in one process and plain torch."""
+    """The calls of a job, in one process and plain torch."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.optimizer, self.losses, self.norms = model, adam(model), list[float](), list[float]()
@@ -48,7 +48,7 @@ def made(world: Any, job: Any) -> None:
 
 
 def one_of_each(job: Any) -> None:
-    """Make a step in each way that a loop of one's own may make it."""
+    """Make a step in each way that a user's own loop may make it."""
     data = iter(DATA)
 
     def step(of: Callable[[Tensor, Tensor], None]) -> None:
@@ -56,12 +56,12 @@ def one_of_each(job: Any) -> None:
         made(None, job)
 
     def masked(x: Tensor, y: Tensor) -> None:
-        mask = y[:, 0] > 0.3  # of another weight on every rank
+        mask = y[:, 0] > 0.3  # with a different weight on every rank
         each = F.mse_loss(job.model(x), y, reduction="none").mean(1)
         job.backward((each * mask).sum() / mask.sum().clamp(min=1), weight=mask.sum())
 
     def first_row(x: Tensor, y: Tensor) -> None:
-        mask = (y - DATA[2][1][0]).abs().sum(1) == 0  # all other ranks have the mean of nothing, which is NaN
+        mask = (y - DATA[2][1][0]).abs().sum(1) == 0  # on all other ranks the mean is of no rows, so NaN
         each = F.mse_loss(job.model(x), y, reduction="none").mean(1)
         job.backward((each * mask).sum() / mask.sum(), weight=mask.sum())
 

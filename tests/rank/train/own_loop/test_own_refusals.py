@@ -1,4 +1,4 @@
-"""What would train wrong in a loop that keeps its forward is refused by name, before it changes a weight."""
+"""Test that wrong uses in a loop with its own forward are refused by name, before they change a weight."""
 
 from __future__ import annotations
 
@@ -129,10 +129,10 @@ def misused(world: Any, strategy: str) -> dict[str, str]:
         if name in whole and "tp" in strategy:
             continue  # ranks that share each row have all of them
         if name in ("an update by hand", "no step at all") and strategy == "zero3":
-            continue  # the parameters of the model have no gradients there
+            continue  # under this strategy, the parameters of the model have no gradients
         found[name] = said(act)
         job.optimizer.zero_grad()
-    job.break_off()  # as a loop that is left by this error does
+    job.break_off()  # as when this error ends a loop
     if strategy != "ddp":
         found["a penalty"] = said(
             lambda: job.backward(loss_of(job) + sum(p.square().sum() for p in job.model.parameters()))
@@ -185,7 +185,7 @@ HINTS = {
 
 @pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "dp=1 tp=2"])
-def test_misuse_is_refused_and_says_what_to_type(strategy: str) -> None:
+def test_misuse_is_refused_with_what_to_type(strategy: str) -> None:
     for rank in run_ranks(misused, 2, strategy):
         for name, text in rank.items():
             assert HINTS[name] in text, f"{name}: {text}"
@@ -212,7 +212,7 @@ def stepped(world: Any, strategy: str) -> tuple[str, list[float]]:
 
 @pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_the_optimizer_that_was_given_cannot_step_but_its_scheduler_works(strategy: str) -> None:
+def test_the_given_optimizer_cannot_step_but_its_scheduler_works(strategy: str) -> None:
     for told, rates in run_ranks(stepped, 2, strategy):
         assert "optimizer = job.optimizer" in told
         assert [rates[0] / rate for rate in rates] == pytest.approx([1, 2, 4])
@@ -228,6 +228,6 @@ def skipping(world: Any) -> str:
 
 
 @pytest.mark.usefixtures("rows_are_known")
-def test_a_rank_that_skips_a_step_is_told() -> None:
+def test_a_rank_that_skips_a_step_is_an_error() -> None:
     with pytest.raises(RankFailed, match=r"(?s)different calls.*the update of step 1"):
         run_ranks(skipping, 2)

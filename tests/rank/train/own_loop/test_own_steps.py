@@ -1,4 +1,4 @@
-"""Draws, records, checkpoints, precision and several jobs of a loop that keeps its forward."""
+"""Test draws, records, checkpoints, precision and several jobs in a loop with its own forward."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_draws_by_row_and_dropout_are_the_same_under_every_strategy_and_world() 
 
 
 def accumulating(job: Any, data: list[Any]) -> None:
-    """Make a step of two batches each; a boundary is only behind the second."""
+    """Make each step of two batches. A step boundary comes only after the second."""
     for number, batch in enumerate(job.batches(data)):
         x, y = job.rows(batch)
         job.backward(F.mse_loss(job.model(x), y) / 2)
@@ -86,7 +86,7 @@ def resumed(world: Any, path: str) -> list[Any]:
 
 
 @pytest.mark.usefixtures("rows_are_known")
-def test_a_loop_that_accumulates_is_switched_at_its_steps_and_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
+def test_a_loop_with_accumulation_can_be_switched_and_resumed(tmp_path: Any) -> None:
     model = mlp(4, 3, 1)
     optimizer, losses = adam(model), []
     for number in range(0, 8, 2):
@@ -151,7 +151,7 @@ def uneven(world: Any, strategy: str, model: Any, how: str) -> str:
         ("ddp", None, "a weight", "with a weight"),
     ],
 )
-def test_a_rank_that_calls_more_often_is_found_and_named_before_a_weight_changes(
+def test_a_rank_that_makes_more_calls_is_named_before_a_weight_changes(
     strategy: str, model: Any, how: str, words: str
 ) -> None:
     for said in run_ranks(uneven, 2, strategy, model, how):
@@ -184,7 +184,7 @@ def without_an_example(world: Any, strategy: str) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_without_an_example_the_first_calls_tell_whether_rows_are_coupled(strategy: str) -> None:
+def test_coupled_rows_are_found_in_the_first_calls_without_an_example(strategy: str) -> None:
     model = mlp(4, 3, 1)
     optimizer, losses = adam(model), []
     for x, y in DATA[:6]:
@@ -250,7 +250,7 @@ def one_loss_for_two(world: Any, strategies: list[str]) -> list[Any]:
 
 
 @pytest.mark.usefixtures("rows_are_known")
-def test_one_loss_trains_two_jobs_and_their_records_have_it() -> None:
+def test_one_loss_trains_two_jobs_and_is_in_the_records_of_both() -> None:
     class Job:
         def __init__(self, model: nn.Module, _: Any) -> None:
             self.model, self.optimizer, self.losses = model, adam(model), list[float]()
@@ -277,7 +277,7 @@ def apart(world: Any) -> str:
 
 
 @pytest.mark.usefixtures("rows_are_known")
-def test_jobs_that_cut_a_batch_in_different_ways_cannot_share_rows() -> None:
+def test_jobs_that_divide_a_batch_differently_cannot_share_rows() -> None:
     for said in run_ranks(apart, 2):
         assert "1 parts; the rows are one of 2" in said and "others=[other]" in said
 
@@ -326,7 +326,7 @@ def in_precision(world: Any, precision: str | None, strategy: str) -> list[Any]:
     ("precision", "strategy"),
     [("fp16", "ddp"), ("bf16", "zero3"), ("fp16", "zero2"), (None, "sync_every=2"), (None, "compress=bf16")],
 )
-def test_a_precision_and_a_key_train_as_with_a_batch(precision: str | None, strategy: str) -> None:
+def test_precisions_and_strategy_keys_train_as_with_backward_of_a_batch(precision: str | None, strategy: str) -> None:
     for own, batch, by_turns in run_ranks(in_precision, 2, precision, strategy):
         for other in (own, by_turns):
             assert other[0] == pytest.approx(batch[0], rel=1e-6) and other[1] == batch[1]
@@ -396,7 +396,7 @@ def test_a_transformer_with_split_positions_trains_as_one_process_and_pp_is_refu
 
 
 def by_forward_step(world: Any, strategies: list[str]) -> list[Any]:
-    """Return losses and weights of a loop whose forward and loss are one function, as a pipeline needs it."""
+    """Return losses and weights of a loop whose forward and loss are one function, as a pipeline needs."""
     target = mlp(4, 3, 9).requires_grad_(False)
 
     def forward_step(model: Any, batch: Any) -> Tensor:

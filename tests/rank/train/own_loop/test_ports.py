@@ -1,4 +1,4 @@
-"""Ports of programs equal their plain versions, in one process and in float64, with at most six changed lines."""
+"""Test that ports of programs equal their plain versions in one process, with at most six changed lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAINS = ["ddp", "zero3", "dp=1 tp=2", "ddp > zero3 > dp=1 tp=2 > zero1"]
 
 
 def run(world: Any, name: str, chains: list[str]) -> list[list[dict[str, Tensor]]]:
-    """Return the weights of the models of a program under each chain of strategies, switched live, two steps each."""
+    """Return the weights of a program's models for each chain of strategies, with live switches every two steps."""
     _, program, loader, widths = PORTS[name]
     found = []
     for chain in chains:
@@ -45,7 +45,7 @@ def run(world: Any, name: str, chains: list[str]) -> list[list[dict[str, Tensor]
 @pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize("name", PORTS)
-def test_a_port_equals_the_plain_program_under_every_strategy_and_switched_live(name: str) -> None:
+def test_a_port_equals_the_plain_program_under_every_strategy_and_switch(name: str) -> None:
     plain, program, loader, _ = PORTS[name]
     assert changed(plain, program) <= 6
     models = plain(loader, None)
@@ -85,7 +85,7 @@ def run_language(world: Any, name: str) -> list[list[Any]]:
 @pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize("name", LANGUAGE_PORTS)
-def test_a_loop_of_a_language_model_takes_six_changed_lines_and_is_switched_live(name: str) -> None:
+def test_a_language_model_loop_needs_six_changed_lines_for_live_switches(name: str) -> None:
     plain, program, loader = LANGUAGE_PORTS[name]
     assert changed(plain, program) <= 6
     (model,) = plain(copied(loader), None)
@@ -103,10 +103,10 @@ def with_half_embedding(world: Any) -> list[list[Any]]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
-def test_an_embedding_of_16_bits_beside_larger_weights_trains_as_in_one_process(
+def test_a_16_bit_embedding_with_larger_weights_trains_as_in_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The ranks round their parts of its gradient before they are summed. Everything else is float64."""
+    """Allow for rounding: ranks round their parts of its gradient before the sum. Everything else is float64."""
     monkeypatch.setattr(language_programs, "embedding", torch.bfloat16)
     plain, _, loader = LANGUAGE_PORTS["nanochat"]
     (model,) = plain(copied(loader), None)

@@ -1,4 +1,4 @@
-"""Definitions of a cell work in another process of the same program, here under another `__main__`."""
+"""Test that definitions of a cell work in another process of the same program, here under another `__main__`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_CARRIED = {"local class", "global"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_CARRIED])
-def test_what_functions_hold_of_a_model_is_part_of_what_is_carried(name: str) -> None:
+def test_parts_of_a_model_held_by_functions_are_pickled_with_it(name: str) -> None:
     model, values = built(name), batch()[0]
     carried = loads(dumps(skeleton_of(model)))
     for path, places in homes(carried).items():
@@ -28,7 +28,7 @@ def test_what_functions_hold_of_a_model_is_part_of_what_is_carried(name: str) ->
     assert torch.equal(carried(values), model(values))
 
 
-def test_weak_references_of_every_kind_refer_to_what_is_carried_along() -> None:
+def test_weak_references_of_every_kind_refer_to_the_unpickled_objects() -> None:
     one, gone = nn.Linear(1, 1), nn.Linear(1, 1)
     weak = [weakref.ref(one), weakref.WeakMethod(one.forward), weakref.ref(gone), weakref.WeakMethod(gone.forward)]
     weak += [weakref.WeakSet([one, gone]), weakref.WeakKeyDictionary({one: 1}), weakref.WeakValueDictionary({"a": one})]
@@ -139,14 +139,14 @@ def test_definitions_work_in_another_process(cell: dict[str, Any], monkeypatch: 
     assert there["Config"]().names == []
     assert torch.equal(there["tensor"], cell["tensor"])
     assert all(torch.equal(here, there) for here, there in zip(cell["rows"], there["rows"], strict=True))
-    assert there["rows"][-1].data_ptr() == there["tensor"].data_ptr() + 12  # of one storage, as here
+    assert there["rows"][-1].data_ptr() == there["tensor"].data_ptr() + 12  # they share a storage there too
     with pytest.raises(TypeError, match="abstract"):
         there["Abstract"]()
-    there["offset"] = 10  # as a later cell assigns it
+    there["offset"] = 10  # like an assignment in a later cell
     assert there["plus"](1) == 16
 
 
-def test_equal_definitions_give_equal_pickles_also_where_they_have_travelled(
+def test_equal_definitions_give_equal_pickles_even_after_unpickling(
     cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = {name: dumps(cell[name], classes=True) for name in DEFINED}
@@ -159,7 +159,7 @@ def test_equal_definitions_give_equal_pickles_also_where_they_have_travelled(
     assert {name: dumps(there[name], classes=True) for name in DEFINED} == here
 
 
-def test_what_is_too_large_or_not_to_be_carried_is_refused(cell: dict[str, Any]) -> None:
+def test_objects_that_are_too_large_or_foreign_are_refused(cell: dict[str, Any]) -> None:
     with pytest.raises(TooLarge):
         dumps(torch.zeros(1000), limit=1000)
     with pytest.raises(TooLarge):
@@ -168,6 +168,6 @@ def test_what_is_too_large_or_not_to_be_carried_is_refused(cell: dict[str, Any])
         dumps([cell["config"]], classes=True, foreign={id(cell["config"])})
 
 
-def test_classes_of_a_cell_go_by_name_to_a_process_that_has_them(cell: dict[str, Any]) -> None:
+def test_classes_of_a_cell_are_pickled_by_name_for_a_process_that_has_them(cell: dict[str, Any]) -> None:
     assert loads(dumps(cell["net"])).__class__ is cell["Net"]
     assert loads(dumps(cell["net"], classes=True)).__class__ is not cell["Net"]

@@ -1,4 +1,4 @@
-"""In a script nobody looks at the ranks, so a rank that waits for too long says in what, and ends its process."""
+"""Test that in a script, a rank that waits too long reports its operation and ends its process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 
 def hangs(world: Any, folder: str) -> int:
-    """Have rank 1 do nothing after its second step until rank 0 has ended itself. What they print goes to files."""
+    """Let rank 1 do nothing after its second step until rank 0 has ended itself. Their output goes to files."""
     error = os.open(f"{folder}/{world.place.rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(error, 2)
 
@@ -46,7 +46,7 @@ def hangs(world: Any, folder: str) -> int:
     return 0
 
 
-def test_a_rank_that_waits_too_long_ends_the_run_and_says_in_what(tmp_path: Any, known_to_be_right: Any) -> None:
+def test_a_rank_that_waits_too_long_names_its_operation_and_ends_the_run(tmp_path: Any, known_to_be_right: Any) -> None:
     with pytest.raises(RankFailed, match="the process ended without an answer"):
         run_ranks(hangs, 2, str(tmp_path), timeout=120)
     said = (tmp_path / "0").read_text()
@@ -66,7 +66,7 @@ def waits_quietly() -> list[str]:
     return [*said, str(names.count("nbkit-hang-watch")), *(name for name in names if name in ("inf", "0.1"))]
 
 
-def test_the_default_in_a_script_is_ten_minutes_and_is_said() -> None:
+def test_the_default_timeout_in_a_script_is_ten_minutes_and_printed() -> None:
     assert waits_quietly() == [
         "A rank that waits 600 s for the others ends this run (hang_timeout= of nbkit.Recovery).",
         "1",
@@ -87,8 +87,8 @@ def one_is_late(world: Any) -> tuple[str, ...]:
     return before
 
 
-def test_the_flight_recorder_names_what_has_not_ended() -> None:
-    """Read that of gloo, which torch writes in the same form as that of NCCL."""
+def test_the_flight_recorder_names_unfinished_collectives() -> None:
+    """Read the record of gloo, which torch writes in the same form as that of NCCL."""
     late, other = run_ranks(one_is_late, 2)
     assert any(re.search(r"all_reduce #2 of group .*\(7,\): has not begun", one) for one in late), late
     assert not any("(7,)" in one for one in other)

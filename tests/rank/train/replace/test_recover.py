@@ -1,4 +1,4 @@
-"""A rank that is killed within a step is replaced, and the losses are those of a run in which nobody died."""
+"""Test that a rank killed in a step is replaced, and the losses equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     place: str
 
 
-# One rank stays to the end, and knows of all. Here rank 0 dies too, and groups are made again.
+# One rank lives to the end, and knows all results. Rank 0 dies too, and groups are made again.
 REPLICATED = [
     Case("hsdp shard=2", 1, "backward"),
     Case("dp=2 pp=2 microbatches=2", 0, "forward"),
@@ -51,9 +51,9 @@ ALSO_REPLICATED = [
     Case("cp=4", 1, "forward"),
 ]
 
-# More cases are below: a rank that dies while its backup is on its way, and two at once.
+# More cases are below: a rank that dies while its backup is being sent, and two ranks that die at once.
 HELD_ONCE = [
-    Case("dp=2 tp=2", 3, "updated"),  # its own update; on a pretended GPU those of the others: test_gpu_check.py
+    Case("dp=2 tp=2", 3, "updated"),  # after its own update; test_gpu_check.py has updates of other ranks
     Case("zero3", 1, "backward"),
     Case("zero1", 1, "updated"),
     Case("tp=4", 3, "backward"),
@@ -62,7 +62,7 @@ HELD_ONCE = [
 
 HALF_SENT = Case("zero3", 1, "")
 
-doomed: str = ""  # on the rank that is to die: where in step KILLED_IN + 1
+doomed: str = ""  # on the rank that will die: the place in step KILLED_IN + 1
 
 
 def pass_by(place: str) -> None:
@@ -127,7 +127,7 @@ def undisturbed(world: Any, **more: Any) -> list[float]:
 
 
 def survived(seat: Seat, cases: list[Case], **more: Any) -> dict[Case, dict[str, Any]]:
-    """Return what became of each case. A new rank knows only the cases since it came."""
+    """Return the result of each case. A new rank knows only the cases after its start."""
     global doomed
     found = {}
     for number, case in enumerate(cases):
@@ -163,11 +163,11 @@ def expected() -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("cases", [REPLICATED, ALSO_REPLICATED])
-def test_a_rank_that_others_replicate_is_replaced_in_mid_step(cases: list[Case], expected: list[float]) -> None:
+def test_a_replicated_rank_is_replaced_in_the_middle_of_a_step(cases: list[Case], expected: list[float]) -> None:
     found = run_replaced(survived, 4, cases, deaths=len(cases), timeout=120)
 
     check(found, cases, expected)
-    # Flat parts are copied. Everything else of the ranks that are left stays where it is.
+    # Flat parts are copied. All other state of the surviving ranks stays where it is.
     assert [by_case[case]["kept"] for by_case in found for case in by_case if "hsdp" not in case.strategy] != []
     assert all(told["kept"] for by_case in found for case, told in by_case.items() if "hsdp" not in case.strategy)
 
@@ -177,7 +177,7 @@ def protected(seat: Seat, cases: list[Case]) -> dict[Case, dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(expected: list[float]) -> None:
+def test_a_rank_without_replicas_is_replaced_from_its_backup(expected: list[float]) -> None:
     found = run_replaced(protected, 4, HELD_ONCE, deaths=len(HELD_ONCE), timeout=170)
 
     check(found, HELD_ONCE, expected)
@@ -205,7 +205,7 @@ SPREAD = [Case("ep=2", 1, "backward"), Case("ep=4 experts=0:0-3+1:1-2", 2, "forw
 
 
 class Routed(nn.Module):
-    """A mixture in which each token goes to one of four experts."""
+    """A mixture that sends each token to one of four experts."""
 
     def __init__(self, up: nn.Linear) -> None:
         super().__init__()
@@ -239,15 +239,15 @@ def undisturbed_mixture(world: Any) -> list[float]:
 
 
 @pytest.mark.long
-def test_a_rank_that_holds_experts_is_replaced_in_mid_exchange() -> None:
-    """The others wait for it in a dispatch, forward or backward, and go on with the experts that it held."""
+def test_a_rank_with_experts_is_replaced_in_the_middle_of_an_exchange() -> None:
+    """Let the others wait for it in a dispatch, forward or backward. They go on with the experts that it held."""
     found = run_replaced(spreading, 4, deaths=len(SPREAD), timeout=170)
 
     check(found, SPREAD, run_ranks(undisturbed_mixture, 1)[0])
 
 
 def half_sent(seat: Seat) -> dict[Case, dict[str, Any]]:
-    """Withhold the backup share of the rank that dies, so that it never arrives."""
+    """Withhold the backup of the rank that dies, so that it never arrives."""
     send = dist.isend
 
     def withheld(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -262,15 +262,15 @@ def half_sent(seat: Seat) -> dict[Case, dict[str, Any]]:
     return protected(seat, [HALF_SENT])
 
 
-def test_no_rank_leaves_a_step_before_all_have_the_backup_that_it_began_with(expected: list[float]) -> None:
-    """The ranks that live have been through forward and backward, and all go back to the backup before."""
+def test_no_rank_ends_a_step_before_all_have_the_backup_of_its_start(expected: list[float]) -> None:
+    """Check that the living ranks, which have done forward and backward, go back to the previous backup."""
     for told in run_replaced(half_sent, 2, deaths=1, timeout=60):
         assert told[HALF_SENT]["stood"] == KILLED_IN - 1
         assert told[HALF_SENT]["losses"] == pytest.approx(expected, rel=1e-10)
 
 
 def passes(world: Any) -> list[str]:
-    """Return the order of this rank's backward passes of blocks and its waits for a backup that is under way."""
+    """Return the order of this rank's backward passes of blocks and its waits for a backup in flight."""
     log, wait = list[str](), Backups.wait
 
     class Told(Passing):
@@ -295,7 +295,7 @@ def passes(world: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_backup_travels_beside_the_backward_pass_too() -> None:
+def test_a_backup_is_sent_during_the_backward_pass_too() -> None:
     for log in run_ranks(passes, 2):
         assert log == [*["backward"] * 4, "wait"] * 3
 
@@ -307,7 +307,7 @@ def of_one_pipeline(world: Any) -> list[float]:
 
 
 @pytest.mark.long
-def test_the_numbers_of_a_step_in_one_pipeline_are_summed_while_a_backup_travels_too(expected: list[float]) -> None:
+def test_a_single_pipeline_sums_its_numbers_while_a_backup_is_sent(expected: list[float]) -> None:
     for losses in run_ranks(of_one_pipeline, 2):
         assert losses == pytest.approx(expected, rel=1e-12)
 
@@ -323,7 +323,7 @@ def crowded(world: Any) -> tuple[list[str], list[bool]]:
 
 
 def ended_apart(world: Any) -> list[float]:
-    """Let one rank's `fit` end with an error behind its last step, and not the other's. Both train on."""
+    """Let `fit` end with an error after its last step on one rank only. Both train on."""
 
     def fail(*, keep: int = 0, act: bool = False) -> None:
         if act and not keep:
@@ -338,7 +338,7 @@ def ended_apart(world: Any) -> list[float]:
     settle = trainer.job.ledger.settle
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 0:
-            patch.setattr(dist, "recv", late)  # the other one has ended before all of its backup is here
+            patch.setattr(dist, "recv", late)  # the other rank's fit ends before all of its backup is here
         else:
             patch.setattr(trainer.job.ledger, "settle", fail)
         with pytest.raises(ValueError, match="planted") if world.place.rank == 1 else nullcontext():
@@ -348,19 +348,19 @@ def ended_apart(world: Any) -> list[float]:
 
 
 @pytest.mark.long
-def test_backups_go_on_where_fit_has_ended_on_one_rank_by_an_error(expected: list[float]) -> None:
+def test_backups_continue_after_fit_ended_with_an_error_on_one_rank(expected: list[float]) -> None:
     for losses in run_ranks(ended_apart, 2, timeout=60):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
-def test_backups_that_would_fill_a_host_are_not_made_unasked() -> None:
+def test_backups_that_would_fill_a_host_are_made_only_on_request() -> None:
     for said, on in run_ranks(crowded, 2):
         assert on == [False, True, False]
         assert len(said) == 2 and all(text.startswith("no backups: they would take") for text in said)
 
 
 def lost(seat: Seat) -> dict[str, Any]:
-    """Let two ranks die at once, each the other's buddy: without a checkpoint, and with one of step 2."""
+    """Let two ranks that hold each other's backup die at once: without a checkpoint, and with one of step 2."""
     global doomed
     said: dict[str, Any] = {}
     for number, saved in enumerate((False, True)):
@@ -393,7 +393,7 @@ def lost(seat: Seat) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_where_both_who_held_a_part_die_the_last_checkpoint_is_read_and_without_one_it_says_so(
+def test_lost_state_is_read_from_the_last_checkpoint_or_is_an_error(
     expected: list[float],
 ) -> None:
     found = run_replaced(lost, 4, deaths=2, together=2, timeout=120)
@@ -412,9 +412,9 @@ def check(found: list[dict[Case, dict[str, Any]]], cases: list[Case], expected: 
         known = [of_rank[case] for of_rank in found if case in of_rank]
         for one in known:
             assert one["losses"] == pytest.approx(expected, rel=1e-10), case
-        # A new rank has the groups of its strategy. Other ranks must not keep more, which each death would form again.
+        # A new rank has the groups of its strategy. Others must not keep more: each death would form them again.
         assert len({one["groups"] for one in known}) == 1, [one["groups"] for one in known]
-        # If a rank dies while its newest backup is on its way, all go back to the one before. If it dies after its own
-        # update, others may have made theirs.
+        # If a rank dies while its newest backup is being sent, all go back to the previous one. If it dies after its
+        # own update, others may have made theirs.
         stood = {one["stood"] for one in known}
         assert len(stood) == 1 and abs(stood.pop() - KILLED_IN) <= 1, case

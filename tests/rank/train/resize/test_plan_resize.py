@@ -1,4 +1,4 @@
-"""The strategy in force on another number of ranks: its degrees stay, and dp takes the rest."""
+"""Test the current strategy on another number of ranks: its degrees stay, and dp takes the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nbkit.strategy import Strategy
         ("speeds=2:1:1:1", 4, 8, "dp=8"),
     ],
 )
-def test_dp_takes_the_rest(now: str, before: int, ranks: int, then: str) -> None:
+def test_degrees_stay_and_dp_takes_the_remaining_ranks(now: str, before: int, ranks: int, then: str) -> None:
     assert str(scaled(Strategy.parse(now, before), ranks)) == then
 
 

@@ -1,4 +1,4 @@
-"""on_failure="shrink" is not possible on several hosts: all ranks go on, and the reason is given."""
+"""Test that on_failure="shrink" is not possible on several hosts: all ranks go on, and the reason is printed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def shrunk(world: Any) -> dict[str, Any]:
     said: list[str] = []
     with pytest.raises(ResizeAtBoundary) as asked:
         shrink(trainer, FitRange(0, 4, fewer=1), said.append)
-    world.place = replace(world.place, local_rank=0, local_world_size=1)  # as of three hosts
+    world.place = replace(world.place, local_rank=0, local_world_size=1)  # as on three hosts
     span = shrink(trainer, FitRange(0, 4, fewer=1), said.append)
     trainer.fit(span.goal)
     return {"wanted": asked.value.wanted.ranks, "span": span, "said": said, "step": trainer.step}
 
 
-def test_on_several_hosts_all_ranks_go_on_and_the_reason_is_said() -> None:
+def test_all_ranks_on_several_hosts_go_on_and_the_reason_is_printed() -> None:
     for found in run_ranks(shrunk, 3):
         assert found["wanted"] == 2 and found["span"] == FitRange(0, 4, fewer=0) and found["step"] == 4
         (said,) = found["said"]

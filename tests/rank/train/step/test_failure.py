@@ -1,4 +1,4 @@
-"""A run that ends, or a switch that is refused, is told once by everyone, with the rank that it began on."""
+"""Test that every rank reports the end of a run and a refused switch once, with the rank that failed first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def failing(world: Any, folder: str) -> dict[str, Any]:
         trainer.switch("zero2")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SwitchError):
         patch.setattr(job_state, "allocate", lambda *args: 1 / 0)
-        trainer.try_out("zero2", 2)  # of which nobody is told
+        trainer.try_out("zero2", 2)  # a trial, which is no event
     trainer.fit(1)
     return {"run": str(trainer.run_dir)}
 
@@ -48,7 +48,7 @@ def test_a_loss_that_is_not_finite_and_a_failed_switch_are_events_on_every_rank(
         assert "making room for the new sharded model" in switch["what"] and "ZeroDivisionError" in switch["what"]
         kinds = [one["kind"] for one in told]
         assert kinds == ["run_started", "failure", "run_stopped", "failure", "run_started", "run_stopped"]
-    assert ["NotFinite" in text for text in board_texts(run)].count(True) == 2  # the failure, and why the run stopped
+    assert ["NotFinite" in text for text in board_texts(run)].count(True) == 2  # the failure, and the end of the run
     assert any(text.startswith("failure: step 1, error SwitchError") for text in board_texts(run))
 
 
@@ -79,7 +79,7 @@ def alone(world: Any) -> list[Any]:
     return [*looped, *fitted]
 
 
-def test_an_error_is_told_by_the_rank_it_is_on_also_in_a_loop_of_ones_own() -> None:
+def test_an_error_is_reported_by_its_rank_in_a_users_own_loop_too() -> None:
     (told,) = run_ranks(alone, 1)
 
     loop, _, callback, stopped = told
@@ -97,7 +97,7 @@ def released(world: Any) -> list[Any]:
     return [gone, stopped, failure_of(RuntimeError("[/pair.cc] Connection closed by peer\nmore"), step=4)]
 
 
-def test_a_rank_that_was_released_names_the_one_it_waited_for() -> None:
+def test_a_released_rank_names_the_rank_it_waited_for() -> None:
     ((gone, stopped, unknown),) = run_ranks(released, 1)
 
     assert gone == Failed(4, rank=1, what="rank 1 died")
@@ -105,7 +105,7 @@ def test_a_rank_that_was_released_names_the_one_it_waited_for() -> None:
     assert unknown == Failed(4, rank=None, error="RuntimeError", what="[/pair.cc] Connection closed by peer")
 
 
-def test_what_is_told_of_an_error_can_be_sent_and_stored_whatever_its_text_holds() -> None:
+def test_a_reported_error_can_be_encoded_whatever_its_text() -> None:
     told = failure_of(ValueError("odd " + chr(0xD800)), step=1)  # half of a surrogate pair, which UTF-8 cannot hold
 
     assert told is not None and told.what == r"odd \ud800"

@@ -1,4 +1,4 @@
-"""Gradients and losses equal those of one process, however the batch is cut. If not, training is silently wrong."""
+"""Test that gradients and losses equal those of one process, however the batch is divided."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def as_dicts(data: list[Any]) -> list[dict[str, Any]]:
     return [{"input": x, "label": y} for x, y in data]
 
 
-# name -> (what the Trainer gets, what the loop in plain torch gets). 21 samples in batches of 8 leave 5, which four
-# ranks share as 2 + 1 + 1 + 1. 18 samples leave 2, so that two of four ranks have no row at all.
+# name -> (arguments of the Trainer, arguments of the loop in plain torch). 21 samples in batches of 8 leave 5, which
+# four ranks share as 2 + 1 + 1 + 1. 18 samples leave 2, so two of four ranks have no row.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "accumulated": ({"compute": nbkit.Compute(microbatch_size=1)}, {}),
@@ -88,7 +88,7 @@ def clipped(world: Any) -> tuple[list[dict[str, Any]], list[torch.Tensor], list[
     return trainer.history, trainer.optimizer.seen, [bool("grad_norm" in r) for r in unclipped.history]
 
 
-def test_clipping_scales_to_the_norm_and_records_the_one_before() -> None:
+def test_clipping_scales_to_the_norm_and_records_the_original_norm() -> None:
     losses, optimizer, _ = one_process(points(), steps=1)
     for history, grads, recorded in run_ranks(clipped, 2):
         assert history[0]["grad_norm"] == pytest.approx(float(optimizer.seen[0].norm()), rel=1e-5)
@@ -102,7 +102,7 @@ def bf16(world: Any) -> list[float]:
     return [r["loss"] for r in quiet(precision="bf16", optimizer=Recording).fit(4)]
 
 
-def test_bf16_is_close_and_not_the_same() -> None:
+def test_bf16_losses_are_close_but_not_equal() -> None:
     losses, _, _ = one_process(points(), steps=4, loss=mean_loss)
     (found,) = run_ranks(bf16, 1)
 

@@ -1,4 +1,4 @@
-"""The records of a long training do not take more memory over time, and are the same wherever it was resumed."""
+"""Test that the records of a long training keep a constant size, and are the same after a resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbkit.rank.train.step.step_stats import Pending, StepReduction
 
 
 def make_steps(history: History, until: int) -> None:
-    """Record steps as one rank does."""
+    """Record steps as a single rank does."""
     for step in range(history.step + 1, until + 1):
         reduction = StepReduction(rank=0, world_size=1, device=torch.device("cpu"))
         reduction.launch(torch.tensor(1.0 / step), 1.0, weighted=False, stage=0, tokens=8, seconds=0.1, fingerprint=0)
@@ -29,14 +29,14 @@ KEPT = 400
 
 
 @pytest.mark.long
-def test_records_of_old_steps_are_thinned_alike_and_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_old_steps_are_thinned_and_memory_stays_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT", KEPT)
     monkeypatch.setattr(module, "_THINNED_EVERY", 100)
     history = History(world_size=1)
     tracemalloc.start()
     try:
         make_steps(history, 3 * KEPT)
-        gc.collect()  # what waits to be collected is less or more by chance
+        gc.collect()  # the amount of garbage differs by chance
         before, _ = tracemalloc.get_traced_memory()
         held = len(history.records)
         make_steps(history, 5 * KEPT)

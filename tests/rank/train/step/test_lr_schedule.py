@@ -1,4 +1,4 @@
-"""The learning rate of several groups, changed by hand."""
+"""Test the learning rate of several groups, changed by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
     return [group["lr"] for group in optimizer.param_groups]
 
 
-def test_groups_keep_their_ratio_where_the_schedule_stands_at_zero() -> None:
+def test_groups_keep_their_ratio_when_the_schedule_is_zero() -> None:
     optimizer = groups(1e-3, 1e-2)
     rate = LrSchedule(optimizer, lambda step: min(1.0, step / 10))
     rate.prepare(0)
@@ -33,7 +33,7 @@ def test_groups_keep_their_ratio_where_the_schedule_stands_at_zero() -> None:
     assert rates(optimizer) == pytest.approx([2e-4, 2e-3])
 
 
-def test_a_first_group_that_stands_still_has_no_ratio() -> None:
+def test_a_ratio_to_a_first_group_with_rate_zero_is_refused() -> None:
     optimizer = groups(0.0, 1e-3)
     with pytest.raises(TrainingError, match="cannot keep their ratio to it"):
         LrSchedule(optimizer, None).set(1e-3)

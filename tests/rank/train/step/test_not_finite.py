@@ -1,4 +1,4 @@
-"""A loss that is not finite pauses the training, names the rank and the cause, and spares the weights."""
+"""Test that a loss that is not finite stops the training, names rank and cause, and leaves weights unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbkit.mesh import Mesh
 from nbkit.rank.train.argument_checks import check_finite
 from nbkit.rank.train.step.step_stats import Pending, StepNumbers, StepReduction
 
-# In step 3 the rank that holds this sample computes NaN; 8 rows over 4 ranks are 2 each.
+# In step 3, the rank with this sample computes NaN. 8 rows over 4 ranks are 2 each.
 BAD = order(32, 0)[2 * 8 + 5]
 
 
@@ -41,7 +41,7 @@ def paused(world: Any, weighted: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_nan_names_step_rank_and_samples_on_every_rank_and_training_can_go_on(weighted: bool) -> None:
+def test_nan_is_reported_with_step_rank_and_samples_and_training_can_go_on(weighted: bool) -> None:
     found = run_ranks(paused, 4, weighted)
 
     assert all(one == found[0] for one in found)
@@ -53,7 +53,7 @@ def test_nan_names_step_rank_and_samples_on_every_rank_and_training_can_go_on(we
 
 
 class Root(nn.Module):
-    """A model whose output is finite at 0, where its gradient is not."""
+    """A model with a finite output and an infinite gradient at 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Root(nn.Module):
 
 
 def with_a_slope(world: Any, strategy: str) -> list[Any]:
-    """Return the error, steps and whether weights are finite, without and with a look at the gradients."""
+    """Return the error, steps, and whether weights are finite, without and with a check of the gradients."""
     found: list[Any] = []
     for clip_norm in (None, 1.0):
         data = points()
@@ -81,7 +81,7 @@ def with_a_slope(world: Any, strategy: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_of_gradients_that_are_not_finite_no_samples_are_blamed(strategy: str) -> None:
+def test_gradients_that_are_not_finite_blame_no_samples(strategy: str) -> None:
     for found in run_ranks(with_a_slope, 2, strategy):
         (what, told, step, *_), (looked, norm, made, finite, records), after = found
         assert what.startswith("The loss of step 4 is not finite") and "because the weights are not" in what
@@ -99,7 +99,7 @@ def numbers(**changed: Any) -> StepNumbers:
     return StepNumbers(**(asked | changed))
 
 
-def test_read_late_as_on_gpus_it_says_how_many_steps_the_weights_took() -> None:
+def test_a_late_read_as_on_gpus_reports_the_steps_that_weights_took() -> None:
     reduction = StepReduction(rank=0, world_size=4, device=torch.device("cpu"))
     pending = Pending(5, reduction, 1, 8, range(40, 48), 0.1, Mesh(dp=4), "dp=4")
 

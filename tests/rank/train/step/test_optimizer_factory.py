@@ -1,4 +1,4 @@
-"""Before a strategy splits parameters it is tried what an optimizer needs; one that fails is named."""
+"""Test that an optimizer's needs are found by trials before a strategy splits parameters, and failures are named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbkit.strategy import Strategy
 
 
 class Mixing(torch.optim.SGD):
-    """SGD that divides by the gradient's largest element: elements mix, as in optimizers of whole matrices."""
+    """SGD that divides by the gradient's largest element, so elements mix, as in optimizers of whole matrices."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -37,7 +37,7 @@ def factory(kind: Callable[..., torch.optim.Optimizer]) -> OptimizerSpec:
     return OptimizerSpec(kind(model.parameters(), lr=0.1), module=model)
 
 
-def test_an_optimizer_of_whole_tensors_is_taken_with_owners_and_one_of_all_parameters_is_refused() -> None:
+def test_optimizers_of_whole_tensors_get_owners_and_of_all_parameters_refused() -> None:
     zero3, tp, model = Strategy.parse("zero3", 2), Strategy.parse("tp=2", 2), nn.Linear(3, 2)
     assert factory(torch.optim.AdamW).whole("rows") == frozenset()
     for strategy in (zero3, tp):
@@ -53,7 +53,7 @@ def test_an_optimizer_of_whole_tensors_is_taken_with_owners_and_one_of_all_param
         OptimizerSpec(OPTIMIZERS["clipping"], module=model).check(zero3)
 
 
-def test_every_strategy_switch_and_checkpoint_takes_the_optimizers_that_ranks_of_tests_do_not_try() -> None:
+def test_optimizers_that_tests_do_not_analyse_work_under_every_strategy() -> None:
     optim = torch.optim
     made: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         "SGD": lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -71,7 +71,7 @@ def test_every_strategy_switch_and_checkpoint_takes_the_optimizers_that_ranks_of
             template.check_saves(strategy)
 
 
-def test_an_optimizer_that_fails_is_not_said_to_mix_elements() -> None:
+def test_an_optimizer_that_fails_in_its_trial_is_reported_as_failing() -> None:
     template, before = factory(Broken), torch.get_rng_state()
     with pytest.raises(TrainingError, match="Broken failed on small tensors") as caught:
         template.check(Strategy.parse("zero3", 2))
@@ -80,13 +80,13 @@ def test_an_optimizer_that_fails_is_not_said_to_mix_elements() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_it_is_tried_whether_steps_grow_with_the_gradients() -> None:
+def test_adaptive_optimizers_are_found_by_a_trial() -> None:
     adaptive = torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, Mixing
     assert [factory(kind).is_adaptive() for kind in adaptive] == [True] * len(adaptive)
     assert not any(factory(kind).is_adaptive() for kind in (torch.optim.SGD, Broken))
 
 
-def test_it_is_tried_whether_the_rate_of_the_groups_counts() -> None:
+def test_an_optimizer_that_ignores_the_rate_of_its_groups_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     for name in ("chained", "lookahead", "prodigy", "adafactor"):
         OptimizerSpec(OPTIMIZERS[name], module=model).check_rate()
@@ -95,7 +95,7 @@ def test_it_is_tried_whether_the_rate_of_the_groups_counts() -> None:
 
 
 def sends(world: Any) -> list[str]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # at the top it would take each worker a second
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # an import at the top would cost each worker a second
 
     model = nn.Linear(3, 2)
     with pytest.raises(TrainingError) as refused:
@@ -110,12 +110,12 @@ def test_an_optimizer_that_sends_messages_is_refused() -> None:
         assert hint.endswith("strategy='zero1'")
 
 
-def test_what_an_optimizer_counts_outside_of_itself_is_found() -> None:
+def test_an_optimizer_that_keeps_state_outside_of_itself_is_refused() -> None:
     with pytest.raises(TrainingError, match="Counting remembers something outside of itself"):
         OptimizerSpec(OPTIMIZERS["closure"], module=nn.Linear(3, 2))
 
 
-def test_a_trial_changes_neither_weights_nor_what_the_optimizer_holds() -> None:
+def test_a_trial_changes_neither_weights_nor_the_optimizers_state() -> None:
     model = nn.Linear(3, 2)
     before, draws = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
     template = OptimizerSpec(OPTIMIZERS["list"], module=model)
@@ -129,7 +129,7 @@ def test_a_trial_changes_neither_weights_nor_what_the_optimizer_holds() -> None:
     assert all(own is p for own, p in zip(optimizer.own, model.parameters(), strict=True))
 
 
-def test_a_class_given_for_a_factory_is_told_how_to_be_one() -> None:
+def test_an_optimizer_class_instead_of_a_factory_gets_a_hint() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(TrainingError, match="Adam wants its parameters") as refused:
         OptimizerSpec(torch.optim.Adam, module=model)  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_a_class_given_for_a_factory_is_told_how_to_be_one() -> None:
 
 
 class InGroups(torch.optim.SGD):
-    """Divides by the norm of the gradients of each group."""
+    """SGD that divides by the norm of the gradients of each group."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -178,7 +178,7 @@ NEEDS: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
 
 
 @pytest.mark.long
-def test_what_an_optimizer_needs_at_once_is_found_by_running_it() -> None:
+def test_the_needs_of_an_optimizer_are_found_by_running_it() -> None:
     for name, (kind, matrices, vectors) in NEEDS.items():
         model = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 10), nn.Linear(10, 9), nn.Linear(9, 5))
         needs = OptimizerSpec(kind, module=model).needs()
@@ -187,7 +187,7 @@ def test_what_an_optimizer_needs_at_once_is_found_by_running_it() -> None:
         assert len(needs) == 8
 
 
-def test_a_refusal_says_what_all_gradients_on_one_rank_would_take() -> None:
+def test_a_refusal_has_the_bytes_of_all_gradients_on_one_rank() -> None:
     model, tp = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 10)), Strategy.parse("tp=2", 2)
     for kind, what, state in (
         (OPTIMIZERS["clipping"], "all parameters", "4.04"),
@@ -200,6 +200,6 @@ def test_a_refusal_says_what_all_gradients_on_one_rank_would_take() -> None:
         assert (refused.value.numbers or "").endswith(said)
 
 
-def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(TrainingError, match="LBFGS computes the loss several times"):
         factory(torch.optim.LBFGS)

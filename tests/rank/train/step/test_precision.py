@@ -1,4 +1,4 @@
-"""float16 with a scale on the loss does what one process with torch's own GradScaler does, under every family."""
+"""Test that float16 with loss scaling equals one process with torch's GradScaler, under every family."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 ROWS, STEPS, GROWS_AFTER = 4, 7, 2
 NAMES = ("loss", "loss_scale", "grad_norm", "skipped")
-BLOWN = (1, 5)  # steps whose gradients overflow float16, by one row of one rank
+BLOWN = (1, 5)  # steps whose gradients overflow float16 because of one row of one rank
 STRATEGIES = {2: ("zero2", "tp"), 4: ("zero3", "dp=2 pp=2 microbatches=2")}
 
 
@@ -38,7 +38,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def items() -> list[tuple[Tensor, Tensor]]:
-    """Return rows. The last number of a target says what its row's loss is multiplied by."""
+    """Return rows. The last number of a target multiplies its row's loss."""
     ids, target = next_tokens(ROWS * STEPS, torch.Generator().manual_seed(2))
     factor = torch.ones(ROWS * STEPS, 1, dtype=torch.long)
     factor[[ROWS * step + ROWS - 1 for step in BLOWN]] = 10**7
@@ -102,7 +102,7 @@ def scaled(world: Any) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_float16_is_scaled_and_skipped_on_all_ranks_alike_as_torch_does_it(num_ranks: int) -> None:
+def test_float16_steps_are_scaled_and_skipped_as_in_torch_on_all_ranks(num_ranks: int) -> None:
     expected = one_process()
     assert [bool(skipped) for skipped in expected["skipped"]] == [step in BLOWN for step in range(STEPS)]
     assert set(expected["loss_scale"]) == {2.0**15, 2.0**16}
@@ -128,7 +128,7 @@ def alone(world: Any) -> list[Any]:
     return [*found, held.grad.tolist()]
 
 
-def test_one_ranks_gradient_keeps_all_of_them_from_updating() -> None:
+def test_an_infinite_gradient_on_one_rank_skips_the_update_on_all() -> None:
     assert run_ranks(alone, 2) == [[False, 2.0**15, True, 2.0**15, [1.0] * 3]] * 2
 
 
@@ -158,7 +158,7 @@ def carried(world: Any, path: str) -> list[Any]:
 
 
 @pytest.mark.long
-def test_the_scale_goes_on_through_switches_and_checkpoints_and_is_not_that_of_a_trial(tmp_path: Path) -> None:
+def test_the_loss_scale_is_kept_through_switches_checkpoints_and_trials(tmp_path: Path) -> None:
     for found in run_ranks(carried, 2, str(tmp_path / "saved"), timeout=170):
         assert found == [{"scale": 2.0**15, "finite": 0}] * 3
 
@@ -182,15 +182,15 @@ def refused(world: Any) -> list[str]:
     return found
 
 
-def test_weights_in_float16_and_gradients_that_no_scale_saves_are_refused() -> None:
+def test_float16_weights_and_gradients_that_overflow_at_any_scale_are_refused() -> None:
     halves, never = run_ranks(refused, 1)[0]
 
     assert "float32 weights" in halves and "'tokens.weight'" in halves
     assert "not finite, whatever" in never and "bf16" in never
 
 
-def test_bf16_on_a_gpu_that_emulates_it_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch answers on a T4 that bf16 is supported, because it includes emulation."""
+def test_bf16_on_a_gpu_that_emulates_it_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check it, because torch says that a T4 supports bf16, which includes emulation."""
     t4, model = torch.device("cuda", 0), nn.Linear(2, 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(Accelerator, "name", lambda self, device: "Tesla T4")

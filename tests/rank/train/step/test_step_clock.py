@@ -1,4 +1,4 @@
-"""The time of a step does not include what runs between steps."""
+"""Test that the time of a step does not include work between steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from nbkit.rank.train.step.history import Clock
 
 
-def test_a_lap_leaves_out_what_ran_while_the_clock_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lap_excludes_time_while_the_clock_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock = Clock()
@@ -24,7 +24,7 @@ def test_a_lap_leaves_out_what_ran_while_the_clock_was_stopped(monkeypatch: pyte
     assert clock.lap() == 4
 
 
-def test_a_clock_that_is_stopped_twice_leaves_out_the_time_once_and_laps_meanwhile_altogether(
+def test_a_clock_stopped_twice_excludes_the_time_once_and_its_inner_laps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]

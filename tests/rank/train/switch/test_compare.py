@@ -1,4 +1,4 @@
-"""Strategies are measured in turns, from one state, and the training goes on as if nothing had happened."""
+"""Test that strategies are measured in turns from one state, and the training goes on unchanged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def compared(world: Any) -> dict[str, Any]:
     return {**told, "refused": refused}
 
 
-def test_strategies_are_compared_and_the_training_goes_on_as_if_they_had_not_been() -> None:
+def test_a_comparison_of_strategies_does_not_change_the_training() -> None:
     first, second = run_ranks(compared, 2, timeout=180)
 
     for each in (first, second):
@@ -90,9 +90,9 @@ def test_strategies_are_compared_and_the_training_goes_on_as_if_they_had_not_bee
     ddp, zero3, pp = first["result"]["strategies"]
     weights = 4 * sum(p.numel() for p in net().parameters())
     # ddp reduces all gradients and a few numbers of the step. zero3 gathers half of the weights twice, and reduces the
-    # gradients. pp sends activations of twelve rows forth, or their gradients back.
+    # gradients. pp sends the activations of twelve rows forward, or their gradients backward.
     assert weights < ddp["sent_bytes"] < weights + 600
-    assert weights / 2 <= zero3["sent_bytes"] - ddp["sent_bytes"] < weights  # with what makes the parts alike
+    assert weights / 2 <= zero3["sent_bytes"] - ddp["sent_bytes"] < weights  # with padding to equal parts
     assert 0 < pp["sent_bytes"] < 12 * 16 * 4 + 800  # with the shapes of the rows
     for row in (ddp, zero3, pp):
         assert 0 < row["low_s"] <= row["step_s"] <= row["high_s"] and row["peak_bytes"] > 3 * weights / 2

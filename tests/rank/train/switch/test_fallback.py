@@ -1,4 +1,4 @@
-"""If the first step under a new strategy fails, all ranks go back to the old one, and no step is lost."""
+"""Test that all ranks go back to the old strategy if the first step under a new one fails, and lose no step."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Fragile(nn.Module):
 
 
 class Drawing(nn.Module):
-    """A layer that draws, and counts in a buffer: a step that is made twice would do both twice."""
+    """A layer that draws numbers and counts calls in a buffer, so that a repeated step would show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def trainer_of(model: Any = drawing, **changed: Any) -> Trainer:
         changed = {
             "hints": nbkit.ModelHints(stages=["3"]),
             **changed,
-        }  # by cost, which is measured, it would lie here or there
+        }  # a cut by measured cost would vary
     return quiet(**({"model": model, "optimizer": Adam, "data": points(40), "clip_norm": 1.0} | changed))
 
 
@@ -118,13 +118,13 @@ def losses_of(owner: Trainer | Job) -> list[float]:
 
 
 def memory(patch: pytest.MonkeyPatch, room: str) -> None:
-    """Set the memory that a switch finds. room: for "both" sides and a step, for both "sides" alone, or for "one"."""
+    """Set the memory for a switch. room: for "both" sides and a step, for both "sides" only, or for "one"."""
     patch.setattr(switching, "roomy", lambda *_: room == "both")
     patch.setattr(joining, "crowded", lambda *_, **__: room == "one")
 
 
 def reads_of_free_memory(world: object) -> int:
-    """Return how often a rank reads its free memory before it says what room it has for a switch."""
+    """Return how often a rank reads its free memory before it reports its room for a switch."""
     trainer, reads = trainer_of(), []
     trainer.fit(1)
 
@@ -140,7 +140,7 @@ def reads_of_free_memory(world: object) -> int:
     return len(reads)
 
 
-def test_whether_a_switch_goes_in_place_and_the_size_of_its_rounds_come_from_one_reading_of_memory() -> None:
+def test_a_switch_reads_free_memory_once() -> None:
     assert run_ranks(reads_of_free_memory, 2) == [1, 1]
 
 
@@ -151,7 +151,7 @@ def heard_by(owner: Trainer | Job) -> Heard:
 def fails_while_it_trains(
     room: str, strategy: str, plan: Plan, model: Any = drawing, *, on: bool = True
 ) -> dict[str, Any]:
-    """Ask for a switch as a click does, and let it fail; on: then ask for the same again, and for one that works."""
+    """Request a switch like a click, and let it fail. on: then request it again, and another one that works."""
     trainer, controls = trainer_of(model), TrainingRequestHandler()
     events = heard_by(trainer)
     trainer.fit(2)
@@ -162,7 +162,7 @@ def fails_while_it_trains(
         said = asked_for(trainer, controls, strategy)
         after = str(trainer.strategy), len(trainer.job.switches), trainer.job.previous
         told, noted = list(events), [record for record in trainer.history if "taken_back" in record]
-        trainer.fit(until=max(STEPS, trainer.step + 1))  # steps go on for as long as the switch is made ready
+        trainer.fit(until=max(STEPS, trainer.step + 1))  # steps go on while the switch is prepared
         losses = losses_of(trainer)
         again, well = said, {"ok": True, "strategy": "dp=2 zero=2"}
         if on:
@@ -198,7 +198,7 @@ def never_switched(found: list[dict[str, Any]], model: Any = drawing) -> list[fl
 
 
 def while_it_trains(world: Any, room: str) -> dict[str, Any]:
-    # The optimizer changes the weights, so only an old sharded model that is kept is still whole.
+    # The optimizer changes the weights, so only a kept copy of the old sharded model is still whole.
     kept = [FAILING[0], FAILING[4], ("zero1", Plan("dp=2 zero=1", "optimizer", (1,), torch.OutOfMemoryError))]
     failing = {"both": kept, "sides": FAILING[1:3], "one": FAILING[2:4]}[room]
     found = [
@@ -209,14 +209,14 @@ def while_it_trains(world: Any, room: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("room", [*(pytest.param(room, marks=pytest.mark.long) for room in ("both", "sides")), "one"])
-def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_those_of_a_run_never_switched(
+def test_a_failed_first_step_takes_all_ranks_back_with_equal_losses(
     room: str,
 ) -> None:
     for number, rank in enumerate(run_ranks(while_it_trains, 2, room, timeout=170)):
         for strategy, plan, found in rank["found"]:
             said, step = found["said"], found["said"]["step"]
             what = f"{plan.error.__name__}: planted in {plan.where}"
-            # If two ranks fail, the first may wake the other one before it fails by itself.
+            # If two ranks fail, the first may wake the other before that fails by itself.
             told = [failure.rank for failure in found["told"] if failure.kind == "failure"]
             assert told in ([None], [0], [1]) if plan.ranks == (0, 1) else told == list(plan.ranks)
             whose = what if told == [None] else f"rank {told[0]}: {what}"
@@ -230,7 +230,7 @@ def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_t
             failure = found["told"][-1]
             assert failure.kind == "failure" and (failure.step, failure.error) == (step, "SwitchError")
             assert failure.what == f"{words} {whose}"
-            # If memory held both models, nobody had heard of the switch.
+            # If memory held both models, no event of the switch was sent.
             switched = [(each.old, each.new) for each in found["told"] if each.kind == "switch"]
             assert switched == ([] if room == "both" else [("dp=2", plan.under), (plan.under, "dp=2")])
             assert len(found["warned"]) == (found["asked"] if number == 0 else 0)
@@ -240,14 +240,14 @@ def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_t
 def within_a_stage(world: Any) -> dict[str, Any]:
     found = []
     for where, room in (("forward", "both"), ("backward", "one")):
-        # The rank that holds the layer fails; the other waits for what it sends.
+        # The rank with the layer fails; the other waits for its message.
         plan = Plan(PP, where, (0, 1))
         found.append(fails_while_it_trains(room, "pp microbatches=2", plan, in_stages, on=room == "both"))
     return {"never": never_switched(found, in_stages), "found": found}
 
 
 @pytest.mark.long
-def test_a_stage_that_fails_leads_its_pipeline_back() -> None:
+def test_a_failed_stage_takes_its_pipeline_back() -> None:
     for rank in run_ranks(within_a_stage, 2, timeout=170):
         for found in rank["found"]:
             assert found["losses"] == rank["never"][: len(found["losses"])]
@@ -273,8 +273,8 @@ def four(world: Any) -> dict[str, Any]:
     return {"never": losses_of(never), "found": found, "strategy": str(trainer.strategy)}
 
 
-@pytest.mark.long  # the tests above go the same ways on two ranks
-def test_four_ranks_are_led_back_by_one_of_them() -> None:
+@pytest.mark.long  # the tests above cover the same on two ranks
+def test_one_failed_rank_of_four_takes_all_back() -> None:
     for rank in run_ranks(four, 4, timeout=170):
         for said, staged, losses in rank["found"]:
             assert said == "rank 3: ValueError: planted in backward"
@@ -293,12 +293,12 @@ def called(world: Any) -> dict[str, Any]:
     at_once = trainer.switch("zero3")
     trainer.fit(2)
     first = str(trainer.strategy), len(trainer.job.switches), [(e.kind, e.step) for e in events]
-    # No step has been made under either of them, so training goes back to the strategy before both.
+    # No step was made under either of them, so training goes back to the strategy before both.
     trainer.switch("zero3")
     trainer.switch("tp")
     trainer.fit(2)
     second = str(trainer.strategy), len(trainer.job.switches)
-    # Switch and undo by hand: nothing is left to go back to.
+    # After a switch and an undo by hand, there is nothing to go back to.
     trainer.switch("tp")
     trainer.undo()
     nothing = trainer.job.switcher.pending
@@ -321,7 +321,7 @@ def called(world: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_switch_that_was_called_between_two_fits_is_taken_back_by_the_second() -> None:
+def test_a_switch_between_two_fits_is_taken_back_by_the_second_fit() -> None:
     for found in run_ranks(called, 2, timeout=120):
         assert found["losses"] == pytest.approx(found["never"], rel=1e-5)
         assert found["losses"][:7] == found["never"][:7]  # under the same strategy, to the last bit
@@ -334,7 +334,7 @@ def test_a_switch_that_was_called_between_two_fits_is_taken_back_by_the_second()
 
 
 def by_hand(world: Any, strategy: str | None, as_shards: bool) -> dict[str, Any]:
-    """Run a loop of one's own; strategy: switched to before the fourth step, and its first backward fails on rank 1."""
+    """Run a user's own loop. strategy: switch to it before the fourth step; its first backward fails on rank 1."""
     plans.clear()
     random.seed(5)
     job = prepare(drawing, Adam, loss=mean_loss, log_dir=None, seed=7)
@@ -369,7 +369,7 @@ def in_loops(world: Any) -> dict[str, Any]:
     }
 
 
-def test_a_loop_of_ones_own_makes_the_same_batch_again_within_backward() -> None:
+def test_a_users_own_loop_repeats_the_batch_inside_backward() -> None:
     for found in run_ranks(in_loops, 2, timeout=120):
         never = found.pop("never")["losses"]
         for name, loop in found.items():
@@ -400,14 +400,14 @@ def asked_in_a_loop(world: Any) -> dict[str, Any]:
     return {"losses": losses_of(job), "said": controls.result("a")["result"], "never": by_hand(world, None, False)}
 
 
-def test_a_switch_that_is_asked_for_in_a_loop_of_ones_own_is_answered_when_its_first_backward_is_through() -> None:
+def test_a_requested_switch_in_an_own_loop_is_answered_after_its_first_backward() -> None:
     for found in run_ranks(asked_in_a_loop, 2, timeout=120):
         assert found["losses"] == found["never"]["losses"]
         assert not found["said"]["ok"] and found["said"]["numbers"] == "rank 1: ValueError: planted in backward"
 
 
 def ones_own(world: Any) -> list[Any]:
-    """Return what comes of a failure of the old strategy too, of no failure, and of a way back that fails."""
+    """Return the results of failures under the old strategy too, an interrupt, a failed update, a failed way back."""
     found: list[Any] = []
     never = trainer_of(in_stages)
     never.fit(STEPS)
@@ -464,7 +464,7 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.long
-def test_what_is_no_fault_of_the_strategy_is_raised_as_ever() -> None:
+def test_errors_not_caused_by_the_strategy_are_raised_as_usual() -> None:
     for rank, found in enumerate(run_ranks(ones_own, 2, timeout=120)):
         bug, as_ever, interrupt, after_it, optimizer, lost, left, goes_on = found
         assert bug == (None, None, "dp=2", 2) and as_ever
@@ -476,7 +476,7 @@ def test_what_is_no_fault_of_the_strategy_is_raised_as_ever() -> None:
 
 
 def broken_from_outside(world: Any) -> list[Any]:
-    """Break a rank out as Stop or another rank's death does. Nobody waits for the others to come."""
+    """Break the ranks out, as after Stop or the death of a rank. No rank waits for the others."""
     trainer = trainer_of()
     trainer.fit(2)
     trainer.switch("zero3")
@@ -492,7 +492,7 @@ def broken_from_outside(world: Any) -> list[Any]:
 
 
 class Waiting(KeyboardInterrupt):
-    """An interrupt as Stop sends it: the collectives are broken, then the code is interrupted."""
+    """An interrupt like that of Stop: first the collectives end, then the code is interrupted."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -501,14 +501,14 @@ class Waiting(KeyboardInterrupt):
             time.sleep(0.01)
 
 
-def test_who_is_broken_out_from_outside_waits_for_nobody() -> None:
+def test_a_rank_that_is_broken_out_waits_for_no_other() -> None:
     rank0, rank1 = run_ranks(broken_from_outside, 2, timeout=60, generations=2)
     assert rank0[0] == rank1[0] == "the cell was stopped while it waited"
     assert rank0[1:3] == rank1[1:3] == [ZERO3, 4] and rank0[3] == rank1[3]
 
 
 def once(world: Any) -> dict[str, Any]:
-    """Train on data that cannot begin again."""
+    """Train on data that cannot be read again."""
     never = trainer_of(data=iter(points(200)))
     never.fit(STEPS)
     trainer = trainer_of(data=iter(points(200)))
@@ -562,7 +562,7 @@ def test_a_trial_whose_first_step_fails_on_one_rank_is_refused_and_training_goes
 
 
 def kept(world: Any) -> list[int]:
-    """Return how many tensors of the failed sharded model are left when training goes on."""
+    """Return the number of tensors of the failed sharded model that are alive when training goes on."""
     found = []
     for room in ("both", "sides", "one"):
         trainer, controls = trainer_of(), TrainingRequestHandler()
@@ -588,12 +588,12 @@ def kept(world: Any) -> list[int]:
 
 
 @pytest.mark.long
-def test_the_memory_of_a_side_that_failed_is_free() -> None:
+def test_the_memory_of_a_failed_sharded_model_is_freed() -> None:
     assert run_ranks(kept, 2, timeout=120) == [[0, 0, 0]] * 2
 
 
 def paused(world: Any) -> dict[str, Any]:
-    """Switch in a pause, where the verdict cannot wait for a step. Return what is told, and where."""
+    """Switch in a pause, where the answer cannot wait for a step. Return the answers and the losses."""
     never = trainer_of()
     never.fit(STEPS)
     trainer, controls = trainer_of(), TrainingRequestHandler()
@@ -615,7 +615,7 @@ def paused(world: Any) -> dict[str, Any]:
 
 
 def asks(trainer: Trainer, step: int, *controls: Control) -> None:
-    """Post requests on all ranks when they have made `step`."""
+    """Post requests on all ranks after `step`."""
 
     def ask(trainer: Trainer, record: dict[str, Any]) -> None:
         if record["step"] == step:

@@ -1,4 +1,4 @@
-"""A job whose strategy changes while it trains has the losses of a job that was never switched."""
+"""Test that a job whose strategy changes during training has the losses of a job without switches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from nbkit.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
-# Each family but hsdp, which test_switch_nodes.py has. tests/rank/parallel/reshard has every pair, and make parity and
-# make zoo have long chains.
+# Each family except hsdp, which test_switch_nodes.py has. tests/rank/parallel/reshard has every pair, and make parity
+# and make zoo have long chains.
 THROUGH = ("zero3", "tp", "dp=2 pp=2 schedule=zbv", "cp=2 tp=2", "ddp")
-STEPS = len(THROUGH) + 2  # one before, and one under each, but two under tp: the first is not among those timed
+STEPS = len(THROUGH) + 2  # one before, one under each, and one more under tp, whose first step is not timed
 
 
 def trainer(**changed: Any) -> Trainer:
@@ -33,7 +33,7 @@ def trainer(**changed: Any) -> Trainer:
 
     def model() -> GPT:
         made = GPT(GPTConfig(vocab=32, block=8, layers=4, heads=4, width=16, dropout=0.1)).double()
-        made.head.weight = made.tokens.weight  # tied, so that stages share it
+        made.head.weight = made.tokens.weight  # tied, so stages share it
         return made
 
     asked: dict[str, Any] = {
@@ -62,7 +62,7 @@ def never_switched(world: Any) -> tuple[list[float], list[int]]:
 
 @cache
 def expected_of_one() -> tuple[list[float], list[int]]:
-    """Return what a job finds that is never switched."""
+    """Return the losses and the generated text of a job without switches."""
     found: tuple[list[float], list[int]] = run_ranks(never_switched, 1)[0]
     return found
 
@@ -76,8 +76,8 @@ def through_all(world: Any) -> dict[str, Any]:
         job.job.builder.finder.sync([new])
         predicted, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
-        # The order of ranks that moves the fewest bytes depends on the cut of the stages, and so on the measured costs
-        # of blocks.
+        # The rank order that moves the fewest bytes depends on the cut of the stages, and so on measured costs of
+        # blocks.
         rank_layouts = job.job.builder.plan(job.strategy).layouts
         held = {name: layout.local for name, layout in job.job.sharded_model.data.layouts.items()}
         said.append(
@@ -98,7 +98,7 @@ def through_all(world: Any) -> dict[str, Any]:
     }
 
 
-def test_the_loss_curve_goes_on_through_every_family_as_if_nothing_had_happened() -> None:
+def test_switches_through_every_family_do_not_change_the_losses() -> None:
     expected, generated = expected_of_one()
     found = run_ranks(through_all, 4, timeout=150)
 
@@ -116,7 +116,7 @@ def test_the_loss_curve_goes_on_through_every_family_as_if_nothing_had_happened(
 
 
 def undone_tried_and_failed(world: Any) -> dict[str, Any]:
-    """Undo a switch, try one out, and let some fail."""
+    """Undo a switch, try a strategy out, and let some switches fail."""
     job = trainer(strategy="zero3")
     job.fit(2)
     job.switch("tp")
@@ -162,7 +162,7 @@ def _break(patch: pytest.MonkeyPatch, stage: str) -> None:
 
 
 @pytest.mark.long
-def test_undo_try_and_a_switch_that_fails_at_each_stage_leave_the_curve_as_it_was() -> None:
+def test_undo_try_out_and_failed_switches_do_not_change_the_losses() -> None:
     expected, _ = expected_of_one()
     found = run_ranks(undone_tried_and_failed, 4, timeout=150)
 
@@ -176,7 +176,7 @@ def test_undo_try_and_a_switch_that_fails_at_each_stage_leave_the_curve_as_it_wa
 
 
 def by_hand(world: Any) -> tuple[list[float], list[str]]:
-    """Run a loop of the user's own, around prepare, switched in the middle."""
+    """Run a user's own loop with prepare, switched in the middle."""
 
     draw = torch.Generator().manual_seed(1)
     data = [tuple(torch.randint(32, (8,), generator=draw) for _ in range(2)) for _ in range(32)]
@@ -201,7 +201,7 @@ def by_hand(world: Any) -> tuple[list[float], list[str]]:
     return [record["loss"] for record in job.history], [record["strategy"] for record in job.history]
 
 
-def test_a_loop_of_ones_own_is_switched_too() -> None:
+def test_a_users_own_loop_can_be_switched() -> None:
     expected, _ = run_ranks(by_hand, 1)[0]
     for losses_, strategies in run_ranks(by_hand, 2, timeout=150):
         assert max(abs(a - b) for a, b in zip(losses_, expected, strict=True)) <= 1e-10
@@ -209,7 +209,7 @@ def test_a_loop_of_ones_own_is_switched_too() -> None:
 
 
 class Labels(nn.Module):
-    """An embedding of labels, some of which each step leaves out by its own draw."""
+    """An embedding of labels. Each step drops some labels by its own draw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Labels(nn.Module):
 
 
 class CrossedBlock(nn.Module):
-    """A block of two streams of unequal widths that read each other; only the first token of the narrow one changes."""
+    """A block of two streams of unequal widths that read each other. Only the narrow one's first token changes."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class CrossedBlock(nn.Module):
 
 
 class Crossed(nn.Module):
-    """A model of two streams through blocks. The first block lends its labels to the head."""
+    """A model of two streams through blocks. The head uses the labels of the first block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,14 +277,14 @@ def crossed(world: Any) -> tuple[list[float], list[str]]:
     job.fit(1)
     for strategy in ("zero1", "tp", "pp", "zero2", "ddp"):
         if world.place.world_size > 1:
-            with suppress(NbkitError):  # its refusals are not what this test is about
+            with suppress(NbkitError):  # this test is not about its refusals
                 job.switch(strategy)
         job.fit(1)
     return losses(job), [record["strategy"].split()[0] for record in job.history]
 
 
 @pytest.mark.long
-def test_streams_that_cross_and_draws_of_the_models_own_are_the_same_through_a_chain() -> None:
+def test_crossed_streams_and_own_draws_are_the_same_through_switches() -> None:
     expected, _ = run_ranks(crossed, 1)[0]
     for found, strategies in run_ranks(crossed, 2):
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 1e-10

@@ -1,4 +1,4 @@
-"""A switch is prepared beside the training, and uses only preparations that are still true."""
+"""Test that a switch is prepared during the training, and uses only preparations that are still valid."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wide() -> torch.nn.Module:
 
 
 def planned_in(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return a list that receives (what, name of the thread) of whatever is planned or cut from now on."""
+    """Return a list that receives ("plan" or "cut", name of the thread) for each plan and cut from now on."""
     found: list[tuple[str, str]] = []
     spread, cut = ExchangePlan.of.__func__, parallelize.cut
 
@@ -65,7 +65,7 @@ def while_it_trains(world: Any) -> dict[str, Any]:
     trainer = quiet(optimizer=adam, data=points(40))
     controls = TrainingRequestHandler()
     trainer.fit(1)
-    for strategy in ("zero3", "zero1"):  # the groups are there
+    for strategy in ("zero3", "zero1"):  # their groups exist
         trainer.switch(strategy)
     with pytest.MonkeyPatch.context() as patch:
         made = planned_in(patch)
@@ -74,7 +74,7 @@ def while_it_trains(world: Any) -> dict[str, Any]:
     return {"told": result, "made": made, "losses": [record["loss"] for record in trainer.history]}
 
 
-def test_asked_for_while_it_trains_only_what_moves_pauses() -> None:
+def test_a_switch_during_training_pauses_only_to_move_the_state() -> None:
     found = run_ranks(while_it_trains, 2, timeout=200)
     steps = len(found[0]["losses"])
     losses, _, _ = one_process(points(40), steps=steps, optimizer=adam)
@@ -108,12 +108,12 @@ def late_or_broken(world: Any) -> list[Any]:
             if world.place.rank == 1:
                 patch.setattr(prefetch, "make_ready", making)
             results.append(asked_for(trainer, controls, strategy, meanwhile=meanwhile))
-    # All ranks refuse at the boundary what cannot be split, and the training goes on.
+    # At the boundary, all ranks refuse a split that is not possible, and the training goes on.
     results.append(asked_for(trainer, controls, "tp=3"))
     return results
 
 
-def test_a_rank_that_is_not_ready_is_waited_for_and_one_that_cannot_be_is_not() -> None:
+def test_a_switch_waits_for_a_late_rank_but_not_for_one_that_cannot_prepare() -> None:
     found = run_ranks(late_or_broken, 2, timeout=200)
     for late, broken, refused in found:
         assert late["ok"] and late["step"] == found[0][0]["step"] > 30
@@ -150,7 +150,7 @@ def first_visits(world: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_groups_are_made_beside_the_training_and_where_that_fails_by_the_switch() -> None:
+def test_groups_are_made_during_training_or_by_the_switch() -> None:
     every = run_ranks(first_visits, 4, timeout=200)
     losses, _, _ = one_process(points(40), steps=len(every[0]["losses"]), optimizer=adam)
     for found in every:
@@ -186,7 +186,7 @@ def groups_of_ones_own(world: Any) -> list[float]:
     return [*sums, float(result["ok"])]
 
 
-def test_a_group_that_the_user_makes_meanwhile_comes_after_ours_on_every_rank() -> None:
+def test_a_users_group_made_meanwhile_comes_after_nbkits_on_every_rank() -> None:
     assert run_ranks(groups_of_ones_own, 2, timeout=100) == [[3.0, 1.0]] * 2
 
 
@@ -200,10 +200,10 @@ def out_of_date(world: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"drew": not torch.equal(drawn, torch.get_rng_state())}
     name, frozen = next(iter(trainer.model.named_parameters()))
     if world.place.rank == 1:
-        frozen.requires_grad_(False)  # one rank says so, and all follow
+        frozen.requires_grad_(False)  # on one rank; all follow
     found["first"] = trainer.switch("zero3").identical
     found["trains"] = dict(trainer.model.named_parameters())[name].requires_grad
-    # One rank holds something else than its strategy says.
+    # One rank does not hold what its strategy says.
     holdings, said = ExchangeCache.layouts_by_rank, []
 
     def without_one(self: ExchangeCache, *args: Any) -> Any:
@@ -230,7 +230,7 @@ def _noted(said: list[int], fn: Any) -> Any:
     return noting
 
 
-def test_what_is_out_of_date_is_made_again_and_what_does_not_fit_is_told() -> None:
+def test_outdated_preparations_are_remade_and_differing_ranks_plan_together() -> None:
     _, _, model = one_process(points(40), steps=2, optimizer=adam)
     for found in run_ranks(out_of_date, 2, timeout=200):
         assert not found["drew"]
@@ -266,7 +266,7 @@ def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
-def test_ranks_tell_what_they_cannot_know_in_a_few_hundred_bytes() -> None:
+def test_ranks_exchange_a_few_hundred_bytes_to_plan_a_switch() -> None:
     for rank in run_ranks(in_few_bytes, 4, timeout=300):
         assert all(size < 600 and not more for size, more in rank), rank
 
@@ -275,7 +275,7 @@ ROUND = 4096
 
 
 def in_rounds(world: Any) -> list[tuple[int, bool, dict[str, torch.Tensor]]]:
-    """Return for each switch the number of its messages, whether it was proven, and the weights after it."""
+    """Return for each switch (number of messages, whether the state was identical, weights after it)."""
     trainer, found = quiet(model=wide, optimizer=adam, data=points(40), strategy="zero3"), []
     trainer.fit(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -318,20 +318,20 @@ SPARES = (
     (2 * ROUND, 1 << 40),
     IN_PIECES,
 )
-"""Memory of each of two ranks beside the new model."""
+"""Memory of each of two ranks besides the new model."""
 
 
 def test_rounds_are_as_large_as_the_rank_with_the_least_free_memory_allows() -> None:
-    """Weights and moments take 12 bytes for each parameter, and a rank lacks half of them."""
+    """Compute the rounds: weights and moments take 12 bytes for each parameter, and a rank lacks half of them."""
     lacks = 6 * sum(p.numel() for p in wide().parameters())
     for found in run_ranks(in_rounds, 2, timeout=120):
         *found, in_pieces = found
         for (count, identical, weights), size in zip(found, (1, 2, 4, 32, 1), strict=True):
-            # Rounds are not quite full, because tensors are cut into pieces.
+            # Rounds are not completely full, because tensors are cut into pieces.
             assert lacks / (size * ROUND) <= count <= 1.3 * lacks / (size * ROUND) + 1, size
             assert identical
             assert all(torch.equal(weights[name], value) for name, value in found[0][2].items())
-        # All ranks go back to rounds of 24 MB, which no constant of this test changes.
+        # Here all ranks use the default rounds of 24 MB, which no constant of this test changes.
         assert in_pieces[:2] == (1, True)
         assert all(torch.equal(in_pieces[2][name], value) for name, value in found[0][2].items())
 
@@ -342,6 +342,6 @@ def told_at_length(world: Any) -> list[Any]:
     return [all_gather_objects(each, world_size=3, device=torch.device("cpu")) for each in (own, rank)]
 
 
-def test_what_one_rank_tells_at_length_arrives_whole() -> None:
+def test_a_long_message_of_one_rank_arrives_complete() -> None:
     parcels = [(rank, random.Random(rank).randbytes(40 if rank else 3 * USUAL_BYTES)) for rank in range(3)]
     assert run_ranks(told_at_length, 3) == [[parcels, [0, 1, 2]]] * 3

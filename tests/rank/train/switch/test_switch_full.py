@@ -1,4 +1,4 @@
-"""A switch works in place if memory does not hold both models; if anything fails, the old strategy goes on."""
+"""Test that a switch works in place if memory does not hold both models, and failures keep the old strategy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bytes_of(job: Trainer, rank: int) -> int:
 
 
 def full(patch: pytest.MonkeyPatch) -> None:
-    """Limit memory to one byte, so that no sharded model fits beside another. Rounds are small and many."""
+    """Limit memory to one byte, so that two sharded models never fit. Rounds are small and many."""
     patch.setenv("NBKIT_MEMORY_LIMIT", "1")
     patch.setattr(in_place, "InPlace", partial(moving.InPlace, limit=4096))
 
@@ -74,7 +74,7 @@ def through_all(world: Any, through: list[str]) -> dict[str, Any]:
 
 
 def cuts_of_rounds(world: Any) -> tuple[bool, list[int]]:
-    """Return whether a switch goes in place, and the limits with which it cuts rounds of the prepared exchange."""
+    """Return whether a switch works in place, and the limits with which it cuts rounds of the prepared exchange."""
     job, limits = trainer(), []
     job.fit(1)
     job.job.builder.finder.sync([Strategy.parse("zero3", 2)])
@@ -117,7 +117,7 @@ def held(job: Job) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("through", [THROUGH, pytest.param(ALSO_THROUGH, marks=pytest.mark.long)])
-def test_the_curve_goes_on_through_switches_in_place_when_one_rank_has_no_room(
+def test_in_place_switches_without_memory_on_one_rank_keep_the_losses(
     expected: list[float], through: list[str]
 ) -> None:
     for rank in run_ranks(through_all, 2, through, timeout=120):
@@ -125,12 +125,12 @@ def test_the_curve_goes_on_through_switches_in_place_when_one_rank_has_no_room(
         assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=False)) <= 1e-12
         assert len(rank["losses"]) == 2 * len(through) + 2 and rank["beside"] is False
         for number, (_, _, counted, said) in enumerate(rank["said"]):
-            # Padding of flat parts, canaries, step counters.
+            # The rest is padding of flat parts, canaries and step counters.
             assert said * 0.98 <= counted <= said * 1.05, through[number]
 
 
 def built_hollow(world: Any) -> dict[str, tuple[int, int]]:
-    """Return the bytes of a hollow model and of an ordinary one, optimizer state and gradients included."""
+    """Return the bytes of a hollow model and of an ordinary model, with optimizer state and gradients."""
     job, found = trainer(), {}
     job.fit(1)
     now, inner = job.job, job.job.optimizer.inner
@@ -157,7 +157,7 @@ def alive() -> int:
 
 
 @pytest.mark.long
-def test_a_hollow_side_takes_no_memory_whatever_its_data_axis() -> None:
+def test_a_hollow_model_takes_no_memory_under_any_data_axis() -> None:
     for found in run_ranks(built_hollow, 2):
         assert {text: sizes for text, sizes in found.items() if sizes[0] * 50 > sizes[1]} == {}
 
@@ -194,7 +194,7 @@ def planted(*_: Any, **__: Any) -> Any:
 
 
 def once(patch: pytest.MonkeyPatch, owner: Any, name: str, *, calls: int = 0) -> None:
-    """Let `owner.name` fail once, after some calls that work."""
+    """Let `owner.name` fail once, after `calls` successful calls."""
     real, left = getattr(owner, name), [calls]
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -222,7 +222,7 @@ STAGES = {
 
 
 @pytest.mark.long
-def test_a_switch_in_place_that_fails_at_any_stage_leaves_the_old_strategy_training(expected: list[float]) -> None:
+def test_an_in_place_switch_that_fails_at_any_stage_keeps_the_old_strategy(expected: list[float]) -> None:
     for number, rank in enumerate(run_ranks(fails_at_each_stage, 2, timeout=150)):
         assert [strategy for _, _, strategy, _ in rank["told"]] == ["dp=2"] * len(STAGES)
         assert not any(half for *_, half in rank["told"])
@@ -232,7 +232,7 @@ def test_a_switch_in_place_that_fails_at_any_stage_leaves_the_old_strategy_train
 
 
 def damaged(world: Any) -> list[str]:
-    """Return the errors when one rank holds other values than were sent, and so cannot give the old ones back."""
+    """Return the errors if one rank holds other values than were sent, so it cannot give the old ones back."""
     job = trainer(strategy="zero3")
     job.fit(2)
     told = []
@@ -248,7 +248,7 @@ def damaged(world: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_what_arrives_damaged_is_not_trained_on() -> None:
+def test_damaged_state_is_not_trained_on() -> None:
     for switched, trained in run_ranks(damaged, 2):
         assert "restored state is not the state before" in switched and "not the state under dp=2 zero=3" in switched
         assert "no rank has whole weights" in trained
@@ -266,14 +266,14 @@ def torn(world: Any, folder: str) -> dict[str, Any]:
             job.switch("zero3")
     with pytest.raises(TrainingError, match="no rank has whole weights"):
         job.fit(1)
-    looked = float(old.detach().sum())  # what is gone can be looked at without harm
+    looked = float(old.detach().sum())  # freed tensors can be read without harm
     job.load(Path(folder) / "saved")
     job.fit(2)
     return {"losses": losses(job), "looked": looked}
 
 
 @pytest.mark.long
-def test_a_move_that_is_torn_is_told_and_a_checkpoint_brings_the_job_back(
+def test_an_incomplete_move_is_an_error_and_a_checkpoint_restores_the_job(
     expected: list[float], tmp_path: Path
 ) -> None:
     for rank in run_ranks(torn, 2, str(tmp_path)):

@@ -1,4 +1,4 @@
-"""If a switch in place is interrupted, or finds no way back, ranks stay alike, and no training goes on from pieces."""
+"""Test in-place switches that are interrupted or find no way back: ranks stay equal, incomplete state is not used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expected() -> list[float]:
 
 
 def interrupted(world: Any) -> dict[str, Any]:
-    """Interrupt a switch without memory for gradients, and one while the state is on its way."""
+    """Interrupt a switch without memory for gradients, and one during the move of the state."""
     job, found = trainer(strategy="ddp"), {}
     job.fit(2)
     with pytest.MonkeyPatch.context() as patch:
@@ -40,7 +40,7 @@ def interrupted(world: Any) -> dict[str, Any]:
             with pytest.raises(KeyboardInterrupt):
                 job.switch("zero3")
         job.fit(2)
-        # Rank 0 is interrupted during the switch, and completes it. Rank 1 switches undisturbed.
+        # Rank 0 is interrupted during the switch, and completes it. Rank 1 is not interrupted.
         if world.place.rank == 0:
             patch.setattr(MoveInPlace, "make", strikes(MoveInPlace.make))
             with pytest.raises(KeyboardInterrupt):
@@ -61,7 +61,7 @@ def strikes(real: Any) -> Any:
 
 
 @pytest.mark.long
-def test_an_interrupt_leaves_every_rank_with_the_same_strategy_to_undo_and_with_summed_gradients(
+def test_an_interrupted_in_place_switch_leaves_all_ranks_equal(
     expected: list[float],
 ) -> None:
     ranks = run_ranks(interrupted, 2)
@@ -105,7 +105,7 @@ def no_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_a_training_does_not_go_on_from_a_switch_that_found_no_way_back(expected: list[float]) -> None:
+def test_training_ends_after_a_switch_without_a_way_back(expected: list[float]) -> None:
     for in_pieces, unable, (first, made) in run_ranks(asked_for_while_it_trains, 2, timeout=120):
         assert in_pieces[0] and in_pieces[1] == "TrainingError" and "the state is incomplete" in in_pieces[2]
         assert unable[0] and unable[1] == "TrainingError" and "was taken back: MemoryError" in unable[2]

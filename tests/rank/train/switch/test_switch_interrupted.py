@@ -1,4 +1,4 @@
-"""After an interrupt, a switch or a look at the weights makes the ranks alike first, or says why it cannot."""
+"""Test that after an interrupt, a switch or a read of the weights first makes the ranks equal, or says why not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AFTER = ("switch", "save", "evaluate", "full_state_dict", "try_out")
 
 
 class Torn(torch.optim.AdamW):
-    """AdamW that spoils a weight in its third step and is interrupted then, on the rank where `spoils` is set."""
+    """AdamW that spoils a weight in its third step and is then interrupted, on the rank where `spoils` is set."""
 
     spoils = False
     armed = True
@@ -39,7 +39,7 @@ class Torn(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> None:
         self.steps += 1
-        # Before the training runs, copies of it are tried.
+        # Copies of the optimizer are tried before the training.
         if Torn.armed and self.steps == 3 and Torn.spoils and step_boundary.training() is not None:
             with torch.no_grad():
                 self.param_groups[0]["params"][0].add_(1.0)
@@ -79,7 +79,7 @@ def torn(world: Any, folder: str) -> list[Any]:
     return found
 
 
-def test_ranks_of_a_torn_step_become_one_before_anything_is_read_or_moved(tmp_path: Path) -> None:
+def test_ranks_of_a_torn_step_become_equal_before_any_read_or_move(tmp_path: Path) -> None:
     _, _, model = one_process(points(40), steps=3, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
     x, y = (torch.stack(part) for part in zip(*points(8), strict=True))
     for switched, saved, evaluated, whole, tried in run_ranks(torn, 2, str(tmp_path), timeout=90):
@@ -107,7 +107,7 @@ def interrupted(world: Any) -> dict[str, Any]:
             patch.setattr(job, "adopt", adopting)
             with pytest.raises(KeyboardInterrupt):
                 trainer.switch("zero1")
-            gc.collect()  # what the interrupt left out
+            gc.collect()  # the interrupt skipped this
         else:
             trainer.switch("zero1")
     found: dict[str, Any] = {
@@ -141,7 +141,7 @@ def _second(calls: list[int], said: str) -> str:
     return said
 
 
-def test_an_interrupt_waits_until_a_rank_has_taken_over_and_ranks_that_differ_are_told() -> None:
+def test_an_interrupt_waits_for_a_switch_and_ranks_that_differ_are_an_error() -> None:
     losses, _, _ = one_process(points(40), steps=4, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
     for found in run_ranks(interrupted, 2):
         assert found["now"] == ("dp=2 zero=1", 1) and found["let go"]
@@ -156,7 +156,7 @@ def by_hand(world: Any) -> list[Any]:
     with pytest.raises(TrainingError, match="between backward") as refused:
         job.switch("zero1")
     job.optimizer.step()
-    # The gradients are still there, and that is all right.
+    # The gradients still exist, which is allowed after the update.
     job.switch("zero1")
     return [job.step, str(job.strategy), "optimizer.step()" in str(refused.value)]
 
@@ -166,7 +166,7 @@ def test_a_switch_that_would_drop_the_update_is_refused() -> None:
 
 
 def while_groups_are_made(world: Any) -> dict[str, Any]:
-    """Interrupt a switch when rank 0 has the groups of the strategy and rank 1 has not."""
+    """Interrupt a switch when only rank 0 has the groups of the strategy."""
     trainer = quiet(optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), data=points(40))
     trainer.fit(2)
     with pytest.MonkeyPatch.context() as patch:
@@ -188,7 +188,7 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_groups_that_an_interrupt_left_on_some_ranks_alone_are_made_again() -> None:
+def test_groups_that_exist_only_on_some_ranks_after_an_interrupt_are_remade() -> None:
     losses, _, _ = one_process(points(40), steps=4, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
     for found in run_ranks(while_groups_are_made, 2, generations=2):
         assert found["same"] == (True, True)
@@ -215,7 +215,7 @@ def fails_and_goes_on(world: Any) -> dict[str, list[int]]:
             if world.place.rank == 1 or fails is other:
                 patch.setattr(owner, name, fails)
             gc.disable()
-            # A user looks at what is left while the error still exists.
+            # A user reads the remaining state while the error object is still alive.
             with pytest.raises(SwitchError) as failed:
                 trainer.switch("ddp")
             found[name] = [held(), len(str(failed.value))]
@@ -236,13 +236,13 @@ def held() -> int:
     return storage_bytes([each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)], set())
 
 
-def test_a_switch_that_fails_leaves_no_memory_taken() -> None:
+def test_a_failed_switch_frees_its_memory() -> None:
     for found in run_ranks(fails_and_goes_on, 2):
         (before,) = found.pop("before")
         assert len(found) == 3
         for stage, (after, _) in found.items():
-            # A rank holds 8 kB of the smallest tensor that a switch moves, the first bias. The numbers of a step take 3
-            # kB.
+            # A rank holds 8 kB of the smallest tensor that a switch moves, the first bias. The numbers of a step take
+            # 3 kB.
             assert after <= before + 5000, stage
 
 
@@ -260,6 +260,6 @@ def leaves_them_all(world: Any) -> list[str]:
     return collected
 
 
-def test_the_side_that_was_left_is_free_at_once_without_a_collection() -> None:
-    # A garbage collection stops the training for longer than the rest of a switch.
+def test_the_old_sharded_model_is_freed_without_a_garbage_collection() -> None:
+    # A garbage collection would stop the training for longer than the rest of a switch.
     assert run_ranks(leaves_them_all, 2) == [[], []]

@@ -1,6 +1,6 @@
-"""Switches over two nodes: which axis crosses them, what goes between them in a step and in a switch, equal training.
+"""Test switches over two nodes: the axis that crosses them, the traffic between them, and equal training.
 
-The nodes are host names that the ranks of one machine give: two ranks on each of two.
+The ranks of one machine give two host names, as if two ranks ran on each of two nodes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def over_nodes(world: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_training_whose_axes_cross_nodes_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_whose_axes_cross_nodes_in_turn_stays_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (expected,) = run_ranks(never_switched, 1)
     found = run_ranks(over_nodes, 4, timeout=240)
@@ -63,7 +63,7 @@ def test_a_training_whose_axes_cross_nodes_in_turn(tmp_path: Path, monkeypatch: 
     ordered, ddp, hsdp, back = found[0]["said"]
     assert ordered[:3] == ("dp=2 pp=2 schedule=1f1b microbatches=2 order=dp", [(0, 2), (1, 3)], True)
     assert back[1] == [(0, 1), (2, 3)] and back[0].endswith("order=pp")
-    # Each node holds both stages, so its ranks get from each other what they lack of the whole model.
+    # Each node holds both stages, so its ranks get the missing parts of the model from each other.
     assert ddp[3] == 0 and hsdp[3] == 0
 
     run = Run(tmp_path / found[0]["run"])

@@ -1,4 +1,4 @@
-"""Another order of ranks makes a switch move fewer bytes. The training is the same, and all parts know the order."""
+"""Test that another order of ranks lets a switch move fewer bytes, with the same training, and all parts know it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def through_tp(world: Any, through: list[str]) -> dict[str, Any]:
         options = strategy_table.table(job.job)["options"] if world.place.rank == 0 else []
         table = {row["strategy"]: row["moved_bytes"] for row in options}
         seen = job.job.cost_model()
-        again = job.switch(text)  # whatever the order: it is the strategy in force
+        again = job.switch(text)  # this is the current strategy, in any order
         said.append(
             {
                 "strategy": str(job.strategy),
@@ -72,7 +72,7 @@ def through_tp(world: Any, through: list[str]) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("through", [THROUGH, ALSO_THROUGH])
-def test_the_order_that_moves_fewer_bytes_trains_alike(
+def test_the_rank_order_that_moves_fewer_bytes_trains_equally(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

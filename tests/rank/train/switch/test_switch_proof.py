@@ -1,4 +1,4 @@
-"""The proof that a switch has kept the state is found beside the first step that is made under the new strategy."""
+"""Test that the proof that a switch kept the state runs during the first step under the new strategy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that receives the names of the threads that hash from now on."""
+    """Return a list that receives the name of each thread that hashes from now on."""
     found: list[str] = []
     sums, digest = switching.sums, switching.digest
 
@@ -55,7 +55,7 @@ def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def with_room(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `train` with room for the proof beside a step, whatever else this machine does."""
+    """Run `train` with room for the proof during a step, whatever else this machine does."""
 
     @functools.wraps(train)
     def trained(*args: Any) -> Any:
@@ -97,7 +97,7 @@ def beside(world: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_who_asks_while_it_trains_makes_nobody_wait_for_the_proof() -> None:
+def test_a_switch_requested_during_training_does_not_wait_for_its_proof() -> None:
     for found in run_ranks(beside, 2, timeout=200):
         losses, _, _ = one_process(points(40), steps=len(found["losses"]), optimizer=adam)
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
@@ -105,7 +105,7 @@ def test_who_asks_while_it_trains_makes_nobody_wait_for_the_proof() -> None:
         assert [each["step"] for each in found["said"]] == [each["result"]["step"] for each in found["said"]]
         assert found["free"] == [True] * len(THROUGH)
         assert found["asked"] == ["nbkit-proof"] * 2 * len(THROUGH)
-        # Somebody else's loop may change the weights between two steps, so there the state is compared first.
+        # A user's loop may change the weights between two steps, so a call in it compares the state first.
         assert found["called"] == (True, ["MainThread"] * 2)
         assert [identical for _, identical in found["switches"]] == [True] * (len(THROUGH) + 1)
 
@@ -141,12 +141,12 @@ def full(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_state_that_differs_leaves_the_old_strategy_in_force_and_the_loss_curve_unbroken() -> None:
+def test_a_state_that_differs_keeps_the_old_strategy_and_the_losses() -> None:
     for found in run_ranks(spoilt, 2, timeout=200):
         other, untold, well = found["other"], found["untold"], found["well"]
         assert (other["ok"], other["error"], other["strategy"]) == (False, "SwitchError", "dp=2")
         assert "digests of weights and optimizer state differ" in other["numbers"] and "dp=2 goes on" in other["hint"]
-        assert untold["ok"] and untold["result"]["identical"]  # once more, and compared at once
+        assert untold["ok"] and untold["result"]["identical"]  # the switch is repeated, and compared at once
         assert well["ok"] and well["result"]["identical"] and found["now"] == "dp=2 zero=1"
         losses, _, _ = one_process(points(40), steps=len(found["losses"]), optimizer=adam)
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
@@ -154,8 +154,8 @@ def test_a_state_that_differs_leaves_the_old_strategy_in_force_and_the_loss_curv
 
 @with_room
 def ends(world: Any) -> dict[str, Any]:
-    """Switch at the last boundary of a run, and break off the first step of another switch."""
-    acts: dict[int, Callable[[], None]] = {}  # before the step after so many finished ones
+    """Switch at the last boundary of a run, and interrupt the first step after another switch."""
+    acts: dict[int, Callable[[], None]] = {}  # number of finished steps -> action before the next step
 
     def rate(finished: int) -> float:
         acts.pop(finished, lambda: None)()
@@ -171,8 +171,7 @@ def ends(world: Any) -> dict[str, Any]:
             step_boundary.inbox.acted + 1, "control", Control(id, "switch", {"strategy": strategy})
         )
 
-    # The request comes before the forward pass of a step. The step's own reduction agrees on it, and the next boundary
-    # acts.
+    # The request comes before the forward of a step. The step's reduction agrees on it, and the next boundary acts.
     acts[3] = lambda: ask("last", "zero1")
     trainer.fit(2)
     found["last"] = controls.result("last")["result"]
@@ -201,7 +200,7 @@ def ends(world: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_run_that_ends_proves_first_and_one_that_is_broken_off_says_that_nobody_compared() -> None:
+def test_a_run_proves_a_switch_before_its_end_but_not_after_an_interrupt() -> None:
     for found in run_ranks(ends, 2, timeout=200):
         assert found["last"]["ok"] and found["last"]["result"]["identical"] is True
         assert found["at its end"] == ("dp=2 zero=1", True, True)
@@ -212,7 +211,7 @@ def test_a_run_that_ends_proves_first_and_one_that_is_broken_off_says_that_nobod
 
 
 class Counting(torch.nn.Module):
-    """A model that changes a buffer in each forward pass, and a weight where it is told to."""
+    """A model that changes a buffer in each forward pass, and a weight if `clamping` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,10 +262,9 @@ def changing(world: Any) -> list[Any]:
     return found
 
 
-def test_what_a_forward_pass_changes_is_not_taken_for_a_mistake() -> None:
+def test_changes_in_a_forward_pass_are_not_mistaken_for_a_wrong_switch() -> None:
     apart, first = ["nbkit-proof"] * 2, ["MainThread"] * 2
-    # Weights that change in forward look like a mistake of the switch, so it is made again, and compared before
-    # anything runs.
+    # Weights that change in forward look like a wrong switch, so it is repeated, and compared before anything runs.
     assert run_ranks(changing, 2, timeout=200) == [[(True, apart), (True, apart + first)]] * 2
 
 
@@ -281,14 +279,14 @@ def narrow(world: Any) -> list[str]:
     return threads
 
 
-def test_where_one_rank_has_no_room_for_both_sides_and_a_step_all_compare_first() -> None:
+def test_all_ranks_compare_first_if_one_has_no_memory_for_both_and_a_step() -> None:
     assert run_ranks(narrow, 2, timeout=200) == [["MainThread"] * 2] * 2
 
 
 @with_room
 def one_after_another(world: Any) -> dict[str, Any]:
-    """Switch several times between the same two steps. Each is to be proven beside the next step."""
-    acts: dict[int, Callable[[], None]] = {}  # after so many steps
+    """Switch several times between the same two steps. Each is to be proven during the next step."""
+    acts: dict[int, Callable[[], None]] = {}  # step -> action after it
     calls = [lambda _, record: acts.get(record["step"], lambda: None)()]
     trainer = quiet(optimizer=adam, data=points(40), callbacks=calls)
     found: dict[str, Any] = {}
@@ -312,7 +310,7 @@ def one_after_another(world: Any) -> dict[str, Any]:
     return {**found, "losses": losses_of(trainer)}
 
 
-def test_a_switch_that_waits_for_its_proof_is_proven_before_another_one() -> None:
+def test_a_pending_switch_is_proven_before_another_one_begins() -> None:
     for found in run_ranks(one_after_another, 2, timeout=200):
         assert found["told"] == [None, None]
         assert (found["before"], found["undone"]) == ("dp=2 zero=1", "dp=2 zero=1")
@@ -324,7 +322,7 @@ def test_a_switch_that_waits_for_its_proof_is_proven_before_another_one() -> Non
 
 @with_room
 def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
-    """Return (whether the proof was beside a step, {steps after a switch: whether collectives told ends})."""
+    """Return (whether the proof ran during a step, {steps after a switch: whether ends of collectives are known})."""
     heard: dict[int, bool] = {}
 
     def rate(finished: int) -> float:
@@ -344,14 +342,14 @@ def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
     return threads == ["nbkit-proof"] * 2, {step - at: told for step, told in heard.items() if abs(step - at) < 2}
 
 
-def test_the_first_step_after_a_switch_is_looked_at_closely_though_it_is_told_of_later(tmp_path: Path) -> None:
+def test_the_first_step_after_a_switch_is_recorded_in_detail(tmp_path: Path) -> None:
     for beside, heard in run_ranks(listened, 2, str(tmp_path), timeout=200):
         assert beside
         assert not heard[-1] and heard[0]
 
 
 class Behind:
-    """A GPU's stream on which something is still under way."""
+    """A GPU's stream with unfinished work."""
 
     def __init__(self) -> None:
         self.left = 0.2
@@ -361,14 +359,14 @@ class Behind:
         self.left = 0.0
 
 
-def test_what_a_gpu_has_still_to_do_of_a_step_is_the_steps_time_and_not_the_proofs(
+def test_unfinished_gpu_work_of_a_step_does_not_count_as_time_of_the_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream, job = Behind(), MagicMock(device=torch.device("cuda", 0))
     monkeypatch.setattr(Accelerator, "wait_for_stream", lambda self, device: stream.synchronize())
 
     def identical() -> bool:
-        stream.synchronize()  # as reading a number does
+        stream.synchronize()  # like a read of a number
         return True
 
     job.ledger.clock = of_steps = Clock()

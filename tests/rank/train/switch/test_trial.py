@@ -1,4 +1,4 @@
-"""A trial leaves nothing behind: no record, no file, no changed weight, however it ends."""
+"""Test that a trial leaves no record, no file and no changed weight, however it ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tried(world: Any, folder: str) -> dict[str, Any]:
     original, calls = inner.step, []
 
     def step(self: Any, closure: Any = None) -> Any:
-        calls.extend([1] * (self is trainer.job.optimizer.inner))  # not those of a check before
+        calls.extend([1] * (self is trainer.job.optimizer.inner))  # without calls of an earlier check
         original(self, closure)
         if len(calls) == 2:
             raise KeyboardInterrupt
@@ -66,7 +66,7 @@ def tried(world: Any, folder: str) -> dict[str, Any]:
     return found | {"losses": [record["loss"] for record in trainer.history]}
 
 
-def test_a_trial_changes_and_tells_nothing_even_when_it_is_interrupted(tmp_path: Path) -> None:
+def test_a_trial_changes_and_reports_nothing_even_when_interrupted(tmp_path: Path) -> None:
     losses, _, _ = one_process(points(40), steps=4, optimizer=adam)
     for found in run_ranks(tried, 2, str(tmp_path)):
         assert found["weights kept"] and not found["saved"]
@@ -76,7 +76,7 @@ def test_a_trial_changes_and_tells_nothing_even_when_it_is_interrupted(tmp_path:
 
 
 class Knowing(torch.nn.Linear):
-    """A model that is free only when cycles are looked for: it knows itself."""
+    """A model that refers to itself, so only a collection of cycles frees it."""
 
     def __init__(self) -> None:
         super().__init__(6, 3)
@@ -84,7 +84,7 @@ class Knowing(torch.nn.Linear):
 
 
 def failing(world: Any) -> int:
-    """Return how many tensors of a failed trial are still there."""
+    """Return the number of live tensors of a failed trial."""
     trainer = quiet(model=Knowing, optimizer=adam)
     trainer.fit(1)
     held: list[weakref.ref[torch.Tensor]] = []
@@ -101,7 +101,7 @@ def failing(world: Any) -> int:
     return sum(tensor() is not None for tensor in held)
 
 
-def test_the_memory_of_a_trial_that_fails_is_free() -> None:
+def test_the_memory_of_a_failed_trial_is_freed() -> None:
     assert run_ranks(failing, 2) == [0, 0]
 
 
@@ -114,5 +114,5 @@ def read_once(world: Any) -> list[Any]:
     return [str(trainer.strategy), trainer.step, "__iter__" in str(refused.value)]
 
 
-def test_a_trial_of_data_that_cannot_go_back_is_refused_before_it_begins() -> None:
+def test_a_trial_with_data_that_cannot_be_read_again_is_refused() -> None:
     assert run_ranks(read_once, 2) == [["dp=2", 2, True]] * 2
