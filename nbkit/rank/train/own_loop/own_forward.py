@@ -34,7 +34,7 @@ from nbkit.rank.rng.dropout_masks import key_of
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train.control.rank_sync import EVERY
-from nbkit.rank.train.step.step_stats import StepReduction, StepResult
+from nbkit.rank.train.step.step_stats import StepNumbers, StepReduction, StepResult
 from nbkit.rank.world import meeting
 
 Job = Any  # nbkit.rank.train.job's, which imports this file
@@ -42,7 +42,8 @@ Job = Any  # nbkit.rank.train.job's, which imports this file
 _CALL = "_compiled_call_impl"  # if a module has it, torch calls it instead of the module's hooks and forward
 _OUTPUT = "output of a job's model"  # a mark on nodes of the autograd graph
 _ROWS = "x, y = job.rows(batch)   before the forward"
-_STEPS, _NODES = 4, 64  # the number of steps, and of nodes of the graph of a loss, that `_refuse_targets` looks at
+_STEPS, _NODES = 4, 64  # the number of steps, and of nodes of the graph of a loss, that `_count_targets` looks at
+_ROUNDING = 1e-6  # of sums of class weights
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class OwnForward:
         self.losses = self._calls = self._draws = self._mark = self._rows_of_losses = 0
         self._begun = self._called = self._started = False
         self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
+        self._means, self._targets, self._uneven = 0, 0.0, False
         self._trains: list[bool] = []
         self._versions: list[int] = []  # of the weights after the newest loss, if ranks have different rows
         self._logged: dict[str, Any] = {}
@@ -221,8 +223,6 @@ class OwnForward:
         rows = self._rows("job.backward(loss)")
         self._refuse_draws(rows)
         self._refuse_changed()
-        if weight is None and reduction == "mean" and rows.share < 1:
-            self._refuse_targets(loss, len(rows.numbers))
         self._begin()
         given = list(_here.given)
         if weight is None and reduction == "mean" and len({one.shares for one in given}) > 1:
@@ -237,6 +237,8 @@ class OwnForward:
                 numbers=f"under {job.strategy}; it reads it other than by job.model(...), as a gradient penalty does",
                 hint="a forward that gives what the loss needs, called as job.model(...); or strategy='zero2'",
             )
+        if weight is None and reduction == "mean" and rows.share < 1:
+            self._count_targets(loss, len(rows.numbers))
         job.ledger.begun = True
         number, named = self.losses + 1, f"job.backward, loss {self.losses + 1} of step {job.step + 1}"
         named += ", retain_graph=True" * retain_graph + ", last=True" * last + ", with a weight" * (weight is not None)
@@ -372,9 +374,12 @@ class OwnForward:
                     torch.as_tensor(value, dtype=torch.float64, device=job.device) * total * counts,
                     float(own * counts),
                     fingerprint=self._mark,
+                    refuses=self._uneven,
+                    targets=self._targets,
                 )
                 canary = job.sharded_model.sum_up(started=self._started)
-                step.summed(reduction, canary, request, samples=samples, losses=max(self.losses, 1))
+                check = self._refuse_targets if job.step % EVERY < _STEPS else None
+                step.summed(reduction, canary, request, samples=samples, losses=max(self.losses, 1), check=check)
         except BaseException as error:
             job.broken(error)
             raise
@@ -409,6 +414,7 @@ class OwnForward:
         if self._reduction is not None:
             self._reduction = self._job.training_step.new_reduction()
         self.losses = self._mark = self._rows_of_losses = 0
+        self._means, self._targets, self._uneven = 0, 0.0, False
         self._newest, self._started, self._logged = (0.0, 0, 0), False, {}
 
     def _begin(self) -> None:
@@ -577,24 +583,36 @@ class OwnForward:
             "x, noise = job.rows([x, noise])",
         )
 
-    def _refuse_targets(self, loss: Tensor, rows: int) -> None:
-        """Raise TrainingError if the loss has a mean cross entropy whose rows have different numbers of targets.
+    def _count_targets(self, loss: Tensor, rows: int) -> None:
+        """Count the targets of each mean cross entropy of the loss, for `_refuse_targets`.
 
         Looks at the first 4 of every 100 steps, because reading the counts waits for the device.
         """
-        job = self._job
-        if job.step % EVERY >= _STEPS:
+        if self._job.step % EVERY >= _STEPS:
             return
         for node in islice(_nodes(loss), _NODES):
-            counts = _targets_of_rows(node, rows)
-            if counts is not None and not bool((counts == counts[0]).all()):
-                shown = ", ".join(f"{float(count):g}" for count in counts[:4]) + ", ..." * (len(counts) > 4)
-                raise TrainingError(
-                    "The loss is a mean over the targets that count, and job.backward takes it for a mean over rows.",
-                    numbers=f"step {job.step + 1}, under {job.strategy}: {shown} in the rows of rank {job.rank}",
-                    hint="job.backward(loss, weight=(target != -100).sum())   with the ignore_index of the loss; "
-                    "with class weights w, weight=w[target].sum()",
-                )
+            if (weights := _weights_of_targets(node)) is None:
+                continue
+            self._means += 1
+            self._targets += self._means * float(weights.sum()) / rows  # their sum may be equal in all rows
+            if weights.numel() % rows == 0:
+                of_rows = weights.reshape(rows, -1).sum(1)
+                self._uneven |= bool((of_rows != of_rows[0]).any())
+
+    def _refuse_targets(self, numbers: StepNumbers) -> None:
+        """Raise TrainingError, on every rank, if rows have different numbers of targets in a mean cross entropy."""
+        job, uneven, each = self._job, numbers.refused, numbers.targets
+        if not each or (not uneven and max(each) - min(each) <= _ROUNDING * max(each)):
+            return
+        shown = ", ".join(f"{one:g}" for one in each[:4]) + ", ..." * (len(each) > 4)
+        within = f"; the rows of rank {uneven[0]} have different numbers" if uneven else ""
+        raise TrainingError(
+            "The loss is a mean over the targets that count, and job.backward takes it for a mean over rows.",
+            numbers=f"step {job.step + 1}, under {job.strategy}: {shown} targets for each row of ranks 0, 1, ..."
+            + within,
+            hint="job.backward(loss, weight=(target != -100).sum())   with the ignore_index of the loss; "
+            "with class weights w, weight=w[target].sum()",
+        )
 
     def _outside(self, loss: Tensor) -> str | None:
         """Return the name of a split parameter that the loss reads outside of a call of the model, or None."""
@@ -690,17 +708,14 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
             waiting += [before for before, _ in node.next_functions]
 
 
-def _targets_of_rows(node: Any, rows: int) -> Tensor | None:
-    """Return the weight of each row's targets in a mean cross entropy of `rows` rows; None for another node."""
+def _weights_of_targets(node: Any) -> Tensor | None:
+    """Return the weight of each target in a mean cross entropy, 0 for ignored ones; None for another node."""
     if not node.name().startswith("NllLoss") or getattr(node, "_saved_reduction", None) != 1:
         return None
     try:
         target, weight = node._saved_target, node._saved_weight
     except RuntimeError:  # the user has freed this part of the graph
         return None
-    if target.numel() % rows:
-        return None
     counts = target != node._saved_ignore_index
-    weighed = counts.double() if weight is None else weight[torch.where(counts, target, 0)] * counts
-    of_rows: Tensor = weighed.reshape(rows, -1).sum(1)
-    return of_rows
+    weighed: Tensor = counts if weight is None else weight[torch.where(counts, target, 0)] * counts
+    return weighed.double()

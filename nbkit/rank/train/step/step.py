@@ -54,7 +54,7 @@ from nbkit.rank.train.control.rank_sync import Integrity
 from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.precision import Precision
-from nbkit.rank.train.step.step_stats import Pending, StepReduction, StepResult, to_host_async
+from nbkit.rank.train.step.step_stats import Pending, StepNumbers, StepReduction, StepResult, to_host_async
 from nbkit.rank.train.step_count import Counts, StepCount
 
 
@@ -156,6 +156,8 @@ class TrainingStep:
         drawing: Callable[[Sequence[int]], AbstractContextManager[None]]
         drawing = _undrawn if self.dropout.idle() else partial(self.dropout.step, step)
         parted = parts_rows(sharded_model.strategy, self.builder.options)
+        changed_loss = self.builder.changed_loss
+        changed = parted and changed_loss.begin()
         counted = facts.counted if parted else None
         whole = whole_of(shard, counted, sharded_model, self.device)
         # The known part of the divisor of a mean. If rows are counted, it is the whole divisor.
@@ -190,6 +192,7 @@ class TrainingStep:
                 seconds=laps[0],
                 fingerprint=shard.fingerprint,
                 data_ends=shard.ends,
+                refuses=changed and changed_loss.defect is not None,
             )
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -197,7 +200,7 @@ class TrainingStep:
             with phase("forward"), self.precision.autocast(), drawing(micro.numbers):
                 output, part, tokens = self._forward.run(micro, stage, received, counted, whole)
                 if part is not None and parted:
-                    self.builder.changed_loss.look(micro.data, output, micro.rows, counted)
+                    changed_loss.look(micro.data, output, micro.rows, counted)
                 if part is not None and shard.hears is not None:
                     target = pair(micro.data, self._forward.inputs)[1]
                     each = row_losses(self._forward.loss, output, target, micro.rows, self.device)
@@ -245,7 +248,8 @@ class TrainingStep:
             factor = reduction.per_weight(1 if counted is None else expected)
             if accelerator().holds(self.device) or factor != 1:
                 scale(grads, factor)
-        self._note(reduction, request, samples=shard.total, indices=shard.indices, parts=shard.parts)
+        check = (lambda numbers: changed_loss.end(numbers.refused)) if changed else None
+        self._note(reduction, request, samples=shard.total, indices=shard.indices, parts=shard.parts, check=check)
         return StepResult(reduction)
 
     def new_reduction(self) -> StepReduction:
@@ -271,6 +275,8 @@ class TrainingStep:
         seconds: float | None = None,
         fingerprint: int,
         data_ends: bool = False,
+        refuses: bool = False,
+        targets: float = 0.0,
     ) -> None:
         """Start to sum the results of the step over the ranks: see StepReduction.launch.
 
@@ -289,15 +295,27 @@ class TrainingStep:
             ends=step_boundary.told_to_end(),
             data_ends=data_ends,
             counted=(self.counted.peak, self.counted.sent),
+            refuses=refuses,
+            targets=targets,
             routed=[sum(tokens.values()) for tokens in self.sharded_model.data.routed],
         )
 
     def summed(
-        self, reduction: StepReduction, canary: Tensor | None, request: int, *, samples: int, losses: int
+        self,
+        reduction: StepReduction,
+        canary: Tensor | None,
+        request: int,
+        *,
+        samples: int,
+        losses: int,
+        check: Callable[[StepNumbers], None] | None,
     ) -> None:
-        """Note that the gradients of the user's losses are summed over the ranks. Raises as `backward` does."""
+        """Note that the gradients of the user's losses are summed over the ranks. Raises as `backward` does.
+
+        check: called with the results before the weights change. It waits for the device.
+        """
         self._finish(reduction, canary)
-        self._note(reduction, request, samples=samples, indices=range(samples), losses=losses)
+        self._note(reduction, request, samples=samples, indices=range(samples), losses=losses, check=check)
 
     def _finish(self, reduction: StepReduction, canary: Tensor | None) -> None:
         reduction.finish(canary)
@@ -312,8 +330,9 @@ class TrainingStep:
         indices: Sequence[int],
         parts: Parts = None,
         losses: int = 0,
+        check: Callable[[StepNumbers], None] | None = None,
     ) -> None:
-        """Note a step whose gradients are summed. CPU ranks check it."""
+        """Note a step whose gradients are summed. CPU ranks check it. check: see `summed`."""
         sharded_model, ledger = self.sharded_model, self.ledger
         if self._drift_unknown:
             # Check before the first update, because it would use the wrong buffers.
@@ -325,6 +344,8 @@ class TrainingStep:
         shape: Any = {"mesh": mesh, "strategy": self._strategy, "parts": parts, "losses": losses}
         shape["ep"] = sharded_model.strategy.ep
         pending = Pending(ledger.step + 1, reduction, request, samples, indices, lr, **shape)
+        if check is not None:
+            check(reduction.read())  # first, because it may know why a loss is not finite
         if not accelerator().holds(self.device):
             ledger.check(pending)
         ledger.pending.append(pending)

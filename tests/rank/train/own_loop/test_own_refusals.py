@@ -67,11 +67,6 @@ def misused(world: Any, strategy: str) -> dict[str, str]:
             next(job.model.parameters()).mul_(1.0)
         job.optimizer.zero_grad()
 
-    def ignoring() -> None:
-        x, y = job.rows(DATA[0])
-        target = torch.arange(len(y)) % 2 * 100 - 100  # every other row counts
-        job.backward(F.cross_entropy(job.model(x), target))
-
     def ambiguous() -> None:
         x, y = job.rows(DATA[0])
         job.rows([part[:7] for part in DATA[1]])
@@ -122,10 +117,9 @@ def misused(world: Any, strategy: str) -> dict[str, str]:
         "a draw of no rows": lambda: job.draw(torch.randn, 3),
         "an update by hand": updating,
         "no step at all": updating_alone,
-        "ignored targets": ignoring,
         "which rows": ambiguous,
     }.items():
-        whole = ("no rows", "which rows", "an update by hand", "no step at all", "ignored targets")
+        whole = ("no rows", "which rows", "an update by hand", "no step at all")
         if name in whole and "tp" in strategy:
             continue  # ranks that share each row have all of them
         if name in ("an update by hand", "no step at all") and strategy == "zero3":
@@ -163,7 +157,6 @@ HINTS = {
     "no gradient": ".detach()",
     "reduction": "reduction='sum'",
     "which rows": "weight=len(x)",
-    "ignored targets": "weight=(target != -100).sum()",
     "an update by hand": "job.grad_norm() before the change",
     "no step at all": "job.grad_norm() before the change",
     "after clip": "job.clip",
@@ -189,6 +182,40 @@ def test_misuse_is_refused_and_says_what_to_type(strategy: str) -> None:
     for rank in run_ranks(misused, 2, strategy):
         for name, text in rank.items():
             assert HINTS[name] in text, f"{name}: {text}"
+
+
+COUNTS = {
+    "a row of rank 0": [1, -100, 1, 1, 2, 0, 1, 2],
+    "all rows of rank 1": [0, 1, 2, 1, -100, -100, -100, -100],
+    "one row for each rank": [1, -100],
+}
+
+
+def ignoring(world: Any, strategy: str) -> list[tuple[str, bool]]:
+    found = []
+    for targets in COUNTS.values():
+        job = prepared(strategy)
+        weights = job.full_state_dict()
+
+        def step(targets: list[int] = targets, job: Any = job) -> None:
+            x, target = job.rows([DATA[0][0][: len(targets)], torch.tensor(targets)])
+            job.backward(F.cross_entropy(job.model(x), target))
+            job.optimizer.step()
+
+        words = said(step)
+        found.append((words, all(torch.equal(weights[name], now) for name, now in job.full_state_dict().items())))
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_ignored_targets_in_the_rows_of_one_rank_are_refused_on_all(strategy: str) -> None:
+    first, second = run_ranks(ignoring, 2, strategy)
+    assert first == second
+    numbers = ["0.75, 1 targets", "1, 0 targets", "1, 0 targets"]
+    for (words, unchanged), shown in zip(first, numbers, strict=True):
+        assert unchanged and shown in words and "weight=(target != -100).sum()" in words
+    assert "the rows of rank 0 have" in first[0][0]
 
 
 def stepped(world: Any, strategy: str) -> tuple[str, list[float]]:
