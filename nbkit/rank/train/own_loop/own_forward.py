@@ -137,7 +137,8 @@ class OwnForward:
 
     possible: the job belongs to a user's own loop. active: the loop has called `rows` of this job, or of another job
     that may share a loss with it. losses: the number of backward passes of this step whose gradients are not summed.
-    number: the index of the job in this process.
+    number: the index of the job in this process. perturbed: summed gradients were dropped without a step. The user may
+    have changed weights with them, as SAM does, and each rank only those that it updates.
     """
 
     def __init__(self, job: Job) -> None:
@@ -150,7 +151,7 @@ class OwnForward:
     def end(self) -> None:
         """Reset the state of a step, because it is finished or is made in another way."""
         self.losses = self._calls = self._draws = self._mark = self._rows_of_losses = 0
-        self._begun = self._called = self._started = False
+        self._begun = self._called = self._started = self.perturbed = False
         self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
         self._means, self._targets, self._uneven = 0, 0.0, False
         self._trains: list[bool] = []
@@ -421,6 +422,7 @@ class OwnForward:
         """Begin a step, unless it has begun."""
         job = self._job
         data = job.sharded_model.data
+        self.share_weights()
         if self._begun and self._trains == [p.requires_grad for p in data.leaves()]:
             return
         if job.waits_for_update:  # a forward pass between job.clip and the optimizer's step
@@ -438,6 +440,17 @@ class OwnForward:
         self._begun, self._reduction = True, job.training_step.new_reduction()
         self._trains = [p.requires_grad for p in data.leaves()]
         job.training_step.warn_if_changed()
+
+    def share_weights(self) -> None:
+        """Send the weights that this rank updates to the other ranks, if the user may have changed them.
+
+        Collective in that case.
+        """
+        sharded_model, changed, self.perturbed = self._job.sharded_model, self.perturbed, False
+        if changed and (self._job.strategy.zero in (1, 2) or sharded_model.owned is not None):
+            meeting.meet(f"the forward after gradients of step {self._job.step + 1} were dropped")
+            sharded_model.after_step()
+            sharded_model.data.settle()
 
     def _pass(self, value: Tensor | None, *, retain_graph: bool, last: bool) -> None:
         """Run the backward pass of a loss. value: None if no row of this rank counts, so that there is no gradient."""
@@ -567,8 +580,8 @@ class OwnForward:
         raise TrainingError(
             "Weights were changed after job.backward(loss), when p.grad is the gradient of this rank's rows only.",
             numbers=f"step {job.step + 1}, under {job.strategy}: {changed} of {len(versions)} weights",
-            hint="job.grad_norm() before the change: it sums the gradients over the ranks; under ddp, p.grad is then "
-            "the gradient of the whole batch",
+            hint="job.grad_norm() before the change: it sums the gradients over the ranks; then use each p and p.grad "
+            "of job.optimizer.param_groups",
         )
 
     def _refuse_draws(self, rows: OwnRows) -> None:

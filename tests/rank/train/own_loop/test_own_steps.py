@@ -268,6 +268,49 @@ def test_one_loss_trains_two_jobs_and_their_records_have_it() -> None:
                     torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11)
 
 
+def sharpness_aware(data: Any, rows: Any, model: Any, backward: Any, norm: Any, optimizer: Any) -> None:
+    """Train by SAM: each step uses the gradient at weights that were moved along the gradient."""
+    for x, y in map(rows, data):
+        backward(F.mse_loss(model(x), y))
+        length = norm()
+        with torch.no_grad():
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            moved = [p.grad * 0.5 / length for p in params]
+            for p, move in zip(params, moved, strict=True):
+                p.add_(move)
+            optimizer.zero_grad()
+        backward(F.mse_loss(model(x), y))
+        norm()
+        with torch.no_grad():
+            for p, move in zip(params, moved, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def moved(world: Any, strategies: list[str]) -> list[Any]:
+    found = []
+    for strategy in strategies:
+        job = prepared(strategy)
+        sharpness_aware(job.batches(DATA[:3]), job.rows, job.model, job.backward, job.grad_norm, job.optimizer)
+        found.append(job.full_state_dict())
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_weights_that_were_moved_by_summed_gradients_are_those_of_the_next_forward_on_all_ranks() -> None:
+    model = mlp(4, 3, 1)
+
+    def norm() -> Tensor:
+        return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    sharpness_aware(DATA[:3], tuple, model, lambda loss: loss.backward(), norm, adam(model))
+    for rank in run_ranks(moved, 2, ["ddp", "zero1", "zero2", "zero3", "dp=1 tp=2"]):
+        for state in rank:
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11)
+
+
 def apart(world: Any) -> str:
     one, other = prepared("ddp"), prepared("dp=1 tp=2", lambda: mlp(3, 1, 2))
     x, _ = one.rows(DATA[0])
