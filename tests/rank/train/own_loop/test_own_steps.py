@@ -199,6 +199,48 @@ def test_without_an_example_the_first_calls_tell_whether_rows_are_coupled(strate
         assert "mixes the rows" in coupled and coupled.endswith("after 0"), coupled
 
 
+class Output(dict[str, Tensor]):
+    """A class that torch does not know as a tree."""
+
+
+class WithLoss(nn.Module):
+    """Returns its loss with its output, as models of transformers do. Some targets are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(4, 3, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Output:
+        logits = self.net(x)
+        return Output(loss=F.cross_entropy(logits, labels), logits=logits)
+
+
+LABELS = [(x, y.argmax(1).masked_fill(y[:, 0] > 0, -100)) for x, y in DATA]
+
+
+def with_a_loss(world: Any, strategies: list[str]) -> list[Any]:
+    found = []
+    for strategy in strategies:
+        job = nbkit.prepare(WithLoss, adam, strategy=strategy, log_dir=None)
+        for x, labels in map(job.rows, LABELS[:4]):
+            step(job, job.model(x=x, labels=labels)["loss"], weight=(labels != -100).sum())
+        found.append(job.full_state_dict())
+    return found
+
+
+def test_a_model_may_return_its_loss() -> None:
+    model = WithLoss()
+    optimizer = adam(model)
+    for x, labels in LABELS[:4]:
+        model(x, labels)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in run_ranks(with_a_loss, 2, ["ddp", "zero3", "dp=1 tp=2"]):
+        for state in rank:
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11)
+
+
 def normed(world: Any, strategies: list[str]) -> list[Any]:
     found = []
     for strategy in strategies:
