@@ -261,6 +261,7 @@ class Job:
         """Compute with `sharded_model`, the first one of this process, and update it with `inner`."""
         self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten, fits=self._fits)
         self._take(sharded_model, inner)
+        self.training_step.note_versions()
         # Weak, so that a `break` ends the loop. After an error the traceback keeps it alive: `_leave_loop` ends it.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.own_loop = OWN_LOOP

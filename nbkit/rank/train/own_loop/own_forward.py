@@ -156,6 +156,7 @@ class OwnForward:
         self._means, self._targets, self._uneven = 0, 0.0, False
         self._trains: list[bool] = []
         self._versions: list[int] = []  # of the weights after the newest loss, if ranks have different rows
+        self._grads: list[tuple[Tensor, int]] = []  # the gradients after the newest loss, and their versions
         self._logged: dict[str, Any] = {}
         self._reduction: StepReduction | None = None
 
@@ -224,6 +225,7 @@ class OwnForward:
         rows = self._rows("job.backward(loss)")
         self._refuse_draws(rows)
         self._refuse_changed()
+        self._refuse_changed_gradients()
         self._begin()
         given = list(_here.given)
         if weight is None and reduction == "mean" and len({one.shares for one in given}) > 1:
@@ -262,6 +264,8 @@ class OwnForward:
         _here.rows = rows
         _here.given.clear()
         self._versions = [p._version for p in job.sharded_model.data.leaves()] if rows.share < 1 else []
+        for own in _here.jobs:  # the loss may have added to the gradients of other jobs
+            own._note_gradients()
         assert self._reduction is not None
         return StepResult(self._reduction)
 
@@ -356,6 +360,7 @@ class OwnForward:
             return
         self._refuse_summed()
         self._refuse_changed()
+        self._refuse_changed_gradients()
         self._begin()
         reduction, request = self._reduction, step.next_request
         assert reduction is not None
@@ -416,7 +421,7 @@ class OwnForward:
             self._reduction = self._job.training_step.new_reduction()
         self.losses = self._mark = self._rows_of_losses = 0
         self._means, self._targets, self._uneven = 0, 0.0, False
-        self._newest, self._started, self._logged = (0.0, 0, 0), False, {}
+        self._newest, self._started, self._logged, self._grads = (0.0, 0, 0), False, {}, []
 
     def _begin(self) -> None:
         """Begin a step, unless it has begun."""
@@ -582,6 +587,27 @@ class OwnForward:
             numbers=f"step {job.step + 1}, under {job.strategy}: {changed} of {len(versions)} weights",
             hint="job.grad_norm() before the change: it sums the gradients over the ranks; then use each p and p.grad "
             "of job.optimizer.param_groups",
+        )
+
+    def _note_gradients(self) -> None:
+        job, waits = self._job, self.losses and not self._started
+        grads = [p.grad for p in job.sharded_model.data.leaves()] if waits and job.strategy.mesh.size > 1 else []
+        self._grads = [(grad, grad._version) for grad in grads if grad is not None]
+
+    def _refuse_changed_gradients(self) -> None:
+        """Raise TrainingError if the user has changed gradients that are those of this rank's rows. None is allowed."""
+        job, known = self._job, {id(grad): version for grad, version in self._grads}
+        grads = [p.grad for p in job.sharded_model.data.leaves()] if known else []
+        self._grads = []
+        if all(grad is None or known.get(id(grad)) == grad._version for grad in grads):
+            return
+        job.optimizer.zero_grad()
+        raise TrainingError(
+            "Gradients were changed after job.backward(loss), when they are those of this rank only. "
+            "The ranks sum them later.",
+            numbers=f"step {job.step + 1}, under {job.strategy}",
+            hint="job.clip(1.0) to clip; or job.grad_norm(), which sums them, before each p.grad of "
+            "job.optimizer.param_groups is changed",
         )
 
     def _refuse_draws(self, rows: OwnRows) -> None:

@@ -50,7 +50,7 @@ from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.rank_sync import Integrity
+from nbkit.rank.train.control.rank_sync import EVERY, Integrity
 from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.precision import Precision
@@ -107,6 +107,15 @@ class TrainingStep:
         self.coupled = any(takes_all_ranks(module) for module in sharded_model.module.modules())
         # Parameters that are split over ranks, and their versions after the last step.
         self._parts, self._changes = sharded_model.data.parts(), list[int]()
+        # The parameters that every rank holds whole, and all versions after the last step; [] if not known.
+        replicas = (
+            not self._parts
+            and "mine" not in sharded_model.strategy.settings
+            and sharded_model.strategy.mesh.size == sharded_model.strategy.dp > 1
+        )
+        replicas &= sharded_model.data.apart == 1 and sharded_model.strategy.ep == 1
+        self._replicas = [p for p in sharded_model.module.parameters() if p.is_floating_point()] if replicas else []
+        self._versions = list[int]()
         # True if the loss function returns (sum, weight). Ranks that do not call it know this after the first step.
         self._summed: bool | None = None
 
@@ -130,7 +139,7 @@ class TrainingStep:
         """Make the next step repeat what a first step does once. Call it on all ranks."""
         self.sharded_model.begin_again()
         self.precision.level()
-        self._drift_unknown, self._changes = True, []
+        self._drift_unknown, self._changes, self._versions = True, [], []
 
     def rows(self, batch: Any) -> Shard:
         """Return this rank's rows of a global batch. Seed so that ranks with the same rows draw the same numbers."""
@@ -297,6 +306,9 @@ class TrainingStep:
             counted=(self.counted.peak, self.counted.sent),
             refuses=refuses,
             targets=targets,
+            # A learning rate on a device is compared only every 100 steps: to read it waits.
+            weights=self._weights(),
+            rates=sum(lr for group in self.optimizer.param_groups if isinstance(lr := group.get("lr"), int | float)),
             routed=[sum(tokens.values()) for tokens in self.sharded_model.data.routed],
         )
 
@@ -394,13 +406,33 @@ class TrainingStep:
         if self._count is not None:
             self.counted, self._count = self._count.done(), None
         self._made += 1
-        self.note_versions()
+        self.note_versions(late=late)
         self.ledger.made()
 
-    def note_versions(self) -> None:
-        """Note the versions of split weights, after nbkit has changed them: see `warn_if_changed`."""
+    def note_versions(self, *, late: bool = False) -> None:
+        """Note the versions of weights, after nbkit has changed them: see `warn_if_changed` and `_weights`.
+
+        late: some weights will still arrive.
+        """
         if self._parts:
             self._changes = [p._version for p in self._parts]
+        if self._replicas:
+            self._versions = [] if late else [p._version for p in self.sharded_model.data.leaves()]
+
+    @torch.no_grad()
+    def _weights(self) -> Tensor | None:
+        """Return the norm of the weights in the first 4 of every 100 steps, and after the user has changed them.
+
+        Otherwise return None. The ranks compare it. Each of them may have changed its weights in another way.
+        """
+        data, known = self.sharded_model.data, self._versions
+        changed = known and [p._version for p in data.leaves()] != known
+        if not self._replicas or (self.ledger.step % EVERY >= 4 and not changed):
+            return None
+        data.settle()
+        norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in self._replicas]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm.nan_to_num()  # other checks say that weights are not finite
 
     @property
     def _is_counted(self) -> bool:

@@ -68,7 +68,8 @@ def ready(number: float | DeviceScalar) -> float:
 
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
-_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _TARGETS, _ROUTED = range(8)  # per rank; the last also per layer
+# Per rank; the last one also per layer.
+_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _TARGETS, _RATES, _WEIGHTS, _ROUTED = range(10)
 _NOT_FINITE, _ENDS, _DATA_ENDS, _REFUSES = 1, 2, 4, 8  # flags of a rank
 
 
@@ -82,7 +83,8 @@ class StepNumbers:
     the training. seconds, fingerprints: one value per rank. whole: the gradients are summed over all ranks; False if
     the reduction was aborted. backup: seconds of a backup on the slowest rank. data_ends: see Shard.ends; True if it is
     for any rank. counted: (peak bytes, sent bytes) of the ranks with most; 0 if not measured yet. refused: ranks that
-    have found the loss to be no mean over rows. targets, routed: see `StepReduction.launch`; one entry per rank.
+    have found the loss to be no mean over rows. targets, rates, weights, routed: see `StepReduction.launch`; one entry
+    per rank.
     """
 
     loss: float
@@ -101,6 +103,8 @@ class StepNumbers:
     counted: tuple[int, int] = (0, 0)
     refused: list[int] = field(default_factory=list)
     targets: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
     routed: list[list[int]] = field(default_factory=list)
 
 
@@ -144,6 +148,8 @@ class StepReduction:
         counted: tuple[int, int] = (0, 0),
         refuses: bool = False,
         targets: float = 0.0,
+        rates: float = 0.0,
+        weights: Tensor | None = None,
         routed: Sequence[int] = (),
     ) -> None:
         """Start the all-reduce.
@@ -152,8 +158,9 @@ class StepReduction:
         step_boundary.Inbox). backup: seconds of the last backup (see Backups). ends: this rank was told to end the
         training. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts. refuses: this rank
         has found the loss to be no mean over rows. targets: the targets of this rank's cross entropies, for each row.
-        routed: the tokens that this rank's experts have computed in this step, whose own forward passes are made; of
-        each layer.
+        rates: the sum of the learning rates. weights: the norm of the weights; None if it is not compared now. routed:
+        the tokens that this rank's experts have computed in this step, whose own forward passes are made; of each
+        layer.
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them pass zeros.
         """
@@ -161,13 +168,15 @@ class StepReduction:
         slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + self._each * self.rank
-        slots[at : at + _ROUTED + len(routed)] = seconds, 0, fingerprint, backup, *counted, targets, *routed
+        slots[at : at + _ROUTED + len(routed)] = seconds, 0, fingerprint, backup, *counted, targets, rates, 0, *routed
         told = _ENDS * ends + _DATA_ENDS * data_ends + _REFUSES * refuses
         if accelerator().holds(self.device):
             if not isinstance(weight, Tensor):
                 slots[_WEIGHT] = weight
             vector = accelerator().send(torch.tensor(slots, dtype=torch.float64), self.device)
             vector[_LOSS] = loss_sum
+            if weights is not None:
+                vector[at + _WEIGHTS] = weights
             if isinstance(weight, Tensor):
                 vector[_WEIGHT] = weight
             vector[at + _FLAGS] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
@@ -175,6 +184,7 @@ class StepReduction:
         else:
             # The numbers are on the host: plain arithmetic is faster than a dozen operations on tensors.
             slots[_LOSS], slots[_WEIGHT] = loss, weight = float(loss_sum), float(weight)
+            slots[at + _WEIGHTS] = 0.0 if weights is None else float(weights)
             slots[at + _FLAGS] = _NOT_FINITE * (not math.isfinite(loss + weight)) + told
             vector = torch.tensor(slots, dtype=torch.float64)
         self._vector = vector if self._carried is None else self._carried.copy_(vector)
@@ -256,6 +266,8 @@ class StepReduction:
             counted=(round(max(ranks[_PEAK])), round(max(ranks[_SENT]))),
             refused=[rank for rank, flags in enumerate(ranks[_FLAGS]) if round(flags) & _REFUSES],
             targets=ranks[_TARGETS],
+            rates=ranks[_RATES],
+            weights=ranks[_WEIGHTS],
             routed=[list(map(round, layers)) for layers in zip(*ranks[_ROUTED:], strict=True)],
             ends=any(round(flags) & _ENDS for flags in ranks[_FLAGS]),
             data_ends=any(round(flags) & _DATA_ENDS for flags in ranks[_FLAGS]),

@@ -61,6 +61,12 @@ def misused(world: Any, strategy: str) -> dict[str, str]:
                 p -= 0.0 * p.grad
         job.optimizer.step()
 
+    def changing_gradients() -> None:
+        job.backward(loss_of(job))
+        for p in job.model.parameters():
+            p.grad.clamp_(-1.0, 1.0)
+        job.optimizer.step()
+
     def updating_alone() -> None:
         job.backward(loss_of(job))
         with torch.no_grad():
@@ -117,12 +123,13 @@ def misused(world: Any, strategy: str) -> dict[str, str]:
         "a draw of no rows": lambda: job.draw(torch.randn, 3),
         "an update by hand": updating,
         "no step at all": updating_alone,
+        "gradients by hand": changing_gradients,
         "which rows": ambiguous,
     }.items():
         whole = ("no rows", "which rows", "an update by hand", "no step at all")
         if name in whole and "tp" in strategy:
             continue  # ranks that share each row have all of them
-        if name in ("an update by hand", "no step at all") and strategy == "zero3":
+        if name in ("an update by hand", "no step at all", "gradients by hand") and strategy == "zero3":
             continue  # the parameters of the model have no gradients there
         found[name] = said(act)
         job.optimizer.zero_grad()
@@ -159,6 +166,7 @@ HINTS = {
     "which rows": "weight=len(x)",
     "an update by hand": "job.grad_norm() before the change",
     "no step at all": "job.grad_norm() before the change",
+    "gradients by hand": "job.clip(1.0) to clip",
     "after clip": "job.clip",
     "after the last": "last=True",
     "a batch beside": "job.optimizer.step() between them",
@@ -182,6 +190,46 @@ def test_misuse_is_refused_and_says_what_to_type(strategy: str) -> None:
     for rank in run_ranks(misused, 2, strategy):
         for name, text in rank.items():
             assert HINTS[name] in text, f"{name}: {text}"
+
+
+def edited(world: Any, strategy: str) -> list[tuple[str, int]]:
+    def reading(job: Any) -> None:
+        if world.place.rank == 0:
+            job.model.load_state_dict(mlp(4, 3, 2).state_dict())
+
+    def clamping(job: Any) -> None:
+        for p in job.optimizer.param_groups[0]["params"]:
+            p.data.clamp_(-0.1, 0.1)
+
+    found = []
+    for when, edit in ((0, reading), (5, reading), (1, clamping)):
+        job = prepared(strategy)
+
+        def steps(job: Any = job, when: int = when, edit: Any = edit) -> None:
+            for number in range(8):
+                if number == when:
+                    edit(job)
+                job.backward(loss_of(job, DATA[number % 4]))
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            raise NbkitError("no error")
+
+        found.append((said(steps), job.step))
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_weights_that_ranks_change_in_different_ways_end_the_training(strategy: str) -> None:
+    first, second = run_ranks(edited, 2, strategy)
+    assert first == second
+    at_start, later, (clamped, steps) = first
+    assert at_start[1] == 0 and "different weights in step 1" in at_start[0]
+    assert later[1] == 5 and "unchanged" in later[0]
+    if strategy == "ddp":  # there each rank has all weights in the groups of the optimizer
+        assert clamped == "no error" and steps == 8
+    else:
+        assert steps == 1 and "job.model.parameters()" in clamped
 
 
 COUNTS = {
