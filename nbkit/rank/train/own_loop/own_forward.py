@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.data.batch import Shard, numbers_of, on_device
 from nbkit.rank.device import accelerator
+from nbkit.rank.loss.mean_over_rows import compares_rows
 from nbkit.rank.parallel.module.forward_wrapper import in_backward
 from nbkit.rank.parallel.proof.observe import tensors_in
 from nbkit.rank.rng.dropout_masks import key_of
@@ -40,7 +41,7 @@ from nbkit.rank.world import meeting
 Job = Any  # nbkit.rank.train.job's, which imports this file
 
 _CALL = "_compiled_call_impl"  # if a module has it, torch calls it instead of the module's hooks and forward
-_OUTPUT = "output of a job's model"  # a mark on nodes of the autograd graph
+_OUTPUT = "output of a job's model"  # a note on nodes of the autograd graph: number of the result -> its shape
 _ROWS = "x, y = job.rows(batch)   before the forward"
 _STEPS, _NODES = 4, 64  # the number of steps, and of nodes of the graph of a loss, that `_count_targets` looks at
 _ROUNDING = 1e-6  # of sums of class weights
@@ -153,7 +154,7 @@ class OwnForward:
         self.losses = self._calls = self._draws = self._mark = self._rows_of_losses = 0
         self._begun = self._called = self._started = self.perturbed = False
         self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
-        self._means, self._targets, self._uneven = 0, 0.0, False
+        self._means, self._targets, self._uneven, self._compares = 0, 0.0, False, False
         self._trains: list[bool] = []
         self._versions: list[int] = []  # of the weights after the newest loss, if ranks have different rows
         self._grads: list[tuple[Tensor, int]] = []  # the gradients after the newest loss, and their versions
@@ -242,6 +243,9 @@ class OwnForward:
             )
         if weight is None and reduction == "mean" and rows.share < 1:
             self._count_targets(loss, len(rows.numbers))
+            # ZeRO 3 would gather parameters, because a gradient reaches the model's output.
+            if job.step % EVERY == 0 and job.strategy.zero < 3 and job.strategy.mesh.size == job.strategy.dp:
+                self._compares |= compares_rows(loss, _output_shape, len(rows.numbers))
         job.ledger.begun = True
         number, named = self.losses + 1, f"job.backward, loss {self.losses + 1} of step {job.step + 1}"
         named += ", retain_graph=True" * retain_graph + ", last=True" * last + ", with a weight" * (weight is not None)
@@ -335,7 +339,7 @@ class OwnForward:
             self._called = True
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
-                    _notes(tensor.grad_fn)[_OUTPUT] = True
+                    _notes(tensor.grad_fn).setdefault(_OUTPUT, {})[tensor.output_nr] = tuple(tensor.shape)
         return output
 
     @contextmanager
@@ -381,10 +385,11 @@ class OwnForward:
                     float(own * counts),
                     fingerprint=self._mark,
                     refuses=self._uneven,
+                    compares=self._compares,
                     targets=self._targets,
                 )
                 canary = job.sharded_model.sum_up(started=self._started)
-                check = self._refuse_targets if job.step % EVERY < _STEPS else None
+                check = self._refuse_loss if job.step % EVERY < _STEPS else None
                 step.summed(reduction, canary, request, samples=samples, losses=max(self.losses, 1), check=check)
         except BaseException as error:
             job.broken(error)
@@ -420,7 +425,7 @@ class OwnForward:
         if self._reduction is not None:
             self._reduction = self._job.training_step.new_reduction()
         self.losses = self._mark = self._rows_of_losses = 0
-        self._means, self._targets, self._uneven = 0, 0.0, False
+        self._means, self._targets, self._uneven, self._compares = 0, 0.0, False, False
         self._newest, self._started, self._logged, self._grads = (0.0, 0, 0), False, {}, []
 
     def _begin(self) -> None:
@@ -623,7 +628,7 @@ class OwnForward:
         )
 
     def _count_targets(self, loss: Tensor, rows: int) -> None:
-        """Count the targets of each mean cross entropy of the loss, for `_refuse_targets`.
+        """Count the targets of each mean cross entropy of the loss, for `_refuse_loss`.
 
         Looks at the first 4 of every 100 steps, because reading the counts waits for the device.
         """
@@ -638,9 +643,19 @@ class OwnForward:
                 of_rows = weights.reshape(rows, -1).sum(1)
                 self._uneven |= bool((of_rows != of_rows[0]).any())
 
-    def _refuse_targets(self, numbers: StepNumbers) -> None:
-        """Raise TrainingError, on every rank, if rows have different numbers of targets in a mean cross entropy."""
+    def _refuse_loss(self, numbers: StepNumbers) -> None:
+        """Raise TrainingError, on every rank, for a loss that compares rows, or whose rows have different weights.
+
+        The second is so if rows have different numbers of targets in a mean cross entropy.
+        """
         job, uneven, each = self._job, numbers.refused, numbers.targets
+        if numbers.compared:
+            raise TrainingError(
+                "The loss of a row depends on other rows, and each rank has only some of the rows.",
+                numbers=f"step {job.step + 1}, under {job.strategy}, in the rows of rank {numbers.compared[0]}",
+                hint="strategy='tp', where each rank has all rows: for a contrastive loss, the root of a mean, or a "
+                "ratio of sums; or job.backward(loss, weight=len(x)), to train with the mean over the ranks",
+            )
         if not each or (not uneven and max(each) - min(each) <= _ROUNDING * max(each)):
             return
         shown = ", ".join(f"{one:g}" for one in each[:4]) + ", ..." * (len(each) > 4)
@@ -745,6 +760,12 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [before for before, _ in node.next_functions]
+
+
+def _output_shape(node: Any, number: int) -> tuple[int, ...] | None:
+    """Return the shape of a job's output that a node of the autograd graph has made as result `number`, or None."""
+    found: tuple[int, ...] | None = _notes(node).get(_OUTPUT, {}).get(number)
+    return found
 
 
 def _weights_of_targets(node: Any) -> Tensor | None:

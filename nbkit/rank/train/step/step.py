@@ -285,6 +285,7 @@ class TrainingStep:
         fingerprint: int,
         data_ends: bool = False,
         refuses: bool = False,
+        compares: bool = False,
         targets: float = 0.0,
     ) -> None:
         """Start to sum the results of the step over the ranks: see StepReduction.launch.
@@ -305,6 +306,7 @@ class TrainingStep:
             data_ends=data_ends,
             counted=(self.counted.peak, self.counted.sent),
             refuses=refuses,
+            compares=compares,
             targets=targets,
             # A learning rate on a device is compared only every 100 steps: to read it waits.
             weights=self._weights(),

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import NbkitError
+from nbkit.rank.loss.mean_over_rows import compares_rows
 
 DATA = batches(4, 8, 4, 3)
 EXAMPLE = tuple(DATA[0])
@@ -266,6 +267,31 @@ def test_ignored_targets_in_the_rows_of_one_rank_are_refused_on_all(strategy: st
     assert "the rows of rank 0 have" in first[0][0]
 
 
+def comparing(world: Any, strategies: list[str]) -> list[tuple[str, int]]:
+    found = []
+    for strategy in strategies:
+        job = prepared(strategy)
+
+        def steps(job: Any = job) -> None:
+            x, y = job.rows([part[:3] for part in DATA[0]])  # rank 1 has one row, and cannot tell
+            loss = F.mse_loss(job.model(x), y).sqrt()
+            job.backward(loss, **({"weight": len(x)} if found else {}))
+            job.optimizer.step()
+            raise NbkitError("no error")
+
+        found.append((said(steps), job.step))
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_a_loss_that_compares_rows_is_refused_on_all_ranks_unless_it_has_a_weight() -> None:
+    first, second = run_ranks(comparing, 2, ["ddp", "ddp"])
+    assert first == second
+    (words, steps), weighed = first
+    assert "in the rows of rank 0" in words and "strategy='tp'" in words and steps == 0
+    assert weighed == ("no error", 1)
+
+
 def stepped(world: Any, strategy: str) -> tuple[str, list[float]]:
     model = mlp(4, 3, 1)
     given = adam(model)
@@ -306,3 +332,32 @@ def skipping(world: Any) -> str:
 def test_a_rank_that_skips_a_step_is_told() -> None:
     with pytest.raises(RankFailed, match=r"(?s)different places.*the update of step 1"):
         run_ranks(skipping, 2)
+
+
+ROWS = 6
+LOSSES: dict[str, tuple[bool, Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+    "mean": (False, lambda a, b: F.mse_loss(a, b.detach()), (ROWS, 5)),
+    "targets": (False, lambda a, b: F.cross_entropy(a, torch.arange(ROWS), label_smoothing=0.1), (ROWS, ROWS)),
+    "within a row": (False, lambda a, b: F.cosine_similarity(a, b).mean() + a.norm(dim=1).mean(), (ROWS, 5)),
+    "steps of time, then rows": (False, lambda a, b: (a[1:] - a[:-1]).square().mean(), (ROWS, ROWS, 2)),
+    "normalised, detached": (False, lambda a, b: ((a - a.mean(0).detach()) ** 2).mean(), (ROWS, 5)),
+    "root": (True, lambda a, b: F.mse_loss(a, b.detach()).sqrt(), (ROWS, 5)),
+    "contrastive": (True, lambda a, b: F.cross_entropy(a @ b.T, torch.arange(ROWS)), (ROWS, 5)),
+    "a ratio of sums": (True, lambda a, b: (a.sigmoid() * b.detach()).sum() / a.sigmoid().sum(), (ROWS, 5)),
+    "the next row": (True, lambda a, b: (a - a.roll(1, 0)).square().mean(), (ROWS, 5)),
+    "variance": (True, lambda a, b: F.relu(1 - a.std(0)).mean(), (ROWS, 5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_a_loss_that_compares_rows_is_told_by_its_second_derivative(name: str, dtype: torch.dtype) -> None:
+    compares, loss_of_two, shape = LOSSES[name]
+    torch.manual_seed(0)
+    layer = nn.Linear(4, torch.Size(shape[1:]).numel()).to(dtype)
+    a, b = (layer(torch.randn(ROWS, 4, dtype=dtype)).reshape(shape) for _ in range(2))
+    shapes = {tensor.grad_fn: shape for tensor in (a, b)}
+    loss = loss_of_two(a, b)
+    assert compares_rows(loss, lambda node, _: shapes.get(node), ROWS) == compares
+    loss.backward()  # the graph is kept
+    assert layer.weight.grad is not None
