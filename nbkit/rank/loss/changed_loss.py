@@ -3,7 +3,7 @@
 The check before the first step (loss_check.py) sees only the terms that count at that time. A callback may raise the
 weight of another term from 0 later, such as the KL term of a VAE, or add a contrastive term after a warmup. Such a term
 may be a sum over rows, or compare rows. So this check repeats the comparison of the loss of some rows together and
-alone, on the outputs of the present step. It runs no model and sends nothing.
+alone, on the outputs of the present step. It runs no model, and sends nothing but a flag in the step's reduction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.data.sample_rows import undrawn
 from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.loss.loss_check import LOSS_HINTS
-from nbkit.rank.loss.mean_over_rows import LossAlone, loss_alone
+from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, loss_alone
 from nbkit.rank.loss.output_tensors import leaves
 from nbkit.rank.loss.row_trial import counting
 from nbkit.rank.loss.row_weights import Loss
@@ -31,48 +31,73 @@ _ELEMENTS = 1 << 22  # maximum number of elements of one row's outputs: the rest
 
 
 class ChangedLoss:
-    """Watches the numbers, texts and tensors that `loss` reads from variables, attributes and containers."""
+    """Watches the numbers, texts and tensors that `loss` reads from variables, attributes and containers.
+
+    A step calls `begin`, `look` for its micro-batches, and `end`. defect: what `look` has found in this step. The ranks
+    have different rows, so one of them may find a defect alone: all learn of it by the reduction of the step.
+    """
 
     def __init__(self, loss: Loss | None, inputs: Sequence[str] | None, device: torch.device) -> None:
         self._loss, self._inputs, self._device = loss, inputs, device
         self._read: Callable[[], dict[str, Any]] | None = None
         self._before: dict[str, Any] = {}
+        self._now: dict[str, Any] = {}
         self._changes = 0
-        self._known = loss is not None  # False if the check cannot judge this loss, or if there is none
+        self._reads = loss is not None  # False if there is nothing that could change
+        self._known: bool | None = None  # False if the check cannot judge this loss, None if that was not tried
+        self._due = False
+        self.defect: Defect | None = None
 
-    def look(self, batch: Any, output: Any, rows: int, counted: Counted | None) -> None:
-        """Raise TrainingError if a value has changed, and the loss of `rows` rows no longer adds up over rows.
+    def begin(self) -> bool:
+        """Return True if a value has changed, so that the loss is examined in this step. Equal on all ranks.
 
-        batch: the rows. output: the model's output for them. counted: see ModelFacts. The first call only finds out
-        whether the check can judge this loss. After the first changes, it looks at every 2nd, 4th, 8th, ... change, and
-        at every 100th.
+        After the first changes, this is so for every 2nd, 4th, 8th, ... change, and for every 100th.
         """
-        if not self._known or rows < 2:
-            return
+        self._due, self.defect = False, None
+        if not self._reads:
+            return False
         if first := self._read is None:
             self._read = OutsideState(nn.Module(), self._loss).readings()
-        now = self._read()
-        if first and not now:
-            self._known = False  # it reads nothing that could change
-        if now == self._before:
+        self._now = self._read()
+        self._reads = bool(self._now) or not first
+        if self._now == self._before:
+            return False
+        number = self._changes + 1
+        self._due = not (number & (number - 1) and number % _EVERY)
+        if not self._due:
+            self._before, self._changes = self._now, number
+        return self._due
+
+    def look(self, batch: Any, output: Any, rows: int, counted: Counted | None) -> None:
+        """Examine the loss of `rows` rows, if that is due. The first time, only find out whether it can be judged.
+
+        batch: the rows. output: the model's output for them. counted: see ModelFacts.
+        """
+        if not self._reads or self._known is False or rows < 2 or not (self._due or self._known is None):
             return
-        before, self._before, self._changes = self._before, now, self._changes + 1
-        if self._changes & (self._changes - 1) and self._changes % _EVERY:
-            return
+        self._due = False
         found = self._alone(batch, output, rows, counted)
-        if first:
+        if self._known is None:
             self._known = found is not None and found.defect is None
-        elif found is not None and found.defect is not None:
-            self._before, self._changes = before, self._changes - 1  # a step that is made again must fail again
-            changed = [name for name in sorted(now) if before.get(name) != now[name]]
-            shown = ", ".join(f"{name!r} {_change(before.get(name), now[name])}".strip() for name in changed[:3])
-            raise TrainingError(
-                "The loss is no longer a mean over rows, because a value that it reads has changed. "
-                "Each rank or micro-batch has only some of the rows.",
-                numbers=f"{shown}; {found.defect.numbers}",
-                hint="a term that is a sum, divided by the rows: term.sum() / len(target); "
-                + LOSS_HINTS[found.defect.kind],
-            )
+        elif found is not None:
+            self.defect = found.defect
+
+    def end(self, refused: Sequence[int]) -> None:
+        """Raise TrainingError if the ranks `refused` have found that the loss no longer adds up over rows."""
+        if not refused:
+            self._before, self._changes = self._now, self._changes + 1
+            return  # otherwise a step that is made again must fail again
+        before, now, defect = self._before, self._now, self.defect
+        changed = [name for name in sorted(now) if before.get(name) != now[name]]
+        shown = ", ".join(f"{name!r} {_change(before.get(name), now[name])}".strip() for name in changed[:3])
+        seen = f"seen in the rows of rank {refused[0]}" if defect is None else defect.numbers
+        raise TrainingError(
+            "The loss is no longer a mean over rows, because a value that it reads has changed. "
+            "Each rank or micro-batch has only some of the rows.",
+            numbers=f"{shown}; {seen}",
+            hint="a term that is a sum, divided by the rows: term.sum() / len(target)"
+            + ("" if defect is None else f"; {LOSS_HINTS[defect.kind]}"),
+        )
 
     def _alone(self, batch: Any, output: Any, rows: int, counted: Counted | None) -> LossAlone | None:
         found = leaves(output)

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import isclose, isfinite
+from math import isclose, isfinite, prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from nbkit.rank.data.batch import pair, pick, take
@@ -27,6 +29,53 @@ from nbkit.rank.rng.seeding import seeded
 
 _GRADIENT, _VALUE = 2e-5, 1e-5  # tolerance for float32 arithmetic, relative to the largest value
 _ELEMENTS = 1 << 23  # maximum number of elements of all outputs together
+_NODES = 10_000  # maximum number of nodes of the graph of a loss
+
+
+def compares_rows(loss: Tensor, shape_of: Callable[[Any, int], Sequence[int] | None], rows: int) -> bool:
+    """Return True if the loss of a row depends on the outputs of other rows, as in a contrastive loss.
+
+    Then the gradient of some rows changes with the outputs of others: see `_mixes`. shape_of: (a node of the graph, the
+    number of one of its results) -> the shape of a model's output; None if this is none. Runs no model. Returns False
+    if the graph has functions of the user's own, which may communicate, or if this cannot be determined.
+    """
+    ends: dict[tuple[Any, int], Sequence[int]] = {}
+    seen, waiting = set[Any](), [(loss.grad_fn, 0)]
+    for node, number in waiting:
+        if node is None or node in seen:
+            continue
+        if (shape := shape_of(node, number)) is not None:
+            ends[node, number] = shape
+            continue
+        if isinstance(node, BackwardCFunction) or node.name().startswith("CppNode") or len(seen) > _NODES:
+            return False
+        seen.add(node)
+        waiting += node.next_functions
+    fitting = {GradientEdge(*end): shape for end, shape in ends.items() if rows in shape and prod(shape) <= _ELEMENTS}
+    if not fitting or rows < 2:
+        return False
+    try:
+        with torch.enable_grad():
+            grads = torch.autograd.grad(loss, list(fitting), create_graph=True, allow_unused=True)
+            # Dim 0 need not be the row. If the rows are independent along any dim, that may be the row.
+            return any(
+                all(_mixes(grad, end, dim, rows) for dim, size in enumerate(shape) if size == rows)
+                for (end, shape), grad in zip(fitting.items(), grads, strict=True)
+                if grad is not None and grad.requires_grad
+            )
+    except Exception:  # a function without a second derivative
+        return False
+
+
+def _mixes(grad: Tensor, end: GradientEdge, dim: int, rows: int) -> bool:
+    """Return True if `grad` of the first half of the rows along `dim` depends on the output of the second half."""
+    half = rows // 2
+    part = grad.narrow(dim, 0, half)
+    signs = torch.arange(part.numel(), device=part.device).reshape(part.shape).cos().to(part)
+    (found,) = torch.autograd.grad((part * signs).sum(), [end], retain_graph=True, allow_unused=True)
+    if found is None or not bool(found.isfinite().all()):
+        return False
+    return bool(found.narrow(dim, half, rows - half).abs().max() > _GRADIENT * found.abs().max())
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,9 @@ def _joined(path: str, name: Any) -> str:
 
 
 def loss_of_outputs(output: Any, target: Any) -> Tensor:
-    """Return a loss that depends on all outputs. It is used in the trials of a job without `loss=`."""
+    """Return a loss that depends on all outputs. It is used in the trials of a job without `loss=`.
+
+    A single number may be a loss that the model computes. If that is a mean over rows, its square is not.
+    """
     found = [tensor for tensor in leaves(output).values() if tensor.is_floating_point()]
-    return sum((tensor.square().mean() for tensor in found), torch.zeros(()))
+    return sum((tensor.square().mean() if tensor.ndim else tensor for tensor in found), torch.zeros(()))

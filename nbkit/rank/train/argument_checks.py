@@ -178,6 +178,34 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
         )
 
 
+def check_rates(numbers: StepNumbers, pending: Pending) -> None:
+    """Raise TrainingError if the ranks have different learning rates."""
+    if len(set(numbers.rates)) > 1:
+        shown = ", ".join(f"{rate:g}" for rate in numbers.rates[:4]) + ", ..." * (len(numbers.rates) > 4)
+        raise TrainingError(
+            f"The ranks have different learning rates in step {pending.step}.",
+            numbers=f"{shown} on ranks 0, 1, ... (the sum over the groups of the optimizer)",
+            hint="set them by numbers that all ranks have: schedule.step(result.loss) after job.optimizer.step(), "
+            "job.mean(loss), or trainer.history[-1]['loss']",
+        )
+
+
+_ALIKE = 1e-5  # ranks on different devices may round differently
+
+
+def check_weights(numbers: StepNumbers, pending: Pending) -> None:
+    """Raise TrainingError if ranks that should hold the same weights have different ones."""
+    norms = numbers.weights
+    if norms and max(norms) - min(norms) > _ALIKE * max(norms):
+        shown = ", ".join(f"{norm:.6g}" if norm else "unchanged" for norm in norms[:4]) + ", ..." * (len(norms) > 4)
+        raise TrainingError(
+            f"The ranks have different weights in step {pending.step}.",
+            numbers=f"under {pending.strategy}, norms on ranks 0, 1, ...: {shown}",
+            hint="change weights on every rank alike, by numbers that all ranks have; under zero1 and zero2 change "
+            "job.model.parameters(), because job.optimizer.param_groups has only this rank's parts",
+        )
+
+
 def check_own_loop(recovery: Recovery, compute: Compute, loss: Any) -> None:
     """Raise TrainingError for settings that are not supported in the user's own loop.
 

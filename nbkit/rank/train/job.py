@@ -261,6 +261,7 @@ class Job:
         """Compute with `sharded_model`, the first one of this process, and update it with `inner`."""
         self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten, fits=self._fits)
         self._take(sharded_model, inner)
+        self.training_step.note_versions()
         # Weak, so that a `break` ends the loop. After an error the traceback keeps it alive: `_leave_loop` ends it.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.own_loop = OWN_LOOP
@@ -583,6 +584,8 @@ class Job:
         while True:
             try:
                 # The context also covers taking the rows, seeding, and the check that the loss is finite.
+                with self.order():
+                    self.own_forward.share_weights()
                 self.own_forward.end()
                 with self.order(), self.own_forward.left_out(), self.switcher.first_step() as first, phase("backward"):
                     result = self.training_step.backward(self.training_step.rows(batch))
@@ -943,8 +946,10 @@ class Job:
         return shape == tuple(param.shape) or not (shape == whole or key in self.builder.template.keys_per_element)
 
     def _forgotten(self, are_none: bool) -> None:
+        own = self.own_forward
+        own.perturbed |= own.possible and self.waits_for_update and not self.integrity.broken_off
         self.training_step.reduced = False
-        self.own_forward.forget()
+        own.forget()
         # Also clear gradients of parameters that are in no group: the next step would sum them once more.
         inside = set() if are_none else {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for p in self.sharded_model.data.leaves():

@@ -383,6 +383,15 @@ def test_training_ends_before_a_wrong_step_when_the_loss_stops_being_a_mean(
         assert "'Weights.other' 0 -> 0.01" in said and "no longer a mean over rows" in said and hint in said
 
 
+def test_all_ranks_end_if_one_rank_sees_the_changed_loss() -> None:
+    found = run_ranks(
+        annealed, 2, summed_later, {**SEVEN, "data": labelled()[:19]}
+    )  # of the last 3 rows, rank 1 has one
+    assert [steps for _, steps, _ in found] == [2, 2]
+    assert "rows of rank 0" in found[1][0] and "2 rows" in found[0][0]
+    assert all("'Weights.other' 0 -> 0.01" in said and "no longer a mean over rows" in said for said, *_ in found)
+
+
 def test_a_switch_after_the_loss_changed_does_not_hide_the_change() -> None:
     for said, steps, _ in run_ranks(annealed, 2, summed_later, SEVEN, "zero2"):
         assert steps == 2 and "'Weights.other' 0 -> 0.01" in said

@@ -152,6 +152,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     for leaf in _leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
+        elif isinstance(leaf, Mapping):  # of a class that torch does not know
+            found += [part for part in _leaves(dict(leaf)) if isinstance(part, Tensor)]
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
             found += [part for part in _leaves(vars(leaf)) if isinstance(part, Tensor)]
     return found

@@ -28,21 +28,23 @@ from torch import Tensor, nn
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.data.batch import Shard, numbers_of, on_device
 from nbkit.rank.device import accelerator
+from nbkit.rank.loss.mean_over_rows import compares_rows
 from nbkit.rank.parallel.module.forward_wrapper import in_backward
 from nbkit.rank.parallel.proof.observe import tensors_in
 from nbkit.rank.rng.dropout_masks import key_of
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train.control.rank_sync import EVERY
-from nbkit.rank.train.step.step_stats import StepReduction, StepResult
+from nbkit.rank.train.step.step_stats import StepNumbers, StepReduction, StepResult
 from nbkit.rank.world import meeting
 
 Job = Any  # nbkit.rank.train.job's, which imports this file
 
 _CALL = "_compiled_call_impl"  # if a module has it, torch calls it instead of the module's hooks and forward
-_OUTPUT = "output of a job's model"  # a mark on nodes of the autograd graph
+_OUTPUT = "output of a job's model"  # a note on nodes of the autograd graph: number of the result -> its shape
 _ROWS = "x, y = job.rows(batch)   before the forward"
-_STEPS, _NODES = 4, 64  # the number of steps, and of nodes of the graph of a loss, that `_refuse_targets` looks at
+_STEPS, _NODES = 4, 64  # the number of steps, and of nodes of the graph of a loss, that `_count_targets` looks at
+_ROUNDING = 1e-6  # of sums of class weights
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class OwnForward:
 
     possible: the job belongs to a user's own loop. active: the loop has called `rows` of this job, or of another job
     that may share a loss with it. losses: the number of backward passes of this step whose gradients are not summed.
-    number: the index of the job in this process.
+    number: the index of the job in this process. perturbed: summed gradients were dropped without a step. The user may
+    have changed weights with them, as SAM does, and each rank only those that it updates.
     """
 
     def __init__(self, job: Job) -> None:
@@ -149,10 +152,12 @@ class OwnForward:
     def end(self) -> None:
         """Reset the state of a step, because it is finished or is made in another way."""
         self.losses = self._calls = self._draws = self._mark = self._rows_of_losses = 0
-        self._begun = self._called = self._started = False
+        self._begun = self._called = self._started = self.perturbed = False
         self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
+        self._means, self._targets, self._uneven, self._compares = 0, 0.0, False, False
         self._trains: list[bool] = []
         self._versions: list[int] = []  # of the weights after the newest loss, if ranks have different rows
+        self._grads: list[tuple[Tensor, int]] = []  # the gradients after the newest loss, and their versions
         self._logged: dict[str, Any] = {}
         self._reduction: StepReduction | None = None
 
@@ -221,8 +226,7 @@ class OwnForward:
         rows = self._rows("job.backward(loss)")
         self._refuse_draws(rows)
         self._refuse_changed()
-        if weight is None and reduction == "mean" and rows.share < 1:
-            self._refuse_targets(loss, len(rows.numbers))
+        self._refuse_changed_gradients()
         self._begin()
         given = list(_here.given)
         if weight is None and reduction == "mean" and len({one.shares for one in given}) > 1:
@@ -237,6 +241,11 @@ class OwnForward:
                 numbers=f"under {job.strategy}; it reads it other than by job.model(...), as a gradient penalty does",
                 hint="a forward that gives what the loss needs, called as job.model(...); or strategy='zero2'",
             )
+        if weight is None and reduction == "mean" and rows.share < 1:
+            self._count_targets(loss, len(rows.numbers))
+            # ZeRO 3 would gather parameters, because a gradient reaches the model's output.
+            if job.step % EVERY == 0 and job.strategy.zero < 3 and job.strategy.mesh.size == job.strategy.dp:
+                self._compares |= compares_rows(loss, _output_shape, len(rows.numbers))
         job.ledger.begun = True
         number, named = self.losses + 1, f"job.backward, loss {self.losses + 1} of step {job.step + 1}"
         named += ", retain_graph=True" * retain_graph + ", last=True" * last + ", with a weight" * (weight is not None)
@@ -259,6 +268,8 @@ class OwnForward:
         _here.rows = rows
         _here.given.clear()
         self._versions = [p._version for p in job.sharded_model.data.leaves()] if rows.share < 1 else []
+        for own in _here.jobs:  # the loss may have added to the gradients of other jobs
+            own._note_gradients()
         assert self._reduction is not None
         return StepResult(self._reduction)
 
@@ -328,7 +339,7 @@ class OwnForward:
             self._called = True
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
-                    _notes(tensor.grad_fn)[_OUTPUT] = True
+                    _notes(tensor.grad_fn).setdefault(_OUTPUT, {})[tensor.output_nr] = tuple(tensor.shape)
         return output
 
     @contextmanager
@@ -353,6 +364,7 @@ class OwnForward:
             return
         self._refuse_summed()
         self._refuse_changed()
+        self._refuse_changed_gradients()
         self._begin()
         reduction, request = self._reduction, step.next_request
         assert reduction is not None
@@ -372,9 +384,13 @@ class OwnForward:
                     torch.as_tensor(value, dtype=torch.float64, device=job.device) * total * counts,
                     float(own * counts),
                     fingerprint=self._mark,
+                    refuses=self._uneven,
+                    compares=self._compares,
+                    targets=self._targets,
                 )
                 canary = job.sharded_model.sum_up(started=self._started)
-                step.summed(reduction, canary, request, samples=samples, losses=max(self.losses, 1))
+                check = self._refuse_loss if job.step % EVERY < _STEPS else None
+                step.summed(reduction, canary, request, samples=samples, losses=max(self.losses, 1), check=check)
         except BaseException as error:
             job.broken(error)
             raise
@@ -409,12 +425,14 @@ class OwnForward:
         if self._reduction is not None:
             self._reduction = self._job.training_step.new_reduction()
         self.losses = self._mark = self._rows_of_losses = 0
-        self._newest, self._started, self._logged = (0.0, 0, 0), False, {}
+        self._means, self._targets, self._uneven, self._compares = 0, 0.0, False, False
+        self._newest, self._started, self._logged, self._grads = (0.0, 0, 0), False, {}, []
 
     def _begin(self) -> None:
         """Begin a step, unless it has begun."""
         job = self._job
         data = job.sharded_model.data
+        self.share_weights()
         if self._begun and self._trains == [p.requires_grad for p in data.leaves()]:
             return
         if job.waits_for_update:  # a forward pass between job.clip and the optimizer's step
@@ -432,6 +450,17 @@ class OwnForward:
         self._begun, self._reduction = True, job.training_step.new_reduction()
         self._trains = [p.requires_grad for p in data.leaves()]
         job.training_step.warn_if_changed()
+
+    def share_weights(self) -> None:
+        """Send the weights that this rank updates to the other ranks, if the user may have changed them.
+
+        Collective in that case.
+        """
+        sharded_model, changed, self.perturbed = self._job.sharded_model, self.perturbed, False
+        if changed and (self._job.strategy.zero in (1, 2) or sharded_model.owned is not None):
+            meeting.meet(f"the forward after gradients of step {self._job.step + 1} were dropped")
+            sharded_model.after_step()
+            sharded_model.data.settle()
 
     def _pass(self, value: Tensor | None, *, retain_graph: bool, last: bool) -> None:
         """Run the backward pass of a loss. value: None if no row of this rank counts, so that there is no gradient."""
@@ -561,8 +590,29 @@ class OwnForward:
         raise TrainingError(
             "Weights were changed after job.backward(loss), when p.grad is the gradient of this rank's rows only.",
             numbers=f"step {job.step + 1}, under {job.strategy}: {changed} of {len(versions)} weights",
-            hint="job.grad_norm() before the change: it sums the gradients over the ranks; under ddp, p.grad is then "
-            "the gradient of the whole batch",
+            hint="job.grad_norm() before the change: it sums the gradients over the ranks; then use each p and p.grad "
+            "of job.optimizer.param_groups",
+        )
+
+    def _note_gradients(self) -> None:
+        job, waits = self._job, self.losses and not self._started
+        grads = [p.grad for p in job.sharded_model.data.leaves()] if waits and job.strategy.mesh.size > 1 else []
+        self._grads = [(grad, grad._version) for grad in grads if grad is not None]
+
+    def _refuse_changed_gradients(self) -> None:
+        """Raise TrainingError if the user has changed gradients that are those of this rank's rows. None is allowed."""
+        job, known = self._job, {id(grad): version for grad, version in self._grads}
+        grads = [p.grad for p in job.sharded_model.data.leaves()] if known else []
+        self._grads = []
+        if all(grad is None or known.get(id(grad)) == grad._version for grad in grads):
+            return
+        job.optimizer.zero_grad()
+        raise TrainingError(
+            "Gradients were changed after job.backward(loss), when they are those of this rank only. "
+            "The ranks sum them later.",
+            numbers=f"step {job.step + 1}, under {job.strategy}",
+            hint="job.clip(1.0) to clip; or job.grad_norm(), which sums them, before each p.grad of "
+            "job.optimizer.param_groups is changed",
         )
 
     def _refuse_draws(self, rows: OwnRows) -> None:
@@ -577,24 +627,46 @@ class OwnForward:
             "x, noise = job.rows([x, noise])",
         )
 
-    def _refuse_targets(self, loss: Tensor, rows: int) -> None:
-        """Raise TrainingError if the loss has a mean cross entropy whose rows have different numbers of targets.
+    def _count_targets(self, loss: Tensor, rows: int) -> None:
+        """Count the targets of each mean cross entropy of the loss, for `_refuse_loss`.
 
         Looks at the first 4 of every 100 steps, because reading the counts waits for the device.
         """
-        job = self._job
-        if job.step % EVERY >= _STEPS:
+        if self._job.step % EVERY >= _STEPS:
             return
         for node in islice(_nodes(loss), _NODES):
-            counts = _targets_of_rows(node, rows)
-            if counts is not None and not bool((counts == counts[0]).all()):
-                shown = ", ".join(f"{float(count):g}" for count in counts[:4]) + ", ..." * (len(counts) > 4)
-                raise TrainingError(
-                    "The loss is a mean over the targets that count, and job.backward takes it for a mean over rows.",
-                    numbers=f"step {job.step + 1}, under {job.strategy}: {shown} in the rows of rank {job.rank}",
-                    hint="job.backward(loss, weight=(target != -100).sum())   with the ignore_index of the loss; "
-                    "with class weights w, weight=w[target].sum()",
-                )
+            if (weights := _weights_of_targets(node)) is None:
+                continue
+            self._means += 1
+            self._targets += self._means * float(weights.sum()) / rows  # their sum may be equal in all rows
+            if weights.numel() % rows == 0:
+                of_rows = weights.reshape(rows, -1).sum(1)
+                self._uneven |= bool((of_rows != of_rows[0]).any())
+
+    def _refuse_loss(self, numbers: StepNumbers) -> None:
+        """Raise TrainingError, on every rank, for a loss that compares rows, or whose rows have different weights.
+
+        The second is so if rows have different numbers of targets in a mean cross entropy.
+        """
+        job, uneven, each = self._job, numbers.refused, numbers.targets
+        if numbers.compared:
+            raise TrainingError(
+                "The loss of a row depends on other rows, and each rank has only some of the rows.",
+                numbers=f"step {job.step + 1}, under {job.strategy}, in the rows of rank {numbers.compared[0]}",
+                hint="strategy='tp', where each rank has all rows: for a contrastive loss, the root of a mean, or a "
+                "ratio of sums; or job.backward(loss, weight=len(x)), to train with the mean over the ranks",
+            )
+        if not each or (not uneven and max(each) - min(each) <= _ROUNDING * max(each)):
+            return
+        shown = ", ".join(f"{one:g}" for one in each[:4]) + ", ..." * (len(each) > 4)
+        within = f"; the rows of rank {uneven[0]} have different numbers" if uneven else ""
+        raise TrainingError(
+            "The loss is a mean over the targets that count, and job.backward takes it for a mean over rows.",
+            numbers=f"step {job.step + 1}, under {job.strategy}: {shown} targets for each row of ranks 0, 1, ..."
+            + within,
+            hint="job.backward(loss, weight=(target != -100).sum())   with the ignore_index of the loss; "
+            "with class weights w, weight=w[target].sum()",
+        )
 
     def _outside(self, loss: Tensor) -> str | None:
         """Return the name of a split parameter that the loss reads outside of a call of the model, or None."""
@@ -690,17 +762,20 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
             waiting += [before for before, _ in node.next_functions]
 
 
-def _targets_of_rows(node: Any, rows: int) -> Tensor | None:
-    """Return the weight of each row's targets in a mean cross entropy of `rows` rows; None for another node."""
+def _output_shape(node: Any, number: int) -> tuple[int, ...] | None:
+    """Return the shape of a job's output that a node of the autograd graph has made as result `number`, or None."""
+    found: tuple[int, ...] | None = _notes(node).get(_OUTPUT, {}).get(number)
+    return found
+
+
+def _weights_of_targets(node: Any) -> Tensor | None:
+    """Return the weight of each target in a mean cross entropy, 0 for ignored ones; None for another node."""
     if not node.name().startswith("NllLoss") or getattr(node, "_saved_reduction", None) != 1:
         return None
     try:
         target, weight = node._saved_target, node._saved_weight
     except RuntimeError:  # the user has freed this part of the graph
         return None
-    if target.numel() % rows:
-        return None
     counts = target != node._saved_ignore_index
-    weighed = counts.double() if weight is None else weight[torch.where(counts, target, 0)] * counts
-    of_rows: Tensor = weighed.reshape(rows, -1).sum(1)
-    return of_rows
+    weighed: Tensor = counts if weight is None else weight[torch.where(counts, target, 0)] * counts
+    return weighed.double()

@@ -360,6 +360,8 @@ class History:
         argument_checks.check_whole(numbers, pending)
         argument_checks.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)
         argument_checks.check_streams(numbers, pending)
+        argument_checks.check_rates(numbers, pending)
+        argument_checks.check_weights(numbers, pending)
         if numbers.held == self._world_size and not self._waits(numbers, pending.asked):
             self.agreed = pending.asked
         self.ends |= numbers.ends

@@ -50,11 +50,11 @@ from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.rank_sync import Integrity
+from nbkit.rank.train.control.rank_sync import EVERY, Integrity
 from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.precision import Precision
-from nbkit.rank.train.step.step_stats import Pending, StepReduction, StepResult, to_host_async
+from nbkit.rank.train.step.step_stats import Pending, StepNumbers, StepReduction, StepResult, to_host_async
 from nbkit.rank.train.step_count import Counts, StepCount
 
 
@@ -107,6 +107,15 @@ class TrainingStep:
         self.coupled = any(takes_all_ranks(module) for module in sharded_model.module.modules())
         # Parameters that are split over ranks, and their versions after the last step.
         self._parts, self._changes = sharded_model.data.parts(), list[int]()
+        # The parameters that every rank holds whole, and all versions after the last step; [] if not known.
+        replicas = (
+            not self._parts
+            and "mine" not in sharded_model.strategy.settings
+            and sharded_model.strategy.mesh.size == sharded_model.strategy.dp > 1
+        )
+        replicas &= sharded_model.data.apart == 1 and sharded_model.strategy.ep == 1
+        self._replicas = [p for p in sharded_model.module.parameters() if p.is_floating_point()] if replicas else []
+        self._versions = list[int]()
         # True if the loss function returns (sum, weight). Ranks that do not call it know this after the first step.
         self._summed: bool | None = None
 
@@ -130,7 +139,7 @@ class TrainingStep:
         """Make the next step repeat what a first step does once. Call it on all ranks."""
         self.sharded_model.begin_again()
         self.precision.level()
-        self._drift_unknown, self._changes = True, []
+        self._drift_unknown, self._changes, self._versions = True, [], []
 
     def rows(self, batch: Any) -> Shard:
         """Return this rank's rows of a global batch. Seed so that ranks with the same rows draw the same numbers."""
@@ -156,6 +165,8 @@ class TrainingStep:
         drawing: Callable[[Sequence[int]], AbstractContextManager[None]]
         drawing = _undrawn if self.dropout.idle() else partial(self.dropout.step, step)
         parted = parts_rows(sharded_model.strategy, self.builder.options)
+        changed_loss = self.builder.changed_loss
+        changed = parted and changed_loss.begin()
         counted = facts.counted if parted else None
         whole = whole_of(shard, counted, sharded_model, self.device)
         # The known part of the divisor of a mean. If rows are counted, it is the whole divisor.
@@ -190,6 +201,7 @@ class TrainingStep:
                 seconds=laps[0],
                 fingerprint=shard.fingerprint,
                 data_ends=shard.ends,
+                refuses=changed and changed_loss.defect is not None,
             )
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -197,7 +209,7 @@ class TrainingStep:
             with phase("forward"), self.precision.autocast(), drawing(micro.numbers):
                 output, part, tokens = self._forward.run(micro, stage, received, counted, whole)
                 if part is not None and parted:
-                    self.builder.changed_loss.look(micro.data, output, micro.rows, counted)
+                    changed_loss.look(micro.data, output, micro.rows, counted)
                 if part is not None and shard.hears is not None:
                     target = pair(micro.data, self._forward.inputs)[1]
                     each = row_losses(self._forward.loss, output, target, micro.rows, self.device)
@@ -245,7 +257,8 @@ class TrainingStep:
             factor = reduction.per_weight(1 if counted is None else expected)
             if accelerator().holds(self.device) or factor != 1:
                 scale(grads, factor)
-        self._note(reduction, request, samples=shard.total, indices=shard.indices, parts=shard.parts)
+        check = (lambda numbers: changed_loss.end(numbers.refused)) if changed else None
+        self._note(reduction, request, samples=shard.total, indices=shard.indices, parts=shard.parts, check=check)
         return StepResult(reduction)
 
     def new_reduction(self) -> StepReduction:
@@ -271,6 +284,9 @@ class TrainingStep:
         seconds: float | None = None,
         fingerprint: int,
         data_ends: bool = False,
+        refuses: bool = False,
+        compares: bool = False,
+        targets: float = 0.0,
     ) -> None:
         """Start to sum the results of the step over the ranks: see StepReduction.launch.
 
@@ -289,15 +305,31 @@ class TrainingStep:
             ends=step_boundary.told_to_end(),
             data_ends=data_ends,
             counted=(self.counted.peak, self.counted.sent),
+            refuses=refuses,
+            compares=compares,
+            targets=targets,
+            # A learning rate on a device is compared only every 100 steps: to read it waits.
+            weights=self._weights(),
+            rates=sum(lr for group in self.optimizer.param_groups if isinstance(lr := group.get("lr"), int | float)),
             routed=[sum(tokens.values()) for tokens in self.sharded_model.data.routed],
         )
 
     def summed(
-        self, reduction: StepReduction, canary: Tensor | None, request: int, *, samples: int, losses: int
+        self,
+        reduction: StepReduction,
+        canary: Tensor | None,
+        request: int,
+        *,
+        samples: int,
+        losses: int,
+        check: Callable[[StepNumbers], None] | None,
     ) -> None:
-        """Note that the gradients of the user's losses are summed over the ranks. Raises as `backward` does."""
+        """Note that the gradients of the user's losses are summed over the ranks. Raises as `backward` does.
+
+        check: called with the results before the weights change. It waits for the device.
+        """
         self._finish(reduction, canary)
-        self._note(reduction, request, samples=samples, indices=range(samples), losses=losses)
+        self._note(reduction, request, samples=samples, indices=range(samples), losses=losses, check=check)
 
     def _finish(self, reduction: StepReduction, canary: Tensor | None) -> None:
         reduction.finish(canary)
@@ -312,8 +344,9 @@ class TrainingStep:
         indices: Sequence[int],
         parts: Parts = None,
         losses: int = 0,
+        check: Callable[[StepNumbers], None] | None = None,
     ) -> None:
-        """Note a step whose gradients are summed. CPU ranks check it."""
+        """Note a step whose gradients are summed. CPU ranks check it. check: see `summed`."""
         sharded_model, ledger = self.sharded_model, self.ledger
         if self._drift_unknown:
             # Check before the first update, because it would use the wrong buffers.
@@ -325,6 +358,8 @@ class TrainingStep:
         shape: Any = {"mesh": mesh, "strategy": self._strategy, "parts": parts, "losses": losses}
         shape["ep"] = sharded_model.strategy.ep
         pending = Pending(ledger.step + 1, reduction, request, samples, indices, lr, **shape)
+        if check is not None:
+            check(reduction.read())  # first, because it may know why a loss is not finite
         if not accelerator().holds(self.device):
             ledger.check(pending)
         ledger.pending.append(pending)
@@ -373,13 +408,33 @@ class TrainingStep:
         if self._count is not None:
             self.counted, self._count = self._count.done(), None
         self._made += 1
-        self.note_versions()
+        self.note_versions(late=late)
         self.ledger.made()
 
-    def note_versions(self) -> None:
-        """Note the versions of split weights, after nbkit has changed them: see `warn_if_changed`."""
+    def note_versions(self, *, late: bool = False) -> None:
+        """Note the versions of weights, after nbkit has changed them: see `warn_if_changed` and `_weights`.
+
+        late: some weights will still arrive.
+        """
         if self._parts:
             self._changes = [p._version for p in self._parts]
+        if self._replicas:
+            self._versions = [] if late else [p._version for p in self.sharded_model.data.leaves()]
+
+    @torch.no_grad()
+    def _weights(self) -> Tensor | None:
+        """Return the norm of the weights in the first 4 of every 100 steps, and after the user has changed them.
+
+        Otherwise return None. The ranks compare it. Each of them may have changed its weights in another way.
+        """
+        data, known = self.sharded_model.data, self._versions
+        changed = known and [p._version for p in data.leaves()] != known
+        if not self._replicas or (self.ledger.step % EVERY >= 4 and not changed):
+            return None
+        data.settle()
+        norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in self._replicas]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm.nan_to_num()  # other checks say that weights are not finite
 
     @property
     def _is_counted(self) -> bool:

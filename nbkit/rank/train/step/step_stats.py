@@ -68,8 +68,9 @@ def ready(number: float | DeviceScalar) -> float:
 
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
-_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _ROUTED = range(7)  # per rank; the last also per layer
-_NOT_FINITE, _ENDS, _DATA_ENDS = 1, 2, 4  # flags of a rank
+# Per rank; the last one also per layer.
+_SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _TARGETS, _RATES, _WEIGHTS, _ROUTED = range(10)
+_NOT_FINITE, _ENDS, _DATA_ENDS, _REFUSES, _COMPARES = 1, 2, 4, 8, 16  # flags of a rank
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ class StepNumbers:
     completely prepared. not_finite: ranks whose own loss or weight was NaN or infinite. ends: a rank was told to end
     the training. seconds, fingerprints: one value per rank. whole: the gradients are summed over all ranks; False if
     the reduction was aborted. backup: seconds of a backup on the slowest rank. data_ends: see Shard.ends; True if it is
-    for any rank. counted: (peak bytes, sent bytes) of the ranks with most; 0 if not measured yet. routed: see
-    `StepReduction.launch`; one list per rank.
+    for any rank. counted: (peak bytes, sent bytes) of the ranks with most; 0 if not measured yet. refused: ranks that
+    have found the loss to be no mean over rows. compared: ranks whose loss compares rows. targets, rates, weights,
+    routed: see `StepReduction.launch`; one entry per rank.
     """
 
     loss: float
@@ -99,6 +101,11 @@ class StepNumbers:
     ends: bool = False
     data_ends: bool = False
     counted: tuple[int, int] = (0, 0)
+    refused: list[int] = field(default_factory=list)
+    compared: list[int] = field(default_factory=list)
+    targets: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
     routed: list[list[int]] = field(default_factory=list)
 
 
@@ -140,15 +147,22 @@ class StepReduction:
         ends: bool = False,
         data_ends: bool = False,
         counted: tuple[int, int] = (0, 0),
+        refuses: bool = False,
+        compares: bool = False,
+        targets: float = 0.0,
+        rates: float = 0.0,
+        weights: Tensor | None = None,
         routed: Sequence[int] = (),
     ) -> None:
         """Start the all-reduce.
 
         loss_sum: this rank's summed loss, on the device. weight: its divisor. stage: the state of the next request (see
         step_boundary.Inbox). backup: seconds of the last backup (see Backups). ends: this rank was told to end the
-        training. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts.
-        routed: the tokens that this rank's experts have computed in this step, whose own forward passes are made; of
-        each layer.
+        training. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts. refuses: this rank
+        has found the loss to be no mean over rows. compares: its loss compares rows. targets: the targets of this
+        rank's cross entropies, for each row. rates: the sum of the learning rates. weights: the norm of the weights;
+        None if it is not compared now. routed: the tokens that this rank's experts have computed in this step, whose
+        own forward passes are made; of each layer.
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them pass zeros.
         """
@@ -156,13 +170,15 @@ class StepReduction:
         slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + self._each * self.rank
-        slots[at : at + _ROUTED + len(routed)] = seconds, 0, fingerprint, backup, *counted, *routed
-        told = _ENDS * ends + _DATA_ENDS * data_ends
+        slots[at : at + _ROUTED + len(routed)] = seconds, 0, fingerprint, backup, *counted, targets, rates, 0, *routed
+        told = _ENDS * ends + _DATA_ENDS * data_ends + _REFUSES * refuses + _COMPARES * compares
         if accelerator().holds(self.device):
             if not isinstance(weight, Tensor):
                 slots[_WEIGHT] = weight
             vector = accelerator().send(torch.tensor(slots, dtype=torch.float64), self.device)
             vector[_LOSS] = loss_sum
+            if weights is not None:
+                vector[at + _WEIGHTS] = weights
             if isinstance(weight, Tensor):
                 vector[_WEIGHT] = weight
             vector[at + _FLAGS] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
@@ -170,6 +186,7 @@ class StepReduction:
         else:
             # The numbers are on the host: plain arithmetic is faster than a dozen operations on tensors.
             slots[_LOSS], slots[_WEIGHT] = loss, weight = float(loss_sum), float(weight)
+            slots[at + _WEIGHTS] = 0.0 if weights is None else float(weights)
             slots[at + _FLAGS] = _NOT_FINITE * (not math.isfinite(loss + weight)) + told
             vector = torch.tensor(slots, dtype=torch.float64)
         self._vector = vector if self._carried is None else self._carried.copy_(vector)
@@ -249,6 +266,11 @@ class StepReduction:
             fingerprints=[round(value) for value in ranks[_FINGERPRINT]],
             backup=max(ranks[_BACKUP]),
             counted=(round(max(ranks[_PEAK])), round(max(ranks[_SENT]))),
+            refused=[rank for rank, flags in enumerate(ranks[_FLAGS]) if round(flags) & _REFUSES],
+            compared=[rank for rank, flags in enumerate(ranks[_FLAGS]) if round(flags) & _COMPARES],
+            targets=ranks[_TARGETS],
+            rates=ranks[_RATES],
+            weights=ranks[_WEIGHTS],
             routed=[list(map(round, layers)) for layers in zip(*ranks[_ROUTED:], strict=True)],
             ends=any(round(flags) & _ENDS for flags in ranks[_FLAGS]),
             data_ends=any(round(flags) & _DATA_ENDS for flags in ranks[_FLAGS]),

@@ -44,6 +44,9 @@ def differing(world: Any) -> dict[str, str]:
     def by_plateau(trainer: Any, record: dict[str, Any]) -> None:
         trainer.optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
 
+    def by_momentum(trainer: Any, record: dict[str, Any]) -> None:
+        trainer.optimizer.param_groups[0]["momentum"] = 0.1 * rank
+
     torch.manual_seed(rank)
     model = Scaled()
     found["attribute"] = said(lambda: quiet(model=model, optimizer=plain))
@@ -52,11 +55,16 @@ def differing(world: Any) -> dict[str, str]:
     found["data"] = said(lambda: trainer.evaluate(points(8 + rank)))
     part = [(torch.full((6,), float(rank)), torch.tensor(0)) for _ in range(4)]
     found["part"] = said(lambda: trainer.evaluate(part))
-    job.EVERY = 3  # type: ignore[attr-defined]
     trainer._callbacks = (by_plateau,)
-    found["lr"] = said(lambda: trainer.fit(20))
+    found["rates"] = said(lambda: trainer.fit(20))
     found["steps"] = str(trainer.step)
+    trainer.optimizer.param_groups[0]["lr"] = 0.1
+    job.EVERY = 3  # type: ignore[attr-defined]
+    trainer._callbacks = (by_momentum,)
+    found["momentum"] = said(lambda: trainer.fit(20))
+    found["later steps"] = str(trainer.step)
     trainer._callbacks = ()
+    trainer.optimizer.param_groups[0]["momentum"] = 0.0
     trainer.fit(1)  # from the step of rank 0
     trainer.optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
     found["start"] = said(lambda: trainer.fit(1))
@@ -73,9 +81,11 @@ def test_values_that_differ_between_ranks_are_named_on_all_ranks() -> None:
     assert "'noise' differs" in first["attribute"] and "register_buffer" in first["attribute"]
     assert "data to evaluate on: 'samples' differs" not in first["part"] and "'samples'" in first["data"]
     assert "'the first and the last one' differs" in first["part"]
-    for when in ("lr", "start", "switch"):
+    assert "different learning rates in step 3" in first["rates"] and "0.1, 0.05 on ranks" in first["rates"]
+    assert "'momentum of group 0' differs" in first["momentum"] and int(first["later steps"]) < 8
+    for when in ("start", "switch"):
         assert "'lr of group 0' differs" in first[when] and "0.1, 0.05" in first[when], (when, first[when])
-    assert int(first["steps"]) < 6 and first["again"] == ""
+    assert first["steps"] == "2" and first["again"] == ""
 
 
 @pytest.mark.usefixtures("known_to_be_right")

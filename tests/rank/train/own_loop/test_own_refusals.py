@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import NbkitError
+from nbkit.rank.loss.mean_over_rows import compares_rows
 
 DATA = batches(4, 8, 4, 3)
 EXAMPLE = tuple(DATA[0])
@@ -61,16 +62,17 @@ def misused(world: Any, strategy: str) -> dict[str, str]:
                 p -= 0.0 * p.grad
         job.optimizer.step()
 
+    def changing_gradients() -> None:
+        job.backward(loss_of(job))
+        for p in job.model.parameters():
+            p.grad.clamp_(-1.0, 1.0)
+        job.optimizer.step()
+
     def updating_alone() -> None:
         job.backward(loss_of(job))
         with torch.no_grad():
             next(job.model.parameters()).mul_(1.0)
         job.optimizer.zero_grad()
-
-    def ignoring() -> None:
-        x, y = job.rows(DATA[0])
-        target = torch.arange(len(y)) % 2 * 100 - 100  # every other row counts
-        job.backward(F.cross_entropy(job.model(x), target))
 
     def ambiguous() -> None:
         x, y = job.rows(DATA[0])
@@ -122,13 +124,13 @@ def misused(world: Any, strategy: str) -> dict[str, str]:
         "a draw of no rows": lambda: job.draw(torch.randn, 3),
         "an update by hand": updating,
         "no step at all": updating_alone,
-        "ignored targets": ignoring,
+        "gradients by hand": changing_gradients,
         "which rows": ambiguous,
     }.items():
-        whole = ("no rows", "which rows", "an update by hand", "no step at all", "ignored targets")
+        whole = ("no rows", "which rows", "an update by hand", "no step at all")
         if name in whole and "tp" in strategy:
             continue  # ranks that share each row have all of them
-        if name in ("an update by hand", "no step at all") and strategy == "zero3":
+        if name in ("an update by hand", "no step at all", "gradients by hand") and strategy == "zero3":
             continue  # under this strategy, the parameters of the model have no gradients
         found[name] = said(act)
         job.optimizer.zero_grad()
@@ -163,9 +165,9 @@ HINTS = {
     "no gradient": ".detach()",
     "reduction": "reduction='sum'",
     "which rows": "weight=len(x)",
-    "ignored targets": "weight=(target != -100).sum()",
     "an update by hand": "job.grad_norm() before the change",
     "no step at all": "job.grad_norm() before the change",
+    "gradients by hand": "job.clip(1.0) to clip",
     "after clip": "job.clip",
     "after the last": "last=True",
     "a batch beside": "job.optimizer.step() between them",
@@ -189,6 +191,105 @@ def test_misuse_is_refused_with_what_to_type(strategy: str) -> None:
     for rank in run_ranks(misused, 2, strategy):
         for name, text in rank.items():
             assert HINTS[name] in text, f"{name}: {text}"
+
+
+def edited(world: Any, strategy: str) -> list[tuple[str, int]]:
+    def reading(job: Any) -> None:
+        if world.place.rank == 0:
+            job.model.load_state_dict(mlp(4, 3, 2).state_dict())
+
+    def clamping(job: Any) -> None:
+        for p in job.optimizer.param_groups[0]["params"]:
+            p.data.clamp_(-0.1, 0.1)
+
+    found = []
+    for when, edit in ((0, reading), (5, reading), (1, clamping)):
+        job = prepared(strategy)
+
+        def steps(job: Any = job, when: int = when, edit: Any = edit) -> None:
+            for number in range(8):
+                if number == when:
+                    edit(job)
+                job.backward(loss_of(job, DATA[number % 4]))
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            raise NbkitError("no error")
+
+        found.append((said(steps), job.step))
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_weights_that_ranks_change_in_different_ways_end_the_training(strategy: str) -> None:
+    first, second = run_ranks(edited, 2, strategy)
+    assert first == second
+    at_start, later, (clamped, steps) = first
+    assert at_start[1] == 0 and "different weights in step 1" in at_start[0]
+    assert later[1] == 5 and "unchanged" in later[0]
+    if strategy == "ddp":  # there each rank has all weights in the groups of the optimizer
+        assert clamped == "no error" and steps == 8
+    else:
+        assert steps == 1 and "job.model.parameters()" in clamped
+
+
+COUNTS = {
+    "a row of rank 0": [1, -100, 1, 1, 2, 0, 1, 2],
+    "all rows of rank 1": [0, 1, 2, 1, -100, -100, -100, -100],
+    "one row for each rank": [1, -100],
+}
+
+
+def ignoring(world: Any, strategy: str) -> list[tuple[str, bool]]:
+    found = []
+    for targets in COUNTS.values():
+        job = prepared(strategy)
+        weights = job.full_state_dict()
+
+        def step(targets: list[int] = targets, job: Any = job) -> None:
+            x, target = job.rows([DATA[0][0][: len(targets)], torch.tensor(targets)])
+            job.backward(F.cross_entropy(job.model(x), target))
+            job.optimizer.step()
+
+        words = said(step)
+        found.append((words, all(torch.equal(weights[name], now) for name, now in job.full_state_dict().items())))
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_ignored_targets_in_the_rows_of_one_rank_are_refused_on_all(strategy: str) -> None:
+    first, second = run_ranks(ignoring, 2, strategy)
+    assert first == second
+    numbers = ["0.75, 1 targets", "1, 0 targets", "1, 0 targets"]
+    for (words, unchanged), shown in zip(first, numbers, strict=True):
+        assert unchanged and shown in words and "weight=(target != -100).sum()" in words
+    assert "the rows of rank 0 have" in first[0][0]
+
+
+def comparing(world: Any, strategies: list[str]) -> list[tuple[str, int]]:
+    found = []
+    for strategy in strategies:
+        job = prepared(strategy)
+
+        def steps(job: Any = job) -> None:
+            x, y = job.rows([part[:3] for part in DATA[0]])  # rank 1 has one row, and cannot tell
+            loss = F.mse_loss(job.model(x), y).sqrt()
+            job.backward(loss, **({"weight": len(x)} if found else {}))
+            job.optimizer.step()
+            raise NbkitError("no error")
+
+        found.append((said(steps), job.step))
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_a_loss_that_compares_rows_is_refused_on_all_ranks_unless_it_has_a_weight() -> None:
+    first, second = run_ranks(comparing, 2, ["ddp", "ddp"])
+    assert first == second
+    (words, steps), weighed = first
+    assert "in the rows of rank 0" in words and "strategy='tp'" in words and steps == 0
+    assert weighed == ("no error", 1)
 
 
 def stepped(world: Any, strategy: str) -> tuple[str, list[float]]:
@@ -231,3 +332,32 @@ def skipping(world: Any) -> str:
 def test_a_rank_that_skips_a_step_is_an_error() -> None:
     with pytest.raises(RankFailed, match=r"(?s)different calls.*the update of step 1"):
         run_ranks(skipping, 2)
+
+
+ROWS = 6
+LOSSES: dict[str, tuple[bool, Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+    "mean": (False, lambda a, b: F.mse_loss(a, b.detach()), (ROWS, 5)),
+    "targets": (False, lambda a, b: F.cross_entropy(a, torch.arange(ROWS), label_smoothing=0.1), (ROWS, ROWS)),
+    "within a row": (False, lambda a, b: F.cosine_similarity(a, b).mean() + a.norm(dim=1).mean(), (ROWS, 5)),
+    "steps of time, then rows": (False, lambda a, b: (a[1:] - a[:-1]).square().mean(), (ROWS, ROWS, 2)),
+    "normalised, detached": (False, lambda a, b: ((a - a.mean(0).detach()) ** 2).mean(), (ROWS, 5)),
+    "root": (True, lambda a, b: F.mse_loss(a, b.detach()).sqrt(), (ROWS, 5)),
+    "contrastive": (True, lambda a, b: F.cross_entropy(a @ b.T, torch.arange(ROWS)), (ROWS, 5)),
+    "a ratio of sums": (True, lambda a, b: (a.sigmoid() * b.detach()).sum() / a.sigmoid().sum(), (ROWS, 5)),
+    "the next row": (True, lambda a, b: (a - a.roll(1, 0)).square().mean(), (ROWS, 5)),
+    "variance": (True, lambda a, b: F.relu(1 - a.std(0)).mean(), (ROWS, 5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_a_loss_that_compares_rows_is_told_by_its_second_derivative(name: str, dtype: torch.dtype) -> None:
+    compares, loss_of_two, shape = LOSSES[name]
+    torch.manual_seed(0)
+    layer = nn.Linear(4, torch.Size(shape[1:]).numel()).to(dtype)
+    a, b = (layer(torch.randn(ROWS, 4, dtype=dtype)).reshape(shape) for _ in range(2))
+    shapes = {tensor.grad_fn: shape for tensor in (a, b)}
+    loss = loss_of_two(a, b)
+    assert compares_rows(loss, lambda node, _: shapes.get(node), ROWS) == compares
+    loss.backward()  # the graph is kept
+    assert layer.weight.grad is not None

@@ -199,6 +199,48 @@ def test_coupled_rows_are_found_in_the_first_calls_without_an_example(strategy: 
         assert "mixes the rows" in coupled and coupled.endswith("after 0"), coupled
 
 
+class Output(dict[str, Tensor]):
+    """A class that torch does not know as a tree."""
+
+
+class WithLoss(nn.Module):
+    """Returns its loss with its output, as models of transformers do. Some targets are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(4, 3, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Output:
+        logits = self.net(x)
+        return Output(loss=F.cross_entropy(logits, labels), logits=logits)
+
+
+LABELS = [(x, y.argmax(1).masked_fill(y[:, 0] > 0, -100)) for x, y in DATA]
+
+
+def with_a_loss(world: Any, strategies: list[str]) -> list[Any]:
+    found = []
+    for strategy in strategies:
+        job = nbkit.prepare(WithLoss, adam, strategy=strategy, log_dir=None)
+        for x, labels in map(job.rows, LABELS[:4]):
+            step(job, job.model(x=x, labels=labels)["loss"], weight=(labels != -100).sum())
+        found.append(job.full_state_dict())
+    return found
+
+
+def test_a_model_may_return_its_loss() -> None:
+    model = WithLoss()
+    optimizer = adam(model)
+    for x, labels in LABELS[:4]:
+        model(x, labels)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in run_ranks(with_a_loss, 2, ["ddp", "zero3", "dp=1 tp=2"]):
+        for state in rank:
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11)
+
+
 def normed(world: Any, strategies: list[str]) -> list[Any]:
     found = []
     for strategy in strategies:
@@ -266,6 +308,49 @@ def test_one_loss_trains_two_jobs_and_is_in_the_records_of_both() -> None:
             for job, state in zip(plain, states, strict=True):
                 for key, value in job.model.state_dict().items():
                     torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11)
+
+
+def sharpness_aware(data: Any, rows: Any, model: Any, backward: Any, norm: Any, optimizer: Any) -> None:
+    """Train by SAM: each step uses the gradient at weights that were moved along the gradient."""
+    for x, y in map(rows, data):
+        backward(F.mse_loss(model(x), y))
+        length = norm()
+        with torch.no_grad():
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            moved = [p.grad * 0.5 / length for p in params]
+            for p, move in zip(params, moved, strict=True):
+                p.add_(move)
+            optimizer.zero_grad()
+        backward(F.mse_loss(model(x), y))
+        norm()
+        with torch.no_grad():
+            for p, move in zip(params, moved, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def moved(world: Any, strategies: list[str]) -> list[Any]:
+    found = []
+    for strategy in strategies:
+        job = prepared(strategy)
+        sharpness_aware(job.batches(DATA[:3]), job.rows, job.model, job.backward, job.grad_norm, job.optimizer)
+        found.append(job.full_state_dict())
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_weights_that_were_moved_by_summed_gradients_are_those_of_the_next_forward_on_all_ranks() -> None:
+    model = mlp(4, 3, 1)
+
+    def norm() -> Tensor:
+        return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    sharpness_aware(DATA[:3], tuple, model, lambda loss: loss.backward(), norm, adam(model))
+    for rank in run_ranks(moved, 2, ["ddp", "zero1", "zero2", "zero3", "dp=1 tp=2"]):
+        for state in rank:
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11)
 
 
 def apart(world: Any) -> str:
