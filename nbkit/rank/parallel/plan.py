@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from torch import nn
+
 from nbkit.errors import StrategyError
 from nbkit.planner.owners import owners
 from nbkit.planner.stages import spelled
@@ -291,7 +293,7 @@ def refusals(
     guessed: True if there is no batch to run, so that the blocks of the model are guessed by its structure.
     """
     needs = [_need_stages, _need_facts, _need_blocks_that_run, _need_copies, _need_whole_gradients, need_rows]
-    needs += [_need_outside, _need_one_gradient, _need_experts, *([] if guessed else [need_chain])]
+    needs += [_need_outside, _need_one_gradient, _need_equal_tables, _need_experts, *([] if guessed else [need_chain])]
     for need in [*needs, _need_gathers, _need_positionwise, _need_whole_layers]:
         try:
             need(strategy, facts, options)
@@ -393,6 +395,22 @@ def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOption
             numbers=f"{len(options.whole_in_tp)} tensors, {strategy.dp} replicas",
             hint=f"'tp={strategy.tp}' without sync_every, or an optimizer such as AdamW",
         )
+
+
+def _need_equal_tables(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
+    """Raise StrategyError if ranks read different rows of a table, and change the rows that they read."""
+    if strategy.dp == 1 and strategy.cp == 1:
+        return
+    for name, part in facts.shapes.skeleton.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            weight = f"{name}.weight".lstrip(".")
+            raise StrategyError(
+                f"The model changes its parameter {weight!r} in place in its forward, and each rank of {strategy} "
+                "would change other rows of it.",
+                numbers=f"{type(part).__name__} with max_norm={part.max_norm:g}",
+                hint="without max_norm, but in a callback of the Trainer: trainer.model."
+                f"{weight}.detach().renorm_({part.norm_type:g}, 0, {part.max_norm:g}); or %cluster start -n 1",
+            )
 
 
 def _need_experts(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
