@@ -24,7 +24,7 @@ from nbkit.rank.parallel.device_mesh import groups_along
 from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.model_facts import Layouts, ModelFacts, needed_facts
 from nbkit.rank.parallel.module.compile import not_compiled
-from nbkit.rank.parallel.module.fp8 import need_whole_layers, spelled_fp8
+from nbkit.rank.parallel.module.fp8 import spelled_fp8
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.value_digest import digest_of
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
@@ -503,8 +503,13 @@ def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
 
 
 def _need_whole_layers(strategy: Strategy, _: ModelFacts, options: JobOptions) -> None:
-    """Raise StrategyError if fp8 is asked for, and `strategy` divides what has one scale."""
-    need_whole_layers(strategy, options.fp8)
+    """Raise StrategyError if fp8 is asked for, and `strategy` divides the rows of weights that have one scale."""
+    if options.fp8 and strategy.tp > 1:
+        raise StrategyError(
+            f"{strategy} with fp8=True does not train as one process does.",
+            numbers=f"the scale of a row comes from its largest number, and tp={strategy.tp} divides rows",
+            hint="a strategy without tp; or compute=nbkit.Compute(fp8=False)",
+        )
 
 
 def _need_gathers(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
