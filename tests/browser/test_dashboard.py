@@ -400,7 +400,8 @@ const timeline = new paint.Picture(document.getElementById("here"), "time of ste
 window.above = (events, begun) => {
   drawn.length = 0;
   const points = Array.from({ length: 100 }, (_, i) => [i + 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, null, null, begun]);
-  charts.drawTimeline(timeline, points, events, { only: 0, chosen: 0, other: { points: [] }, unit: "tokens", pick: () => {} });
+  const other = { points: [] };
+  charts.drawTimeline(timeline, points, events, { window: 0, chosen: 0, other, unit: "tokens", pick: () => {} });
   return drawn.filter((words) => "▸⇄✕■".includes(words[0]));
 };
 """
