@@ -91,7 +91,7 @@ def torchao_config(*, emulate: bool = False) -> Any:
         raise TrainingError(
             "fp8=True needs torchao on GPUs.",
             numbers=f"{type(error).__name__}: {error}",
-            hint=f"pip install torchao   on every host; or {_WITHOUT}",
+            hint=f"pip install 'torchao>=0.18'   on every host; or {_WITHOUT}",
         ) from error
 
 
