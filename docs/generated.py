@@ -601,6 +601,7 @@ def records() -> Iterator[str]:
             "TimedCall",
             "PipelineOp",
             "MemoryRecord",
+            "MemoryPart",
             "HealthRecord",
             "GpuHealth",
             "EventRecord",

@@ -88,6 +88,7 @@ def test_the_reference_explains_each_record_and_event(reference: str) -> None:
 
     assert len(named) > 15
     assert [kind for kind in named if f'"kind": "{kind}"' not in reference] == []
+    assert [row for row in records._ROWS.values() if f"### {row.__name__}\n" not in reference] == []
 
 
 def test_a_row_has_type_unit_default_and_meaning() -> None:

@@ -132,9 +132,17 @@ def _running(folder: Path, name: str, *command: str) -> Iterator[Callable[[], bo
             [*command, *program], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
         )
     deadline = time.monotonic() + READY_SECONDS
+    # torchrun starts its workers in sessions of their own. One that is left would use the link of the next program. If
+    # torchrun ends first, nobody knows its workers any more, so they are noted while it runs.
+    workers: set[psutil.Process] = set()
+
+    def note_workers() -> None:
+        with suppress(psutil.NoSuchProcess):  # it has ended by itself
+            workers.update(psutil.Process(started.pid).children(recursive=True))
 
     def goes_on() -> bool:
         time.sleep(0.5)
+        note_workers()
         if started.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"{name}: {(folder / 'log').read_text()[-3000:]}")
         return True
@@ -142,10 +150,7 @@ def _running(folder: Path, name: str, *command: str) -> Iterator[Callable[[], bo
     try:
         yield goes_on
     finally:
-        # torchrun starts its workers in their own sessions. A leftover worker would use the link of the next program.
-        workers: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):  # it has ended by itself
-            workers = psutil.Process(started.pid).children(recursive=True)
+        note_workers()
         for process in (started, *workers):
             with suppress(psutil.NoSuchProcess):
                 process.kill()

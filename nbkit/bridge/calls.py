@@ -121,16 +121,20 @@ def _served(act: Callable[[], T]) -> tuple[T | None, str]:
 def get(expression: str, limit: int, token: str) -> dict[str, Any]:
     """Return the value of an expression as a parcel: {"path", "bytes"}.
 
-    Returns only {"bytes"} if the value is larger than `limit` bytes, and {"error": text} if there is no value.
+    Returns only {"bytes"} if the value is larger than `limit` bytes, {"error": text} if there is no value, and
+    {"error": text, "type": name} if the value cannot be pickled.
 
     token: the folder of the parcel, so that the notebook can discard it in any case. "" for a notebook that may be on
         another host: then the answer has "parts" instead of "path".
     """
     assert runner is not None
     shell = runner.shell
-    packed, why = _served(lambda: parcel.pack(eval(expression, shell.user_global_ns, shell.user_ns)))
-    if packed is None:
+    value, why = _served(lambda: eval(expression, shell.user_global_ns, shell.user_ns))
+    if why:
         return {"error": why}
+    packed, why = _served(lambda: parcel.pack(value))
+    if packed is None:
+        return {"error": why} if why == "stopped" else {"error": why, "type": type(value).__name__}
     size = parcel.size_of(packed)
     if size > limit:
         return {"bytes": size}

@@ -209,6 +209,13 @@ def summed(
     yield TrafficTerm(axis, "all_gather", near, calls, size, what, WITHIN)
 
 
+def block_pieces(strategy: Strategy, rows: int, tokens: int, *, sequence_parallel: bool = True) -> int:
+    """Return in how many pieces a block sends the output of a forward pass of `rows` rows of `tokens` positions."""
+    if sequence_parallel:
+        return num_pieces(rows, -(-tokens // strategy.tp), chunks_of(strategy))
+    return num_pieces(rows * tokens, 1, chunks_of(strategy))
+
+
 def block_terms(
     tp: int,
     hidden: float,
@@ -326,10 +333,7 @@ class _Step:
             return
         size = self._hidden_bytes(self._tokens)
         pair = ("all_gather", "reduce_scatter") if self.sequence_parallel else ("all_reduce",)
-        each, length = self._rows // m, -(-self._tokens // n)
-        if not self.sequence_parallel:
-            each, length = each * self._tokens, 1
-        pieces = num_pieces(each, length, chunks_of(self.strategy))
+        pieces = block_pieces(self.strategy, self._rows // m, self._tokens, sequence_parallel=self.sequence_parallel)
         yield from block_terms(n, size, self._blocks, m, sequence_parallel=self.sequence_parallel, pieces=pieces)
         if self.facts.vocab is not None and self._has_first:
             for op in pair:

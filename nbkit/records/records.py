@@ -201,9 +201,13 @@ class Detail(Record):
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Bytes at the peak of a step. kind: one of MEMORY_KINDS. module: the module that they belong to, "blocks.*.mlp".
+    """A part of the memory at the peak of a step.
 
-    The same module of all blocks counts as one, with a star instead of the number.
+    kind: "parameters", "gradients", "optimizer" or "buffers"; "activations": tensors that forward keeps for backward;
+    "buckets": tensors that are sent, received or gathered; "working": gradients of activations, and temporary tensors
+    of an operation or of the optimizer; "other": unknown. module: the module that the part belongs to, such as
+    "blocks.*.mlp", or "". The same module of all blocks counts as one, with a star instead of the number. bytes: the
+    size of the part.
     """
 
     kind: str
@@ -212,11 +216,7 @@ class MemoryPart:
 
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "buckets", "working", "other")
-"""The kinds of bytes at the peak.
-
-activations: tensors that forward keeps for backward. buckets: tensors that are sent, received or gathered. working:
-gradients of activations, and temporary tensors of an operation or of the optimizer. other: unknown.
-"""
+"""The kinds of a MemoryPart."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from bench.telemetry import attached
 from bench.telemetry.profiled import parts_of
 
 
@@ -23,3 +26,29 @@ def test_operations_that_overlap_count_once_and_the_rest_of_a_step_is_compute(tm
     parts = parts_of(tmp_path / "trace0.json")
 
     assert parts == pytest.approx({"compute": 0.210, "communication": 0.150, "data": 0.080})
+
+
+STARTS = """
+import pathlib, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+pathlib.Path("worker.part").write_text(str(worker.pid))
+pathlib.Path("worker.part").rename("worker")
+while not pathlib.Path("end").exists():
+    time.sleep(0.02)
+"""
+
+
+def test_a_worker_ends_though_the_program_that_started_it_has_ended_before(tmp_path: Path) -> None:
+    folder = tmp_path / "program"
+    with (
+        pytest.raises(RuntimeError, match=r"^ddp: "),
+        attached._running(folder, "ddp", sys.executable, "-c", STARTS) as goes_on,
+    ):
+        while not (folder / "worker").exists():
+            goes_on()
+        goes_on()
+        worker = psutil.Process(int((folder / "worker").read_text()))
+        (folder / "end").touch()
+        while goes_on():
+            pass
+    worker.wait(timeout=20)

@@ -69,10 +69,14 @@ def resized_while_it_trains(cluster: Cluster, sizes: list[int], **options: Any) 
     return told, handle.wait(timeout=120)
 
 
-def test_a_resize_to_four_ranks_and_back_keeps_the_losses_of_a_training(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_resize_to_four_ranks_and_back_keeps_the_losses_of_a_training(
+    cluster: Cluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     alone = cluster.run(f"trainer = make(strategy='zero3')\n{CELL}").values[0]
     told, results = resized_while_it_trains(cluster, [4, 2], strategy="zero3", log_dir=str(tmp_path))
 
+    said = "".join(capfd.readouterr())  # ranks that leave do not tell of the store, which is gone before they are
+    assert "4 → 2 ranks" in said and "TCPStore" not in said
     assert sorted(results.values) == [0, 1]
     for losses in results.values.values():
         assert losses == pytest.approx(alone, abs=1e-10)

@@ -396,6 +396,42 @@ def test_no_text_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) 
     page.close()
 
 
+SIGNS = """
+window.signs = charts.signWords;
+const timeline = new paint.Picture(document.getElementById("here"), "time of steps");
+window.above = (events, begun) => {
+  drawn.length = 0;
+  const points = Array.from({ length: 100 }, (_, i) => [i + 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, null, null, begun]);
+  const other = { points: [] };
+  charts.drawTimeline(timeline, points, events, { window: 0, chosen: 0, other, unit: "tokens", pick: () => {} });
+  return drawn.filter((words) => "▸⇄✕■".includes(words[0]));
+};
+"""
+
+
+def test_a_name_above_the_steps_covers_no_sign_and_the_signs_are_explained(browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 900, "height": 400})
+    script = WORDS + joined().replace("export const", "const").replace("export default", "void")
+    page.set_content(f"<div id='here'></div><script type='module'>{script}{SIGNS}</script>")
+    page.wait_for_function("() => Boolean(window.above)")
+    started, stopped = {"kind": "run_started", "step": 0}, {"kind": "run_stopped", "step": 100}
+    failed = {"kind": "failure", "sign": "✕"}
+    switch = {"kind": "switch", "sign": "⇄", "new": "dp=2 tp=2 zero=3"}
+
+    def above(*events: dict[str, Any]) -> list[str]:
+        return list(page.evaluate("events => above(events, 'dp=4')", list(events)))
+
+    words = "⇄ switch · ■ run stopped · • looked at"
+    assert page.evaluate("events => signs(events)", [switch, switch, stopped, {"kind": "looked_at"}]) == words
+    assert above(started, switch | {"step": 50}, stopped) == ["▸ dp=4", "⇄ dp=2 tp=2 zero=3", "■"]
+    # The name at the right end moves to the left, but not over another sign. Two signs at one place are one.
+    assert above(started, failed | {"step": 60}, switch | {"step": 99}) == ["▸ dp=4", "✕", "⇄ dp=2 tp=2 zero=3"]
+    assert above(started, failed | {"step": 95}, switch | {"step": 99}) == ["▸ dp=4", "✕", "⇄"]
+    assert above(started, failed | {"step": 3}, switch | {"step": 3}) == ["▸", "✕"]
+    assert page.evaluate("cut") == []
+    page.close()
+
+
 SPILT = """() => {
   const root = document.querySelector(".nbkit-dashboard");
   const sections = [...root.children].filter((one) => !one.hidden && one.textContent);

@@ -344,6 +344,11 @@ def test_the_picture_has_dots_a_ring_for_the_current_strategy_and_a_best_line(pa
     assert page.locator(".point:has(.ring)").get_attribute("data-strategy") == "dp=4"
     kinds = [page.locator(f".point[data-strategy^='{one}']").first.get_attribute("class") for one in ("pp=4", "tp=4")]
     assert kinds == ["point predicted", "point measured"]
+    # A cross for each whose step time is not known, as the words below the picture say.
+    crosses = page.locator(".point.unknown path.dot")
+    assert page.locator(".point:not(.unknown) circle.dot").count() == 4 and crosses.count() == fits - 4 > 0
+    assert crosses.first.get_attribute("d") == "M-3 -3 3 3M-3 3 3 -3"
+    assert "× step time not known" in page.locator(".nbkit-panel").inner_text()
     # pp=4 is the fastest of the strategies with the least memory, so no other is on the line.
     at = page.locator(".point[data-strategy^='pp=4']").get_attribute("transform")
     x, y = at.removeprefix("translate(").removesuffix(")").split()

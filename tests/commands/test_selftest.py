@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from nbkit.commands import selftest
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest
 from nbkit.notebook.cluster.hosts.start_options import requested, with_kept_options
-from nbkit.notebook.selftest import ways_of_nccl
+from nbkit.notebook.selftest import ItemSkipped, items, ways_of_nccl
 
 MAIN = """
 import sys
@@ -82,13 +83,13 @@ def test_correct_ranks_are_reported_as_ok(tmp_path: Path) -> None:
 def test_a_wrong_update_on_one_rank_fails_its_item_and_the_other_items_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
-    items = [word for item in ("ddp", "bandwidth", "hsdp") for word in ("--only", item)]
+    items = [word for item in ("ddp", "bandwidth", "hsdp", "speed-cp") for word in ("--only", item)]
     status, said = ended(start(tmp_path, *items, first=forked + PLANTED))
     report = (tmp_path / "nbkit-selftest.md").read_text()
 
     assert status == 1, said
     assert "ddp FAILED" in said and "bandwidth ok" in said and "hsdp left out" in said
-    assert "1 ok, 1 FAILED, 1 left out" in said
+    assert "speed-cp ok" in said and "2 ok, 1 FAILED, 1 left out" in said
     assert "## ddp failed" in report and "from one process; at most 1e-10" in report
     report = " ".join(report.split())
     assert "torch 2" in report and "Ready: %load_ext nbkit" in report and "NCCL_DEBUG WARN" in report
@@ -126,6 +127,27 @@ def test_an_unknown_item_is_refused_with_the_known_ones(tmp_path: Path) -> None:
 
     assert status == 2
     assert "There is no item 'zero4'" in said and "zero3" in said
+
+
+def test_speed_cp_reports_each_degree_that_divides_the_ranks() -> None:
+    turns = {"cp": [0.3, 0.2, 0.1], "one": [0.1, 0.1, 0.1], "sent": 2e6, "tokens": 64}
+    answers = {rank: turns | {"hidden": hidden} for rank, hidden in enumerate((0.2, None, 0.4, 0.6))}
+    asked: list[str] = []
+
+    def cell(source: str) -> SimpleNamespace:
+        asked.append(source)
+        return SimpleNamespace(values=answers)
+
+    def item(n: int) -> str:
+        (one,) = (one for one in items(n) if one.name == "speed-cp")
+        return one.try_it(SimpleNamespace(n=n, kind="cpu", cell=cell))  # type: ignore[arg-type]
+
+    said = item(4)
+    assert asked == ["speed.context(2)", "speed.context(4)"]
+    assert "cp=2: 200 ms, 2.000 x one CPU rank [1.000, 3.000]; " in said and "40% of its time hidden" in said
+    assert "cp=4: " in said and said.endswith("64 tokens a rank")
+    with pytest.raises(ItemSkipped, match="3 ranks are not divided by 2 or 4"):
+        item(3)
 
 
 def test_the_transports_are_counted_from_nccls_log() -> None:

@@ -27,7 +27,7 @@ from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary, WantedWorld
 from nbkit.rank.train.resize.resize import resize
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import failure_alarm, world
-from nbkit.rank.world.meeting import PARTED
+from nbkit.rank.world.meeting import PARTED, unwatched
 from nbkit.wire.messages import (
     DeviceFailed,
     FitEntered,
@@ -174,12 +174,13 @@ class SurvivingRank:
             self._messages.get()
         size = WantedSize(wanted.ranks, wanted.pins, self.runner.running[0].request.id)
         error = ClusterError("The world could not be formed with another number of ranks.")
-        form = self._await_form(error, -1 if trainer is None else trainer.step, size)
-        if isinstance(form, LeaveWorld):
-            here.leave()
-            raise RankLeft(f"this rank is not needed any more: the cluster has {wanted.ranks} ranks")
-        assert isinstance(form, FormResizedWorld)
-        return self._form_resized(form, trainer, span)
+        with unwatched():
+            form = self._await_form(error, -1 if trainer is None else trainer.step, size)
+            if isinstance(form, LeaveWorld):
+                here.leave()
+                raise RankLeft(f"this rank is not needed any more: the cluster has {wanted.ranks} ranks")
+            assert isinstance(form, FormResizedWorld)
+            return self._form_resized(form, trainer, span)
 
     def _await_form(
         self, error: BaseException, step: int, size: WantedSize | None = None

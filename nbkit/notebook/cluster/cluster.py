@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -113,21 +114,34 @@ def pull(
 
 
 def _opened(expression: str, rank: int, answer: dict[str, Any], force: bool) -> Any:
+    if "type" in answer:
+        raise TransferError(
+            f"{expression} on rank {rank} cannot be sent: its type is {answer['type']}.",
+            numbers=answer["error"],
+            hint=f"a field of it, or its text: %pull {_typed(f'str({expression})')} --rank {rank}",
+        )
     if "error" in answer:
         raise TransferError(
             f"{expression!r} has no value on rank {rank}.",
             numbers=answer["error"],
             hint=f"%%rank {rank}   to look there",
         )
-    _check_size(expression, answer["bytes"], force, f"%pull {expression} --rank {rank} --force")
+    _check_size(expression, answer["bytes"], force, f"%pull {_typed(expression)} --rank {rank} --force")
     try:
         return parcel.read(answer["path"]) if "path" in answer else parcel.unpack(answer["parts"])
-    except (AttributeError, ImportError) as error:
+    except Exception as error:  # building a value runs code of its class
+        unknown = isinstance(error, AttributeError | ImportError)
+        what = "is of a type that the notebook does not know" if unknown else "cannot be built in the notebook"
         raise TransferError(
-            f"{expression} of rank {rank} is of a type that the notebook does not know.",
-            numbers=str(error),
+            f"{expression} of rank {rank} {what}.",
+            numbers=str(error) if unknown else f"{type(error).__name__}: {error}",
             hint="pull plain data instead, for example its state_dict() or str()",
         ) from None
+
+
+def _typed(expression: str) -> str:
+    """Return an expression as an argument of a magic, which splits a line as a shell does."""
+    return shlex.quote(expression) if set(expression) & set(" '\"#\\") else expression
 
 
 def _identifiers(values: dict[str, Any]) -> None:

@@ -324,6 +324,8 @@ _MEMORIES = 64
 _LATE_OVER = 50
 _LATE_BY = 5  # steps whose medians say who is late: one alone may be late by chance
 _PATIENCE = 8  # a step is complete when all ranks have recorded it, or when there are this many newer ones
+_MORE_PATIENCE = _STEPS - _PATIENCE  # while the file of a missing rank grows: ranks write at different moments
+_GROWS_S = 2.0
 _SAMPLES = 240
 _LOOK_FOR_RANKS_S = 2.0
 
@@ -560,14 +562,14 @@ class Run:
         self.steps.setdefault(record.step, {})[rank] = record
 
     def _close_steps(self) -> None:
-        reached = sorted(self._last.values())
+        reached = max(self._last.values(), default=0)
+        growing = {rank for rank, path in self.files.items() if time.time() - record_file.changed(path) < _GROWS_S}
         for step in sorted(step for step in self.steps if step > self.newest):
             here = self.steps[step]
-            complete = len(here) >= min(len(self.files), self.world_size) or (
-                reached and step + _PATIENCE <= reached[-1]
-            )
-            if not complete:
-                break
+            if len(here) < min(len(self.files), self.world_size):
+                later = any(rank not in here and self._last.get(rank, 0) < step for rank in growing)
+                if step + (_MORE_PATIENCE if later else _PATIENCE) > reached:
+                    break
             self.newest = step
             if not self._newest_only:
                 self._note_late(step)

@@ -35,10 +35,17 @@ from nbkit.planner.link_speed import OperationSpeed
 from nbkit.planner.peak import ModelPiece, PeakLine, Weights
 from nbkit.planner.stages import partition, ranks_of_stages
 from nbkit.planner.step import DATA, Lines, OperationPath, Parts, StepUnit, Work, step_parts
-from nbkit.planner.traffic import DataSizes, Rest, TrafficTerm, block_terms, data_terms, key_value_terms
+from nbkit.planner.traffic import (
+    DataSizes,
+    Rest,
+    TrafficTerm,
+    block_pieces,
+    block_terms,
+    data_terms,
+    key_value_terms,
+)
 from nbkit.schedules import type_of
 from nbkit.strategy import Strategy
-from nbkit.techniques.tp_chunks import chunks_of, num_pieces
 
 
 @dataclass(frozen=True)
@@ -505,7 +512,7 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
     if strategy.dp > 1:
         yield from data_terms_of(known, strategy, micros, facts.node)
     if tp > 1:
-        pieces = num_pieces(candidate.rows, -(-(facts.sequence or 1) // (cp * tp)), chunks_of(strategy))
+        pieces = block_pieces(strategy, candidate.rows, -(-(facts.sequence or 1) // cp))
         yield from block_terms(tp, hidden, blocks, micros, again=candidate.recompute is True, pieces=pieces)
         for op in ("all_gather", "reduce_scatter"):  # embedding and head, averaged over the pipeline places
             yield TrafficTerm("tp", op, tp, round(2 * micros / pp), round(2 * hidden / pp), "embedding and head")

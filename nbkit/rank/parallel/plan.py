@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from torch import nn
+
 from nbkit.errors import StrategyError
 from nbkit.planner.owners import owners
 from nbkit.planner.stages import spelled
@@ -22,7 +24,7 @@ from nbkit.rank.parallel.device_mesh import groups_along
 from nbkit.rank.parallel.job_options import JobOptions
 from nbkit.rank.parallel.model_facts import Layouts, ModelFacts, needed_facts
 from nbkit.rank.parallel.module.compile import not_compiled
-from nbkit.rank.parallel.module.fp8 import need_whole_layers, spelled_fp8
+from nbkit.rank.parallel.module.fp8 import spelled_fp8
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.value_digest import digest_of
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
@@ -291,7 +293,7 @@ def refusals(
     guessed: True if there is no batch to run, so that the blocks of the model are guessed by its structure.
     """
     needs = [_need_stages, _need_facts, _need_blocks_that_run, _need_copies, _need_whole_gradients, need_rows]
-    needs += [_need_outside, _need_one_gradient, _need_experts, *([] if guessed else [need_chain])]
+    needs += [_need_outside, _need_one_gradient, _need_equal_tables, _need_experts, *([] if guessed else [need_chain])]
     for need in [*needs, _need_gathers, _need_positionwise, _need_whole_layers]:
         try:
             need(strategy, facts, options)
@@ -398,6 +400,22 @@ def _need_one_gradient(strategy: Strategy, facts: ModelFacts, options: JobOption
         )
 
 
+def _need_equal_tables(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
+    """Raise StrategyError if ranks read different rows of a table, and change the rows that they read."""
+    if strategy.dp == 1 and strategy.cp == 1:
+        return
+    for name, part in facts.shapes.skeleton.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            weight = f"{name}.weight".lstrip(".")
+            raise StrategyError(
+                f"The model changes its parameter {weight!r} in place in its forward, and each rank of {strategy} "
+                "would change other rows of it.",
+                numbers=f"{type(part).__name__} with max_norm={part.max_norm:g}",
+                hint="without max_norm, but in a callback of the Trainer: trainer.model."
+                f"{weight}.detach().renorm_({part.norm_type:g}, 0, {part.max_norm:g}); or %cluster start -n 1",
+            )
+
+
 def _need_experts(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
     """Raise StrategyError if `strategy` spreads experts, but the model has no experts that it can spread."""
     if strategy.ep == 1:
@@ -491,8 +509,13 @@ def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
 
 
 def _need_whole_layers(strategy: Strategy, _: ModelFacts, options: JobOptions) -> None:
-    """Raise StrategyError if fp8 is asked for, and `strategy` divides what has one scale."""
-    need_whole_layers(strategy, options.fp8)
+    """Raise StrategyError if fp8 is asked for, and `strategy` divides the rows of weights that have one scale."""
+    if options.fp8 and strategy.tp > 1:
+        raise StrategyError(
+            f"{strategy} with fp8=True does not train as one process does.",
+            numbers=f"the scale of a row comes from its largest number, and tp={strategy.tp} divides rows",
+            hint="a strategy without tp; or compute=nbkit.Compute(fp8=False)",
+        )
 
 
 def _need_gathers(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:

@@ -47,12 +47,13 @@ from nbkit.rank.parallel.module.copies import (
     take_buffers,
 )
 from nbkit.rank.parallel.parallelize import cut
-from nbkit.rank.parallel.plan import ParallelPlan, make_plan, parts_rows
+from nbkit.rank.parallel.plan import ParallelPlan, keeps_whole, make_plan, parts_rows, refusals
 from nbkit.rank.parallel.process_groups import connect_threads
-from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept
+from nbkit.rank.parallel.proof.outside_state import OutsideSnapshot, OutsideState, outside_kept
 from nbkit.rank.parallel.proof.unchanged import attributes_kept
 from nbkit.rank.parallel.reshard.load_local_shards import fill_weights
 from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
+from nbkit.rank.rng.host_generators import Drawn
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.schedules import type_of
 from nbkit.strategy import Strategy, divisors
@@ -88,7 +89,8 @@ class Stepped:
 
     norm: the norm of the gradients before they are clipped to half of it. gradients: by name, the part of each gradient
     that a rank holds; None if there is no gradient. weights: by name, the weights after the update. buffers: the
-    buffers that a checkpoint saves, after the forward passes. unmade: why there was no update, or "".
+    buffers that a checkpoint saves, after the forward passes. unmade: why there was no update, or "". changed: the
+    parameters that the forward pass changes in place.
     """
 
     loss: float
@@ -97,6 +99,7 @@ class Stepped:
     weights: Mapping[str, tuple[Tensor, Layout]]
     buffers: Mapping[str, Tensor]
     unmade: str = ""
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ def _step_of_one(model: nn.Module, batch: Batch, facts: ModelFacts) -> Stepped:
     draws = KeyedDropout(model, 0, facts.draws)
     if batch.outside is not None:
         batch.outside.put_back()
+    params = dict(model.named_parameters())
+    versions = {name: p._version for name, p in params.items()}
     try:
         value, target = pair(batch.data, batch.inputs)
         with draws.step(0, range(batch.rows)), torch.enable_grad():
@@ -132,7 +137,7 @@ def _step_of_one(model: nn.Module, batch: Batch, facts: ModelFacts) -> Stepped:
         mean.backward()
     finally:
         draws.release()
-    params = dict(model.named_parameters())
+    changed = tuple(name for name, p in params.items() if p._version != versions[name])
     grads = [p.grad for p in params.values() if p.grad is not None]
     sizes = [(grad.abs() if grad.is_complex() else grad).double().norm() for grad in grads]
     norm, unmade = float(torch.stack(sizes).norm()), ""
@@ -145,7 +150,7 @@ def _step_of_one(model: nn.Module, batch: Batch, facts: ModelFacts) -> Stepped:
     whole = {name: Layout.whole(p.shape) for name, p in params.items()}
     gradients = {name: (p.grad, whole[name]) for name, p in params.items()}
     weights = {} if unmade else {name: (p.detach(), whole[name]) for name, p in params.items()}
-    return Stepped(float(mean.detach()), norm, gradients, weights, _buffers(model), unmade)
+    return Stepped(float(mean.detach()), norm, gradients, weights, _buffers(model), unmade, changed)
 
 
 def _buffers(module: nn.Module, kept: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -173,9 +178,19 @@ def steps_of_ranks(
     """
     strategy, facts = plan.strategy, plan.facts
     plan = make_plan(strategy, replace(facts, shapes=facts.shapes.like(skeleton_of(model))), plan.options)
-    ranks: ThreadRanks[_Rank] = ThreadRanks(strategy.mesh.size)
-    if (outside := batch.outside) is not None:
-        ranks = ThreadRanks(strategy.mesh.size, leave=outside.held, enter=outside.put)
+    outside = batch.outside
+    shares_draws = facts.draws is not None and facts.draws.hosts  # Python and numpy have one generator for all threads
+
+    def leave() -> tuple[OutsideSnapshot | None, Drawn | None]:
+        return outside.held() if outside is not None else None, Drawn.so_far() if shares_draws else None
+
+    def enter(left: tuple[OutsideSnapshot | None, Drawn | None]) -> None:
+        if outside is not None and left[0] is not None:
+            outside.put(left[0])
+        if left[1] is not None:
+            left[1].restore()
+
+    ranks: ThreadRanks[_Rank] = ThreadRanks(strategy.mesh.size, leave=leave, enter=enter)
     meetings: dict[tuple[str, tuple[int, ...]], ThreadMeeting] = {}
 
     def meeting(axis: str, members: tuple[int, ...]) -> ThreadMeeting:
@@ -484,7 +499,15 @@ def prove_step(
         proof = _proof(plan, example, **how)
     if proof != StepProof() and batch_norms(plan.facts.shapes.skeleton):
         proof = _proof(plan, example if many is None else many, each=_MANY, exact=_EXACT_NORMS, **how)
+    if proof.refusal is not None and _ANOTHER in proof.refusal.hint and not _trains_under_ddp(plan, example, how):
+        proof.refusal.hint = proof.refusal.hint.replace(_ANOTHER, _ALONE)
     return proof
+
+
+def _trains_under_ddp(plan: ParallelPlan, example: Any, how: Mapping[str, Any]) -> bool:
+    """Return whether plain data parallelism, which a hint would name, is not refused as well."""
+    ddp = ParallelPlan(Strategy(dp=max(2, plan.strategy.mesh.size)), plan.facts, plan.options)
+    return not any(refusals(ddp.strategy, ddp.facts, ddp.options)) and _proof(ddp, example, **how).refusal is None
 
 
 def _proof(
@@ -632,10 +655,11 @@ def _compared(
     except NbkitError as error:
         return error
     except Exception as error:
+        compiled = _compiled(facts, error)
         return StrategyError(
             f"Under {strategy}, a step of {batch.rows} rows of this model fails.",
-            numbers=_told(error) + _called(facts),
-            hint=_hint(strategy, facts),
+            numbers=compiled or _told(error) + _called(facts),
+            hint="the model without torch.compile; or " * bool(compiled) + _hint(strategy),
         )
     tolerance, before = max(1e-9, 64 * eps), {name: p.detach() for name, p in model.named_parameters()}
     found = [text for rank in ranks for text in differences(whole, rank, tolerance)]
@@ -645,9 +669,35 @@ def _compared(
         return None
     return StrategyError(
         f"{strategy} does not train this model as one process does.",
-        numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}{_called(facts)}",
-        hint=_hint(strategy, facts),
+        numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}{_called(facts)}"
+        + _changes(model, whole, strategy, batch),
+        hint="change it between two steps, in a callback of the Trainer; or " * bool(whole.changed) + _hint(strategy),
     )
+
+
+def _changes(model: nn.Module, whole: Stepped, strategy: Strategy, batch: Batch) -> str:
+    """Return what a forward pass changes that the next one reads, as the end of a sentence, or ""."""
+    if whole.changed:
+        return f"; the forward pass changes its parameter {whole.changed[0]!r} in place"
+    if (strategy.microbatches or 1) == 1 and batch.microbatch_size is None:
+        return ""
+    before = dict(model.named_buffers())
+    moved = [name for name, after in whole.buffers.items() if not torch.equal(before[name].to(after), after)]
+    if not moved:
+        return ""
+    others = f" and {len(moved) - 1} others" if len(moved) > 1 else ""
+    return f"; each forward pass changes the buffer {moved[0]!r}{others}, and a step makes several passes"
+
+
+def _compiled(facts: ModelFacts, error: Exception) -> str:
+    """Return which part of the model the user has compiled, if that is the cause of an error of torch, or ""."""
+    if not type(error).__module__.startswith("torch._dynamo"):
+        return ""
+    for name, part in facts.shapes.skeleton.named_modules():
+        if part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule":
+            of = repr(name) if name else "the model"
+            return f"torch.compile compiled {of}, and cannot trace the collectives that the strategy puts into it"
+    return ""
 
 
 def _called(facts: ModelFacts) -> str:
@@ -658,11 +708,12 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _hint(strategy: Strategy, facts: ModelFacts | None = None) -> str:
-    sends = facts is not None and facts.collectives  # even on the same ranks under ddp
-    if strategy.dp < strategy.mesh.size or ((strategy.zero or strategy.ep > 1) and not sends):
-        return "another strategy, such as 'ddp'"
-    return "%cluster start -n 1   trains it on one rank"
+_ANOTHER, _ALONE = "another strategy, such as 'ddp'", "%cluster start -n 1   trains it on one rank"
+
+
+def _hint(strategy: Strategy) -> str:
+    """Return what to type. `prove_step` replaces the other strategy if it is refused too."""
+    return _ALONE if keeps_whole(strategy) else _ANOTHER
 
 
 def _sum_of_output(output: Any, _: Any) -> tuple[Tensor, int]:

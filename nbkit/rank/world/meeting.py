@@ -17,8 +17,8 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -65,6 +65,7 @@ class _Here:
 
 _here = _Here()
 _threads = threading.Lock()
+_looks = threading.Lock()  # held while the thread reads the store
 
 
 def meet(purpose: str) -> None:
@@ -298,26 +299,42 @@ def _look_from_now_on() -> None:
                 atexit.register(end_cell)  # in a script: runs before the world is left
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Keep the thread from reading the store, which rank 0 ends while a world of another size is formed.
+
+    torch would print each read that fails, with its C++ frames.
+    """
+    held = _looks.acquire(timeout=_LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        if held:
+            _looks.release()
+
+
 def _watch(over: threading.Event) -> None:
     key, store, before = "", None, 0
     while not over.wait(_LOOK_SECONDS):
-        here = world.current()
-        if here is None or here.dirty:
-            continue
-        try:
-            if store is None or key != here.key:
-                own: Any = here._require_store()
-                store, key = _store(here, own.clone()), here.key  # nccl may block the world's own connection
-            number, text = (_here.key == key and _apart(here, store, _here.number)) or (0, "")
-            # Act only if two looks in a row agree: after a rewind or a load, one rank changes its step before another.
-            seen, before = before, number
-            if number and seen == number and not over.is_set():
-                told = store.compare_set(f"apart/{number}", "", json.dumps({"said": text, "clean": False}))
-                if _here.waits is None:  # else `_meet` reads it
-                    _here.apart = json.loads(told)["said"]
-                    failure_alarm.break_out(f"{_here.apart}: {PARTED}", _error(_here.apart))
-        except Exception:  # the store is gone because rank 0 has died; that is reported in another way
-            store = None
+        with _looks:
+            here = world.current()
+            if here is None or here.dirty:
+                continue
+            try:
+                if store is None or key != here.key:
+                    own: Any = here._require_store()
+                    store, key = _store(here, own.clone()), here.key  # nccl may block the world's own connection
+                number, text = (_here.key == key and _apart(here, store, _here.number)) or (0, "")
+                # Act only if two looks in a row agree. After a rewind or a load, one rank changes its step before
+                # another.
+                seen, before = before, number
+                if number and seen == number and not over.is_set():
+                    told = store.compare_set(f"apart/{number}", "", json.dumps({"said": text, "clean": False}))
+                    if _here.waits is None:  # else `_meet` reads it
+                        _here.apart = json.loads(told)["said"]
+                        failure_alarm.break_out(f"{_here.apart}: {PARTED}", _error(_here.apart))
+            except Exception:  # the store is gone because rank 0 has died; that is reported in another way
+                store = None
 
 
 def _apart(here: world.World, store: Store, number: int) -> tuple[int, str] | None:

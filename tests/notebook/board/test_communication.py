@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import tomllib
 import urllib.error
@@ -368,11 +369,30 @@ def test_a_rank_that_has_died_does_not_stop_the_picture(tmp_path: Path) -> None:
         if number == 10:
             fake.dead.add(1)
         fake.step()
+    gone = fake.files[1].path
+    os.utime(gone, (time.time() - 60,) * 2)  # nothing was written for a minute
     run.refresh()
 
     assert run.newest == 22
     shown = picture(run, 22)
     assert [values[0] for values in shown["ranks"]] == [0, 2] and shown["missing"] == [1]
+
+
+def test_a_step_is_shown_only_after_the_slowest_rank_wrote_it(tmp_path: Path) -> None:
+    """The ranks write a few times each second, and short steps are many by then."""
+    fake = FakeRun(tmp_path / "run", 2, "ddp")
+    run = Run(tmp_path / "run")
+    for number in range(30):
+        if number == 10:
+            fake.dead.add(1)
+        fake.step()
+    run.refresh()
+    assert run.newest == 10 and picture(run, run.newest, usual=True)["missing"] == []
+    whole = picture(run, run.newest)["table"]
+    for _ in range(60):
+        fake.step()
+    run.refresh()  # a rank that writes its steps no more, but its health, does not stop the picture
+    assert run.newest > 30 and picture(run, run.newest)["table"][0]["bytes"] == whole[0]["bytes"] / 2
 
 
 def test_a_step_that_only_the_overview_has_is_shown_as_a_mean(tmp_path: Path) -> None:

@@ -87,6 +87,14 @@ def test_values_that_cannot_be_sent_are_refused_with_the_reason(two: Cluster) ->
         two.push({"code": lambda: 1})
     with pytest.raises(TransferError, match="NameError"):
         two.pull("never_defined")
+    two.run("class Bad:\n    def __reduce__(self): return dict, (1, 2, 3)\nlock = __import__('threading').Lock()")
+    for name, words in (
+        ("lock", r"lock on rank 1 cannot be sent: its type is lock\.\nTypeError.*\n→ .*%pull str\(lock\) --rank 1"),
+        ("[lock, 1]", r"its type is list\.\nTypeError: cannot pickle.*\n→ .*%pull 'str\(\[lock, 1\]\)' --rank 1"),
+        ("Bad()", r"Bad\(\) of rank 1 cannot be built in the notebook\.\nTypeError: dict expected"),
+    ):
+        with pytest.raises(TransferError, match=words):
+            two.pull(name, 1)
     with pytest.raises(TransferError, match="not a name"):
         two.push({"a b": 1})
     with pytest.raises(UsageError, match="no rank 7"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,6 +131,55 @@ def test_attention_that_returns_its_weights_is_refused_under_tp_with_cp() -> Non
     assert "need_weights=False; or a strategy with tp or cp alone" in str(found)
     assert nbkit.check(model, "tp=2", batch, 2, loss=ZOO["gpt"].loss).ok
     assert nbkit.check(model, "cp=2", batch, 2, loss=ZOO["gpt"].loss).ok
+
+
+class Scores(nn.Module):
+    """A model of one table and three blocks, of which each test changes something."""
+
+    def __init__(self, max_norm: float | None = None, fades: bool = False) -> None:
+        super().__init__()
+        self.fades = fades
+        self.tokens, self.head = nn.Embedding(32, 8, max_norm=max_norm), nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.fades:
+            self.tokens.weight.detach()[ids] *= 0.9
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def spectral() -> nn.Module:
+    model = Scores()
+    for block in model.blocks:
+        nn.utils.parametrizations.spectral_norm(block[0])
+    return model
+
+
+def compiled() -> nn.Module:
+    return torch.compile(Scores(), backend="eager")  # type: ignore[return-value]
+
+
+# (model, strategy) -> (the words of the cause, the words of the hint)
+CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
+    "in place": (lambda: Scores(fades=True), "ddp", "its parameter 'tokens.weight' in place", "between two steps"),
+    "in place, zero1": (lambda: Scores(fades=True), "zero1", "'tokens.weight' in place", "%cluster start -n 1"),
+    "max_norm": (lambda: Scores(9.0), "ddp", "Embedding with max_norm=9", "tokens.weight.detach().renorm_(2, 0, 9)"),
+    "max_norm, cp": (lambda: Scores(9.0), "cp=2", "Embedding with max_norm=9", "in a callback of the Trainer"),
+    "spectral": (spectral, "pp microbatches=2", "the buffer 'blocks.0.0.parametrizations.weight.0._u'", "'ddp'"),
+    "compiled": (compiled, "zero3", "torch.compile compiled the model", "the model without torch.compile; or"),
+}
+
+
+def test_a_refusal_names_the_cause_and_only_a_strategy_that_is_not_refused_too() -> None:
+    ids = torch.randint(32, (8, 12), generator=torch.Generator().manual_seed(0))
+    for name, (model, strategy, cause, hint) in CAUSES.items():
+        found = nbkit.check(model, strategy, [ids, ids.roll(-1, 1)], 2, loss=ZOO["gpt"].loss)
+        refusal = next(finding for finding in found.findings if finding.error)
+        assert cause in refusal.numbers + refusal.what and hint in refusal.hint, (name, str(refusal))
+        assert ("'ddp'" in refusal.hint) == (name in ("spectral", "compiled")), (name, str(refusal))
 
 
 def told(world: Any) -> dict[str, Any]:

@@ -165,6 +165,9 @@ def test_the_draws_of_a_model_are_found_and_named() -> None:
     assert drawn is not None and drawn.hosts == {""} and drawn.unkeyed == ()
     said = check(skipping, "pp=2 microbatches=2", [x[:2].double(), torch.zeros(2, dtype=torch.long)])
     assert not said.ok and "outside of its blocks" in str(said)
+    # The ranks of the proof are threads, which share Python's generator: each has its own numbers all the same.
+    for strategy in ("zero3", "tp=2"):
+        assert (said := check(Skipping(), strategy, [x[:2].double(), torch.zeros(2, dtype=torch.long)], 2)).ok, said
 
     model = Other()
     plan = find_draws(model, lambda rows: model(x[:rows]))

@@ -3,9 +3,8 @@
 torchao's recipe "rowwise_with_gw_hp" computes y = x W^T and the gradient of x in fp8, and the gradient of W in the
 precision of x. Each row of x, of W and of the gradient of y has its own scale. In the gradient of x, all of W has one
 scale. So a row of a result depends on its own row and on W alone, as without fp8. Strategies that divide rows give what
-one process gives. A strategy that divides W (tp) gives something else: `need_whole_layers` refuses it. So the
-comparison of a small step with one process (whole_step.py), and the measurements of a model (model_trace.py), leave fp8
-out.
+one process gives. A strategy that divides W (tp) gives something else: plan.py refuses it. So the comparison of a
+small step with one process (whole_step.py), and the measurements of a model (model_trace.py), leave fp8 out.
 
 Two details keep this true. The recipe rounds scales to powers of two, and here they are exact: a rank may compute with
 a multiple of the gradient of one process, which is divided out later. Under autocast, W is first rounded to the dtype
@@ -26,11 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nbkit.errors import StrategyError, TrainingError
+from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.block_discovery import ROUTERS, mixtures, structural_blocks, within
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, wrap
-from nbkit.strategy import Strategy
 
 _MULTIPLE = 16  # kernels for fp8 take sizes that are multiples of it
 _FORMAT = torch.float8_e4m3fn
@@ -95,18 +93,8 @@ def torchao_config(*, emulate: bool = False) -> Any:
         raise TrainingError(
             "fp8=True needs torchao on GPUs.",
             numbers=f"{type(error).__name__}: {error}",
-            hint=f"pip install torchao   on every host; or {_WITHOUT}",
+            hint=f"pip install 'torchao>=0.18'   on every host; or {_WITHOUT}",
         ) from error
-
-
-def need_whole_layers(strategy: Strategy, fp8: bool) -> None:
-    """Raise StrategyError if `strategy` divides the rows of weights or gradients that have one scale."""
-    if fp8 and strategy.tp > 1:
-        raise StrategyError(
-            f"With fp8=True, {strategy} does not give the results of one process.",
-            numbers=f"the scale of a row comes from its largest number, and tp={strategy.tp} divides rows",
-            hint=f"a strategy without tp; or {_WITHOUT}",
-        )
 
 
 def compute_in_fp8(module: nn.Module, names: Iterable[str], device: torch.device) -> None:

@@ -656,8 +656,9 @@ def refuse_use(unit: Unit, slot: Slot, how: str, changed: bool) -> None:
 
 def changed_in_place(name: str, how: str) -> TrainingError:
     """Return the error for a parameter that the model changes while it runs. Freeing memory would lose the change."""
+    by_rows = "renorm" in how  # of the rows that a batch reads, which differ from rank to rank: ddp is refused too
     return TrainingError(
         f"The forward pass changes the parameter {name!r} in place, and zero=3 would lose this change.",
         numbers=f"by {how}",
-        hint="strategy='ddp'; or change it between two steps, in a callback of the Trainer",
+        hint="strategy='ddp'; or " * (not by_rows) + "change it between two steps, in a callback of the Trainer",
     )
