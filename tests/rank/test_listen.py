@@ -255,7 +255,7 @@ def test_a_file_of_another_user_or_a_link_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_a_job_is_found_by_the_beginning_of_its_name_and_only_if_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["jobs"]) == 0 and "No program listens" in capsys.readouterr().out
+    assert main(["jobs"]) == 0 and "nbkit run -n 2 train.py" in capsys.readouterr().out
     for name in ("train-a", "train-b"):
         a_rank(name)
     a_rank("other", process=Process(os.getpid(), 1.0, "a boot long ago"))
