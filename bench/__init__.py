@@ -1,1 +1,1 @@
-"""Benchmarks of nbkit beside its peers: `python -m bench` runs them. They are not shipped with the package."""
+"""Benchmarks that compare nbkit with its peers: `python -m bench` runs them. They are not in the package."""

@@ -1,4 +1,4 @@
-"""Measure nbkit beside its peers and print the table.
+"""Measure nbkit and its peers and print the table.
 
 python -m bench                    run everything: more than an hour; writes bench/results.json and .md
 python -m bench cells startup      run these only; writes nothing without --out

@@ -1,6 +1,6 @@
-"""Measure how long a checkpoint of half a gigabyte stops a training, beside a copy of the same bytes in host memory.
+"""Measure how long a checkpoint of half a gigabyte stops a training, and a copy of the same bytes in host memory.
 
-The steps sleep, so that the figure shows what a step waits for, not what it computes. A checkpoint is taken in the
+The steps sleep, so that the figure shows how long a step waits, not how long it computes. A checkpoint is saved in the
 middle of the run. The pause is the time by which its step is longer than the usual step.
 """
 
@@ -114,7 +114,7 @@ class Worker:
     def pause(self, *, path: str, beside: bool) -> tuple[float, float]:
         """Save a checkpoint during `STEPS` steps and return by how many seconds two of them exceed the usual one.
 
-        The first is the step in which the checkpoint is taken, the second the longest step after it.
+        The first is the step in which the checkpoint is saved, the second the longest step after it.
         """
         self._save = self.trainer.step + STEPS // 4, path, beside
         self.model.began.clear()

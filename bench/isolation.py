@@ -1,4 +1,4 @@
-"""Run the benchmarks in a network and a process namespace of their own (Linux), where that is allowed.
+"""Run the benchmarks in their own network and process namespace (Linux), where that is allowed.
 
 One of the peers listens on every interface, and ends processes whose command line matches a pattern. In a namespace it
 can reach nothing else, and everything that a run leaves behind ends with the namespace.
@@ -39,7 +39,7 @@ def enter(arguments: list[str]) -> int | None:
 
 
 def bring_up_loopback() -> None:
-    """Bring up the loopback interface, which is down in a new network namespace, and let it send nothing twice."""
+    """Bring up the loopback interface, which is down in a new network namespace, and prevent retransmissions."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         request = struct.pack("16sh", b"lo", 0).ljust(40, b"\0")
         (flags,) = struct.unpack_from("h", fcntl.ioctl(control, _SIOCGIFFLAGS, request), 16)

@@ -1,4 +1,4 @@
-"""Measure how much of the time to read data a step waits for, with loader workers and without.
+"""Measure how much of the time to read data a step waits, with loader workers and without.
 
 A batch takes 20 ms to read. Reads and steps sleep, so that they need no cores.
 """
@@ -27,7 +27,7 @@ BAR = 0.05
 
 
 def run(settings: Settings) -> list[Row]:
-    """Return one row: the share of the reading time that steps still wait for when workers read."""
+    """Return one row: the share of the reading time that steps still wait if workers read."""
     shown: list[float] = []
     seconds: list[tuple[float, float]] = []
     with Ranks("loading", 1, folder=settings.folder, step=STEP_SECONDS) as ranks:

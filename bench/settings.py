@@ -15,8 +15,8 @@ QUICK_ROUNDS = 5
 class Settings:
     """The settings of a run. folder: for temporary files. isolated: processes of the run can reach no process outside.
 
-    rounds: replaces each benchmark's own number. ranks: only these cluster sizes. steps: `long_run` ends after so many,
-    not after minutes.
+    rounds: replaces each benchmark's own number. ranks: only these cluster sizes. steps: `long_run` ends after this
+    number, not after minutes.
     """
 
     folder: Path

@@ -1,7 +1,7 @@
 """Statistics of the table: medians, bootstrap intervals, and whether a bar is met.
 
-A ratio is taken within each round. Both sides run one after the other there, so that a machine that is slow for a while
-slows both. The figure is the median of these ratios. Intervals are 95 % bootstrap percentiles over rounds.
+A ratio is computed within each round, in which both sides run one after the other, so that a machine that is slow for a
+while slows both. The figure is the median of these ratios. Intervals are 95 % bootstrap percentiles over rounds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 
 def meets(figure: Interval, bar: float, again: Interval | None = None) -> bool:
-    """Return True if a figure that has to be small is within `bar`.
+    """Return True if a figure that should be small is within `bar`.
 
     again: the A/A comparison of the same run. The run cannot see differences below its half-width, so the interval may
     end above the bar by that much. For a bar below 1 the half-width is multiplied by the bar, since it was measured at

@@ -47,7 +47,7 @@ def compared(
     *,
     note: str = "",
 ) -> Row:
-    """Return the row of ours / theirs, round by round. ours, theirs: seconds. bar: None shows it without a judgement.
+    """Return the row of ours / theirs, round by round. ours, theirs: seconds. bar: None shows it without a verdict.
 
     again: ours, measured a second time in each round, for the A/A comparison.
     """
@@ -68,7 +68,7 @@ def compared(
 def absolute(
     what: str, values: Sequence[float], bar: float, unit: str, *, at: float = 0.5, wrong: str = "", peer: str = ""
 ) -> Row:
-    """Return the row of a figure beside a number, not a peer. at: which quantile. wrong: what is wrong with it."""
+    """Return the row of a figure with a bar but no peer. at: which quantile. wrong: what is wrong with it."""
     figure = quantile(values, at)
     factor = _FACTORS[unit]
     if len(values) > 1:

@@ -1,4 +1,4 @@
-"""The options of every magic, written once for parsing, for -h and for the magic's own help text."""
+"""The options of every magic, defined once for parsing, for -h and for the magic's help text."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _cell_options(parser: MagicParser) -> None:
         "--as", dest="name", type=_variable, metavar="NAME", help="put the results into this variable of the notebook"
     )
     parser.add_argument(
-        "--queue", action="store_true", help="if a cell is running, wait for its end instead of an error"
+        "--queue", action="store_true", help="if a cell is running, wait until it ends, and raise no error"
     )
     parser.add_argument("--tabs", action="store_true", help="show the output of each rank in its own tab")
     parser.add_argument(
@@ -177,7 +177,7 @@ def cluster_parser() -> MagicParser:
         "--ttl",
         type=_duration,
         metavar="TIME",
-        help="end the cluster after this time without notebook and running cell: 30min, 12h (2h)",
+        help="end the cluster after this time without a notebook and a running cell: 30min, 12h (2h)",
     )
     start.add_argument(
         "--detach",
@@ -188,7 +188,7 @@ def cluster_parser() -> MagicParser:
         "--save-before",
         type=_duration,
         metavar="TIME",
-        help="for --slurm: save and end a training this long before the time limit (2min, but at most a quarter of it)",
+        help="for --slurm: save and end a training this long before the time limit (2min, at most a quarter of --time)",
     )
     start.add_argument(
         "--requeue",
@@ -240,7 +240,10 @@ def compare_parser() -> MagicParser:
         "Then the training continues as if nothing had happened: %compare tp zero3 'dp=2 tp=2'.",
     )
     parser.add_argument(
-        "strategies", nargs="+", metavar="strategy", help="a preset or items key=value; quote several items"
+        "strategies",
+        nargs="+",
+        metavar="strategy",
+        help="a preset, or items key=value; put several items into quotation marks",
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="number of steps of each strategy (20)")
     add_json_option(parser)
@@ -278,7 +281,7 @@ def push_parser() -> MagicParser:
     parser.add_argument("--ranks", metavar="0,2-3", help="copy only to these ranks")
     parser.add_argument("--force", action="store_true", help="copy even values above 1 GB")
     parser.add_argument(
-        "--queue", action="store_true", help="if a cell is running, wait for its end instead of an error"
+        "--queue", action="store_true", help="if a cell is running, wait until it ends, and raise no error"
     )
     return parser
 
@@ -290,7 +293,7 @@ def pull_parser() -> MagicParser:
     parser.add_argument("--all", action="store_true", help="copy from all ranks, as a list")
     parser.add_argument("--force", action="store_true", help="copy even values above 1 GB")
     parser.add_argument(
-        "--queue", action="store_true", help="if a cell is running, wait for its end instead of an error"
+        "--queue", action="store_true", help="if a cell is running, wait until it ends, and raise no error"
     )
     return parser
 
@@ -326,7 +329,7 @@ def _steps(text: str) -> tuple[int, int]:
 def nbkit_parser() -> MagicParser:
     parser = MagicParser(prog="%nbkit", description="Plan, export, report, trace or examine a training.")
     commands = parser.add_subparsers(dest="verb", required=True)
-    plan = commands.add_parser("plan", help="predict every strategy for a model on some hardware")
+    plan = commands.add_parser("plan", help="predict memory and time of each strategy for a model on some hardware")
     plan.add_argument(
         "model",
         nargs="?",

@@ -79,7 +79,7 @@ async def run(magic: str, line: str, body: str) -> None:
 
 
 def _run_options(options: Any) -> dict[str, Any]:
-    """Return the arguments of `Cluster.run` beside the cell."""
+    """Return the arguments of `Cluster.run` besides the cell."""
     given = {name: getattr(options, name) for name in ("ranks", "timeout", "at_step", "queue", "tabs")}
     return {**given, "detach": options.detach is not None}
 
@@ -139,7 +139,7 @@ class CellMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
     @line_magic("distributed")  # type: ignore[misc, untyped-decorator]
     def distribute(self, line: str) -> None:
-        """Let each cell from now on run on every rank, or here again."""
+        """Run each later cell on every rank, or in the notebook again."""
         try:
             wanted = parse(distribution_parser(), line).cells == "on"
         except HelpShown:

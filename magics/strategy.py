@@ -1,4 +1,4 @@
-"""`%strategy`: show the panel, or switch by typing. `%compare`: measure strategies beside each other."""
+"""`%strategy`: show the panel, or switch by typing. `%compare`: measure several strategies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class StrategyMagics(Magics):  # type: ignore[misc, untyped-decorator]
             return None
         wanted = " ".join(options.strategy)
         if options.undo and (wanted or options.steps is not None):
-            raise UsageError("One thing at a time.", numbers=line, hint="%strategy zero3   or   %strategy --undo")
+            raise UsageError(
+                "--undo takes no strategy and no --try.", numbers=line, hint="%strategy zero3   or   %strategy --undo"
+            )
         if options.steps is not None and not wanted:
             raise UsageError("--try needs a strategy.", hint=f"%strategy --try {options.steps} zero3")
         training = current().training

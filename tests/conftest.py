@@ -1,4 +1,4 @@
-"""Makes tests/support importable, here and in the processes that the tests start; shares the work."""
+"""Make tests/support importable, here and in the processes that the tests start; share the work."""
 
 import signal
 import socket
@@ -65,14 +65,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: _end(config))
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            # As in a command that a shell runs in the background. Tests of the stop button send this signal.
+            # A shell ignores it in a background command. Tests of the stop button send this signal.
             signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         import ranks
 
         ranks.use_server(config.workerinput["ranks"])
         if (failures := getattr(config, "failures_db", None)) is not None and hasattr(failures, "sock"):
-            # `--reruns`: a worker tells and asks of each test, and would wait 40 ms between them for an acknowledgment.
+            # With `--reruns`, a worker sends two messages per test, and would wait 40 ms between them.
             failures.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if config.getoption("--cpu") and not hasattr(config, "workerinput"):
         from cpu_seconds import CpuSeconds
@@ -81,8 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _end(config: pytest.Config) -> None:
-    """End the run as Ctrl-C does, so that fixtures are torn down and no cluster is left, as when `timeout` ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # by which workers are hurried
+    """End the run as Ctrl-C does, so that fixtures are torn down and no cluster is left, also under `timeout`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would kill the workers
     if config.pluginmanager.hasplugin("dsession"):
         for worker in psutil.Process().children():
             worker.terminate()
@@ -121,11 +121,13 @@ def _places(units: list[str]) -> dict[str, float]:
             seconds[unit] = _WAITING[max(named, key=len)]
     places, before = {}, 0.0
     for unit in sorted(seconds, key=lambda unit: -seconds[unit]):
-        places[unit] = 0.9 * before / sum(seconds.values())  # at the very end one worker would wait, and no other work
+        places[unit] = (
+            0.9 * before / sum(seconds.values())
+        )  # at the very end one worker would wait while the others are idle
         before += seconds[unit]
     computing = [unit for unit in units if unit.startswith(_COMPUTING) and unit not in seconds]
     places |= {unit: number / len(computing) for number, unit in enumerate(computing)}
-    return dict.fromkeys(units, 1.0) | places  # the others take no time
+    return dict.fromkeys(units, 1.0) | places  # the others are fast
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""The pages say what is true: their cells run, their links lead somewhere, the errors they explain exist."""
+"""Test the pages: their cells run, their links lead to files, the errors they explain exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECONDS_PER_CELL = 120
 
 
 def cells(page: Path) -> list[str]:
-    """Return the fenced blocks marked python; each is one cell. Blocks that are not to be run are marked otherwise."""
+    """Return the fenced blocks marked python; each is one cell. Blocks that must not run have another mark."""
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -56,7 +56,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-        # A cell that failed half-way leaves its cluster behind.
+        # A cell that failed leaves its cluster behind.
         end_clusters(tmp_path / "NBKIT_HOME")
 
 
@@ -79,7 +79,7 @@ def test_every_cell_of_readme_and_of_the_pages_runs(kernel: Any) -> None:
     of_pages = [(page, source) for page in PAGES if page not in (LAPTOP, *CONCEPTS, *CHINESE) for source in cells(page)]
 
     with forked_parents_of_programs() as forked:
-        # README starts its cluster itself, and ends it; the pages stand in a notebook that has one.
+        # README starts and stops its own cluster; the pages assume a notebook that has one.
         before, started = [(ROOT / "docs", forked)], [(ROOT / "docs", "%cluster start -n 2")]
         for page, source in [*before, *sources, *started, *of_pages]:
             problem = run(kernel, source)
@@ -88,7 +88,7 @@ def test_every_cell_of_readme_and_of_the_pages_runs(kernel: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_every_cell_of_the_concepts_runs_after_those_of_a_laptop(kernel: Any) -> None:
+def test_every_cell_of_concepts_runs_after_the_cells_of_the_laptop_page(kernel: Any) -> None:
     with forked_parents_of_programs() as forked:
         before = [(ROOT / "docs", forked)]
         sources = [(page, source) for page in (LAPTOP, *CONCEPTS) for source in cells(page)]
@@ -99,7 +99,7 @@ def test_every_cell_of_the_concepts_runs_after_those_of_a_laptop(kernel: Any) ->
 
 
 @pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.name)
-def test_a_page_in_chinese_has_the_same_cells(page: Path) -> None:
+def test_a_chinese_page_has_the_same_cells_as_the_english_page(page: Path) -> None:
     chinese, english = (
         re.findall(r"^```(\w+)\n(.*?)^```$", text.read_text(), re.MULTILINE | re.DOTALL)
         for text in (page, page.with_name(page.name.replace(".zh-CN", "")))
@@ -108,8 +108,8 @@ def test_a_page_in_chinese_has_the_same_cells(page: Path) -> None:
     assert chinese == english
 
 
-def test_every_line_of_nbkit_on_a_page_is_one_that_it_takes() -> None:
-    """Also in blocks that no test runs. Words behind two spaces explain the line."""
+def test_every_nbkit_command_and_magic_on_a_page_parses() -> None:
+    """Check also the blocks that no test runs. Words after two spaces explain the line."""
     commands = prepare_parser(subcommands())
     seen, refused = set(), []
     for page in [README, *CHINESE, *PAGES]:
@@ -123,7 +123,7 @@ def test_every_line_of_nbkit_on_a_page_is_one_that_it_takes() -> None:
                 if name == "nbkit":
                     commands.parse_args(shlex.split(words, comments=True))
                 else:
-                    parse(PARSERS[name](), words.partition(" -- ")[0])  # what follows is for a launcher
+                    parse(PARSERS[name](), words.partition(" -- ")[0])  # a launcher reads the words after --
             except (UsageError, SystemExit) as error:
                 refused.append(f"{page.name}: {line}: {error}")
 
@@ -131,7 +131,7 @@ def test_every_line_of_nbkit_on_a_page_is_one_that_it_takes() -> None:
     assert refused == []
 
 
-def test_a_failing_cell_is_seen(kernel: Any) -> None:
+def test_run_returns_the_error_of_a_failing_cell(kernel: Any) -> None:
     assert run(kernel, "1 + 1") == ""
     assert "ZeroDivisionError" in run(kernel, "print('before')\n1 / 0")
 
@@ -146,7 +146,7 @@ def test_each_picture_of_the_gallery_has_a_cell_and_is_small() -> None:
     assert {name: size for name, size in files.items() if size > shots.LARGEST_BYTES} == {}
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_leads_to_a_file() -> None:
     broken = []
     for page in [README, *CHINESE, ROOT / "CONTRIBUTING.md", *PAGES]:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
@@ -156,7 +156,7 @@ def test_every_link_leads_somewhere() -> None:
     assert broken == []
 
 
-def test_every_page_that_the_source_names_is_there() -> None:
+def test_every_page_that_the_source_names_exists() -> None:
     named = {
         (page, path.name)
         for folder in ("nbkit", "magics", "tests", "verify", "bench")
@@ -177,7 +177,7 @@ def test_readme_is_short_and_its_first_cell_is_on_the_first_screen() -> None:
     assert lines.index("```python") <= 30
 
 
-def test_pages_of_concepts_and_of_start_are_short() -> None:
+def test_pages_of_concepts_and_start_are_short() -> None:
     pages = set((ROOT / "docs" / "start").glob("*.md")) - set(CHINESE)
     start = sum(len(page.read_text().split()) for page in pages)
 
@@ -203,7 +203,7 @@ def test_sentences_are_short() -> None:
     } == {}
 
 
-def test_every_page_says_first_what_the_reader_can_do_after_it() -> None:
+def test_every_page_begins_with_what_the_reader_can_do_after_it() -> None:
     first = {page: said[0] for page in TO_READ if (said := sentences(page)) and page.name != "changes.md"}
     opening = re.compile(r"After (?:this|a|one of these|these) (?:page|pages|lesson)\b|With nbkit you\b")
 
@@ -211,7 +211,7 @@ def test_every_page_says_first_what_the_reader_can_do_after_it() -> None:
     assert {str(page.relative_to(ROOT)): said for page, said in first.items() if not opening.match(said)} == {}
 
 
-def test_every_file_that_the_pages_on_the_inside_name_is_there() -> None:
+def test_every_file_that_the_pages_about_the_inside_name_exists() -> None:
     below = ("", "nbkit", "nbkit/notebook/cluster", "nbkit/rank", "nbkit/rank/train", "nbkit/rank/parallel")
     text = "".join((ROOT / "docs" / name).read_text() for name in ("contributing/inside.md", "reference/waits.md"))
     paths = re.findall(r"(?<![\w/])[a-z_0-9]+(?:/[a-z_0-9]+)*/(?:[a-z_0-9]+\.py)?", text)

@@ -1,4 +1,4 @@
-"""The look of nbkit's errors, their way from the ranks, and their documentation."""
+"""Test how nbkit's errors look, that they survive pickling, and that they are documented."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_error_in_a_notebook_shows_its_own_lines_and_no_python_traceback(
     assert shown.splitlines() == ["UsageError: Too many ranks.", "  4 of 2", "  → -n 2"]
 
 
-def test_an_error_stops_run_all_because_it_is_raised(shell: InteractiveShell) -> None:
+def test_an_error_is_raised_so_run_all_stops(shell: InteractiveShell) -> None:
     assert not shell.run_cell("import nbkit.errors; raise nbkit.errors.BoardError('x')").success
 
 
@@ -60,7 +60,7 @@ def test_str_has_what_numbers_and_hint_on_their_own_lines() -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSES.values(), ids=CLASSES)
-def test_every_error_survives_pickling_with_all_it_knows(kind: type) -> None:
+def test_every_error_survives_pickling_with_all_attributes(kind: type) -> None:
     error = example(kind)
 
     copy = pickle.loads(pickle.dumps(error))
@@ -71,7 +71,7 @@ def test_every_error_survives_pickling_with_all_it_knows(kind: type) -> None:
     assert str(copy) == str(error)
 
 
-def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
+def test_the_tree_in_the_docstring_equals_the_class_hierarchy() -> None:
     drawn: dict[str, str] = {}
     path: list[str] = []
     for line in (errors.__doc__ or "").splitlines():
@@ -91,11 +91,11 @@ def test_every_error_is_exported_in_order() -> None:
     assert errors.__all__ == sorted(CLASSES)
 
 
-def test_stop_is_a_keyboard_interrupt_so_that_no_except_exception_swallows_it() -> None:
+def test_stopped_is_a_keyboard_interrupt_so_except_exception_does_not_catch_it() -> None:
     assert issubclass(Stopped, KeyboardInterrupt)
     assert not issubclass(Stopped, Exception)
 
 
-def test_a_cell_error_knows_the_first_rank_and_all_of_them() -> None:
+def test_a_cell_error_has_the_first_rank_and_all_ranks() -> None:
     assert RankDied("Rank 3 died.", rank=3).ranks == (3,)
     assert CellError("x", rank=1, ranks=(1, 2)).rank == 1

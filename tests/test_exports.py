@@ -1,4 +1,4 @@
-"""The names that `import nbkit` offers: all of them exist, and the manual has all of them."""
+"""Test the names that `import nbkit` offers: each exists, and is in the manual."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_exported_name_resolves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_exported_name_is_a_class_or_function_that_says_what_it_is(name: str) -> None:
+def test_every_exported_name_is_a_class_or_function_with_a_docstring(name: str) -> None:
     offered = getattr(nbkit, name)
 
     assert callable(offered)
@@ -32,10 +32,10 @@ def test_every_exported_name_is_in_the_manual(name: str) -> None:
     assert re.search(rf"\b{name}\b", MANUAL)
 
 
-def test_dir_shows_what_is_exported() -> None:
+def test_dir_shows_the_exported_names() -> None:
     assert set(nbkit.__all__) <= set(dir(nbkit))
 
 
-def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
+def test_an_unknown_name_raises_an_error_with_the_known_names() -> None:
     with pytest.raises(AttributeError, match="Trainer"):
         _ = nbkit.Trainor

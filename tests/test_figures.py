@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Test how numbers are printed."""
 
 import ast
 import json
@@ -24,12 +24,12 @@ def test_large_numbers_are_whole_and_small_ones_have_four_digits(value: float, t
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_not_shown(value: float) -> None:
+def test_nan_and_inf_are_not_shown(value: float) -> None:
     assert figure(value) == ""
 
 
 @pytest.mark.parametrize("path", ["nbkit/rank/telemetry/sinks.py", "nbkit/notebook/widgets/dashboard/text_view.py"])
-def test_the_line_of_a_training_and_the_views_of_it_write_numbers_alike(path: str) -> None:
+def test_the_printed_line_and_the_dashboard_use_the_same_number_format(path: str) -> None:
     module = ast.parse((ROOT / path).read_text())
 
     assert any(isinstance(each, ast.ImportFrom) and each.module == "nbkit.figures" for each in module.body)
@@ -60,7 +60,7 @@ def test_seconds_have_three_digits_and_a_unit(value: float | None, text: str) ->
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's functions")
-def test_a_page_writes_bytes_seconds_and_rates_as_the_notebook_does() -> None:
+def test_the_web_page_prints_bytes_seconds_and_rates_like_the_notebook() -> None:
     draw = random.Random(0)
     values = [10 ** draw.uniform(-3.9, 12) for _ in range(500)] + [1.0, 1000.0, 999.4, 1e6]
     script = (

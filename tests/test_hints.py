@@ -1,6 +1,6 @@
-"""Everything that an error tells to type exists: magics, their verbs and options, commands, functions, variables.
+"""Test that everything an error tells to type exists: magics, verbs, options, commands, functions, variables.
 
-Every `hint=` of the source is read, with the names that it is made of. Parts that are filled in later read "…".
+The tests read every `hint=` of the source, with the names in it. Parts that are filled in later become "…".
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def strings(node: ast.expr, module: ast.Module) -> list[str]:
         case ast.BinOp(first, ast.Add(), second):
             return [a + b for a, b in product(strings(first, module) or ["…"], strings(second, module) or ["…"])]
         case ast.Name(name) | ast.Attribute(attr=name) if name not in _followed:
-            _followed.append(name)  # a name defined by itself adds no more texts
+            _followed.append(name)  # so that a name defined by itself ends the recursion
             try:
                 return [text for value in _assigned(name, module) for text in strings(value, module)]
             finally:
@@ -179,7 +179,7 @@ def test_every_hint_can_be_typed() -> None:
         ("nbkit.Compute(on_oom='fit')", "on_oom= outside of nbkit.Recovery"),
     ],
 )
-def test_what_cannot_be_typed_is_found(hint: str, what: str) -> None:
+def test_a_hint_that_names_something_missing_is_found(hint: str, what: str) -> None:
     assert list(missing(hint)) == [what]
 
 
@@ -195,7 +195,7 @@ HAVE_VERBS = {"%cluster", "%train", "%nbkit"}  # their usage lists the verbs
 
 
 @pytest.mark.parametrize("magic", PARSERS)
-def test_a_magic_that_is_not_understood_says_a_line_that_is(magic: str) -> None:
+def test_a_magic_with_an_unknown_option_suggests_a_line_that_parses(magic: str) -> None:
     for parser in magics(PARSERS[magic]()):
         assert isinstance(parser, MagicParser)
         with pytest.raises(UsageError) as refused:
@@ -216,7 +216,7 @@ def test_a_magic_that_is_not_understood_says_a_line_that_is(magic: str) -> None:
         ("%strategy", "--pause", "%train pause"),
     ],
 )
-def test_what_does_not_belong_to_a_verb_is_answered_for_that_verb(magic: str, typed: str, hint: str) -> None:
+def test_a_wrong_argument_of_a_verb_gets_a_hint_for_that_verb(magic: str, typed: str, hint: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse(PARSERS[magic](), typed)
 
@@ -231,10 +231,10 @@ def test_every_magic_that_needs_arguments_has_an_example() -> None:
         except UsageError:
             needs |= {parser.prog} - HAVE_VERBS
 
-    assert needs == set(EXAMPLES) - {"%nbkit plan"}  # which takes a model with its batch and hardware, or nothing
+    assert needs == set(EXAMPLES) - {"%nbkit plan"}  # it takes a model with batch and hardware, or nothing
 
 
-def test_hints_are_read_from_where_they_are_put_together() -> None:
+def test_hints_built_from_several_expressions_are_read() -> None:
     read = [hint for _, hint in hints()]
 
     assert len(read) > 250

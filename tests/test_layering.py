@@ -1,6 +1,6 @@
-"""The two wings stay apart: a linter checks it, and so do real processes.
+"""Test that notebook code and rank code do not import each other, with a linter and in real processes.
 
-Both are needed: importing a submodule runs the package's `__init__`, which a linter of imports does not see.
+Both are needed: importing a submodule runs the package's `__init__`, which the linter does not see.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def modules(folder: str) -> list[str]:
 
 
 def first_to_load(names: list[str], forbidden: tuple[str, ...]) -> str:
-    """Import `names` one after the other in a fresh process: "who: what" for the first forbidden module, else ""."""
+    """Import `names` in order in a fresh process; return "who: what" for the first forbidden module, else ""."""
     code = f"""
 import importlib, sys
 for name in {names!r}:
@@ -48,7 +48,7 @@ for name in {names!r}:
     return done.stderr.strip() if done.returncode else ""
 
 
-def test_imports_point_down() -> None:
+def test_imports_follow_the_layers() -> None:
     done = lint(ROOT)
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,7 +62,7 @@ INTRUDERS = {
 }
 
 
-def test_the_linter_sees_imports_that_point_up(tmp_path: Path) -> None:
+def test_the_linter_finds_imports_against_the_layers(tmp_path: Path) -> None:
     for package in ("nbkit", "magics"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -73,7 +73,7 @@ def test_the_linter_sees_imports_that_point_up(tmp_path: Path) -> None:
     done = lint(tmp_path)
 
     assert done.returncode == 1
-    said = " ".join(done.stdout.split())  # it breaks its lines
+    said = " ".join(done.stdout.split())  # the linter wraps its lines
     for module, lines in INTRUDERS.items():
         name = module.removesuffix(".py").replace("/", ".")
         for line in lines:
@@ -81,7 +81,7 @@ def test_the_linter_sees_imports_that_point_up(tmp_path: Path) -> None:
             assert re.search(rf"- {name} -> {there}\b", said), (line, done.stdout)
 
 
-def test_every_module_of_the_root_has_its_place_in_the_layers() -> None:
+def test_every_top_level_module_is_in_the_layers() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
     placed = {name.strip("() ") for layer in layers for name in layer.replace(":", "|").split("|")}
@@ -91,24 +91,24 @@ def test_every_module_of_the_root_has_its_place_in_the_layers() -> None:
     assert there <= placed, f"not in pyproject.toml's layers: {', '.join(sorted(there - placed))}"
 
 
-def test_the_rank_wing_leaves_jupyter_unloaded() -> None:
-    # One needs Triton, which a torch for the CPU does not have.
+def test_rank_modules_do_not_load_jupyter() -> None:
+    # This one needs Triton, which a CPU build of torch does not have.
     every = [name for name in modules("nbkit/rank") if name != "nbkit.rank.rng.mask_kernel"]
 
     assert first_to_load(every, JUPYTER) == ""
 
 
-def test_the_notebook_wing_leaves_torch_unloaded() -> None:
+def test_notebook_modules_do_not_load_torch() -> None:
     wing = [name for name in modules("nbkit") if not name.startswith(("nbkit.rank", "nbkit.bridge"))]
 
     assert first_to_load([*wing, *modules("magics")], TORCH) == ""
 
 
-def test_the_root_loads_neither_wing() -> None:
+def test_import_nbkit_loads_neither_notebook_nor_rank_code() -> None:
     assert first_to_load(["nbkit"], ("nbkit.rank", "nbkit.notebook", "nbkit.bridge", "magics", *JUPYTER, *TORCH)) == ""
 
 
-def test_loading_the_extension_twice_in_a_real_shell_leaves_torch_unloaded(tmp_path: Path) -> None:
+def test_loading_the_extension_twice_in_a_real_shell_does_not_load_torch(tmp_path: Path) -> None:
     code = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell

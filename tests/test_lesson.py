@@ -1,4 +1,4 @@
-"""Questions of lessons: a guess is locked, judged within its band, kept in a file, and collected from a class."""
+"""Test questions of lessons: a guess is locked, judged within a tolerance, stored, and collected from a class."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     (0, 1.4999, False),
     ("2%", None, None),
 ])  # fmt: skip
-def test_a_guess_is_right_only_within_the_stated_band(within: Any, guess: Any, right: Any) -> None:
+def test_a_guess_is_right_only_within_the_tolerance(within: Any, guess: Any, right: Any) -> None:
     question = ask(within=within)
     question.lock(guess)
     question.check(1.5)
@@ -48,7 +48,7 @@ def test_a_guess_is_right_only_within_the_stated_band(within: Any, guess: Any, r
     assert question.verdict.right is right
 
 
-def test_guess_measured_value_and_formula_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_guess_measured_value_and_formula_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     question = ask()
     question.lock(3)
     question.check(1.51, formula=1.5, by="2 (n - 1) / n")
@@ -60,7 +60,7 @@ def test_guess_measured_value_and_formula_stand_side_by_side(capsys: pytest.Capt
     assert all(f"<b>{value}</b>" in page for value in ("3 S", "1.51 S", "1.5 S"))
 
 
-def test_nothing_is_told_before_the_guess_is_locked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer_is_hidden_until_the_guess_is_locked(capsys: pytest.CaptureFixture[str]) -> None:
     question = ask()
     question.check(1.75)
 
@@ -70,7 +70,7 @@ def test_nothing_is_told_before_the_guess_is_locked(capsys: pytest.CaptureFixtur
     assert question.verdict.right
 
 
-def test_a_locked_guess_stays() -> None:
+def test_a_locked_guess_cannot_be_changed() -> None:
     question = ask()
     question.lock(2)
     question.lock(1.5)
@@ -78,7 +78,7 @@ def test_a_locked_guess_stays() -> None:
     assert question.guess == 2.0
 
 
-def test_a_choice_is_right_if_it_is_the_measured_one() -> None:
+def test_a_choice_is_right_if_it_equals_the_measured_one() -> None:
     for guess, right in (("as much", True), ("less", False)):
         question = ask(unit="", choices=("more", "as much", "less"))
         question.lock(guess)
@@ -99,12 +99,12 @@ def test_a_choice_is_right_if_it_is_the_measured_one() -> None:
     (lambda: ask(choices=("yes", "no")).check(3), "The measured value is not one of the choices"),
     (lambda: ask().check(None), "The measured value is missing"),
 ])  # fmt: skip
-def test_what_cannot_be_meant_is_refused(make: Any, words: str) -> None:
+def test_invalid_questions_guesses_and_answers_are_refused(make: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make()
 
 
-def test_guesses_and_answers_are_lines_of_a_file(folder: Path) -> None:
+def test_guesses_and_answers_are_written_as_lines_of_a_file(folder: Path) -> None:
     question = ask()
     question.lock(1.5)
     question.check(1.5, formula=1.5)
@@ -115,7 +115,7 @@ def test_guesses_and_answers_are_lines_of_a_file(folder: Path) -> None:
     assert guess["user"] and guess["time"].endswith("Z")
 
 
-def test_a_folder_that_cannot_be_written_ends_no_lesson(folder: Path) -> None:
+def test_a_folder_that_cannot_be_written_only_warns(folder: Path) -> None:
     (folder / "guesses.jsonl").mkdir()
     question = ask()
 
@@ -125,7 +125,9 @@ def test_a_folder_that_cannot_be_written_ends_no_lesson(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("in_a_file", [False, True])
-def test_guesses_come_from_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch, in_a_file: bool) -> None:
+def test_guesses_can_come_from_an_environment_variable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, in_a_file: bool
+) -> None:
     text = json.dumps({"1.2": 1.5, "1.3": None})
     (folder / "mine.json").write_text(text)
     monkeypatch.setenv("NBKIT_GUESSES", "mine.json" if in_a_file else text)
@@ -153,7 +155,7 @@ def test_a_teacher_collects_the_first_guesses_of_a_class(folder: Path, monkeypat
         home.mkdir(parents=True)
         monkeypatch.chdir(home)
         monkeypatch.setenv("JUPYTERHUB_USER", name)
-        for guess in guesses:  # a kernel that was restarted asks again
+        for guess in guesses:  # after a restart of the kernel, the question is asked again
             question = ask()
             question.lock(guess)
             question.check(1.5)
@@ -175,7 +177,7 @@ def test_a_teacher_collects_the_first_guesses_of_a_class(folder: Path, monkeypat
     assert "7 guesses of 4 readers\n1 lines cannot be read" in repr(found)
 
 
-def test_a_class_that_is_not_there_is_named() -> None:
+def test_a_missing_class_folder_is_an_error() -> None:
     with pytest.raises(NbkitError, match="There is no such folder"):
         nbkit.lesson.collect("no-such-class")
 

@@ -1,4 +1,4 @@
-"""The drawings of the manual: each is what its script draws, and each page of Concepts shows its own."""
+"""Test that each drawing of the manual equals what its script draws, and each page of Concepts shows its own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PAGES = sorted(page for page in FOLDER.parent.glob("*.md") if page.name != "inde
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_a_stored_drawing_is_what_the_script_draws(name: str) -> None:
+def test_a_stored_drawing_equals_what_the_script_draws(name: str) -> None:
     assert (FOLDER / f"{name}.svg").read_text() == DRAWINGS[name]().svg(), "python -m tests.support.concept_pictures"
 
 
-def test_the_moving_picture_is_drawn_from_the_run_that_is_stored() -> None:
+def test_the_live_switch_picture_is_drawn_from_the_stored_run() -> None:
     run = json.loads(FILE.read_text())
 
     assert PICTURE.read_text() == draw(run).svg(), "python -m tests.support.live_switch"
@@ -28,7 +28,7 @@ def test_the_moving_picture_is_drawn_from_the_run_that_is_stored() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_of_concepts_shows_its_drawing_and_says_what_is_on_it(page: Path) -> None:
+def test_a_page_of_concepts_shows_its_drawing_with_alt_text(page: Path) -> None:
     ((words, picture),) = re.findall(r"!\[([^]]*)\]\(([^)]*)\)", page.read_text())
 
     assert picture == f"pictures/{page.stem}.svg"

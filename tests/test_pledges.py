@@ -1,4 +1,4 @@
-"""The project's promises about its own files."""
+"""Test rules that the project's own files follow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CODE = sorted(path for folder in ("nbkit", "magics") for path in (ROOT / folder).rglob("*.py"))
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
-# Somebody's own folders, and the places packages are fetched from, which each machine configures for itself.
+# Home folders of a user, and package indexes, which each machine configures for itself.
 FOREIGN = re.compile(
     r"(?<![\w.~-])(/home/[a-z]|/Users/[A-Za-z]|/root/)"
     r"|\b(?:pypi|pythonhosted|download\.pytorch)\.org\b"
@@ -24,18 +24,18 @@ def name(path: Path) -> str:
 
 
 def tracked_files() -> list[Path]:
-    # A checkout of another owner (CI as root) would make git refuse.
+    # Without this, git refuses a checkout of another owner (CI as root).
     done = subprocess.run(["git", "-c", "safe.directory=*", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"not a git checkout: {done.stderr.strip()}")
     return [ROOT / path for path in done.stdout.split("\0") if path and (ROOT / path).is_file()]
 
 
-def test_no_file_or_folder_has_a_name_that_says_nothing() -> None:
+def test_no_file_or_folder_has_a_meaningless_name() -> None:
     assert [name(path) for path in CODE if NAMES_THAT_SAY_NOTHING & {path.stem, path.parent.name}] == []
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [name(path) for path in CODE if not re.match(r'\s*(#.*\n)*\s*r?"""', path.read_text())]
 
     assert silent == []
@@ -51,17 +51,17 @@ def test_no_tracked_file_names_a_folder_of_one_machine_or_a_package_index() -> N
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        if not any(part in text for part in parts):  # a search of every line takes seconds
+        if not any(part in text for part in parts):  # because a search of every line takes seconds
             continue
         for number, line in enumerate(text.splitlines(), 1):
-            # This file has to spell what it looks for.
+            # This file contains the pattern itself.
             if path != Path(__file__) and (match := pattern.search(line)):
                 found.append(f"{name(path)}:{number}: {match[0]}")
 
     assert found == []
 
 
-def test_make_knows_each_target_that_its_help_lists() -> None:
+def test_every_target_in_make_help_exists() -> None:
     help_lines = re.findall(r'@echo "make (\S+) ', (ROOT / "Makefile").read_text())
     planned = subprocess.run(["make", "--dry-run", *help_lines], cwd=ROOT, capture_output=True, text=True)
 

@@ -1,4 +1,4 @@
-"""Private symbols of other libraries: each is listed, and a missing one disables only the feature that needs it."""
+"""Test that each private symbol of another library is listed, and a missing one disables only its feature."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def test_every_private_name_of_another_library_is_listed() -> None:
     assert unlisted == []
 
 
-def test_the_installed_libraries_have_all_of_them() -> None:
+def test_the_installed_libraries_have_all_listed_symbols() -> None:
     assert private_symbols.problems(SYMBOLS) == []
 
 
-def test_a_symbol_that_is_missing_or_takes_other_arguments_is_a_sentence() -> None:
+def test_a_missing_or_changed_symbol_is_described_in_a_sentence() -> None:
     missing = private_symbols.Symbol("json:_dumps", "write records", "none are written")
     changed = private_symbols.Symbol("json:dumps", "write records", "none are written", parameters=("obj", "colour"))
     known = private_symbols.Symbol("json:dumps", "write records", "none are written", parameters=("obj",))
@@ -126,7 +126,7 @@ def losses_with_all(rank: int, port: int) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_training_on_a_torch_without_them_has_the_same_losses() -> None:
+def test_training_on_a_torch_without_private_symbols_has_the_same_losses() -> None:
     assert len(WITHOUT) == 19
     (with_all, _) = run_ranks(losses_with_all, 2, free_port(), join=False, timeout=180)
     assert len(with_all) == 10 and losses_without(WITHOUT) == pytest.approx(with_all, rel=1e-5)
@@ -161,7 +161,7 @@ private_symbols.Symbol.resolve = lacking
 
 
 @pytest.mark.long
-def test_a_cluster_on_a_torch_that_lets_no_other_group_stand_in_its_place_runs_cells_after_an_error(
+def test_a_cluster_whose_torch_lacks_the_group_helper_runs_cells_after_an_error(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE.format(root=str(ROOT)))

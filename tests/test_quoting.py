@@ -1,4 +1,4 @@
-"""Names with any characters reach a path, a shell, a batch script and other hosts unchanged."""
+"""Test that names with any characters reach a path, a shell, a batch script and other hosts unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_part_of_a_path_is_one_word_and_one_folder(name: str, tmp_path: Path) -> None:
+def test_path_part_returns_one_shell_word_and_one_folder_name(name: str, tmp_path: Path) -> None:
     part = path_part(name)
 
     (tmp_path / part).mkdir()
@@ -34,14 +34,14 @@ def test_a_part_of_a_path_is_one_word_and_one_folder(name: str, tmp_path: Path) 
     assert not set(part) & set("/ \n\t'\"$`;%\\*[]?~#&!{}") and path_part(part) == part
 
 
-def test_a_shell_gets_the_words_that_were_given(tmp_path: Path) -> None:
+def test_a_shell_receives_the_words_unchanged(tmp_path: Path) -> None:
     shown = "import json, sys; print(json.dumps(sys.argv[1:]))"
     command = shell_words(sys.executable, "-c", shown, *HOSTILE)
 
     for shell in ("sh", "bash"):
         done = subprocess.run([shell, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
         assert json.loads(done.stdout) == HOSTILE
-    # ssh hands one line to a shell of the other host.
+    # ssh passes one line to a shell of the other host.
     (tmp_path / "ssh").write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
     (tmp_path / "ssh").chmod(0o755)
     for words in (["echo", "-n", "plain"], [sys.executable, "-c", shown, *HOSTILE]):
@@ -54,7 +54,7 @@ def test_a_shell_gets_the_words_that_were_given(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_a_file_is_never_an_option_and_a_home_is_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_names_are_never_options_and_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere/else")
     assert [file_word(name) for name in ("-x.py", "x.py", Path("-a/b"))] == ["./-x.py", "x.py", "./-a/b"]
     assert user_path("~/runs") == Path("/somewhere/else/runs") and user_path("a/~/b") == Path("a/~/b")
@@ -65,14 +65,14 @@ def test_a_file_is_never_an_option_and_a_home_is_where_it_is(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --exclusive", "it's", 'a"b', "a\\b", "#", "\x00"])
-def test_what_sbatch_would_read_otherwise_is_refused(value: str) -> None:
+def test_values_that_sbatch_would_misread_are_refused(value: str) -> None:
     with pytest.raises(UsageError, match="cannot give Slurm this --partition"):
         sbatch_option("partition", value)
     assert sbatch_option("time", "1-00:00:00") == "#SBATCH --time=1-00:00:00"
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=touch made", "-v", "a b", "a;b", "$(x)", "a\nb", "", "a:1:2", "a/b"])
-def test_the_name_of_a_host_is_nothing_else(name: str) -> None:
+def test_text_that_is_not_a_host_name_is_refused(name: str) -> None:
     for request in (SshRequest, MpiRequest):
         with pytest.raises(UsageError, match="is not the name of a host"):
             request(((name, 1),))
@@ -82,7 +82,7 @@ def test_the_name_of_a_host_is_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if name not in ("plain", "größe-名")])
-def test_no_name_leads_out_of_the_folder_of_clusters(
+def test_no_cluster_name_escapes_the_folder_of_clusters(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "clusters"))

@@ -1,4 +1,4 @@
-"""The tables of the manual's reference are made of the code, and leave out nothing that people type."""
+"""Test that the reference's tables are generated from the code, and contain everything that people type."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ generated = _load()
 
 @pytest.fixture(scope="module")
 def reference() -> str:
-    """Return the pages of the reference, with their tables, but without the texts of errors, which name everything."""
+    """Return the reference pages with their tables, without the error texts, because those name everything."""
     pages = sorted(page for page in (DOCS / "reference").glob("*.md") if page.name != "error-texts.md")
     return "\n".join(generated.filled(page.read_text()) for page in pages)
 
 
-def test_help_shows_each_magic_as_it_is_typed() -> None:
+def test_help_shows_each_magic_as_users_type_it() -> None:
     """A `%` is written `%%` in the help of an argument, which argparse formats, but not in a description."""
     verbs = [
         below
@@ -59,7 +59,7 @@ def test_help_shows_each_magic_as_it_is_typed() -> None:
     assert typed <= {*PARSERS, "%load"}
 
 
-def test_each_table_is_on_a_page() -> None:
+def test_each_generated_table_is_on_a_page() -> None:
     pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
 
     assert set(re.findall(r"<!-- generated: (\w+) -->", pages)) == set(generated.TABLES)
@@ -82,7 +82,7 @@ def test_everything_that_people_type_is_in_the_reference(reference: str) -> None
             assert f"| `{argument}` |" in reference, argument
 
 
-def test_each_record_and_event_has_its_fields_explained(reference: str) -> None:
+def test_the_reference_explains_each_record_and_event(reference: str) -> None:
     kinds = {kind for module in (events, records) for kind in vars(module).values() if isinstance(kind, type)}
     named = {kind.kind for kind in kinds if getattr(kind, "kind", "")}
 
@@ -90,7 +90,7 @@ def test_each_record_and_event_has_its_fields_explained(reference: str) -> None:
     assert [kind for kind in named if f'"kind": "{kind}"' not in reference] == []
 
 
-def test_a_row_says_type_unit_default_and_meaning() -> None:
+def test_a_row_has_type_unit_default_and_meaning() -> None:
     table = "".join(generated.trainer())
 
     assert re.search(r"\| `batch_size` \| `int` \| rows of all ranks \| required \| .+\. \|", table)
@@ -107,7 +107,7 @@ def test_an_argument_without_a_unit_or_a_meaning_is_an_error() -> None:
         generated.arguments(unitless)
 
 
-def test_a_docstring_is_read_by_its_arguments() -> None:
+def test_a_docstring_is_split_by_its_arguments() -> None:
     doc = "Do it: now.\n\na, b: the ends (see c: below). c: more.\nStill c. Raises UsageError if not.\n\nThe end."
 
     general, said, raised = generated.meanings(doc, ["a", "b", "c"])
@@ -117,13 +117,13 @@ def test_a_docstring_is_read_by_its_arguments() -> None:
     assert raised == "Raises UsageError if not."
 
 
-def test_the_text_of_an_error_is_found_with_what_to_type() -> None:
+def test_error_texts_are_found_with_their_hints() -> None:
     found = "\n".join(generated.error_texts())
 
     assert re.search(r"\| More ranks than idle GPUs\.", found)
     assert re.search(r"\| There is no such ZeRO stage\. \| `zero=3` \|", found)
 
 
-def test_what_a_class_describes_by_name_is_a_list() -> None:
+def test_fields_that_a_class_docstring_describes_become_a_list() -> None:
     assert "- `url`: " in "".join(generated.views())
     assert "- `nodes`: " in "".join(generated.plugins())

@@ -1,6 +1,6 @@
-"""The files for a release, containers, Binder and conda name what is there.
+"""Test that the files for a release, containers, Binder and conda name only things that exist.
 
-To run them, services from outside are needed.
+Running them would need outside services.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_extras_commands_and_make_targets_in_it_exist(name: str) -> None:
+def test_extras_commands_and_make_targets_in_each_file_exist(name: str) -> None:
     text = (ROOT / name).read_text()
     targets = {line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if re.match(r"[.$\w]", line)}
 
@@ -38,11 +38,11 @@ def test_extras_commands_and_make_targets_in_it_exist(name: str) -> None:
 
 def jobs() -> dict[str, Any]:
     workflow = yaml.safe_load((ROOT / FILES[0]).read_text())
-    assert workflow["permissions"] == {}  # each job says what it may
+    assert workflow["permissions"] == {}  # each job states its own permissions
     return dict(workflow["jobs"])
 
 
-def test_only_the_job_that_publishes_may_speak_for_the_project_to_pypi_and_no_job_has_a_password() -> None:
+def test_only_the_publish_job_has_a_pypi_token_and_no_job_has_a_password() -> None:
     assert jobs()["publish"]["permissions"] == {"id-token": "write"} and jobs()["publish"]["environment"] == "pypi"
     assert jobs()["build"]["permissions"] == {"contents": "read"}
     assert "secrets." not in (ROOT / FILES[0]).read_text()
@@ -50,7 +50,7 @@ def test_only_the_job_that_publishes_may_speak_for_the_project_to_pypi_and_no_jo
     assert order == [None, "build", "publish"]
 
 
-def test_the_release_reads_the_one_place_of_the_version() -> None:
+def test_the_release_reads_the_version_from_its_only_place() -> None:
     (command,) = [step["run"] for step in jobs()["build"]["steps"] if step.get("name") == "The tag is the version"]
     pattern = re.search(r"s/(.*?)/\\1/p", command)
 
@@ -61,7 +61,7 @@ def test_the_release_reads_the_one_place_of_the_version() -> None:
     assert len(found) == 1 and "version" in PROJECT["dynamic"]
 
 
-def test_the_addresses_that_a_release_adds_make_a_project_that_can_be_read() -> None:
+def test_the_urls_that_a_release_adds_to_pyproject_parse() -> None:
     (step,) = [step for step in jobs()["build"]["steps"] if "project.urls" in step.get("run", "")]
     added = re.findall(r"printf '(.*?)'", step["run"])
     text = "".join(added).replace("\\n", "\n").replace("%s", "https://example.org/nbkit")
@@ -70,7 +70,7 @@ def test_the_addresses_that_a_release_adds_make_a_project_that_can_be_read() -> 
     assert list(urls) == ["Repository", "Changelog", "Issues"]
 
 
-def test_containers_and_environments_have_a_python_that_is_tested() -> None:
+def test_containers_and_environments_use_a_tested_python() -> None:
     tested = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line}
     docker = re.search(r"ARG PYTHON=(\S+)", (ROOT / "Dockerfile").read_text())
     image = json.loads((ROOT / FILES[3]).read_text())["image"]

@@ -1,4 +1,4 @@
-"""A strategy has one spelling. Its meaning, or why it is impossible, is told before anything moves."""
+"""Test that a strategy has one canonical text, and that an impossible one is refused with the reason."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ REFUSED = {
     "zero3 bucket=4M": (["zero3 has no buckets"], "zero2 bucket=4M"),
     "zero3 compress=int8": (["hold the whole model", "zero=3"], "dp=4 compress=int8"),
     "zero1 sync_every=8": (["hold the whole model", "zero=1"], "dp=4 sync_every=8"),
-    "tp compress=int8": (["there is only one", "dp 1 of 4 ranks"], "dp=4 compress=int8"),
+    "tp compress=int8": (["two or more data parallel ranks", "dp 1 of 4 ranks"], "dp=4 compress=int8"),
     "pp=2 sync_every=4": (["hold the whole model", "dp 2 of 4 ranks"], "dp=4 sync_every=4"),
     "ddp sync_every=4 compress=int8": (["no gradients are sent"], "sync_every=4, or compress=int8"),
     "pp schedule=dualpipev microbatches=7": (["at least 2 x pp 4 = 8, 7 given"], "microbatches=8"),
@@ -114,7 +114,7 @@ def constructed(world_size: int) -> Iterator[Strategy]:
 
 
 @pytest.mark.parametrize("text", ON_FOUR)
-def test_every_way_to_write_a_strategy_has_one_canonical_form(text: str) -> None:
+def test_every_spelling_of_a_strategy_has_one_canonical_form(text: str) -> None:
     canonical, label = ON_FOUR[text]
 
     strategy = Strategy.parse(text, 4)
@@ -125,7 +125,7 @@ def test_every_way_to_write_a_strategy_has_one_canonical_form(text: str) -> None
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_cannot_be_says_why_and_what_can(text: str) -> None:
+def test_an_impossible_strategy_is_refused_with_reason_and_hint(text: str) -> None:
     words, hint = REFUSED[text]
 
     with pytest.raises(StrategyError) as raised:
@@ -136,7 +136,7 @@ def test_what_cannot_be_says_why_and_what_can(text: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, pytest.param(12, marks=pytest.mark.long)])
-def test_parsing_what_is_printed_gives_the_same_strategy(world_size: int) -> None:
+def test_parsing_a_printed_strategy_gives_the_same_strategy(world_size: int) -> None:
     seen: dict[str, Strategy] = {}
     for strategy in constructed(world_size):
         for microbatches in (None, 1, strategy.pp, 4 * strategy.pp, 4 * strategy.pp + 1):
@@ -150,7 +150,7 @@ def test_parsing_what_is_printed_gives_the_same_strategy(world_size: int) -> Non
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 6, 8, 12])
-def test_every_offers_each_strategy_once_and_simple_ones_first(world_size: int) -> None:
+def test_strategy_every_returns_each_strategy_once_and_simple_ones_first(world_size: int) -> None:
     offered = Strategy.every(world_size)
 
     plain = {s for s in constructed(world_size) if s.shard == s.dp or s.zero == 3}
@@ -161,7 +161,7 @@ def test_every_offers_each_strategy_once_and_simple_ones_first(world_size: int) 
     assert splits == sorted(splits)
 
 
-def test_the_panel_can_ask_for_fewer() -> None:
+def test_strategy_every_can_be_limited_to_some_schedules_without_cp() -> None:
     offered = [s.label for s in Strategy.every(4, schedules=("1f1b",), cp=False)]
 
     alone = "ddp zero1 zero2 zero3 hsdp tp pp"
@@ -211,12 +211,12 @@ def test_every_preset_runs_on_one_rank(preset: str) -> None:
     assert Strategy.parse(preset, 1) == Strategy() and str(Strategy.parse(preset, 1)) == "dp=1"
 
 
-def test_a_strategy_of_another_world_is_refused() -> None:
+def test_a_strategy_for_another_world_size_is_refused() -> None:
     with pytest.raises(StrategyError, match="dp 2 x tp 2 = 4 ranks, the world has 8"):
         Strategy.parse(Strategy(dp=2, tp=2), 8)
 
 
-def test_a_strategy_is_frozen_and_valid_from_birth() -> None:
+def test_a_strategy_is_frozen_and_validated_at_creation() -> None:
     assert Strategy(dp=2, tp=2, pp=2).mesh == Mesh(pp=2, dp=2, tp=2)
     with pytest.raises(FrozenInstanceError):
         Strategy(dp=2).dp = 3  # type: ignore[misc]
@@ -225,7 +225,7 @@ def test_a_strategy_is_frozen_and_valid_from_birth() -> None:
             Strategy(**wrong)  # type: ignore[arg-type]
 
 
-def test_an_axis_that_a_technique_does_not_know_is_refused_with_a_reason() -> None:
+def test_an_axis_unknown_to_a_technique_is_refused_with_a_reason() -> None:
     for axis in techniques.DEGREES.values():
         with pytest.raises(
             StrategyError, match=rf"{axis.technique} splits .*together with xp(.|\n)*{axis.name} goes with"
@@ -236,7 +236,7 @@ def test_an_axis_that_a_technique_does_not_know_is_refused_with_a_reason() -> No
         unknown.refuse({"xp": 4})
 
 
-def test_experts_are_spread_within_the_data_axis() -> None:
+def test_expert_parallelism_splits_the_data_axis() -> None:
     assert str(Strategy.parse("ep=2", 4)) == "dp=4 ep=2"
     assert str(Strategy.parse("zero3 ep=4", 8)) == "dp=8 zero=3 ep=4"
     assert Strategy.parse("zero3 ep=1", 4) == Strategy.parse("zero3", 4)

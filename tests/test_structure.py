@@ -1,4 +1,4 @@
-"""The structure of the files: they do not import each other in circles."""
+"""Test that files do not import each other in large circles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield whatever a file may import, also for types alone or in a function."""
+    """Yield all modules that a file may import, also those for types only or in a function."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
@@ -39,7 +39,7 @@ def imports(files: Mapping[str, Path]) -> dict[str, set[str]]:
 
 
 def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return groups of modules that reach each other, the largest first."""
+    """Return the groups of modules that import each other, the largest first."""
     reached = {name: reachable(name, edges) for name in edges}
     found = {frozenset({name} | {other for other in reached[name] if name in reached[other]}) for name in edges}
     return sorted((sorted(circle) for circle in found if len(circle) > 1), key=len, reverse=True)
@@ -55,13 +55,13 @@ def reachable(name: str, edges: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
-def test_a_circle_is_found_with_what_leads_into_it_left_out() -> None:
+def test_a_circle_is_found_without_the_modules_that_lead_into_it() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": {"b"}, "e": {"a"}}
 
     assert circles(edges) == [["b", "c", "d"]]
 
 
-def test_imports_for_types_alone_count(tmp_path: Path) -> None:
+def test_imports_for_types_only_count(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from two import Two\n")
 
     assert "two" in set(imported(tmp_path / "one.py"))

@@ -1,4 +1,4 @@
-"""The names that people type, and the records that others read: equal to tests/surface.txt, line by line.
+"""Test that the names people type and the records others read equal tests/surface.txt, line by line.
 
 Write an intended change there with `python -m tests.test_surface`. It then shows in the commit.
 """
@@ -103,7 +103,7 @@ def _called(name: str, offered: Callable[..., Any]) -> Iterator[str]:
 
 
 def _members(kind: type) -> Iterator[str]:
-    """Yield the public methods and properties that are nbkit's own."""
+    """Yield the public methods and properties that nbkit defines."""
     for name, member in sorted(inspect.getmembers_static(kind)):
         inner = getattr(member, "__func__", member)
         if name.startswith("_") or not getattr(getattr(inner, "fget", inner), "__module__", "").startswith("nbkit"):
@@ -127,7 +127,7 @@ def _columns(made: Any) -> str:
     return " ".join(field.name for field in fields(made))
 
 
-def test_what_people_type_and_others_read_is_what_is_written_down() -> None:
+def test_the_public_surface_equals_surface_txt() -> None:
     found, expected = list(surface()), EXPECTED.read_text().splitlines()
     changed = [line for line in difflib.unified_diff(expected, found, "tests/surface.txt", "found", lineterm="", n=0)]
 

@@ -1,4 +1,4 @@
-"""The parts of a dim: contiguous ones, or a run from the head and one from the tail."""
+"""Test how a dim is split: into contiguous parts, or into one run from the head and one from the tail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nbkit.tensor_layout import bounds, contiguous, count, head_and_tail
 
 
 @pytest.mark.parametrize("parting", [contiguous, head_and_tail])
-def test_parts_hold_everything_once_and_as_much_as_bounds_says(parting: object) -> None:
+def test_parts_hold_each_index_once_and_as_many_as_bounds_returns(parting: object) -> None:
     for size in range(1, 8):
         for total in range(40):
             parts = [parting(total, size, i) for i in range(size)]  # type: ignore[operator]
@@ -19,12 +19,12 @@ def test_parts_hold_everything_once_and_as_much_as_bounds_says(parting: object) 
 
 
 def pairs(runs: tuple[tuple[int, int], ...]) -> int:
-    """Count the pairs of a causal query and a key. All queries of a run look at all keys up to the end of the run."""
+    """Count the pairs of causal query and key. All queries of a run see all keys up to the end of the run."""
     return sum((stop - start) * stop for start, stop in runs)
 
 
 @pytest.mark.parametrize("total", [2048, 2047, 2041, 4099])
-def test_from_head_and_tail_every_part_costs_the_same(total: int) -> None:
+def test_head_and_tail_parts_have_equal_causal_cost(total: int) -> None:
     for size in (2, 4, 8):
         balanced, in_order = (
             [pairs(parting(total, size, i)) for i in range(size)] for parting in (head_and_tail, contiguous)

@@ -1,4 +1,4 @@
-"""Option values of the Trainer: what they refuse, what they look like, and the old keywords that they replace."""
+"""Test the Trainer's option values: what they refuse, how they print, and which old keywords they replace."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WRONG: dict[str, tuple[Callable[[], object], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_option_is_refused_as_it_is_made_with_what_to_type(name: str) -> None:
+def test_a_wrong_option_value_is_refused_at_creation_with_a_hint(name: str) -> None:
     make, what, numbers, hint = WRONG[name]
 
     with pytest.raises((TrainingError, UsageError)) as refused:
@@ -60,7 +60,7 @@ def test_an_option_is_refused_as_it_is_made_with_what_to_type(name: str) -> None
     assert what in refused.value.what and numbers in refused.value.numbers and hint in refused.value.hint
 
 
-def test_what_is_allowed_is_taken() -> None:
+def test_valid_option_values_are_accepted() -> None:
     assert nbkit.Checkpoints(every=False).steps is None and nbkit.Checkpoints(every=500).steps == 500
     assert nbkit.Checkpoints(every="10min").seconds == 600 and nbkit.Checkpoints(every="10min").steps is None
     assert nbkit.Checkpoints(keep=3).limits == (3, None) and nbkit.Checkpoints(keep=(3, "2h")).limits == (3, 7200)
@@ -78,14 +78,14 @@ def test_what_is_allowed_is_taken() -> None:
         ({"compute": nbkit.Compute(grad_norm_every=5)}, "job.grad_norm()"),
     ],
 )
-def test_a_loop_of_ones_own_refuses_what_only_a_trainer_does(given: dict[str, Any], hint: str) -> None:
+def test_prepare_refuses_options_that_only_a_trainer_supports(given: dict[str, Any], hint: str) -> None:
     with pytest.raises(TrainingError) as refused:
         nbkit.prepare(nn.Linear(2, 2), lambda model: SGD(model.parameters(), lr=0.1), loss=mse_loss, **given)
 
     assert hint in refused.value.hint
 
 
-def test_the_repr_is_the_line_to_type() -> None:
+def test_the_repr_of_an_option_recreates_it() -> None:
     made = nbkit.Checkpoints(every="10min", keep=(3, "2h"))
 
     assert repr(made) == "nbkit.Checkpoints(every='10min', keep=(3, '2h'))"
@@ -94,7 +94,7 @@ def test_the_repr_is_the_line_to_type() -> None:
     assert repr(nbkit.ModelHints(example=[0] * 100)) == "nbkit.ModelHints(example=...)"
 
 
-def test_the_signature_of_the_trainer_can_be_read() -> None:
+def test_the_trainer_signature_is_short_and_its_docstring_has_every_option() -> None:
     parameters = inspect.signature(nbkit.Trainer).parameters
 
     assert list(parameters)[:6] == ["model", "loss", "optimizer", "data", "batch_size", "strategy"]
@@ -113,7 +113,7 @@ def called(**given: Any) -> tuple[dict[str, Any], list[warnings.WarningMessage]]
 
 
 @pytest.mark.parametrize("old", OLD_KEYWORDS)
-def test_each_old_keyword_is_a_field(old: str) -> None:
+def test_each_old_keyword_maps_to_an_option_field(old: str) -> None:
     argument, field = OLD_KEYWORDS[old]
     value = getattr(OPTIONS[argument](), field)
 
@@ -136,13 +136,13 @@ def test_one_warning_names_all_old_keywords_and_what_to_type() -> None:
     ]
 
 
-def test_a_call_without_old_keywords_is_left_alone() -> None:
+def test_a_call_without_old_keywords_is_unchanged() -> None:
     given, told = called(batch_size=8, checkpoints=nbkit.Checkpoints())
 
     assert given == {"batch_size": 8, "checkpoints": nbkit.Checkpoints()} and told == []
 
 
-def test_an_old_keyword_beside_its_option_is_refused() -> None:
+def test_an_old_keyword_together_with_its_option_is_refused() -> None:
     with pytest.raises(UsageError) as refused:
         called(save_every=5, checkpoints=nbkit.Checkpoints(keep=2))
 
@@ -158,7 +158,7 @@ def test_an_old_value_is_checked_like_a_new_one() -> None:
 
 
 @pytest.mark.parametrize("call", [nbkit.Trainer, nbkit.prepare, nbkit.check])
-def test_every_call_warns_where_it_was_made(call: Callable[..., Any]) -> None:
+def test_deprecation_warnings_point_at_the_callers_file(call: Callable[..., Any]) -> None:
     with warnings.catch_warnings(record=True) as told, pytest.raises((NbkitError, TypeError)):
         warnings.simplefilter("always")
         call(stages=["1"], no_such_argument=1)
@@ -180,11 +180,11 @@ def sources() -> Iterator[tuple[Path, str]]:
             yield from ((path, line) for block in blocks for line in (block, *block.splitlines()))
 
 
-def test_no_code_of_ours_types_an_old_keyword() -> None:
+def test_no_code_of_nbkit_uses_an_old_keyword() -> None:
     found = []
     for path, source in sources():
         if re.search(r"\b(Trainer|prepare)\(", source):
-            with contextlib.suppress(SyntaxError):  # text of a page
+            with contextlib.suppress(SyntaxError):  # a block that is not Python
                 calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
                 made = [call for call in calls if ast.unparse(call.func).split(".")[-1] in ("Trainer", "prepare")]
                 found += [(path, word.arg) for call in made for word in call.keywords if word.arg in OLD_KEYWORDS]
@@ -202,7 +202,7 @@ def test_no_code_of_ours_types_an_old_keyword() -> None:
         ("hang_timeouts", "recovery=nbkit.Recovery(hang_timeout=...)"),
     ],
 )
-def test_a_wrong_keyword_is_answered_with_the_option_that_has_it(typed: str, meant: str) -> None:
+def test_a_wrong_keyword_gets_a_hint_with_the_right_option(typed: str, meant: str) -> None:
     with pytest.raises(UsageError) as refused:
         nbkit.Trainer(**{typed: 1})
 

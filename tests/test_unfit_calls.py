@@ -1,4 +1,4 @@
-"""Calls with unknown arguments: the error lists the known ones and gives a line to type, not a bare TypeError."""
+"""Test that a call with unknown arguments raises an error that lists the known ones and a line to type."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ def unfit(call: Any, *given: Any, **named: Any) -> UsageError:
     return refused.value
 
 
-def test_a_call_that_fits_is_the_functions_own() -> None:
+def test_a_valid_call_runs_the_function_itself() -> None:
     assert halved(8) == 4 and halved(number=8, batch_size=4) == 2
 
 
-def test_an_unknown_name_is_answered_with_all_that_there_are() -> None:
+def test_an_unknown_argument_raises_an_error_that_lists_all_arguments() -> None:
     error = unfit(halved, 8, device="cpu")
 
     assert error.what == "halved() got an unexpected keyword argument 'device'."
@@ -37,22 +37,22 @@ def test_an_unknown_name_is_answered_with_all_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("typed", "meant"), [("batchsize", "batch_size"), ("clip_grad", "clip_norm"), ("number_of_rows", "number")]
 )
-def test_a_name_that_is_nearly_one_is_answered_with_that(typed: str, meant: str) -> None:
+def test_a_misspelled_argument_gets_a_hint_with_the_right_name(typed: str, meant: str) -> None:
     assert unfit(halved, 8, **{typed: 1}).hint == f"{meant}=..."
 
 
-def test_what_lacks_is_answered_with_a_call_that_fits() -> None:
+def test_a_missing_argument_gets_a_hint_with_a_valid_call() -> None:
     error = unfit(halved)
 
     assert "missing 1 required positional argument: 'number'" in error.what and error.hint == "halved(8)"
 
 
-def test_an_error_within_the_function_stays_what_it_is() -> None:
+def test_an_error_inside_the_function_is_raised_unchanged() -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         halved("8")  # type: ignore[arg-type]
 
 
-def test_the_constructors_and_the_planner_answer_so() -> None:
+def test_constructors_and_planner_give_hints_for_wrong_arguments() -> None:
     data = [(torch.zeros(2), torch.zeros(2))] * 8
 
     trainer = unfit(nbkit.Trainer, model=nn.Linear(2, 2), dataset=data)

@@ -1,6 +1,6 @@
-"""The wheel and the source distribution, built from this tree, and what the wheel does where it is installed.
+"""Test the wheel and source distribution built from this tree, and the installed wheel.
 
-Also the name: another project is called nbkit, and other packages are called magics.
+Also test name clashes: another project is called nbkit, and other packages are called magics.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, folder / "tree", ignore=NOT_BUILT)
     (folder / "tree" / "notebooks" / "runs").mkdir()
-    (folder / "tree" / "notebooks" / "runs" / "left.jsonl").touch()  # what a reader's training leaves, ignored by git
+    (folder / "tree" / "notebooks" / "runs" / "left.jsonl").touch()  # git ignores a training's files
     shutil.copy(ROOT / ".gitignore", folder / "tree")
     build(folder / "tree", folder / "dist", "--sdist")
     build(folder / "tree", folder / "dist", "--wheel")
@@ -57,7 +57,7 @@ def installed(built: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def python(code: str, *places: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run code with `places` before all other places of packages, as a notebook's kernel there would."""
+    """Run code with `places` first on the module path, as a notebook's kernel there would."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places)), "IPYTHONDIR": str(cwd / "ipython")}
     return subprocess.run(
         [sys.executable, "-P", "-c", code], env=env, cwd=cwd, capture_output=True, text=True, timeout=90
@@ -69,7 +69,7 @@ def files(folder: str, *patterns: str) -> set[str]:
     return {str(path) for path in found}
 
 
-def test_the_wheel_has_code_javascript_magics_lessons_and_licence_and_nothing_else(built: Path) -> None:
+def test_the_wheel_has_only_code_javascript_magics_lessons_and_licence(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name and ".data/" not in name}
@@ -82,7 +82,7 @@ def test_the_wheel_has_code_javascript_magics_lessons_and_licence_and_nothing_el
     expected |= {f"nbkit/magics/{name}" for name in files("magics", "*.py")}
     expected |= {f"nbkit/lessons/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert names == expected
-    # Where JupyterLab and its server look, so that nothing is to be enabled.
+    # JupyterLab and its server look there, so users need not enable anything.
     lab, share = ROOT / "nbkit" / "notebook" / "lab", "data/share/jupyter/labextensions/nbkit-train"
     of_lab = {f"{share}/static/{Path(name).name}" for name in of_lab}
     enabled = "data/etc/jupyter/jupyter_server_config.d/nbkit-train.json"
@@ -120,7 +120,7 @@ print("theirs:", magics.OF)
 """
 
 
-def test_magics_of_the_wheel_work_beside_another_package_of_that_name(installed: Path, tmp_path: Path) -> None:
+def test_magics_of_the_wheel_work_with_another_package_named_magics(installed: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "magics"
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("OF = 'weather maps'\n")
@@ -132,7 +132,7 @@ def test_magics_of_the_wheel_work_beside_another_package_of_that_name(installed:
     assert "No module" not in done.stdout + done.stderr
 
 
-def test_a_checkout_whose_magics_are_hidden_by_another_package_says_by_which(tmp_path: Path) -> None:
+def test_a_checkout_names_the_package_that_hides_its_magics(tmp_path: Path) -> None:
     other = tmp_path / "other" / "magics"
     other.mkdir(parents=True)
     (other / "__init__.py").touch()
@@ -142,13 +142,13 @@ def test_a_checkout_whose_magics_are_hidden_by_another_package_says_by_which(tmp
     assert f"Another package named magics hides nbkit's.\n{other}/__init__.py" in done.stderr
 
 
-def test_the_demo_and_the_lessons_are_found_in_the_wheel(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_finds_its_lessons(installed: Path, tmp_path: Path) -> None:
     code = "from nbkit.notebook.lessons import lesson; print(lesson('00_switch_live'))"
 
     assert python(code, installed, cwd=tmp_path).stdout.strip() == f"{installed}/nbkit/lessons/00_switch_live.ipynb"
 
 
-def test_the_other_project_named_nbkit_is_named_by_the_import_and_by_doctor(installed: Path, tmp_path: Path) -> None:
+def test_import_and_doctor_report_the_other_project_named_nbkit(installed: Path, tmp_path: Path) -> None:
     (installed / "nbkit-0.0.10.dist-info").mkdir()
     code = "import nbkit; from nbkit.notebook.doctor import _machine; print(*_machine(), sep='\\n')"
 
@@ -161,7 +161,7 @@ def test_the_other_project_named_nbkit_is_named_by_the_import_and_by_doctor(inst
 
 
 @pytest.mark.long
-def test_where_the_other_project_was_installed_later_every_command_says_so(installed: Path, tmp_path: Path) -> None:
+def test_a_command_reports_that_the_other_project_overwrote_nbkit(installed: Path, tmp_path: Path) -> None:
     (installed / "nbkit" / "__init__.py").write_text(OTHER)
 
     done = python("from nbkit.commands import main; main(['doctor'])", installed, cwd=tmp_path)
@@ -176,7 +176,7 @@ FIRST = "from IPython.core.interactiveshell import InteractiveShell as S; S.inst
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_in_an_empty_environment_the_first_cell_installs_it_and_demo_and_lab_run(
+def test_the_first_cell_installs_nbkit_in_an_empty_environment_and_demo_and_lab_run(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
@@ -193,7 +193,7 @@ def test_in_an_empty_environment_the_first_cell_installs_it_and_demo_and_lab_run
     run(sys.executable, "-m", "venv", own.parents[1])
     run(
         own, "-m", "pip", "install", "-q", "ipykernel", f"torch=={version('torch').partition('+')[0]}"
-    )  # as a service has them
+    )  # as hosted services have them
     lesson = json.loads((ROOT / "notebooks" / "00_quickstart.ipynb").read_text())
     first = next("".join(cell["source"]) for cell in lesson["cells"] if cell["cell_type"] == "code")
 

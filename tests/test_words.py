@@ -1,4 +1,4 @@
-"""The words of the code: a class name exists once, docstrings begin with a verb, and files that are named are there."""
+"""Test the words of the code: class names are unique, docstrings begin with a verb, named files exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALSO_DOCUMENTED = sorted(path for folder in FOLDERS for path in (ROOT / folder).
 """Files whose docstrings begin like those of nbkit; their class names may exist twice."""
 OPENINGS = frozenset(
     "What Whether Of One As How From Where Who Which Whose When That Those In By For To At".split()
-)  # of a phrase without a verb, mostly
+)  # these mostly begin a phrase without a verb
 OF_OTHERS = {"nanny.py", "notebook.py", "version.py", "dualpipev.py", "queue.py", "random.py"}
 """Files of other projects, or of users, that comments name."""
 
@@ -31,7 +31,7 @@ def documented() -> Iterator[tuple[Path, str]]:
                 yield path, text
 
 
-def test_a_public_class_name_exists_once() -> None:
+def test_a_public_class_name_is_defined_once() -> None:
     homes = defaultdict(set)
     for path in SOURCES:
         for node in ast.parse(path.read_text()).body:
@@ -40,14 +40,14 @@ def test_a_public_class_name_exists_once() -> None:
     assert {name: sorted(where) for name, where in homes.items() if len(where) > 1} == {}
 
 
-def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    """Functions begin like "Return ..."; classes may begin with what they are."""
+def test_docstrings_do_not_begin_with_a_question_word_or_preposition() -> None:
+    """Check that functions begin like "Return ..."; classes may begin with a noun."""
     found = [f"{path.relative_to(ROOT)}: {text.splitlines()[0]}" for path, text in documented()
              if text.split()[0].strip(".,:`") in OPENINGS]  # fmt: skip
     assert found == []
 
 
-def test_files_that_docstrings_and_comments_name_are_there() -> None:
+def test_files_named_in_docstrings_and_comments_exist() -> None:
     folders = ("nbkit", "tests", "bench", "verify", "magics", "docs")
     names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")} | OF_OTHERS
     stale = []

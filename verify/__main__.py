@@ -2,12 +2,12 @@
 
 python -m verify parity              every strategy, in float64 and float32, 50 steps: about 20 minutes on 2 cores
 python -m verify parity gpt2 zbv     only cases whose names contain all these words; --steps 3: fewer steps of AdamW
-python -m verify planted             put known bugs into the ranks; the comparison must see each: about 4 minutes
-python -m verify planted ep=         only bugs whose words or case contain all these: those of spread experts
+python -m verify planted             put known bugs into the ranks; the comparison must detect each: about 4 minutes
+python -m verify planted ep=         only bugs whose name or case contains these words: those of expert parallelism
 python -m verify zoo                 every architecture: about 13 minutes; --out verify/results.md stores the table
 python -m verify zoo gpt2 tp         only cases with all these words: a model, a strategy or an axis of it, chain
-python -m verify optimizers       12 optimizers and a pair of two, under 12 strategies; --out stores the table
-python -m verify fuzz 500            500 models drawn at random, split over two ranks; fuzz 50 100: seeds 100 to 149
+python -m verify optimizers          12 optimizers and one pair, under 12 strategies; --out stores the table
+python -m verify fuzz 500            500 random models, split over two ranks; fuzz 50 100: seeds 100 to 149
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _parity(words: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
 
 
 def _planted(words: Sequence[str] = ()) -> list[str]:
-    """Return a line about the planted bugs, and a line for each that was not seen or whose case fails without it."""
+    """Return a line about the planted bugs, and a line for each that was missed or whose case fails without it."""
     bugs = [bug for bug in BUGS if all(word in f"{bug.what}, {bug.case}" for word in words)]
     _require([bug.case for bug in bugs], words)
     green, red = unseen(bugs)
@@ -129,7 +129,7 @@ def _optimizers(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _require(cases: Sequence[Case], words: Sequence[str]) -> None:
-    """Exit if there are no cases: nothing would be compared, and nothing would be wrong."""
+    """Exit if there are no cases, because a run without comparisons would pass."""
     if not cases:
         raise SystemExit(f"no case has all of these words: {' '.join(words)}")
 

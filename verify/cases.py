@@ -52,9 +52,9 @@ class Case:
     model: a name in `verify.training.MODELS`, or a model that is not there. strategy: one, or several with " > "
     between them, to switch to. dtype: of the weights. layers: of the model, if their number can be chosen; a stage
     takes one at least. extras: any of EXTRAS, and "bf16": forward and loss under autocast; "selective": recompute
-    only a part of each block; "sgd": SGD with momentum,
-    whose weights can be compared, in place of AdamW, and data in its own order; "evaluate": on all data at the end.
-    optimizer: a name in `verify.optimizers.OPTIMIZERS`, in the place of SGD.
+    only a part of each block; "sgd": SGD with momentum, whose weights can be compared, instead of AdamW, and data in
+    its own order; "evaluate": on all data at the end.
+    optimizer: a name in `verify.optimizers.OPTIMIZERS`, instead of SGD.
     """
 
     model: str | Specimen
@@ -92,8 +92,8 @@ def parity_case(model: str, strategy: str, dtype: str = "float64", steps: int = 
 
 
 def parity_matrix(dtype: str, steps: int) -> Iterator[Case]:
-    """Yield every strategy on every model, and those that spread experts on two mixtures. The convolutions, without
-    heads and positions, get four of them."""
+    """Yield every strategy on every model, and those with expert parallelism on two mixtures. The convolutions have no
+    heads and positions, and get four strategies."""
     for model in PARITY_MODELS:
         for strategies in FAMILIES.values():
             for strategy in strategies:
@@ -153,7 +153,7 @@ def zoo_ranks(strategy: str) -> int:
 
 
 def zoo_cases(models: Sequence[str], words: Sequence[str] = ()) -> Iterator[Case]:
-    """Yield every model under every strategy and in the chain, and mixtures under those that spread experts.
+    """Yield every model under every strategy and in the chain, and mixtures under those with expert parallelism.
 
     With words: only the cases that have all of them.
 

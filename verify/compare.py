@@ -1,4 +1,4 @@
-"""Measure how far the ranks are from one process, and judge it: a verdict in one word."""
+"""Measure the difference between ranks and one process, and give a verdict in one word."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def bars_of(case: Case, known: Truth, *, fewer: bool = False) -> Bars:
 
 
 def compared(case: Case, ranks: Sequence[Outcome], known: Truth) -> Figures:
-    """Return the differences. For each element the worst rank counts. An element that no rank holds is wrong."""
+    """Return the differences. For each element the worst rank counts. An element that no rank holds is an error."""
     first, wrong = ranks[0], []
     made = first.made
     if any((rank.losses, rank.norms, rank.made) != (first.losses, first.norms, made) for rank in ranks):
@@ -127,17 +127,16 @@ def _relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _worst(figures: Iterable[float]) -> float:
-    """Return the largest; 0 if there is none, NaN if one is NaN, which max() would pass over."""
+    """Return the largest; 0 if there is none, NaN if one is NaN, which max() would ignore."""
     found = list(figures)
     return max(found, default=0.0) if all(each == each for each in found) else nan
 
 
-# In bfloat16, a strategy may differ from one process as much as one process differs from itself if it sums in another
-# order.
+# In bfloat16, a strategy may differ from one process as much as two runs of one process with different orders of sums.
 
 
 class _InParts(TorchFunctionMode):
-    """Computes linear maps in parts of their input and output features. The sums are the same, with other rounding.
+    """Computes linear layers in parts of their input and output features, which changes only the rounding.
 
     order: a seed that shuffles the input features first; 0 leaves them.
     """
@@ -195,7 +194,7 @@ def _far(one: Truth, other: Truth) -> Bars:
 class Verdict:
     """The result of a case.
 
-    kind: one of KINDS, of the worst rank. text: the difference, or the reason. check: what `nbkit.check` said, if
+    kind: one of KINDS, of the worst rank. text: the difference, or the reason. check: the answer of `nbkit.check`, if
     something else happened. left_out: the strategies of a chain that were refused.
     """
 
@@ -207,7 +206,7 @@ class Verdict:
 
     @property
     def is_wrong(self) -> bool:
-        """Return True if this must not happen: another kind than equal or refused, or not what `check` said."""
+        """Return True for an error: a kind other than equal or refused, or a result that `check` did not predict."""
         return self.kind not in ("equal", "refused") or bool(self.check)
 
 
@@ -247,13 +246,13 @@ def _kind(case: Case, found: Sequence[Outcome], known: Truth) -> tuple[str, str,
 
 
 def _ended(text: str) -> str:
-    """Return the first line, which names the rank that broke, and the last one of its traceback."""
+    """Return the first line, which names the rank that failed, and the last line of its traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
 
 
 def _said_otherwise(known: Truth, strategy: str, kind: str) -> str:
-    """Return what `nbkit.check` said if something else happened; "" if not, or if it was not asked."""
+    """Return the answer of `nbkit.check` if something else happened; "" if not, or if it was not asked."""
     said, why = known.checks.get(strategy, ("", ""))
     if not said or (said, kind) in (("fits", "equal"), ("refused", "refused")):
         return ""
@@ -279,7 +278,7 @@ PARITY_HEAD = ("model", "strategy", "weights", "with", "steps", "gradients", "la
 
 
 def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
-    """Return one line with the number of verdicts of each kind, and of those that `check` did not say."""
+    """Return one line with the number of verdicts of each kind, and of those that `check` did not predict."""
     off = sum(bool(verdict.check) for verdict in verdicts.values())
     return f"{counted(verdicts)[:-1]}; nbkit.check predicted another result for {off}."
 

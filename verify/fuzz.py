@@ -1,4 +1,4 @@
-"""Split models that are drawn at random over two ranks, as the proof says, and compare them with one process.
+"""Split random models over two ranks, as the proof allows, and compare them with one process.
 
 python -m verify fuzz 500          prints the seeds that differ from one process; make fuzz-tp runs this
 """

@@ -1,4 +1,4 @@
-"""Optimizers of `python -m verify optimizers`: those of torch, and others written plainly after their papers.
+"""Optimizers of `python -m verify optimizers`: those of torch, and others written simply from their papers.
 
 `OPTIMIZERS[name]` takes a model and returns an optimizer of its parameters that train, or several.
 """
@@ -38,7 +38,7 @@ class Each(Optimizer):
             p.sub_(group["lr"] * self.update(p, p.grad, self.state[p], group))
 
     def begin(self) -> None:
-        """Look at all parameters before the first is updated."""
+        """Read all parameters before the first is updated."""
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> Tensor:
         """Return what is subtracted from `p`, divided by the learning rate."""
@@ -110,7 +110,7 @@ def power(matrix: Tensor, exponent: float) -> Tensor:
 
 
 class Shampoo(Each):
-    """Gupta et al. 2018: a preconditioner for each side, made anew every second step."""
+    """Gupta et al. 2018: a preconditioner for each side, recomputed every second step."""
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> Tensor:
         g = grad if grad.ndim == 2 else grad.reshape(-1, 1)
@@ -129,8 +129,8 @@ class Shampoo(Each):
 class Soap(Each):
     """Vyas et al. 2024: Adam in the basis of Shampoo's preconditioners. The first step only makes the basis.
 
-    Gradients of low rank leave a part of the basis open, and rounding decides it. Without the diagonal that is added
-    here, one process that cuts its batch in two differs from itself by 3e-4 in the loss of the third step.
+    Gradients of low rank do not determine the whole basis, and rounding decides the rest. Without the diagonal that is
+    added here, two runs of one process with differently cut batches differ by 3e-4 in the loss of the third step.
     """
 
     def update(self, p: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> Tensor:

@@ -1,7 +1,7 @@
-"""Put known bugs of parallel training into the ranks, one at a time. The comparison must see each.
+"""Put known bugs of parallel training into the ranks, one at a time. The comparison must detect each.
 
-A comparison that sees no bug proves nothing. Each bug patches the running code with a mistake that somebody could make
-there. It comes with the case that must show it.
+A comparison that detects no bug proves nothing. Each bug patches the running code with a mistake that somebody could
+make there, and has the case that must show it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Bug:
 
 
 def unseen(bugs: Collection[Bug]) -> tuple[list[str], list[str]]:
-    """Return (bugs that the comparison does not see, cases that are wrong without their bug). bugs: some of BUGS."""
+    """Return (bugs that the comparison misses, cases that are wrong without their bug). bugs: some of BUGS."""
     green, red = [], []
     for num_ranks in (2, 4):
         numbers = [i for i, bug in enumerate(BUGS) if bug in bugs and bug.case.ranks == num_ranks]
@@ -85,7 +85,7 @@ def _unseen(numbers: Sequence[int], num_ranks: int) -> tuple[list[str], list[str
 def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome, Outcome]]:
     """Train the case of each bug with the bug and without it, on a rank. bugs: places in BUGS.
 
-    With the bug, the step before the training is not compared: what refuses it there is another judge, see
+    With the bug, the proof step before the training is skipped, because it would refuse the bug itself; see
     tests/rank/parallel/test_whole_step.py.
     """
     found = []
@@ -165,7 +165,7 @@ def _another_ranks_keys(cut: Any) -> Any:
 
 
 class _Unreduced:
-    """A reduction whose sums are thrown away, except the canary at their end."""
+    """A reduction whose sums are discarded, except the canary at their end."""
 
     def __init__(self, work: dist.Work, row: Tensor, own: Tensor) -> None:
         self.work, self.row, self.own = work, row, own
@@ -185,7 +185,7 @@ def _own_gradient(reduce_scatter: Any) -> Any:
 
 def _mask_too_early(attend: Any) -> Any:
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Not in the proof before the training: it would see the bug, let the module see all positions, and be right.
+        # Not in the proof before the training: it would detect the bug, and give the module all positions.
         late = int(self.runs[0][0] > 0 and not isinstance(self.peers, Threads))
         with patch.multiple(self, runs=tuple((start - late, stop - late) for start, stop in self.runs)):
             return attend(self, *args, **kwargs)
@@ -198,7 +198,7 @@ def _local_norm(_: Any) -> Any:
 
 
 def _gradient_twice(where: str) -> Callable[[Any], Any]:
-    """Return a function that makes `SpreadExperts.finish` double the gradients of what is inside of `where`."""
+    """Return a function that makes `SpreadExperts.finish` double the gradients inside of `where`."""
 
     def make(finish: Any) -> Any:
         def wrong(self: SpreadExperts) -> Tensor | None:
@@ -312,7 +312,7 @@ BUGS = (
         cut(self, shard)[:-1]))),
     Bug("the replicas of sharding groups are not summed", _case("hsdp", ranks=4),
         _around(Reduction, "cross", lambda _: lambda self: None)),
-    # Of experts that are spread over ranks.
+    # Bugs of expert parallelism.
     Bug("an expert's gradient counts once for each rank that sends to it", _case("ep=2", model="mixtral"),
         _around(SpreadExperts, "finish", _gradient_twice("experts"))),
     Bug("an expert's gradient is not summed over the ranks that hold it", _case("ep=2", model="mixtral", ranks=4),

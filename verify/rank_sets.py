@@ -63,7 +63,7 @@ def verdicts(
 ) -> Iterator[tuple[Case, Verdict]]:
     """Yield each case and its verdict, in the order in which they end. See `in_lanes` and `truths`."""
     models: dict[Any, list[Case]] = {}
-    for case in sorted(cases, key=str):  # about the order in which the results come
+    for case in sorted(cases, key=str):  # roughly the order of the results
         models.setdefault(case.model, []).append(case)
     with ThreadPoolExecutor(1) as pool:
         known = {model: pool.submit(truths, some, check=check, timeout=3600) for model, some in models.items()}
@@ -74,7 +74,7 @@ def verdicts(
 def in_lanes(cases: Sequence[Case], lanes: int = 2, *, patience: int = 600) -> Iterator[Result]:
     """Yield the `results` of all `cases`, from several sets of ranks at a time: while one waits, another computes.
 
-    Cases of few ranks come first.
+    Cases with few ranks come first.
     """
     found: SimpleQueue[Result | BaseException | None] = SimpleQueue()
 
@@ -102,9 +102,9 @@ def in_lanes(cases: Sequence[Case], lanes: int = 2, *, patience: int = 600) -> I
 def results(
     cases: Sequence[Case], *, patience: int = 600, train: Callable[[Case], Outcome] = train
 ) -> Iterator[Result]:
-    """Yield the result of each of `cases` as soon as it is there. All need the same number of ranks.
+    """Yield the result of each of `cases` when it is ready. All need the same number of ranks.
 
-    If a case breaks the ranks or does not end, the others run in new ranks. patience: seconds that one case may take.
+    If a case breaks the ranks or does not end, the others run in new ranks. patience: limit in seconds of one case.
     """
     todo = list(cases)
     while todo:

@@ -39,7 +39,7 @@ def fill(part: nn.Module, whole: nn.Module, split: TensorSplit) -> None:
 
 
 def whole_gradients(part: nn.Module, split: TensorSplit, group: dist.ProcessGroup) -> dict[str, Tensor | None]:
-    """Return name -> gradient of the whole parameter: pieces are joined, partial ones summed. Whole ones must agree."""
+    """Return name -> gradient of the whole parameter. Pieces are joined, partial sums added; copies must be equal."""
     found: dict[str, Tensor | None] = {}
     for name, places in homes(part).items():
         param = places[0][0]._parameters[places[0][1]]

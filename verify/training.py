@@ -122,8 +122,8 @@ def _build(case: Case) -> nn.Module:
 def _smooth(model: nn.Module) -> nn.Module:
     """Replace ReLU by GELU, in place.
 
-    A number near the kink of a ReLU is above it in one order of summing and below it in another. In float32, one
-    process that cuts its batch in two differs by 4.6e-3 from itself after 50 steps of the encoder.
+    A number near the kink of a ReLU can be above it in one order of sums and below it in another. In float32, two runs
+    of one process with differently cut batches differ by 4.6e-3 after 50 steps of the encoder.
     """
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
@@ -159,7 +159,7 @@ def weighted(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(case: Case) -> Outcome:
-    """Train `case` with nbkit, on all ranks of the world. Collective. Raises all errors that are no refusals."""
+    """Train `case` with nbkit, on all ranks of the world. Collective. Raises all errors except refusals."""
     found, trainer = Outcome(), None
     with warnings.catch_warnings():
         if "sgd" in case.extras:
@@ -234,7 +234,7 @@ def _grad(param: Tensor) -> Tensor:
 
 
 def train_by_hand(case: Case) -> list[float]:
-    """Train `case` in a loop of its own around `nbkit.prepare`, and return the losses. Collective."""
+    """Train `case` in a loop with `nbkit.prepare`, and return the losses. Collective."""
     data = _items(case)
     batches = [default_collate([data[i] for i in chosen]) for chosen in _chosen(case, len(data))]
     job = prepare(
@@ -335,7 +335,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def checked(case: Case, strategy: str) -> tuple[str, str]:
-    """Return what `nbkit.check` says of the case's model under `strategy`; see Truth."""
+    """Return the answer of `nbkit.check` for the case's model under `strategy`; see Truth."""
     batch = default_collate(_items(case)[:ZOO_BATCH])
     try:
         told = check(_build(case), strategy, batch, zoo_ranks(strategy), loss=_loss(case))

@@ -1,1 +1,1 @@
-"""Benchmarks of what a notebook user waits for: cells, output, start, transfer, recovery, a click, the dashboard."""
+"""Benchmarks of the waits of a notebook user: cells, output, start, transfer, recovery, a click, the dashboard."""

@@ -1,4 +1,4 @@
-"""Measure a trivial cell on every rank, from its sending to reply and idle.
+"""Measure a trivial cell on every rank, from its request to reply and idle.
 
 Compares nbkit with `%%px`, nbdistributed and a plain kernel.
 """
@@ -21,7 +21,7 @@ NBDISTRIBUTED_UP_TO = 4  # ranks; each of its cells takes a tenth of a second
 
 
 def run(settings: Settings) -> list[Row]:
-    """Return two rows for each cluster size. The smallest also has a row beside the plain kernel."""
+    """Return two rows for each cluster size. The smallest also has a row with the plain kernel."""
     rows: list[Row] = []
     for n in settings.sizes(SIZES):
         rows += _at(settings, n, plain=n == SIZES[0])

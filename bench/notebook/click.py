@@ -31,7 +31,7 @@ BAR = 1.0
 WHAT = "click on Apply to the first step under the new strategy, beyond the step that was running"
 WAIT_MS = 120_000
 LAB = {
-    # Cells that are scrolled out of sight stay in the page, and no dialog of JupyterLab covers it.
+    # Keep cells in the page that are scrolled out of sight, and show no dialog over them.
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
@@ -86,7 +86,7 @@ def _clicks(page: Any, rounds: int) -> list[tuple[float, str]]:
     found = []
     for strategy in STRATEGIES * rounds:
         panel.locator(f'tr[data-strategy="{strategy}"]').click(timeout=WAIT_MS)
-        page.wait_for_timeout(700)  # a person would read here what the switch costs
+        page.wait_for_timeout(700)  # a person would read the cost of the switch here
         found.append((time.time(), strategy))
         panel.get_by_role("button", name="Apply", exact=True).click(timeout=WAIT_MS)
         _until(page, lambda to=strategy: panel.locator("tbody tr.now").get_attribute("data-strategy") == to)

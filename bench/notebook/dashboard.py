@@ -23,7 +23,7 @@ from bench.telemetry.telemetry_long import record_file, written_step
 RANKS, PERIOD_S = 8, 0.05
 ROUNDS, SECONDS = 6, 8.0
 SHARE = 0.01
-_SETTLES_S, _AT_LAST_S = 4.0, 20.0  # the dashboard reads at least once in three seconds, later on a busy machine
+_SETTLES_S, _AT_LAST_S = 4.0, 20.0  # the dashboard reads every three seconds, less often on a busy machine
 
 _SETUP = f"""
 import json, time

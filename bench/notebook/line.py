@@ -1,4 +1,4 @@
-"""Measure how long a printed line takes from `print` on a rank to the front end, unflushed and flushed."""
+"""Measure the time of a printed line from `print` on a rank to the front end, unflushed and flushed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the first cell after a failed one. In that one, rank 2 raised while the others waited in a collective."""
+"""Measure the first cell after a failed cell, in which rank 2 raised while the others waited in a collective."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ pathlib.Path(f"ready-{dist.get_rank()}").write_text(str(int(total.item())))
 
 
 def run(settings: Settings) -> list[Row]:
-    """Return two rows: nbkit beside nbdistributed on 4 ranks, and 8 ranks of nbkit beside 4."""
+    """Return two rows: nbkit and nbdistributed on 4 ranks, and nbkit on 8 ranks and on 4."""
     fewer, more = f"nbkit, {RANKS} ranks", f"nbkit, {MORE_RANKS} ranks"
     arms: dict[str, tuple[Callable[[Kernel, int], None], int]] = {
         fewer: (start_nbkit, RANKS),

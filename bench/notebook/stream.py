@@ -17,7 +17,7 @@ from bench.table import Row, absolute
 
 BAR = 1.3
 CHARACTERS = 40
-# Each rank prints other lines. Lines that are equal on all ranks are shown once, which would improve the figure.
+# Each rank prints different lines. Equal lines are shown once, which would improve the figure.
 SOURCE = """%%distributed
 import time
 for number in range(NUMBER):

@@ -1,4 +1,4 @@
-"""Measure push and pull of 100 MB between the notebook and two ranks, beside an ipyparallel DirectView.
+"""Measure push and pull of 100 MB between the notebook and two ranks, with nbkit and an ipyparallel DirectView.
 
 The receiver reads every element within the measured time, because memory that is only mapped has not arrived.
 """

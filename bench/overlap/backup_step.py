@@ -25,7 +25,7 @@ from nbkit.rank.world.world import World
 
 RANKS, ROUNDS, STEPS = 4, 8, 6
 COMPUTE_S = 0.3
-SHARES = (1 / 2, 1 / 3)  # of COMPUTE_S that the link takes; a third of COMPUTE_S is the forward pass
+SHARES = (1 / 2, 1 / 3)  # of COMPUTE_S that the link needs; a third of COMPUTE_S is the forward pass
 BAR, BYTES_BAR = 1.05, 1.001
 
 

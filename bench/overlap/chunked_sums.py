@@ -1,4 +1,4 @@
-"""Measure a step under `tp=2 tp_chunks=4` beside `tp=2`. Links sleep, and so do products of matrices."""
+"""Measure a step under `tp=2 tp_chunks=4` and under `tp=2`. Links and matrix products sleep."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _row(ranks: Ranks, share: float, pairs: int) -> Row:
 
 
 class _Sleeping(TorchDispatchMode):
-    """Sleeps in each product of matrices, for a time in proportion to its operations, which it counts."""
+    """Sleeps in each matrix product, for a time proportional to its operations, which it counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Sleeping(TorchDispatchMode):
 
 
 class Worker:
-    """A rank that trains the same GPT with and without pieces."""
+    """A rank that trains the same GPT with and without chunks."""
 
     def __init__(self, *, width: int, layers: int, block: int) -> None:
         torch.set_num_threads(1)

@@ -108,7 +108,7 @@ class Worker:
         ranks = torch.distributed.get_world_size()
         self._link.rate = Rate(0.0, _BUCKET / ranks * (ranks - 1) / link)
         try:
-            # One step more: the gathers of the last one are waited for at the end of `fit`.
+            # One step more, because `fit` waits at its end for the gathers of the last step.
             trainer.fit(steps + 1)
         finally:
             self._link.rate = None

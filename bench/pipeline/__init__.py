@@ -1,1 +1,1 @@
-"""Benchmarks of pipelines beside their ideal: bubbles of schedules, and stages of equal cost."""
+"""Benchmarks that compare pipelines with the ideal: bubbles of schedules, and stages of equal cost."""

@@ -1,4 +1,4 @@
-"""Measure pipeline steps beside the ideal time. Stages sleep instead of computing; the executor is that of a training.
+"""Compare pipeline steps with the ideal time. Stages sleep instead of computing; the executor is that of a training.
 
 The ideal is what `simulate` computes for the same list of operations. A stage's forward, the gradient of its input
 and the gradient of its weights take one unit each; nothing else takes time. Sleeping ranks need no cores, so a
@@ -34,7 +34,7 @@ Case = tuple[str, int, int, float]
 def run(settings: Settings) -> list[Row]:
     """Return one row for each schedule and number of ranks, and up to four about idle time.
 
-    Each shows the number of micro-batches with the worst figure.
+    Each row shows the number of micro-batches with the worst figure.
     """
     sizes, rounds = settings.sizes(RANKS), settings.count(ROUNDS)
     timed: dict[Case, list[tuple[float, float]]] = {}

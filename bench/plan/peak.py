@@ -1,4 +1,4 @@
-"""Count the bytes that ranks hold at the peak of a step, operation by operation, beside the planner's prediction."""
+"""Count the bytes that ranks hold at the peak of a step, operation by operation, and compare with the planner."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ STEPS = 3
 
 
 class Worker:
-    """A rank that trains one job after another. What was measured of a model is reused for all its strategies."""
+    """A rank that trains one job after another. Measurements of a model are reused for all its strategies."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], Any] = {}
@@ -144,7 +144,7 @@ class Worker:
             job.optimizer.zero_grad()
         assert counted is not None
         census = job.cost_model().census
-        # What the pieces keep is measured once for each model. How they are cut differs from job to job.
+        # The memory that pieces keep is measured once for each model. The cut differs between jobs.
         peaks = self._known[key] = PeakBytes(job.builder, census, real=True, before=self._known.get(key))
         one = peaks.of(job.strategy, rows)[job.sharded_model.axes.index("pp")]
         rest = census.at_rest(job.strategy)[job.rank]

@@ -58,7 +58,7 @@ MEAN, WORST = 0.05, 0.12
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT and its batch. seconds: a block sleeps so long in the forward of a row, and twice as long in backward."""
+    """A GPT and its batch. seconds: sleep of a block in the forward of a row; backward sleeps twice as long."""
 
     width: int
     layers: int
@@ -66,7 +66,7 @@ class Model:
     seconds: float
 
 
-# Under ddp a rank sleeps four seconds in a step, so that the time that Python adds on a busy machine is small.
+# Under ddp a rank sleeps four seconds in a step, so the time that Python adds on a busy machine is small.
 LARGE, SMALL = Model(256, 4, 16, 0.08), Model(128, 8, 16, 0.04)
 
 
@@ -327,7 +327,7 @@ class Worker:
             self._step(one)
             took.append(time.perf_counter() - began)
             self._link.rate, _Sleeping.seconds = None, 0.0
-        # The least, as load only adds to the sleeps. Not the first step: the weights that it gathers late were sent
+        # The least, because load only adds to the sleeps. Not the first step: the weights that it gathers were sent
         # without a rate.
         return min(took[1:])
 

@@ -1,4 +1,4 @@
-"""Engines that are nothing but sockets, 128 in a process, for clusters whose light engines do not fit in memory.
+"""Engines that are only sockets, 128 in a process, for clusters whose light engines do not fit in memory.
 
 python -m bench.rigs.bare_engine FOLDER NAME N CONTROLLER      as bench.rigs.light_engine
 

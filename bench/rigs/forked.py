@@ -141,4 +141,4 @@ def _be(
         except BaseException as error:
             last = f"{type(error).__name__}: {error}".splitlines()[0]
             pipe.send(("error", f"{last}\n{traceback.format_exc()}"))
-    os._exit(0)  # without closing the groups, which nobody uses any more
+    os._exit(0)  # without closing the groups, because nobody uses them any more

@@ -76,7 +76,7 @@ def wire_bytes(model: Model, strategy: Strategy) -> dict[str, float]:
     if strategy.zero == 0:
         found["dp"] = 2 * (dp - 1) * held
     else:
-        # Forward ends and backward begins with what is outside of the blocks, so that it is kept. A pipeline keeps all
+        # Forward ends and backward begins with the weights outside of the blocks, so they stay. A pipeline keeps all
         # parameters until the step ends.
         again = 0 if strategy.zero < 3 or pp > 1 else held - _FP32 * cp * (model.ends + (tp - 1) * model.uncut_ends)
         found["dp" if shard == dp else "shard"] = (shard - 1) * dp // shard * (2 * held + again)

@@ -47,7 +47,7 @@ def trainer(of: nbkit.GPTConfig, strategy: str, *, batch: int, **changed: Any) -
         "data": data(of, 8 * batch),
         "batch_size": batch,
         "strategy": strategy,
-        "compute": nbkit.Compute(grad_norm_every=1_000_000),  # never: the norm of the gradients sends a message
+        "compute": nbkit.Compute(grad_norm_every=1_000_000),  # never: the norm of the gradients needs communication
         "log_dir": None,
         "progress": False,
     }

@@ -1,4 +1,4 @@
-"""A real IPython kernel, driven over zmq as by a front end. Every message is stamped when it arrives."""
+"""A real IPython kernel, driven over zmq like a front end does. Every message gets a time when it arrives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cell:
 
 
 class Kernel:
-    """A kernel that starts on entry of `with`. On exit it is shut down, with everything that it has started."""
+    """A kernel that starts on entry of `with`. On exit it is shut down, with all processes that it started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Start nbkit and each of its peers in a kernel, as its own documentation says."""
+"""Start nbkit and each of its peers in a kernel, as their documentation says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stop_px(kernel: Kernel) -> None:
 def start_nbdistributed(kernel: Kernel, n: int) -> None:
     """Load nbdistributed, start it with `%dist_init`, and wait until its workers have connected.
 
-    `%dist_init` returns earlier. A cell that is sent before the workers have connected is lost, after 30 s of silence.
+    `%dist_init` returns earlier. A cell that is sent before the workers have connected is lost after 30 s.
     Raises TimeoutError if they do not connect.
     """
     kernel.run("%load_ext nbdistributed")

@@ -1,8 +1,8 @@
 """A link between ranks on one machine that has a given latency and rate. Each rank has its own link, which sleeps.
 
 A rank's operations leave it one after the other. An operation is handed to its process group only when its bytes would
-have left, so that it ends when the bytes of the last rank have left. Those who wait for it sleep, so that load of the
-machine delays it little. `tc tbf` on the loopback interface would make all ranks share one rate.
+have left, so that it ends when the bytes of the last rank have left. Ranks that wait for it sleep, so that load of
+the machine delays it little. `tc tbf` on the loopback interface would make all ranks share one rate.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class SleptLink:
             except Exception as error:  # `wait` raises it
                 work.error = error
             work.given.set()
-            # Free what was sent. Otherwise this thread would keep it alive while it waits for the next operation.
+            # Free the sent tensors. Otherwise this thread would keep them while it waits for the next operation.
             del work, issue
 
 

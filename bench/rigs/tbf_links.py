@@ -122,7 +122,7 @@ class Entrance:
         up = ["link set lo up", f"link set end{rank} name eth0", f"addr add {_address(rank)}/24 dev eth0"]
         _run("ip", own, [*up, f"link set eth0 mtu {_MTU} up"])
         for name, value in {"tcp_early_retrans": 0, "tcp_slow_start_after_idle": 0}.items():
-            # These links lose nothing, so nothing has to be sent again or to start slowly.
+            # These links lose nothing, so retransmission and slow start are not needed.
             Path(f"/proc/sys/net/ipv4/{name}").write_text(str(value))
         name = {"SLURMD_NODENAME": f"node{rank // self.node}"} if self.node > 1 else {}
         return {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": "eth0", **name}

@@ -81,7 +81,7 @@ def _sharded(model: nbkit.GPT, mesh: DeviceMesh, *, reshard: bool) -> Step:
 
 
 def _tensor_parallel(model: nbkit.GPT, mesh: DeviceMesh) -> None:
-    """Split `model` along tp, without sequence parallelism: gloo's reduce-scatter sends twice what it has to."""
+    """Split `model` along tp, without sequence parallelism: gloo's reduce-scatter sends twice the needed bytes."""
     column, row = ColwiseParallel(), RowwiseParallel()
     plan: dict[str, ParallelStyle] = {"tokens": RowwiseParallel(input_layouts=Replicate())}
     plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)

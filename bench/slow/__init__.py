@@ -1,1 +1,1 @@
-"""Benchmarks of slow links and slow ranks, and of what nbkit does about them."""
+"""Benchmarks of slow links and slow ranks, and of nbkit's remedies."""

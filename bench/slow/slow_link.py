@@ -36,7 +36,7 @@ SIZE = {"width": 128, "layers": 2, "block": 64, "batch": 16}
 
 
 def run(settings: Settings) -> list[Row]:
-    """Return one row for each lever, beside plain ddp."""
+    """Return one row for each option, compared with plain ddp."""
     if not settings.isolated:
         return [skipped("levers over a slow link", "ddp", "no private network namespace here")]
     steps = QUICK_STEPS if settings.quick else STEPS

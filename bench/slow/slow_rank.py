@@ -128,7 +128,7 @@ def _measured(case: Case, settings: Settings) -> Row:
 
 
 class _Lasting:
-    """A sleep. exact: if one call sleeps too long, the next is shorter by as much, so that the sum is exact."""
+    """A sleep. exact: if one call sleeps too long, the next is shorter, so that the sum is exact."""
 
     late, exact = 0.0, False
 
@@ -181,7 +181,7 @@ class Worker:
 
         draw = torch.Generator().manual_seed(0)
         data = [(torch.randn(4, generator=draw), torch.randn(4, generator=draw)) for _ in range(self._rows)]
-        self._now = self._unit  # a new Trainer measures its blocks; they take the same time
+        self._now = self._unit  # because a new Trainer measures its blocks, which must take the same time
         trainer = nbkit.Trainer(
             model=lambda: nn.Sequential(*(Block() for _ in range(self._blocks))),
             loss=nn.functional.mse_loss,

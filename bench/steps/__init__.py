@@ -1,1 +1,1 @@
-"""Benchmarks of a training step, its memory and its bytes, beside torchrun and torch's own pieces."""
+"""Benchmarks of a training step, its memory and its bytes, compared with torchrun and torch's own pieces."""

@@ -1,4 +1,4 @@
-"""Measure a step with experts that are spread over ranks, beside the expert parallelism of transformers.
+"""Compare a step with experts spread over ranks with the expert parallelism of transformers.
 
 The model is a small Qwen3-MoE of transformers. Both sides train it from the same weights on the same batches. Both give
 each rank a part of the rows, and send each token to the ranks of its experts by an all-to-all.
@@ -72,7 +72,7 @@ def _without_peer() -> str:
 
 
 def _measure(settings: Settings, arms: list[str]) -> dict[str, Spent]:
-    """Return what the blocks of each arm took; "ARM again" is the second block of an arm of nbkit in each round."""
+    """Return the times of each arm's blocks; "ARM again" is the second block of an arm of nbkit in each round."""
     size = QUICK if settings.quick else SIZE
     spent: dict[str, Spent] = {f"{arm}{again}": [] for arm in arms for again in ("", " again")}
     spent.pop(f"{PEER} again", None)
@@ -94,7 +94,7 @@ def _measure(settings: Settings, arms: list[str]) -> dict[str, Spent]:
 
 
 def _check(losses: dict[str, list[list[float]]]) -> None:
-    """Raise RuntimeError if the arms do not train equally. losses: of the first steps, of each rank of each arm."""
+    """Raise RuntimeError if the arms have different losses. losses: of the first steps, of each rank of each arm."""
     means = {arm: [mean(step) for step in zip(*of, strict=True)] for arm, of in losses.items()}
     first = next(iter(means.values()))
     if any(abs(loss - own) > EQUAL for of in means.values() for loss, own in zip(of, first, strict=True)):

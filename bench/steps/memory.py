@@ -1,4 +1,4 @@
-"""Count the bytes that ranks hold at the end of a step, gradients included, beside published formulas.
+"""Compare the bytes that ranks hold at the end of a step, gradients included, with published formulas.
 
 The bytes are those of the tensors' storages. Other tensors that are alive in the process are counted separately.
 """

@@ -1,4 +1,4 @@
-"""Measure a step of Muon under zero1, where one rank updates each matrix, beside DDP, where all ranks update all.
+"""Compare a step of Muon under zero1, where one rank updates each matrix, with DDP, where all ranks update all.
 
 Muon computes 15 products of matrices for each matrix and step, whatever the batch is. So its share of a step depends on
 how many tokens a rank has. Here a rank has 512, and the products take about three fifths of the peer's CPU-seconds.

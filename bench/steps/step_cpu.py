@@ -1,7 +1,7 @@
-"""Measure CPU-seconds of a step under zero1 and pp: nbkit beside torch's own pieces, in alternating pairs.
+"""Measure CPU-seconds of a step under zero1 and pp: nbkit and torch's own pieces, in alternating pairs.
 
-On CPU ranks, wall seconds depend on what else the machine does; CPU-seconds depend on it less. But where a process has
-its memory changes its CPU-seconds by some percent, as long as it lives. So the processes of both are started again
+On CPU ranks, wall seconds depend on other load of the machine; CPU-seconds depend on it less. But the placement of a
+process's memory changes its CPU-seconds by some percent, for its whole life. So the processes of both are started again
 after every `OF_ONE_START` pairs.
 """
 
@@ -44,7 +44,7 @@ def pairs(
 ) -> list[Row]:
     """Return a row of CPU-seconds of all ranks, and one of wall seconds, of alternating pairs.
 
-    strategies: "nbkit" and "torch" -> what it trains. peer: the name of torch's pieces. counts: starts of the
+    strategies: "nbkit" and "torch" -> its strategy. peer: the name of torch's pieces. counts: starts of the
     processes, pairs of one start, steps of a block. size: arguments of the Worker of `steps`.
     """
     starts, of_one_start, steps = counts

@@ -1,4 +1,4 @@
-"""Measure a training step under each strategy, beside a plain script that uses torch's own pieces.
+"""Compare a training step under each strategy with a plain script that uses torch's own pieces.
 
 Both jobs exist at the same time, each with its own ranks. One waits for orders while the other trains. The model, the
 batches and the optimizer are the same. nbkit records its run, as by default.

@@ -1,4 +1,4 @@
-"""Measure a training step in a cell beside the same step under torchrun.
+"""Compare a training step in a cell with the same step under torchrun.
 
 The step is DDP by hand, and nbkit's Trainer with default arguments. All jobs stay alive. Each is frozen (SIGSTOP) while
 a block of another runs, so that not even its heartbeats are in the other's figures.

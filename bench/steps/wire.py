@@ -1,4 +1,4 @@
-"""Count the bytes of a training step on the wire, beside published formulas and what telemetry recorded.
+"""Compare the bytes of a training step on the wire with published formulas and with telemetry.
 
 Bytes on the wire are those of the loopback interface in a private network namespace. The bytes of one step are
 subtracted from those of three, so that messages at the beginning and end of a run, and the barriers around it, do not
@@ -83,7 +83,7 @@ class Worker:
         wire: of all ranks. recorded: axis -> bytes that this rank sends, from what telemetry recorded.
         """
         job = trainer(config(width, layers, block=block), strategy, batch=batch)
-        job.fit(1)  # the first step forms groups and connections, and ranks agree on things
+        job.fit(1)  # the first step also creates groups and connections
         one, three = trained(job, 1), trained(job, 3)
         job.job.sharded_model.data.close()
         del job

@@ -39,7 +39,7 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def prepare_by_hand() -> Callable[[int], float]:
-    """Prepare the loop of a DDP tutorial. Returns a function that makes so many steps and returns the last loss."""
+    """Prepare the loop of a DDP tutorial. Return a function: number of steps -> last loss."""
     torch.manual_seed(0)
     data = make_data()
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)
@@ -71,7 +71,7 @@ def prepare_by_hand() -> Callable[[int], float]:
 
 
 def prepare_trainer() -> Callable[[int], float]:
-    """Prepare a Trainer with default arguments. Returns a function like that of `prepare_by_hand`."""
+    """Prepare a Trainer with default arguments. Return a function like that of `prepare_by_hand`."""
     trainer = nbkit.Trainer(
         model=lambda: nbkit.GPT(CONFIG),
         loss=token_loss,

@@ -1,4 +1,4 @@
-"""Compare what a table of strategies predicts of a switch and of the steps after it with what is then measured.
+"""Compare a table's predictions of a switch and of the steps after it with measurements.
 
 The job goes through ordered pairs of strategies. Before each switch, its table predicts the cost of the switch. Seconds
 of a step are predicted for strategies that have not run, so that each of them has a new job.
@@ -25,7 +25,7 @@ RANKS = 4
 SIZE = {"width": 256, "layers": 8, "batch": 8}
 QUICK = {"width": 64, "layers": 8, "batch": 8}
 STEPS = 8
-STEPS_ON = 2  # ranks: no more than the cores of a machine with two
+STEPS_ON = 2  # ranks: not more than two cores
 FIRST = "ddp"
 BAR_PAUSE, BAR_STEP = 0.25, 0.15
 
@@ -113,7 +113,7 @@ class Worker:
         return predicted, None if pace is None else pace.seconds
 
     def _row(self, strategy: str) -> dict[str, Any]:
-        """Return the row of `strategy` in the table. Only rank 0 makes it; the others wait, to leave it the machine."""
+        """Return the row of `strategy` in the table. Only rank 0 makes it; the others wait, to leave it the cores."""
         wanted = str(Strategy.parse(strategy, dist.get_world_size()))
         strategy_table.look_at_all(self.job.job)
         rows = strategy_table.table(self.job.job)["options"] if dist.get_rank() == 0 else []

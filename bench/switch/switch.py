@@ -1,6 +1,6 @@
-"""Measure every switch between eight strategies: requested from outside during training, and called between steps.
+"""Measure every switch between eight strategies: requested during training, and called between steps.
 
-During training, plan and module are made beside the training, so that only the rest is a pause. Each way has its own
+During training, plan and module are prepared while steps run, so that only the rest is a pause. Each way has its own
 tour through every ordered pair. The lower bound of bytes does not come from the plan: it counts one flag per element,
 set from what the ranks hold before and after. Bytes are those of the network interface in a private namespace, less the
 traffic of empty barriers. They include all messages of a switch, not only the state.
@@ -92,7 +92,7 @@ class Visit:
 
     bound, moved, wire: bytes over all ranks. pause: seconds. prepare: seconds of the pause before anything moves. raw:
     seconds of one all-to-all of the same bytes. beside: seconds of preparation while the old model trained. proof:
-    seconds that ranks stood still for digests. The pause does not include beside and proof.
+    seconds that ranks waited for digests. The pause does not include beside and proof.
     """
 
     old: str
@@ -128,7 +128,7 @@ def run(settings: Settings) -> list[Row]:
 def visits(settings: Settings, ranks: int, how: str) -> list[Visit]:
     """Switch through every ordered pair once and return the measurements.
 
-    Each strategy is visited before, in each order of ranks that a switch may choose. how: the method of the Worker that
+    Each strategy is visited before, in each order of ranks that a switch may choose. how: the Worker's method that
     switches.
     """
     size = QUICK if settings.quick else SIZES.get(ranks, QUICK)
@@ -263,7 +263,7 @@ class Worker:
         self.controls = TrainingRequestHandler()
 
     def switch(self, strategy: str) -> dict[str, Any]:
-        """Switch between two steps; return what Trainer.switch says of it and what the network interface counted."""
+        """Switch between two steps. Return the result of Trainer.switch and the bytes of the network interface."""
         return self._watched(lambda act: act(lambda: self.job.switch(strategy)))
 
     def click(self, strategy: str) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class Worker:
         return found
 
     def _watched(self, run: Callable[[Callable[[Callable[[], object]], None]], object]) -> dict[str, Any]:
-        """Call `run` and return the measurements of the switch. run: gets a function, and calls it with the switch."""
+        """Call `run` and return the measurements of the switch. run: calls its argument with the switch."""
         # Garbage of steps, loads and earlier switches does not count.
         gc.collect()
         _, idle = measured(lambda: None)
@@ -349,7 +349,7 @@ class Worker:
         return seconds, same
 
     def many(self, strategies: list[str]) -> list[dict[str, float]]:
-        """Make each switch and a step; return open files, threads, resident bytes and seconds, after each."""
+        """Make each switch and a step. Return open files, threads, resident bytes and seconds after each."""
         found = []
         for strategy in strategies:
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Count what a switch sends between all ordered pairs of eight strategies, beside the least that it could send.
+"""Compare the bytes that a switch sends, between all ordered pairs of eight strategies, with a lower bound.
 
 The lower bound does not come from the plan: it counts one flag per element. The bytes are those of the network
 interface in a private namespace, less the traffic of two empty barriers.

@@ -1,7 +1,7 @@
-"""Measure switches in place while memory is 90 % full: what a rank holds at the peak, beside the larger model.
+"""Measure switches in place while memory is 90 % full: a rank's peak, compared with the larger model.
 
 The limit is emulated (NBKIT_MEMORY_LIMIT). The peak is the kernel's count of resident bytes, less all that is not a
-tensor of a model. Before each switch, the same switch is refused memory on one rank half-way, and rolls back.
+tensor of a model. Before each switch, the same switch fails on one rank for lack of memory, and rolls back.
 """
 
 from __future__ import annotations
@@ -92,11 +92,10 @@ class Worker:
         self.step()
 
     def switch(self, strategy: str, *, full: float, fails_after: float | None = None) -> dict[str, Any]:
-        """Switch under a memory limit of which this rank already fills the part `full`, and return the measurements.
+        """Switch under a memory limit of which this rank already uses the part `full`, and return the measurements.
 
-        fails_after: the last rank is refused memory when that part of the new model has got it. Of what is returned,
-        held: bytes of the larger model. most: bytes at the peak, without what is no tensor of a model. loss: of the
-        step after the switch.
+        fails_after: the last rank gets no memory after this part of the new model. Returned values: held: bytes of the
+        larger model. most: bytes at the peak, only of the models' tensors. loss: of the step after the switch.
         """
         gc.collect()
         trim(CPU)

@@ -1,4 +1,4 @@
-"""Measure a switch of half a gigabyte of state, beside a save and a load by torch.distributed.checkpoint.
+"""Compare a switch of half a gigabyte of state with a save and a load by torch.distributed.checkpoint.
 
 Both begin with the old job and end with the new one, ready to step. They run in the same processes, one after the
 other. The files are in memory (/dev/shm), and torch's own planners write and read them. The time to build the new model
@@ -52,7 +52,7 @@ def _measured(settings: Settings, folder: str, size: dict[str, int]) -> tuple[li
                 if not all(same for _, same in loaded):
                     raise RuntimeError(f"{strategy}: what was loaded is not what was moved")
                 if number == 0:
-                    continue  # the first round makes groups, buffers and files
+                    continue  # the first round creates groups, buffers and files
                 pause = max(one["pause"] for one in said)
                 build = max(one["prepare"] for one in said)
                 stored = saved + max(seconds for seconds, _ in loaded)

@@ -1,4 +1,4 @@
-"""Count open files, threads and memory after a hundred switches of all kinds, beside those after the first ones."""
+"""Compare open files, threads and memory after a hundred switches of all kinds with those after the first ones."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Benchmarks of telemetry: its cost, and whether what it says is true."""
+"""Benchmarks of telemetry: its cost, and whether its figures are right."""

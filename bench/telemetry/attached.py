@@ -47,7 +47,7 @@ RANKS = range(2)
 STEPS = 30
 """The picture shows medians of 20 steps. The first steps are left out."""
 ATTACHED, ATTACH_SECONDS = 5, 1.0
-MBIT = 160  # a transfer is shorter than the 200 ms after which TCP sends again
+MBIT = 160  # a transfer must end within the 200 ms after which TCP sends again
 _TCP = {"tcp_early_retrans": 3, "tcp_slow_start_after_idle": 0}
 """Without these, small messages between large ones wait for 200 ms on such a link."""
 WITHIN, COUNTS = 0.1, 0.01
@@ -142,7 +142,7 @@ def _running(folder: Path, name: str, *command: str) -> Iterator[Callable[[], bo
     try:
         yield goes_on
     finally:
-        # torchrun starts its workers in sessions of their own. One that is left would use the link of the next program.
+        # torchrun starts its workers in their own sessions. A leftover worker would use the link of the next program.
         workers: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):  # it has ended by itself
             workers = psutil.Process(started.pid).children(recursive=True)
@@ -153,7 +153,7 @@ def _running(folder: Path, name: str, *command: str) -> Iterator[Callable[[], bo
 
 
 def _parts(run: Path) -> Parts:
-    """Return the medians of a run's newest steps; {} before it has made enough of them."""
+    """Return the medians of a run's newest steps, or {} if there are not enough of them yet."""
     try:
         picture = read_run(run).picture()
     except UsageError:
@@ -174,7 +174,7 @@ def _trace(folder: Path, rank: int) -> Path:
 
 
 def _summed(parts: Parts) -> Parts:
-    """Return the parts as the profiler knows them."""
+    """Return the parts, summed into those that the profiler has."""
     found: Parts = {}
     for rank in RANKS:
         found[rank, "compute"] = parts[rank, "compute"]
@@ -199,6 +199,6 @@ def _row(name: str, parts: Parts, peer: str, own: Parts) -> Row:
 
 
 def _spoken(parts: Parts) -> str:
-    """Return the parts of each rank in ms."""
+    """Return the parts of each rank in ms, as text."""
     ranks = [[f"{1e3 * seconds:.0f}" for (at, _), seconds in parts.items() if at == rank] for rank in RANKS]
     return "; ".join(map(" ".join, ranks)) + " ms"

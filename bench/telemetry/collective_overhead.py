@@ -1,7 +1,7 @@
-"""Measure what a collective costs in Python with a delegating group and telemetry, beside torch's own call.
+"""Measure the Python cost of a collective with a delegating group and telemetry, compared with torch's own call.
 
-The world has one rank, so that nothing is waited for. The two kinds of calls alternate. Other programs slow down both,
-and the longer one more. So of twenty blocks the one counts in which both took least.
+The world has one rank, so that no call waits. The two kinds of calls alternate. Other programs slow down both, and the
+longer one more. So only the fastest of twenty blocks counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BAR_S, BLOCKS, CALLS = 20e-6, 20, 250
 
 
 def run(settings: Settings) -> list[Row]:
-    """Return one row for collectives that are waited for at once, and one for those that are not."""
+    """Return one row for collectives followed by `wait` at once, and one for those that are not."""
     command = [sys.executable, "-m", "bench.telemetry.collective_overhead", str(settings.folder / "store")]
     said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     return [

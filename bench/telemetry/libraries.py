@@ -1,4 +1,4 @@
-"""Programs that train one model, each by another library. They know nothing of nbkit. `nbkit_*` are its own Trainer.
+"""Programs that train one model, each with another library and without nbkit. `nbkit_*` use nbkit's Trainer.
 
 torchrun --nproc-per-node 2 bench/telemetry/libraries.py ddp
 torchrun --nproc-per-node 2 bench/telemetry/libraries.py trl profiled     # torch's profiler writes trace0.json, ...
@@ -31,14 +31,14 @@ TRACED = 10, 30
 
 
 def sleeps(module: nn.Module, args: Any, output: Tensor) -> None:
-    """Sleep for the forward pass, and later for the backward pass of what lies behind `module`: a forward hook."""
+    """Sleep for the forward pass, and later for the backward pass of the layers after `module`: a forward hook."""
     time.sleep(FORWARD + LATE * (os.environ["RANK"] == "1"))
     if output.requires_grad:
         output.register_hook(lambda grad: time.sleep(BACKWARD))
 
 
 class Net(nn.Module):
-    """A model of 1.3 MB that computes next to nothing."""
+    """A model of 1.3 MB that computes almost nothing."""
 
     def __init__(self) -> None:
         super().__init__()

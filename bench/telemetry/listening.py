@@ -1,13 +1,13 @@
 """Measure what `nbkit.listen()` costs a step of a program that uses torch's own pieces.
 
 Both programs exist at the same time, each with its own ranks. One waits for orders while the other trains. They are the
-same but for `nbkit.listen()` in the line before `init_process_group`, which is all that `nbkit run` adds too. Where a
-process has its memory changes its seconds by some percent, as long as it lives. So the processes of both are started
-again after every `OF_ONE_START` pairs, and the two programs take turns to start first.
+same, except for `nbkit.listen()` in the line before `init_process_group`, which `nbkit run` adds too. The placement of
+a process's memory changes its seconds by some percent, for its whole life. So the processes of both are started again
+after every `OF_ONE_START` pairs, and the two programs take turns to start first.
 
 The cost is that of a step and its calls, and does not grow with what a step computes. A small model of as many layers
 makes the same calls, and its steps are so short that other programs hardly disturb them. So the cost is measured there
-too, in CPU-seconds: of all blocks of a start, those count that took least.
+too, in CPU-seconds: of all blocks of a start, the fastest count.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _starts(settings: Settings, strategy: str, size: dict[str, int]) -> list[dict[str, Spent]]:
-    """Return, for each start of the processes, what the blocks of each arm took."""
+    """Return, for each start of the processes, the times of each arm's blocks."""
     found = []
     for number in range(settings.count(STARTS)):
         first = number % 2 == 0

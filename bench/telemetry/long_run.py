@@ -2,10 +2,10 @@
 
 Two ranks make steps of a tiny model as fast as they can, with records, output and a dashboard in a real kernel. The
 memory of the kernel, the ranks, their parent and the controller at the end is compared with that after a third of the
-steps. Anything that grows with every step shows there.
+steps. This shows anything that grows with every step.
 
 This takes some minutes. The history on the ranks keeps a hundredth of what it usually keeps, so that it is full before
-the measurement begins. With `--steps 1000000` the training goes on until so many steps are made, with the usual
+the measurement begins. With `--steps 1000000` the training runs until so many steps are made, with the usual
 history. That takes hours on two ranks, which mostly wait for each other. One rank (`--ranks 1`) sends as many records
 and lines, and takes half an hour of a core.
 """

@@ -1,10 +1,10 @@
-"""Measure what telemetry costs a step, beside the same step with nothing noted and nothing written.
+"""Measure what telemetry costs a step, compared with the same step without counting and records.
 
-There are two costs: that of counting calls and bytes, and that of all that is on by default, with times, phases,
+There are two costs: that of counting calls and bytes, and that of everything that is on by default: also times, phases,
 records on disk and TensorBoard's scalars.
 
-One job trains all arms, in alternating blocks. A block has as many steps as there are from one that listens for the
-ends of collectives to the next. The cost comes from the calls in a step and from the step itself, not from what it
+One job trains all arms, in alternating blocks. A block has as many steps as there are between two steps that
+listen for the ends of collectives. The cost comes from the calls in a step and from the step itself, not from what it
 computes. So the ratio holds for a step of about a quarter of a second, which is short for a model that needs several
 ranks. The note says how many milliseconds the cost is, which is the same for shorter and longer steps. It also says how
 long a rank was busy with noting calls, by its own clock. This is the whole cost of counting, without the noise of the
@@ -72,7 +72,7 @@ def _means(of: dict[str, list[float]]) -> list[float]:
 
 
 class Worker:
-    """A rank with one job for all arms, in the same memory. What records the run is taken off and put back."""
+    """A rank with one job for all arms, in the same memory. The recorder of the run is removed and put back."""
 
     def __init__(self, *, width: int, layers: int, block: int, batch: int) -> None:
         self._config, self._batch, self._pace = config(width, layers, block=block), batch, Paced()

@@ -1,6 +1,6 @@
 """Measure records of a million steps: the memory of the writer, and how soon the tab shows such a run.
 
-Then measure how long a step that 1 or 64 ranks have written takes until the tab's page has it, which asks once a
+Then measure the time from the writing of a step by 1 or 64 ranks until the tab's page has it, which asks once a
 second. The benchmark asks as the page does: through TensorBoard's server, for the list of runs, the whole curve, one
 step.
 """

@@ -1,4 +1,4 @@
-"""Put delays into a training, and find them again in its records: where, on which rank, how long.
+"""Put delays into a training, and check that its records show them: where, on which rank, how long.
 
 A delay is taken once in each step: in a rank's loader, in its compute, or in a transfer between two ranks. The figure
 is how much longer the part of the step is in which the delay must show. It is the median of three steps, compared with
@@ -12,7 +12,7 @@ compute would become shorter, and nobody would know the right answer. Two ranks 
 delays are also put into a GPT that computes, and shown without a judgement. In both kinds, the remainder of a step,
 which is in none of the measured parts, has to meet a bar.
 
-Pipelines whose stages sleep follow: the bubble that the tab shows from their records, beside that of the ideal
+Pipelines whose stages sleep follow: the bubble that the tab shows from their records, and that of the ideal
 timeline.
 """
 
@@ -111,7 +111,7 @@ class Recorded:
         return links(self.details[step], self.offsets)
 
     def seconds(self, step: int, rank: int, source: int) -> dict[str, float]:
-        """Return part of the step -> seconds. "link": those that this rank stood still for transfers from `source`."""
+        """Return part of the step -> seconds. "link": seconds that this rank waited for transfers from `source`."""
         bar: Bar = next(bar for bar in bars(self.steps[step], self.members) if bar.rank == rank)
         stood = sum(link.seconds for link in self.links(step) if (link.source, link.target) == (source, rank))
         return {part: stood if part == "link" else getattr(bar, part) for part in PARTS}
@@ -151,7 +151,7 @@ def delays(strategy: Strategy) -> list[Delay]:
 
 
 def _delayed(settings: Settings, ranks: Ranks, num: int, name: str, compute: float) -> tuple[Recorded, list[Span]]:
-    """Train with each delay in turn, with as many steps without one between two. Returns records and steps."""
+    """Train with each delay in turn, and as many steps without delay between them. Return records and steps."""
     folder = settings.folder / ranks.ask("prepare", strategy=name, compute=compute)[0]
     ranks.ask("train", steps=3)
     wanted = delays(Strategy.parse(name, num)) * settings.count(ROUNDS)
@@ -159,7 +159,7 @@ def _delayed(settings: Settings, ranks: Ranks, num: int, name: str, compute: flo
     for one in (None, *(each for delay in wanted for each in (delay, None))):
         order = {"where": one.where, "seconds": DELAY, "ranks": one.ranks} if one else {}
         first, last = ranks.ask("train", steps=STEPS + 1, **order)[0]
-        # Leave out the first step of a run, which also waits for what every run does when it begins.
+        # Leave out the first step of a run, which also has the start-up of the run.
         spans.append((one, range(first + 1, last + 1)))
     return Recorded(folder), spans
 
@@ -229,7 +229,7 @@ def _row(found: Finding, of: str) -> Row:
 
 
 def _shown(found: Sequence[Finding], of: str) -> Row:
-    """Return one row for all delays, without a judgement: the right answer is not known to a tenth."""
+    """Return one row for all delays, without a verdict, because the right answer is known only roughly."""
     near = sum(one.near for one in found)
     hits, names = sum(one.hits for one in found), sum(len(one.named) for one in found)
     each = {one.delay.words: quantile(one.longer).middle / DELAY for one in found}
@@ -246,7 +246,7 @@ def _shown(found: Sequence[Finding], of: str) -> Row:
 
 
 def expected(delay: Delay, strategy: Strategy) -> Callable[[PipelineLink | Late | str], bool]:
-    """Return a check that the right rank is named for the right cause. If all ranks stand at a link, none is late."""
+    """Return a check that the right rank is named with the right cause. If all ranks wait at a link, none is late."""
     if delay.part in ("data", "compute"):
         return lambda told: isinstance(told, Late) and (told.rank, told.cause) == (delay.ranks[0], delay.part)
     if delay.part == "link":
@@ -390,7 +390,7 @@ class Worker:
         until(done)
 
     def _ready(self) -> None:
-        """Note that there was nothing to compute until now."""
+        """Record that there was nothing to compute until now."""
         self._busy_until = time.perf_counter()
 
     def _collate(self, samples: list[Any]) -> Any:
@@ -401,7 +401,7 @@ class Worker:
         return batch
 
     def _sleep(self, where: str) -> None:
-        """Take the delay, once a step."""
+        """Sleep for the delay, once a step."""
         if self._delay[where] and where not in self._taken:
             self._taken.add(where)
             if where != "compute" or not self._per_row:
@@ -409,7 +409,7 @@ class Worker:
             self._take(self._delay[where])
 
     def _wrap(self, axis: str, ranks: tuple[int, ...]) -> None:
-        """Watch all waits of every group. What comes over the group of `ranks` on `axis` is late."""
+        """Watch all waits of every group. Delay what arrives over the group of `ranks` on `axis`."""
         for group in live():
             slow = bool(axis) and group.seen.axis == axis and set(ranks) <= set(group.members)
             inner = group.inner
@@ -422,7 +422,7 @@ class Worker:
         self._ready()
 
     def _source(self, axis: str, group: DelegatingGroup, ranks: tuple[int, ...]) -> int:
-        """Return whose messages come late here. ANYONE: collectives do. NOBODY: none do."""
+        """Return whose messages arrive late here. ANYONE: all collectives. NOBODY: none."""
         if axis != "pp":
             return ANYONE
         return group.members.index(ranks[0]) if dist.get_rank() == ranks[-1] else NOBODY
@@ -435,7 +435,7 @@ class Worker:
 
 
 class Small(nn.Module):
-    """Blocks of a tiny MLP. Nearly all of their compute is what `compute` adds.
+    """Blocks of a tiny MLP. Nearly all of their compute is the sleep of `compute`.
 
     compute: a forward hook of each block's wider half, where every rank of a tensor axis holds all positions.
     """
@@ -492,7 +492,7 @@ class Sleeper(nn.Module):
 
 
 class _Link:
-    """An inner group that calls `arrived` when something has come, with True (late) if it is from `source`."""
+    """An inner group that calls `arrived` when something has arrived, with True (late) if it is from `source`."""
 
     def __init__(self, inner: Any, arrived: Callable[[bool], None], source: int | None) -> None:
         self._inner, self._arrived, self._source = inner, arrived, source

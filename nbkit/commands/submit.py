@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         1, arguments.partition, arguments.time, arguments.gpus, arguments.cpus, requeue=arguments.requeue
     )
     if not arguments.slurm and options != SlurmOptions():
-        raise UsageError("Partition, time, GPUs, cores and the queue are asked of Slurm.", hint="--slurm")
+        raise UsageError("--partition, --time, --gpus, --cpus and --requeue are for Slurm.", hint="--slurm")
     check_resumes("\n".join("".join(cell["source"]) for cell in notebook["cells"]), options)
     if arguments.slurm:
         return _submit(path, parameters, arguments.output, options)

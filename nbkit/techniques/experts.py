@@ -1,4 +1,4 @@
-"""experts=0:1-5: experts that have changed places, so that no single rank holds the most popular ones.
+"""experts=0:1-5: experts that have changed places, so that one rank does not hold all popular ones.
 
 A layer of E experts has E places. Under ep=n, rank i of a group holds the experts at the i-th of n equal parts of these
 places. Expert e is at place e, unless this key says otherwise. `nbkit.Recovery(balance=True)` sets the key.

@@ -110,7 +110,7 @@ class GradientKey(Key):
         if dp == 1:
             given = spelled({name: v for name, v in strategy.settings.items() if isinstance(key_of(name), GradientKey)})
             raise StrategyError(
-                f"{given} is about what data parallel ranks send each other, and there is only one.",
+                f"{given} needs two or more data parallel ranks, because it changes what they send each other.",
                 numbers=f"dp 1 of {size} rank{'s' * (size != 1)}",
                 hint=f"dp={max(size, 2)} {given}",
             )

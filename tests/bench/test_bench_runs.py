@@ -1,4 +1,4 @@
-"""The benchmarks run as a user runs them: the quickest, a few rounds, on real kernels. All of them: make bench."""
+"""Test that the quickest benchmarks run a few rounds on real kernels. `make bench` runs all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_benchmark_runs_end_to_end_and_writes_the_table(tmp_path: Path) -> None:
-    """The test does not assert that a bar is met: that depends on what else the machine does."""
+    """Check the table, not whether a bar is met, which depends on the load of the machine."""
     out = tmp_path / "results"
     command = [sys.executable, "-m", "bench", "loadext", "--rounds", "2", "--out", str(out)]
 
@@ -34,7 +34,7 @@ def test_a_benchmark_runs_end_to_end_and_writes_the_table(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_the_control_plane_is_measured_on_engines_without_torch(tmp_path: Path) -> None:
+def test_the_control_plane_benchmark_runs_on_engines_without_torch(tmp_path: Path) -> None:
     out = tmp_path / "results"
     command = [sys.executable, "-m", "bench", "control_plane", "--ranks", "64", "--rounds", "3", "--out", str(out)]
 
@@ -51,8 +51,8 @@ def test_the_control_plane_is_measured_on_engines_without_torch(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_experts_are_measured_beside_the_expert_parallelism_of_transformers(tmp_path: Path) -> None:
-    """It fails also if the losses of both differ."""
+def test_the_experts_benchmark_compares_with_expert_parallelism_of_transformers(tmp_path: Path) -> None:
+    """Compare the losses too: the benchmark fails if they differ."""
     out = tmp_path / "results"
     command = [sys.executable, "-m", "bench", "experts", "--quick", "--rounds", "1", "--out", str(out)]
 
@@ -64,7 +64,7 @@ def test_experts_are_measured_beside_the_expert_parallelism_of_transformers(tmp_
     assert len(rows) == 6 and all(value > 0 for row in rows for value in row["samples"]["nbkit"])
 
 
-def test_a_number_of_engines_that_cannot_be_had_is_a_row_beside_those_that_were_measured(
+def test_a_number_of_engines_that_does_not_fit_becomes_a_row_with_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_plane, "SIZES", {"bare": (2, 10**9)})
@@ -80,20 +80,18 @@ def test_a_number_of_engines_that_cannot_be_had_is_a_row_beside_those_that_were_
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["light", "bare"])
-def test_engines_without_a_world_and_their_controller_end_with_a_benchmark_that_is_killed(
-    kind: str, tmp_path: Path
-) -> None:
+def test_engines_and_their_controller_end_when_the_benchmark_is_killed(kind: str, tmp_path: Path) -> None:
     controller = subprocess.Popen(["sleep", "600"])
     command = [sys.executable, "-m", f"bench.rigs.{kind}_engine", str(tmp_path), "two", "2", str(controller.pid)]
     engines = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True)
     assert engines.stdin is not None
 
-    engines.stdin.close()  # the system does so when the benchmark has ended
+    engines.stdin.close()  # the system closes it when the benchmark ends
 
     assert engines.wait(60) == controller.wait(60) == -signal.SIGKILL
 
 
-def test_an_unknown_benchmark_is_refused_with_the_names_of_those_there_are() -> None:
+def test_an_unknown_benchmark_is_refused_with_the_known_names() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench", "sells"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

@@ -1,4 +1,4 @@
-"""Tests of the figures that benchmarks compare nbkit with, on numbers worked out by hand."""
+"""Test the formulas that benchmarks compare nbkit with, on numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HIDDEN = 16 * 8 * 16 * 4
     ("text", "ranks", "each"),
     [("ddp", 4, 16), ("zero1", 4, 8 + 8 / 4), ("zero2", 8, 4 + 12 / 8), ("zero3", 2, 8), ("hsdp shard=2", 4, 8)],
 )
-def test_bytes_of_a_parameter_at_rest(text: str, ranks: int, each: float) -> None:
+def test_bytes_at_rest_equal_bytes_per_parameter_of_the_strategy(text: str, ranks: int, each: float) -> None:
     assert bytes_at_rest(MODEL, Strategy.parse(text, ranks)) == pytest.approx(ranks * each * P / 4)
 
 
-def test_what_tensor_parallelism_leaves_whole_is_there_on_every_rank() -> None:
+def test_tensor_parallelism_replicates_the_parameters_it_does_not_split() -> None:
     whole = 4 * 6 * 16 + 8 * 16 + 2 * 16
 
     assert bytes_at_rest(MODEL, Strategy(tp=4)) == 16 * (P // 4 + 3 * whole)
@@ -54,7 +54,7 @@ def test_what_tensor_parallelism_leaves_whole_is_there_on_every_rank() -> None:
     ],
     ids=str,
 )
-def test_bytes_of_a_step_over_all_ranks(strategy: Strategy, expected: dict[str, int]) -> None:
+def test_wire_bytes_equal_the_bytes_of_a_step_over_all_ranks(strategy: Strategy, expected: dict[str, int]) -> None:
     assert wire_bytes(MODEL, strategy) == expected
 
 
@@ -68,7 +68,7 @@ def test_the_tour_of_switches_makes_every_ordered_pair_once(ranks: int) -> None:
     assert [Strategy.parse(name, ranks).mesh.size for name in names] == [ranks] * 8
 
 
-def test_the_lower_bound_counts_what_a_rank_must_hold_and_does_not() -> None:
+def test_the_lower_bound_counts_the_bytes_that_a_rank_needs_and_lacks() -> None:
     whole = Layout.whole((6, 4))
     halves = [{"w": whole.part(0, 2, rank)} for rank in range(2)]
     columns = [{"w": whole.part(1, 2, rank)} for rank in range(2)]
@@ -79,6 +79,6 @@ def test_the_lower_bound_counts_what_a_rank_must_hold_and_does_not() -> None:
     assert _bound([{"w": whole}, {}], [{}, {"w": whole}]) == 24 * 4
 
 
-def test_the_best_of_all_partitions() -> None:
+def test_least_finds_the_best_of_all_partitions() -> None:
     assert _least([3.0, 1.0, 1.0, 3.0], 2) == 4.0
     assert _least([5.0, 1.0, 1.0], 3) == 5.0

@@ -1,6 +1,6 @@
-"""The quick parts of `make plan-check`: steps that others published, and the judgement of measured ones.
+"""Test the quick parts of `make plan-check`: published step times, and the rating of measured ones.
 
-Its peaks have a sample in test_peak_bytes.py.
+A sample of its memory peaks is in test_peak_bytes.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bench.plan.published import gpt
 from bench.plan.published import table as published
 
 
-def test_published_steps_are_told_at_least_twice_as_well_as_by_one_constant_share_of_the_peak() -> None:
+def test_published_steps_are_predicted_twice_as_well_as_with_one_constant_mfu() -> None:
     found = published.run()
     met, text = published.bars(found)
     assert met and len(found) == len(published.cases()) - 2, text
@@ -23,9 +23,9 @@ def test_published_steps_are_told_at_least_twice_as_well_as_by_one_constant_shar
         assert published.bars(own)[0], published.bars(own)[1]
 
 
-def test_a_recommendation_is_judged_by_what_was_measured_and_fits() -> None:
+def test_a_recommendation_is_rated_by_measured_seconds_and_memory() -> None:
     case = seconds.CASES[0]
-    # Each cell has measured seconds and bytes, and the predicted ones. zero1 takes more bytes than predicted.
+    # Each cell has measured seconds and bytes, then the predicted ones. zero1 takes more bytes than predicted.
     cells = {
         "ddp": seconds.Cell(1.00, 100, (1.0, 100)),
         "zero1": seconds.Cell(0.95, 70, (0.9, 60)),

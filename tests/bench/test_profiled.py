@@ -1,4 +1,4 @@
-"""The reference of `bench attached`, computed from a trace of torch's profiler."""
+"""Test the reference of `bench attached`, which is computed from a trace of torch's profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link that benchmarks sleep on carries every operation of a rank, as many bytes as leave it."""
+"""Test that the simulated link of benchmarks counts the bytes that each operation sends from a rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _carried(world: object) -> dict[str, float]:
     return found
 
 
-def test_what_leaves_a_rank_is_counted_whatever_the_operation() -> None:
+def test_the_link_counts_the_bytes_a_rank_sends_in_every_operation() -> None:
     third = BYTES / 3
     assert run_ranks(_carried, 3)[1] == {
         "all_reduce": 4 * third,

@@ -1,4 +1,4 @@
-"""The table: what stands in a row, and which rows the pages of the manual have."""
+"""Test the table: what a row contains, and which rows the pages of the manual show."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_a_figure_above_its_bar_or_with_lost_data_is_not_met() -> None:
     assert "3 missing" in lost.nbkit
 
 
-def test_a_peer_that_could_not_run_is_named_with_the_reason() -> None:
+def test_a_peer_that_could_not_run_is_listed_with_the_reason() -> None:
     row = skipped("a cell", "nbdistributed", "not installed")
 
     assert "| a cell |  | nbdistributed: not installed |" in markdown([row], "a machine")
 
 
-def test_each_place_of_a_page_gets_the_rows_of_its_pattern_and_nothing_else_changes(tmp_path: Path) -> None:
+def test_quote_fills_each_place_of_a_page_with_the_rows_of_its_pattern(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     text = "before\n<!-- bench: ^a -->\n{}<!-- /bench -->\nbetween\n<!-- bench: ^b -->\n{}<!-- /bench -->\nafter\n"
     page.write_text(text.format("old", ""))
@@ -71,7 +71,7 @@ def test_each_comparison_of_the_results_is_on_one_page_of_the_manual() -> None:
     assert sorted(shown) == sorted(stored)
 
 
-def test_runs_that_were_made_apart_are_joined_and_page_shows_what_has_a_ratio(tmp_path: Path) -> None:
+def test_separate_runs_are_joined_and_a_page_shows_only_rows_with_a_ratio(tmp_path: Path) -> None:
     apart = (
         compared("a cell", [0.005] * 4, "peer", [0.010] * 4, [0.005] * 4, 1.0, "ms"),
         absolute("start", [1.0], 2, "s"),

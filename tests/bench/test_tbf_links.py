@@ -1,4 +1,4 @@
-"""Links by `tc tbf` between namespaces: each rank sends and receives at its own rate, and no faster."""
+"""Test links by `tc tbf` between namespaces: each rank sends and receives at its own rate, not faster."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Ask = Callable[[dict[int, str]], dict[int, float]]
 
 @contextmanager
 def asked(ranks: int, node: int) -> Iterator[Ask]:
-    """Yield a function that asks ranks on links with a limited rate. Receivers answer how long it took."""
+    """Yield a function that sends orders to ranks on rate-limited links. Receivers answer with the seconds."""
     with ExitStack() as stack:
         try:
             links = stack.enter_context(TbfLinks(ranks, node=node))

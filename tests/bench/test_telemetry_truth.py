@@ -1,6 +1,6 @@
-"""Delays in real trainings on several axes are found again in their records, on the right rank and for the right cause.
+"""Test that the records of real trainings show a planted delay on the right rank and with the right cause.
 
-The delay is several times what the benchmark takes, so that it stands out on a busy machine.
+The delay is several times that of the benchmark, so that it stands out on a busy machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def late_in(folder: Path, strategy: str, wanted: list[Delay]) -> tuple[Recorded,
         spans = []
         for delay in wanted:
             first, last = ranks.ask("train", steps=STEPS, where=delay.where, seconds=DELAY, ranks=delay.ranks)[0]
-            # The first step of a run also waits for what every run begins with.
+            # The first step of a run is left out: it also has the start-up of the run.
             spans.append(range(first + 1, last + 1))
         return Recorded(folder / run), spans
 
@@ -33,7 +33,7 @@ def late_in(folder: Path, strategy: str, wanted: list[Delay]) -> tuple[Recorded,
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_delay_on_one_rank_or_link_is_found_within_three_steps(tmp_path: Path) -> None:
-    """The delays are on two axes, of which one has links. Six other strategies: python -m bench telemetry_truth."""
+    """Check delays on two axes, one with links. Six other strategies: python -m bench telemetry_truth."""
     chosen = Strategy.parse("dp=2 pp=2", 4)
     wanted = delays(chosen)
     assert [delay.part for delay in wanted].count("exposed") >= 1
@@ -46,5 +46,5 @@ def test_a_delay_on_one_rank_or_link_is_found_within_three_steps(tmp_path: Path)
         assert len(steps) == 3
         rank, source = delay.ranks[-1], delay.ranks[0]
         seen = [recorded.seconds(step, rank, source)[delay.part] for step in steps]
-        assert median(seen) >= 0.9 * DELAY, delay  # how exactly: python -m bench telemetry_truth
+        assert median(seen) >= 0.9 * DELAY, delay  # the exact values: python -m bench telemetry_truth
         assert expected(delay, chosen)(recorded.told(steps, delay)), (delay, recorded.told(steps, delay))

@@ -1,4 +1,4 @@
-"""`nbkit list`, `stop` and `clean`, on real processes that stand in for a cluster's."""
+"""Test `nbkit list`, `stop` and `clean` on real processes that play the part of a cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         return Process.of(started[-1].pid)
 
     def start(name: str, n: int = 2, born: float = 0.0) -> ClusterEntry:
-        # Ranks end with their parent, as real ones do: their stdin closes.
+        # Like real ranks, these end when their parent ends, because their stdin closes.
         reading, writing = os.pipe()
         parent = process("import time; time.sleep(600)", pass_fds=(writing,))
         ranks = tuple(process("import sys; sys.stdin.read()", stdin=reading) for _ in range(n))
@@ -99,9 +99,7 @@ def test_list_as_json_has_the_same_clusters_in_numbers(start: Start, capsys: pyt
     assert told["unreadable"] == []
 
 
-def test_stop_ends_the_processes_of_that_cluster_and_of_no_other(
-    start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_ends_only_the_processes_of_the_named_cluster(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     lesson, other = start("lesson"), start("other")
 
     assert main(["stop", "lesson"]) == 0
@@ -111,19 +109,17 @@ def test_stop_ends_the_processes_of_that_cluster_and_of_no_other(
     assert [entry.name for entry in registry.entries()] == ["other"]
 
 
-def test_stopping_a_cluster_that_is_not_there_names_those_that_are(
-    start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stopping_an_unknown_cluster_names_the_running_ones(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     start("lesson")
 
     assert main(["stop", "lessen"]) == 1
     shown = capsys.readouterr().err
     assert "'lessen'" in shown
     assert "running: lesson" in shown
-    assert shown.endswith("→ nbkit list\n")  # no magic: this is a terminal
+    assert shown.endswith("→ nbkit list\n")  # a command, not a magic, because this is a terminal
 
 
-def test_clean_ends_what_a_half_dead_cluster_has_left_and_leaves_the_others(
+def test_clean_ends_the_processes_of_a_broken_cluster_and_no_others(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken, sound = start("broken"), start("sound")
@@ -140,7 +136,7 @@ def test_clean_ends_what_a_half_dead_cluster_has_left_and_leaves_the_others(
     assert capsys.readouterr().out == "Nothing to clean.\n"
 
 
-def test_why_without_a_name_means_the_only_cluster(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_without_a_name_takes_the_only_cluster(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why"]) == 1 and "No cluster is running." in capsys.readouterr().err
     one = start("one")
     assert registry.the_only_one().name == one.name

@@ -1,4 +1,4 @@
-"""`nbkit demo` as it is typed: in a terminal, to the end, and stopped half-way."""
+"""Test `nbkit demo` in a terminal: run to the end, and stopped before the end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from forked_parents import forked_parents_of_kernels
 from nbkit.commands import demo as command
 from nbkit.notebook.cluster import registry
 
-# The same notebook with half the batch, a smaller model, and a reader who does not wait between two switches. The
-# training that is switched rests after each step, so that few steps last for all switches; the other one does not.
+# The same notebook with half the batch, a smaller model, and almost no pause between switches. The training that is
+# switched sleeps after each step, so that few steps are enough for all switches; the other training does not sleep.
 SMALLER = """
 import json
 import sys
@@ -46,7 +46,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_its_help_names_the_numbers_of_ranks_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_names_the_allowed_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "MOST_RANKS", 12)
     monkeypatch.setattr(command, "CPU_RANKS", 6)
     parser = argparse.ArgumentParser()
@@ -68,7 +68,7 @@ def start(folder: Path, *options: str, smaller: bool = False, **streams: Any) ->
 
 
 def in_a_terminal(folder: Path, *options: str) -> tuple[int, str]:
-    """Run the demo in a terminal. Return (exit status, all that the terminal got)."""
+    """Run the demo in a terminal. Return (exit status, all that the terminal received)."""
     ours, its = pty.openpty()
     demo = start(folder, *options, smaller=True, stdin=its, stdout=its, stderr=its)
     os.close(its)
@@ -90,7 +90,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
         return *in_a_terminal(folder, "-n", "2", "--steps", "30"), folder
 
 
-def test_the_curve_goes_on_through_every_switch_and_the_demo_proves_it(demo: tuple[int, str, Path]) -> None:
+def test_the_loss_curve_continues_through_every_switch(demo: tuple[int, str, Path]) -> None:
     status, text, _ = demo
     apart = [float(found) for found in re.findall(r"largest difference ([\d.e+-]+)\.", text)]
 
@@ -100,7 +100,7 @@ def test_the_curve_goes_on_through_every_switch_and_the_demo_proves_it(demo: tup
     assert re.search(r"30 steps under [2-6] strategies, loss [\d.]+ -> [\d.]+", text)
 
 
-def test_each_switch_is_told_with_what_was_predicted_and_measured(demo: tuple[int, str, Path]) -> None:
+def test_each_switch_is_printed_with_predicted_and_measured_bytes(demo: tuple[int, str, Path]) -> None:
     text = demo[1].replace("\r\n", "\n")
 
     for old, new in (("dp=2", "dp=2 zero=3"), ("dp=2 zero=3", "tp=2"), ("pp=2 .*", "tp=2")):
@@ -108,17 +108,17 @@ def test_each_switch_is_told_with_what_was_predicted_and_measured(demo: tuple[in
     assert text.count("state identical") == 5
 
 
-def test_one_live_line_moves_while_it_trains(demo: tuple[int, str, Path]) -> None:
+def test_one_live_line_is_updated_during_the_training(demo: tuple[int, str, Path]) -> None:
     steps = [int(step) for step in re.findall(r"\rtraining: step (\d+)/30 · loss [\d.]+ · \S+ tokens/s", demo[1])]
 
     assert len(steps) > 3
     assert not re.search(r"tokens/s[^\r]*\n", demo[1].replace("\r\n", "\n")), "the line stayed on the screen"
 
 
-def test_it_shows_a_sample_and_what_to_type_next(demo: tuple[int, str, Path]) -> None:
+def test_the_demo_shows_generated_text_and_what_to_type_next(demo: tuple[int, str, Path]) -> None:
     text = demo[1].replace("\r\n", "\n")
 
-    # After so few steps it writes any bytes, also control characters that erase earlier text.
+    # After so few steps the model writes any bytes, also control characters that erase earlier text.
     assert re.search(r"It writes, spread over the ranks:\n {4}.*\S", text)
     assert "runs/demo.ipynb" in text
     assert "tensorboard --logdir runs" in text
@@ -135,14 +135,14 @@ def test_the_executed_notebook_and_the_curves_are_kept(demo: tuple[int, str, Pat
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert not any("application/vnd.jupyter.widget-view+json" in data for data in shown)
     assert any("who holds" in data["text/plain"] or "%strategy --try" in data["text/plain"] for data in shown)
-    # The output of a detached cell while others run is kept with it: one line, not every state of the line.
+    # A detached cell keeps its output while other cells run: the last state of the line, not every state.
     printed = "".join(output.get("text", "") for output in detached["outputs"])
     assert "step 30/30 · loss" in printed
     assert printed.count("tokens/s") <= 3
     assert list((demo[2] / "runs").glob("*/events.out.tfevents.*"))
 
 
-def test_nothing_is_left_running(demo: tuple[int, str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_leaves_no_cluster_running(demo: tuple[int, str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBKIT_HOME", str(demo[2] / "NBKIT_HOME"))
 
     assert registry.entries() == []
@@ -154,13 +154,13 @@ def forked(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-# Both signals get the same handler, in one loop.
+# One loop sets the same handler for both signals.
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_stopped_half_way_it_leaves_nothing_running(
+def test_a_stopped_demo_leaves_nothing_running(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None
 ) -> None:
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "NBKIT_HOME"))
-    # As a shell does that starts it in the background.
+    # A shell does this when it starts a command in the background.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         demo = start(

@@ -1,4 +1,4 @@
-"""`nbkit doctor` and its report, on this machine and on others."""
+"""Test `nbkit doctor` and its report, on this machine and on pretended ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nbkit.notebook.json_text import plain
 
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_looked_at_once() -> Iterator[None]:
-    """Import torch in a process for the first report only: that takes seconds of a core, and never changes."""
+    """Import torch in a process for the first report only: it takes seconds, and the result never changes."""
     look = module._private_symbols
     once = cache(lambda: tuple(look(metadata.version("torch"))))
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +50,7 @@ def forget(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
-def test_this_machine_is_ready() -> None:
+def test_doctor_says_that_this_machine_is_ready() -> None:
     report = doctor()
 
     assert report.ok
@@ -69,7 +69,7 @@ def test_the_command_prints_the_report_without_importing_torch() -> None:
     assert "Ready" in done.stdout
 
 
-def test_a_missing_torch_is_told_with_the_command_and_exit_status_1(
+def test_a_missing_torch_gives_the_install_command_and_exit_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forget(monkeypatch, "torch")
@@ -80,7 +80,7 @@ def test_a_missing_torch_is_told_with_the_command_and_exit_status_1(
     assert "pip install torch" in printed
 
 
-def test_a_missing_required_package_comes_with_its_exact_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_required_package_gives_the_exact_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch, "ipyparallel")
 
     (missing,) = doctor().missing
@@ -89,7 +89,7 @@ def test_a_missing_required_package_comes_with_its_exact_command(monkeypatch: py
     assert missing.hint == f"{sys.executable} -m pip install 'ipyparallel>={required_versions()['ipyparallel']}'"
 
 
-def test_a_package_that_is_too_old_is_told_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_too_old_is_reported_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "9.1.0" if name == "ipyparallel" else real(name))
 
@@ -98,7 +98,7 @@ def test_a_package_that_is_too_old_is_told_with_both_versions(monkeypatch: pytes
     assert missing.text == "9.1.0, needed >= 9.2"
 
 
-def test_an_optional_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_optional_package_is_only_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch, "tensorboard", "ipywidgets")
     report = doctor()
 
@@ -107,7 +107,7 @@ def test_an_optional_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> 
     assert "tensorboard>=2.21" in finding(report, "tensorboard").hint
 
 
-def test_gpus_are_shown_with_who_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_shown_with_the_processes_that_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = "GPU-b1d0e6a7-91d5-5c60-e1a9-63a5b9f4c502, 42, python, 9000\n"
     machine = machines.nvidia(machines.KAGGLE_T4, machines.CUDA_13, machines.T4_DRIVER, processes)
     monkeypatch.setattr(module, "read_machine", lambda links: machine)
@@ -119,7 +119,7 @@ def test_gpus_are_shown_with_who_uses_them(monkeypatch: pytest.MonkeyPatch) -> N
     assert finding(report, "rank 0").text.startswith("GPU 0 (GPU-0f4ddc2a-66d0-7bf4-1a0c-2b8d6f0d7a01): idle")
 
 
-def test_what_is_remarkable_is_told_with_what_to_type_and_does_not_stop_a_cpu_job(
+def test_an_unusable_gpu_is_reported_with_a_hint_and_allows_cpu_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = dataclasses.replace(machines.KAGGLE, torch=machines.CPU_TORCH)
@@ -150,12 +150,12 @@ def test_the_report_shows_itself_as_html_with_everything_escaped() -> None:
     assert "Not ready: gone" in shown
 
 
-def test_what_is_missing_always_comes_with_a_command() -> None:
+def test_a_finding_of_something_missing_requires_a_hint() -> None:
     with pytest.raises(NbkitError):
         DoctorFinding("Topic", "gone", "not there", "missing")
 
 
-def test_the_installed_command_knows_its_version() -> None:
+def test_the_installed_command_prints_its_version() -> None:
     command = Path(sys.executable).with_name("nbkit")
 
     done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60)
@@ -164,14 +164,14 @@ def test_the_installed_command_knows_its_version() -> None:
     assert nbkit.__version__ == metadata.version("nbkit-train")
 
 
-def test_every_subcommand_says_what_it_does() -> None:
+def test_every_subcommand_has_a_docstring_a_parser_and_a_run_function() -> None:
     for command in subcommands():
         assert command.__doc__, command.__name__
         assert callable(command.prepare_parser)
         assert callable(command.run)
 
 
-def test_a_wrong_argument_is_answered_on_stderr_and_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_subcommand_gives_exit_status_2_and_a_message_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(["dance"])
 
@@ -200,13 +200,13 @@ def test_the_command_works_in_odd_environments(
     assert all(each in done.stdout for each in said) and "Traceback" not in done.stderr, (done.stdout, done.stderr)
 
 
-def test_who_reads_no_further_is_no_error() -> None:
+def test_a_closed_output_pipe_is_no_error() -> None:
     command = f"'{sys.executable}' -P -m nbkit --help | head -n 0"
     done = subprocess.run(["sh", "-c", f"{command}; {command}"], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
 
 
-def test_files_that_hide_modules_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_files_that_hide_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not [each for each in doctor().findings if each.subject == "names of files"]
     (tmp_path / "queue.py").touch()
@@ -216,7 +216,7 @@ def test_files_that_hide_modules_are_named(tmp_path: Path, monkeypatch: pytest.M
     assert found.hint.startswith("mv queue.py my_queue.py")
 
 
-def test_a_report_for_strangers_has_versions_and_findings_and_nothing_private(tmp_path: Path) -> None:
+def test_a_report_has_versions_and_findings_and_nothing_private(tmp_path: Path) -> None:
     told = {"NCCL_DEBUG": "WARN", "TORCH_HUB_TOKEN": "hidden-1", "HUB_TOKEN": "hidden-2", "LOGNAME": "ada.l"}
     told |= {"TORCH_MIRROR": "https://ada:hidden-3@mirror.example/torch", "HOME": str(tmp_path / "ada.l")}
     (tmp_path / "ada.l").mkdir()
@@ -240,7 +240,7 @@ def test_the_issue_form_asks_for_the_report() -> None:
     assert "nbkit doctor --report" in form
 
 
-def test_doctor_as_json_has_the_findings_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_json_has_the_findings_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
 
@@ -249,7 +249,7 @@ def test_doctor_as_json_has_the_findings_of_the_table(capsys: pytest.CaptureFixt
     assert found["topic"] == "PyTorch" and found["state"] == "ok" and found["text"].startswith("2.")
 
 
-def test_json_has_null_for_what_is_no_number_and_text_for_what_json_does_not_know() -> None:
+def test_json_has_null_for_nan_and_text_for_unknown_types() -> None:
     told = plain({"a": float("nan"), 2: (1.5, Path("x"), frozenset({"b"})), "c": DoctorFinding("T", "s", "t")})
 
     assert told["a"] is None and told["2"] == [1.5, "x", ["b"]]

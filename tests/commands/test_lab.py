@@ -1,4 +1,4 @@
-"""`nbkit lab`: the lessons in a folder of the user's, and a real server that has the first one."""
+"""Test `nbkit lab`: it writes the lessons into a folder, and a real server serves the first one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nbkit.notebook.lessons import lesson, write_lessons
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
-def test_the_lessons_are_written_and_what_the_reader_has_changed_stays(tmp_path: Path) -> None:
+def test_lessons_are_written_and_changed_ones_are_not_overwritten(tmp_path: Path) -> None:
     changed = tmp_path / "new" / "03_data_parallel.ipynb"
     changed.parent.mkdir()
     changed.write_text("my answers")
@@ -37,7 +37,7 @@ def test_the_lessons_are_written_and_what_the_reader_has_changed_stays(tmp_path:
     assert lesson("00_switch_live") == NOTEBOOKS / "00_switch_live.ipynb"
 
 
-def test_links_to_pages_that_are_not_beside_a_lesson_become_names(tmp_path: Path) -> None:
+def test_links_to_pages_outside_the_folder_become_plain_names(tmp_path: Path) -> None:
     linked = (NOTEBOOKS / "19_break_it.ipynb").read_text()
     texts = {path.name: path.read_text() for path in write_lessons(tmp_path)}
 
@@ -49,7 +49,7 @@ def _code(path: Path) -> list[str]:
     return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-def test_without_jupyterlab_the_lessons_are_there_and_the_command_says_what_to_install(
+def test_without_jupyterlab_the_lessons_are_written_with_an_install_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -60,7 +60,7 @@ def test_without_jupyterlab_the_lessons_are_there_and_the_command_says_what_to_i
     assert "-m pip install 'nbkit-train[lab]'" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
 
     assert main(["lab", str(tmp_path / "file")]) == 1
@@ -73,7 +73,7 @@ def test_jupyterlab_serves_the_first_lesson(tmp_path: Path) -> None:
 
 
 def assert_serves(python: Path, folder: Path) -> None:
-    """Type `nbkit lab` in `folder`, with the packages of `python`, and ask its server for the first lesson."""
+    """Run `nbkit lab` in `folder`, with the packages of `python`, and ask its server for the first lesson."""
     private = {name: str(folder / name) for name in ("HOME", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
     command = [python, "-m", "nbkit", "lab", "--no-browser", "--allow-root", "--port", "0"]
     log = folder / "log"
@@ -89,7 +89,7 @@ def assert_serves(python: Path, folder: Path) -> None:
 
 
 def _answer(lab: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
-    """Return what the server says of the first lesson, at the address that it prints."""
+    """Return the first lesson as the server sends it, from the address that the server prints."""
     address = r"(http://localhost:\d+/)lab/tree/00_quickstart\.ipynb\?(token=\w+)"
     deadline = time.monotonic() + 100
     while lab.poll() is None and time.monotonic() < deadline:

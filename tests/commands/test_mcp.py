@@ -1,7 +1,7 @@
-"""`nbkit mcp`: a client without any model does 20 tasks on real ranks; misuse is refused, and stands in the log.
+"""Test `nbkit mcp`: a client without a model does 20 tasks on real ranks; misuse is refused and logged.
 
-`long` has the 20 tasks. The rest is in every run: the protocol and the drills in this process, and one server with two
-ranks and a second client.
+The 20 tasks are marked `long`. Every run tests the protocol and misuse in this process, and one server with two ranks
+and a second client.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def text_of(answer: dict[str, Any]) -> str:
 # The protocol ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_handshake_names_the_version_the_server_and_what_was_granted(tmp_path: Path) -> None:
+def test_the_handshake_has_the_version_the_server_name_and_the_granted_tiers(tmp_path: Path) -> None:
     client = {"name": "editor", "version": "3"}
     answers, log = served(
         tmp_path,
@@ -123,7 +123,7 @@ def test_the_handshake_names_the_version_the_server_and_what_was_granted(tmp_pat
     assert log[0]["client"] == "editor"
 
 
-def test_the_list_has_the_tools_that_were_granted_with_their_schema(tmp_path: Path) -> None:
+def test_the_list_has_only_the_granted_tools_with_their_schemas(tmp_path: Path) -> None:
     listed = {allow: served(tmp_path, asking("tools/list"), allow=allow)[0][1]["result"]["tools"]
               for allow in ("look", "steer", "code")}  # fmt: skip
 
@@ -164,10 +164,10 @@ def test_every_tool_of_a_cluster_describes_itself_and_its_arguments() -> None:
     for each in tools.values():
         assert len(each.about) > 20 and each.described["inputSchema"]["type"] == "object"
         assert all(parameter.about for parameter in each.parameters.values())
-    assert len(json.dumps([each.described for each in tools.values()])) < 16_000  # what each model has to read
+    assert len(json.dumps([each.described for each in tools.values()])) < 16_000  # because each model has to read them
 
 
-def test_a_long_answer_loses_its_middle_and_says_so() -> None:
+def test_a_long_answer_is_cut_in_the_middle_with_a_note() -> None:
     value = {"text": "a" * 100_000 + "END", "rows": list(range(50_000)), "few": 1}
 
     short = shortened(value)
@@ -202,7 +202,7 @@ MISUSE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MISUSE)
-def test_misuse_is_refused_and_stands_in_the_log(name: str, tmp_path: Path) -> None:
+def test_misuse_is_refused_and_logged(name: str, tmp_path: Path) -> None:
     message, why = MISUSE[name]
 
     answers, log = served(tmp_path, message, calling("echo", 2, text="goes on"))
@@ -213,7 +213,7 @@ def test_misuse_is_refused_and_stands_in_the_log(name: str, tmp_path: Path) -> N
     assert answers[2]["result"]["structuredContent"] == {"said": "goes on"}
 
 
-def test_more_calls_than_eight_at_once_are_refused(tmp_path: Path) -> None:
+def test_the_ninth_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
     tools = SomeTools()
     threading.Timer(1.0, tools.held.set).start()
 
@@ -223,14 +223,14 @@ def test_more_calls_than_eight_at_once_are_refused(tmp_path: Path) -> None:
     assert [line["outcome"] for line in log].count("refused") == 1
 
 
-def test_an_error_of_a_tool_is_a_result_and_is_logged(tmp_path: Path) -> None:
+def test_an_error_in_a_tool_becomes_a_result_and_is_logged(tmp_path: Path) -> None:
     answers, log = served(tmp_path, calling("fail"), allow="code")
 
     assert answers[1]["result"]["isError"] and "RuntimeError: by itself" in text_of(answers[1])
     assert (log[1]["outcome"], log[1]["why"]) == ("failed", "RuntimeError: by itself")
 
 
-def test_the_log_belongs_to_its_user_alone_and_is_only_added_to(tmp_path: Path) -> None:
+def test_only_its_user_can_read_the_log_and_it_is_only_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "mcp.jsonl"
     path.write_text("{}\n")
     path.chmod(0o644)
@@ -241,7 +241,7 @@ def test_the_log_belongs_to_its_user_alone_and_is_only_added_to(tmp_path: Path) 
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_without_a_log_nothing_is_served(
+def test_without_a_log_the_server_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path))
@@ -269,7 +269,7 @@ def test_a_request_that_cannot_be_logged_is_not_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ClusterEntry]:
-    """Return a function that registers a cluster of which nothing runs but this process."""
+    """Return a function that registers a cluster whose only process is this one."""
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path))
 
     def make(name: str, kernel: Process | None = None) -> ClusterEntry:
@@ -296,7 +296,7 @@ def test_a_cluster_of_another_user_is_refused(entry: Callable[..., ClusterEntry]
         assert log[-1]["outcome"] == "failed" and log[-2]["arguments"] == arguments
 
 
-def test_a_name_that_leads_out_of_the_folder_of_clusters_is_no_cluster(
+def test_a_path_outside_the_folder_of_clusters_is_refused_as_a_name(
     entry: Callable[..., ClusterEntry], tmp_path: Path
 ) -> None:
     entry("one")
@@ -323,8 +323,8 @@ def before(tmp_path: Path) -> Iterator[str]:
         yield source
 
 
-def test_two_clients_of_one_cluster(before: str, tmp_path: Path) -> None:
-    """The first runs cells; the second looks, finds the hang, and is refused what the user has not granted it."""
+def test_two_clients_share_one_cluster(before: str, tmp_path: Path) -> None:
+    """Check that the first runs cells, and the second finds the hang and is refused what the user did not grant."""
     with AgentClient(tmp_path, "code", before=before) as first, AgentClient(tmp_path, "steer") as second:
         started = first.call("start_cluster", ranks=2, cpu=True, name="shared", ttl=60)
         assert [rank["state"] for rank in started["ranks"]] == ["idle", "idle"]
@@ -367,7 +367,7 @@ trainer = make(loss=mse, log_dir="runs")
 
 
 def until(ask: Callable[[], Any], good: Callable[[Any], Any], seconds: float = 90.0) -> Any:
-    """Ask until the answer is good; return it."""
+    """Call `ask` until its answer is good; return that answer."""
     deadline = time.monotonic() + seconds
     while not good(answer := ask()):
         assert time.monotonic() < deadline, answer
@@ -413,14 +413,14 @@ def test_a_client_without_a_model_does_20_tasks(before: str, tmp_path: Path) -> 
         # 13: change the learning rate
         assert agent.call("set_lr", rate=0.004)["result"] == {"old": 0.01, "new": 0.004}
         assert agent.call("run_cell", code="trainer.lr", at_step=True)["values"] == dict.fromkeys("0123", 0.004)
-        # 14: find a planted straggler, and take it away
+        # 14: find a planted straggler, and remove it
         agent.call("run_cell", code="lagging[2] = 0.2", at_step=True)
         said = "The others wait for rank 2"
         assert until(lambda: agent.call("breakdown"), lambda found: said in found["reading"])["late"]["rank"] == 2
         agent.call("run_cell", code="lagging.clear()", at_step=True)
         # 15: memory, rank by rank
         assert [rank["rank"] for rank in agent.call("memory")["ranks"]] == [0, 1, 2, 3]
-        # 16: hold it; it makes no step; let it go on
+        # 16: pause the training; it makes no step; resume it
         held = agent.call("pause")["step"]
         time.sleep(1.0)
         assert agent.call("progress", points=1)["now"]["step"] == held
@@ -456,7 +456,7 @@ def test_a_client_without_a_model_does_20_tasks(before: str, tmp_path: Path) -> 
     assert len([line for line in agent.log if line["outcome"] == "failed"]) == 1
 
 
-def test_the_page_for_agents_lists_every_tool_under_what_it_needs() -> None:
+def test_the_page_for_agents_lists_every_tool_with_its_tier() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|.*\| ([a-z_, ]+) \|$", page, re.MULTILINE)
 

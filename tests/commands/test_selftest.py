@@ -1,4 +1,4 @@
-"""`nbkit selftest` as it is typed: what is right, what is wrong, and stopped half-way."""
+"""Test `nbkit selftest`: correct ranks, a planted bug, and a run that is stopped."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def start(folder: Path, *options: str, first: str = "") -> subprocess.Popen[str]
 
 @pytest.fixture
 def forked() -> Iterator[str]:
-    """Yield source that makes it fork the parents of its clusters: see forked_parents.py."""
+    """Yield source that makes the selftest fork the parents of its clusters: see forked_parents.py."""
     with forked_parents_of_programs() as source:
         yield source
 
@@ -68,8 +68,8 @@ def ended(selftest: subprocess.Popen[str]) -> tuple[int, str]:
     return selftest.returncode, " ".join(said.split())
 
 
-@pytest.mark.long  # the other one prints and writes the same, and make long starts a cluster for it
-def test_what_is_right_is_ok(tmp_path: Path) -> None:
+@pytest.mark.long  # the next one covers the same output
+def test_correct_ranks_are_reported_as_ok(tmp_path: Path) -> None:
     status, said = ended(start(tmp_path, "--only", "error", "--output", "out.md"))
     report = " ".join((tmp_path / "out.md").read_text().split())
 
@@ -79,7 +79,7 @@ def test_what_is_right_is_ok(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_updates_differently_is_a_failure_in_a_report_that_strangers_may_read_and_the_rest_is_tried(
+def test_a_wrong_update_on_one_rank_fails_its_item_and_the_other_items_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
     items = [word for item in ("ddp", "bandwidth", "hsdp") for word in ("--only", item)]
@@ -98,7 +98,7 @@ def test_a_rank_that_updates_differently_is_a_failure_in_a_report_that_strangers
 
 
 @pytest.mark.long
-def test_stopped_half_way_it_leaves_a_report_and_nothing_running(
+def test_a_stopped_selftest_leaves_a_report_and_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path / "clusters"))
@@ -121,14 +121,14 @@ def test_stopped_half_way_it_leaves_a_report_and_nothing_running(
     assert not [child for child in psutil.Process().children() if "nbkit" in child.cmdline()]
 
 
-def test_an_item_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+def test_an_unknown_item_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     status, said = ended(start(tmp_path, "--only", "zero4"))
 
     assert status == 2
     assert "There is no item 'zero4'" in said and "zero3" in said
 
 
-def test_nccls_log_says_through_what_ranks_send() -> None:
+def test_the_transports_are_counted_from_nccls_log() -> None:
     # Written by hand in the form of NCCL 2.28, not recorded from a machine.
     log = """\
 g1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
@@ -140,9 +140,7 @@ g2:12:22 [0] NCCL INFO Connected all rings
     assert ways_of_nccl(log) == {"NET/IB": 2, "P2P": 1, "SHM": 1}
 
 
-def test_options_of_a_line_in_nbkit_toml_count_where_nothing_is_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_in_nbkit_toml_apply_unless_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nbkit.toml").write_text('[clusters]\nlarge = "--slurm -n 8 --partition gpu -- --mem=4G"\n')
     parser = argparse.ArgumentParser()

@@ -1,4 +1,4 @@
-"""nbkit submit: parameters, outputs in a new file, and what is said."""
+"""Test nbkit submit: parameters, the outputs in a new file, and the messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sources_of(notebook: dict[str, Any]) -> list[str]:
     return [cell["source"] for cell in notebook["cells"]]
 
 
-def test_the_first_assignment_gets_the_value_and_its_comment_stays() -> None:
+def test_the_first_assignment_gets_the_value_and_keeps_its_comment() -> None:
     notebook = notebook_of(
         "%load_ext nbkit\nä = 'ü'; STEPS = 300  # many\nA, RATE = 1, 2e-3\nTEXT: str = 'a'\nWHERE = f(3)",
         "STEPS = 2",
@@ -51,7 +51,7 @@ def test_the_first_assignment_gets_the_value_and_its_comment_stays() -> None:
     ]
 
 
-def test_the_cell_tagged_parameters_comes_first_and_is_the_only_one() -> None:
+def test_only_the_cell_tagged_parameters_is_changed() -> None:
     notebook = notebook_of("STEPS = 1", "STEPS = 2\nON = True", "OTHER = 3", tagged=1)
 
     set_parameters(notebook, {"STEPS": "5", "ON": "false"})
@@ -63,13 +63,13 @@ def test_the_cell_tagged_parameters_comes_first_and_is_the_only_one() -> None:
 
 
 @pytest.mark.parametrize(("before", "given"), [("3", "many"), ("3", "1.5"), ("True", "1"), ("[1]", "(1,)")])
-def test_another_type_is_refused(before: str, given: str) -> None:
+def test_a_parameter_of_another_type_is_refused(before: str, given: str) -> None:
     with pytest.raises(UsageError, match="STEPS is of another type"):
         set_parameters(notebook_of(f"STEPS = {before}"), {"STEPS": given})
 
 
 @pytest.mark.usefixtures("signals")
-def test_outputs_are_kept_in_a_new_file_also_of_a_run_that_fails(
+def test_outputs_are_saved_in_a_new_file_even_if_the_run_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "NBKIT_HOME"):
@@ -100,10 +100,10 @@ def test_outputs_are_kept_in_a_new_file_also_of_a_run_that_fails(
         (["none.ipynb"], "none.ipynb cannot be read"),
         (["one.ipynb", "-p", "N"], "A parameter is a name and a value."),
         (["one.ipynb", "--output", "one.ipynb"], "another file than the notebook"),
-        (["one.ipynb", "--gpus", "2"], "asked of Slurm"),
+        (["one.ipynb", "--gpus", "2"], "are for Slurm"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(
+def test_invalid_arguments_are_refused_before_anything_runs(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -79,7 +79,7 @@ def test_mpirun_starts_on_hosts_of_the_line_of_the_batch_job_or_here(
         ("--hosts a:1 -n 2", "--hosts says how many ranks"),
         ("-n 2 --python /bin/python", "--python is for other hosts"),
         ("-n 2 --container 'apptainer exec a.sif'", "--container is for other hosts"),
-        ("--hosts a:1 --container=--container-image=a", "options of srun's"),
+        ("--hosts a:1 --container=--container-image=a", "options of srun, which does not"),
         ("--slurm -n 2 --gpus 0,1 --detach", "GPUs are not listed"),
         ("--slurm -n 0", "at least one rank"),
         ("--mpi -n 2 --nodes 2", "--nodes is for --slurm or --launcher"),

@@ -131,7 +131,7 @@ def test_a_notebook_goes_on_when_its_job_runs_again(
 
 def test_what_would_begin_anew_is_not_put_back_in_the_queue(here: Path) -> None:
     lesson = notebook(here, "%cluster start -n 1", "%%distributed\nprint(1)")
-    with pytest.raises(UsageError, match="Nothing goes on from a checkpoint") as caught:
+    with pytest.raises(UsageError, match="no cell loads its checkpoint") as caught:
         nbkit.export("train.py", lesson, slurm=True, requeue=True)
     assert caught.value.hint == 'trainer.fit(until=1000, resume="auto")'
     assert not Path("train.sbatch").exists()

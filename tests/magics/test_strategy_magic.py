@@ -261,7 +261,7 @@ def test_while_another_cell_runs_it_says_so(kernel: Kernel) -> None:
 
 
 def test_words_that_do_not_go_together(kernel: Kernel) -> None:
-    assert "One thing at a time" in kernel.run("%strategy --undo zero3").text
+    assert "--undo takes no strategy" in kernel.run("%strategy --undo zero3").text
     assert "--try needs a strategy" in kernel.run("%strategy --try 5").text
 
 

@@ -1,4 +1,4 @@
-"""The course: each lesson asks, its text answers, and the answers are what is measured when the lesson runs."""
+"""Test the course: each lesson asks questions, and the answers in its text equal what the lesson measures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_lesson_asks_at_least_twice_and_answers_every_question(path: Path) -> 
 
 
 @pytest.mark.parametrize("path", COURSE, ids=lambda path: path.stem)
-def test_a_guess_is_right_only_in_a_narrow_band(path: Path) -> None:
+def test_each_question_accepts_only_a_narrow_band_around_the_answer(path: Path) -> None:
     notebook = stored(path)
     for key, answer in answers_of(notebook).items():
         question = questions_of(notebook)[key]
@@ -63,7 +63,7 @@ def test_a_guess_is_right_only_in_a_narrow_band(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", COURSE, ids=lambda path: path.stem)
-def test_a_lesson_is_short(path: Path) -> None:
+def test_a_lesson_uses_few_ranks_and_its_introduction_is_short(path: Path) -> None:
     notebook = stored(path)
     cluster = re.search(r'^(?:CLUSTER|HERE) = "-n (\d)', "\n".join("".join(cell["source"]) for cell in code_of(notebook)), re.M)
 
@@ -73,12 +73,12 @@ def test_a_lesson_is_short(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
-def test_a_lesson_imports_only_what_is_public(path: Path) -> None:
+def test_a_lesson_imports_only_public_modules(path: Path) -> None:
     for cell in code_of(stored(path)):
         assert imported("".join(cell["source"])) <= PUBLIC
 
 
-def test_no_question_is_asked_twice() -> None:
+def test_question_keys_are_unique_in_the_course() -> None:
     keys = [key for path in COURSE for key in questions_of(stored(path))]
 
     assert len(keys) == len(set(keys))
@@ -88,7 +88,7 @@ def test_no_question_is_asked_twice() -> None:
 @pytest.mark.parametrize(
     "name", [SAMPLE, *(pytest.param(one.stem, marks=pytest.mark.long) for one in COURSE if one.stem not in (SAMPLE, ON_SLURM))]
 )
-def test_the_answers_in_the_text_are_what_is_measured(
+def test_the_answers_in_the_text_equal_the_measured_values(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notebook = executed(name, tmp_path, monkeypatch)
@@ -99,7 +99,7 @@ def test_the_answers_in_the_text_are_what_is_measured(
     assert wrong == {}
     assert registry.entries() == []
     if dashboard := tagged(notebook, "dashboard"):
-        # A page that reads the notebook later has no kernel, and could not show the widget.
+        # A page that shows the notebook later has no kernel, so it cannot show the widget.
         (output,) = dashboard[0]["outputs"]
         assert set(output["data"]) == {"text/plain", "text/html"}
         assert "<img src='data:image/svg+xml;base64," in output["data"]["text/html"] and "rank 2" in shown_by(dashboard[0])
@@ -118,7 +118,7 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     return notebook
 
 
-def test_an_answer_is_found_with_its_unit_and_a_choice_as_it_is_written() -> None:
+def test_answers_of_reads_numbers_with_units_and_choices_as_text() -> None:
     cells = [
         {"cell_type": "code", "source": 'nbkit.lesson.predict("How many?", key="1.1", unit="S")'},
         {"cell_type": "code", "source": 'nbkit.lesson.predict("Best?", key="1.2", choices=("4M", "1M"))'},

@@ -1,8 +1,8 @@
-"""A notebook on Colab or Kaggle, as far as it can be imitated. What starts ranks as a user's do is `long`.
+"""Test a notebook in an imitation of Colab and Kaggle. The test that starts ranks as a user does is `long`.
 
-/dev/shm has 64 MB, as in a container without --shm-size. There is one kernel and no terminal, so that everything is
-typed into cells. The kernel has the service's variables. Not imitated are the GPUs (tests/notebook/cluster/
-test_remarks.py has what two T4 report) and the service's own page.
+/dev/shm has 64 MB, as in a container without --shm-size. There is one kernel and no terminal, so everything is typed
+into cells. The kernel has the service's environment variables. The GPUs and the service's own page are not imitated
+(tests/notebook/cluster/test_remarks.py has what two T4 report).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ print("pip", *installed)
 """
 
 
-def test_the_first_cell_of_each_lesson_installs_nbkit_only_where_it_is_missing(tmp_path: Path) -> None:
+def test_the_first_cell_of_each_lesson_installs_nbkit_only_if_it_is_missing(tmp_path: Path) -> None:
     (first,) = {"".join(code_of(stored(path))[0]["source"]) for path in LESSONS}
     env = os.environ | {"IPYTHONDIR": str(tmp_path)}
 
@@ -88,7 +88,7 @@ def test_the_first_cell_of_each_lesson_installs_nbkit_only_where_it_is_missing(t
     [("COLAB_RELEASE_TAG", "Colab"), ("KAGGLE_KERNEL_RUN_TYPE", "Kaggle")],
     ids=["colab", "kaggle"],
 )
-def test_a_notebook_of_a_service_starts_trains_switches_and_stops(name: str, service: str, tmp_path: Path) -> None:
+def test_a_hosted_notebook_starts_trains_switches_and_stops(name: str, service: str, tmp_path: Path) -> None:
     with home_of_clusters(tmp_path / "home"):
         folder = tmp_path / "content"
         folder.mkdir()
@@ -101,7 +101,7 @@ def test_a_notebook_of_a_service_starts_trains_switches_and_stops(name: str, ser
 
     _, start, values, made, _, switched, why, _, board, _ = shown["texts"]
     assert f"{service} gives this notebook no GPU" in start and "2 ranks" in start
-    assert "(128000000, 16000000)" in values  # more than the shared memory holds
+    assert "(128000000, 16000000)" in values  # more than fits into the shared memory
     assert f"{SHARED_MB} MB shared" in made
     assert "→ dp=2 zero=1" in switched and "bit for bit" in switched
     assert "rank" in why

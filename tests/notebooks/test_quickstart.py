@@ -1,4 +1,4 @@
-"""The first lesson, executed as another tool would execute it: nbclient, a fresh kernel, two CPU ranks."""
+"""Test the first lesson, executed by nbclient in a fresh kernel with two CPU ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SECONDS_PER_CELL = 120
 
 
 def lesson() -> Any:
-    # The grammar of addresses, by which jsonschema checks what is not in a notebook, would take two seconds of a core.
+    # jsonschema would load a grammar of addresses in two seconds; no notebook needs it.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
-    import nbformat  # not above, where every worker would import it
+    import nbformat  # not at the top, because every worker would import it
 
     return nbformat.read(NOTEBOOK, as_version=4)
 
@@ -60,7 +60,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
                 client.execute()
             yield notebook
         finally:
-            # A cell that failed half-way leaves its cluster behind.
+            # A cell that failed leaves its cluster behind.
             end_clusters(folder / "NBKIT_HOME")
 
 
@@ -83,7 +83,7 @@ def test_the_loss_falls_over_both_trainings(executed: Any) -> None:
     assert sum(losses[-20:]) / 20 < losses[0] - 2.0
 
 
-def test_both_yardsticks_are_printed_and_the_model_has_learned(executed: Any) -> None:
+def test_the_bigram_and_gpt_losses_are_printed_and_the_model_learned(executed: Any) -> None:
     (cell,) = tagged(executed, "verdict")
     bigram = json.loads(text_of(executed.cells[-1]))["bigram"]
     printed = text_of(cell)

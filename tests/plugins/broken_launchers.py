@@ -1,4 +1,4 @@
-"""Launchers that somebody has written wrongly."""
+"""Launchers with mistakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NotDerived:
 
 
 class WithoutPoll(nbkit.Launcher):
-    """A launcher that starts its agents without `run`, and cannot tell how they are."""
+    """A launcher that starts its agents without `run`, so it cannot tell whether they run."""
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         subprocess.Popen(["true"]).wait()

@@ -1,4 +1,4 @@
-"""A kind of device from outside of nbkit: what ranks ask of it beyond torch.accelerator."""
+"""A device kind from outside of nbkit, with all that ranks need beyond torch.accelerator."""
 
 from __future__ import annotations
 

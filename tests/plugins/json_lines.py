@@ -8,7 +8,7 @@ from typing import Any
 
 
 class JsonLines:
-    """Writes to a file, which is made when the first event comes."""
+    """A sink that writes to a file, which it creates at the first event."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

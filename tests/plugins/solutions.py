@@ -1,6 +1,6 @@
-"""Solutions of the lessons 23 to 26: the right ones, and ten wrong ones for each, with the cause that is to be named.
+"""Solutions of lessons 23 to 26: the right ones, and ten wrong ones for each, with the cause to be named.
 
-A wrong solution differs from the right one by one mistake that a student makes.
+A wrong solution has one mistake that students make, and is otherwise right.
 """
 
 from __future__ import annotations

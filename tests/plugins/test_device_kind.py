@@ -1,4 +1,4 @@
-"""A kind of device of another package: found by its entry point, as pip would install it."""
+"""Test a device kind of another package, found by its entry point as if pip had installed it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAMP = torch.device("xpu", 1)
 
 
 def installs(folder: Path, value: str, patch: pytest.MonkeyPatch) -> None:
-    """Leave the metadata of a package with the entry point, and forget what was found without it."""
+    """Write the metadata of a package with the entry point, and forget the device kinds found before."""
     package = folder / "imaginary-1.0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: imaginary\nVersion: 1.0\n")
@@ -31,17 +31,17 @@ def installs(folder: Path, value: str, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Install the package, on a machine that has two of its devices, as far as torch tells."""
+    """Install the package, and make torch report two of its devices."""
     installs(tmp_path / "site", "tests.plugins.imaginary_device:Imaginary", monkeypatch)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "IMAGINARY_QUEUES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # forget what is set in it
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # so that later changes of it are undone
     yield
 
 
-def test_ranks_take_their_place_on_it_with_its_backend(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_use_the_device_and_its_backend(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not accelerator().holds(LAMP)
     os.environ |= {"RANK": "1", "WORLD_SIZE": "2"}
     place = RankPlace.from_env()
@@ -59,7 +59,7 @@ def test_ranks_take_their_place_on_it_with_its_backend(installed: None, monkeypa
     assert os.environ["IMAGINARY_QUEUES"] == "32" and "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
 
 
-def test_its_errors_are_told_from_those_of_a_program(installed: None) -> None:
+def test_device_errors_are_distinguished_from_errors_of_the_program(installed: None) -> None:
     broken = RuntimeError("Imaginary error: the lamp has gone out")
     assert accelerator().failed(broken) == ""
     assert accelerator().kind == "xpu"
@@ -70,7 +70,7 @@ def test_its_errors_are_told_from_those_of_a_program(installed: None) -> None:
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("xpu", "nccl"), ("cuda", "xccl"), ("lamp", "gloo")])
-def test_what_does_not_belong_together_is_refused(installed: None, kind: str, backend: str) -> None:
+def test_a_backend_of_another_device_kind_is_refused(installed: None, kind: str, backend: str) -> None:
     assert accelerator().kind == "xpu"
     with pytest.raises(UsageError, match=kind):
         RankPlace(0, 2, 0, 2, kind, backend)
@@ -84,7 +84,7 @@ def test_what_does_not_belong_together_is_refused(installed: None, kind: str, ba
         ("tests.plugins.nowhere:Lamp", "'imaginary' of an installed package cannot be loaded(.|\n)*nowhere"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_named_with_its_package_each_time(
+def test_an_unusable_class_is_reported_with_its_package_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, said: str
 ) -> None:
     installs(tmp_path / "site", value, monkeypatch)
@@ -93,6 +93,6 @@ def test_a_class_that_cannot_be_used_is_named_with_its_package_each_time(
             RankPlace(0, 2, 0, 2, "xpu", "gloo")
 
 
-def test_without_the_package_ranks_train_on_the_cpu_beside_such_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_use_the_cpu_without_the_package_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
     assert (accelerator().kind, accelerator().backend, accelerator().count()) == ("cpu", "gloo", 0)

@@ -1,4 +1,4 @@
-"""A key of a strategy that is registered from outside is parsed, refused, predicted and applied like nbkit's own."""
+"""Test that a strategy key from outside is parsed, refused, predicted and applied like nbkit's own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wide() -> nn.Module:
 
 
 def forget() -> None:
-    """Take the key from this process again."""
+    """Remove the key from this process."""
     registry._keys.pop("wire", None)
     registry._register_installed.cache_clear()
     sys.modules.pop("tests.plugins.wire", None)
@@ -86,7 +86,7 @@ def trained(world: Any, folder: Path) -> dict[str, Any]:
 
 
 def by_hand() -> list[Tensor]:
-    """Return the gradients of each step: those of two halves of the batch, each rounded to fp16, and added as fp16."""
+    """Return the gradients of each step: of both halves of the batch, rounded to fp16, and added as fp16."""
     torch.manual_seed(SEED)
     model, data, found = wide(), points(), []
     optimizer, indices = torch.optim.SGD(model.parameters(), lr=0.1), order(len(points()), 0)
@@ -106,7 +106,7 @@ def by_hand() -> list[Tensor]:
     return found
 
 
-def test_it_is_applied_on_ranks_and_goes_along_in_a_checkpoint_and_to_a_new_process(tmp_path: Path) -> None:
+def test_a_key_is_applied_on_ranks_and_kept_in_checkpoints_and_new_processes(tmp_path: Path) -> None:
     expected = by_hand()
     weights = [Weight(name, tuple(p.shape)) for name, p in wide().named_parameters()]
     importlib.import_module("tests.plugins.wire")
@@ -124,7 +124,7 @@ def test_it_is_applied_on_ranks_and_goes_along_in_a_checkpoint_and_to_a_new_proc
         assert found["joined"] == (STRATEGY, True)
 
 
-def test_it_is_part_of_a_strategy_and_of_what_is_predicted(registered: None) -> None:
+def test_a_key_is_part_of_a_strategy_and_of_predictions(registered: None) -> None:
     strategy = Strategy.parse("ddp wire=fp16 bucket=4M", 4)
     assert str(strategy) == "dp=4 bucket=4M wire=fp16" and strategy == Strategy.parse(str(strategy), 4)
     assert strategy != Strategy.parse("ddp bucket=4M", 4) and len({strategy, Strategy.parse(str(strategy), 4)}) == 1
@@ -141,17 +141,17 @@ def test_it_is_part_of_a_strategy_and_of_what_is_predicted(registered: None) -> 
     [
         ("ddp wire=int4", "'wire=int4' is not a format"),
         ("zero1 wire=fp16", "wire=fp16 is for ranks that hold the whole model(.|\n)*dp=4 wire=fp16"),
-        ("tp wire=fp16", "and there is only one"),
+        ("tp wire=fp16", "two or more data parallel ranks"),
         ("ddp compress=int8 wire=fp16", "Each of two keys decides(.|\n)*compress=int8, or wire=fp16"),
         ("ddp sync_every=4 wire=fp16", "no gradients are sent"),
     ],
 )
-def test_it_is_refused_with_a_reason(registered: None, text: str, said: str) -> None:
+def test_a_wrong_use_of_a_key_is_refused_with_a_reason(registered: None, text: str, said: str) -> None:
     with pytest.raises(StrategyError, match=said):
         Strategy.parse(text, 4)
 
 
-def test_its_own_refusal_is_asked(registered: None) -> None:
+def test_a_key_can_refuse_a_strategy_itself(registered: None) -> None:
     with pytest.raises(StrategyError, match="overflow in fp16"):
         Strategy.parse("ddp wire=fp16", 2048)
 
@@ -179,7 +179,7 @@ def test_a_torch_half_that_would_not_be_called_is_refused(base: type[Key], more:
     assert "own" not in techniques.names()
 
 
-def test_a_package_brings_it_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_registers_a_key_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "wire-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: wire\nVersion: 1.0\n")
@@ -210,7 +210,7 @@ class Clips(GradientKey):
         return f"{value:g}"
 
 
-def test_the_text_of_a_value_is_asked_for_only_where_the_key_is_given() -> None:
+def test_spell_is_called_only_if_the_key_is_given() -> None:
     techniques.register(Clips)
     try:
         assert str(Strategy.parse("ddp clips=0.50", 2)) == "dp=2 clips=0.5"
@@ -222,7 +222,7 @@ def test_the_text_of_a_value_is_asked_for_only_where_the_key_is_given() -> None:
 
 
 class InWords(Clips):
-    """It spells a value with a space, in capitals, or another one."""
+    """A key whose `spell` changes some values, or writes a space."""
 
     name = "words"
 
@@ -264,12 +264,12 @@ class Mute(Clips):
         (Mute, "cannot read its value"),
     ],
 )
-def test_a_key_that_could_not_work_is_not_registered(key: Any, said: str) -> None:
+def test_a_key_that_cannot_work_is_not_registered(key: Any, said: str) -> None:
     with pytest.raises(StrategyError, match=said):
         techniques.register(key)
 
 
-def test_a_torch_half_that_gives_no_setup_is_named() -> None:
+def test_a_torch_half_that_returns_no_setup_is_reported() -> None:
     with pytest.raises(StrategyError, match=r"torch half of wire=fp16 gave no ReplicaSetup"):
         _changed(ReplicaSetup(2), lambda value, setup: None, "wire", "fp16")
     with pytest.raises(StrategyError, match=r"torch half of wire=fp16 raised an error(.|\n)*takes 1 positional"):

@@ -1,4 +1,4 @@
-"""A launcher of another package starts a cluster: found by its entry point, as pip would install it."""
+"""Test that a launcher of another package, found by its entry point, starts a cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Write the metadata of a package with the entry point where this process, and those that it starts, find it."""
+    """Write the metadata of a package with the entry point, where this process and its children find it."""
     package = tmp_path / "site" / "local_launcher-1.0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: local-launcher\nVersion: 1.0\n")
@@ -49,10 +49,10 @@ def asked(words: str) -> LauncherRequest:
 
 
 @pytest.mark.parametrize("words", [pytest.param("", marks=pytest.mark.long), " -- flaky queue"])
-def test_it_starts_ranks_that_form_a_world_and_ends_them(
+def test_a_launcher_starts_ranks_that_form_a_world_and_ends_them(
     installed: None, nbkit_home: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An error of `poll` or `stop` neither ends the cluster nor leaves a part of it."""
+    """Check also that an error of `poll` or `stop` neither ends the cluster nor leaves processes."""
     cluster = Cluster.start(name="plugged", on=asked(f"start --launcher local -n 2 --cpu{words}"), ttl=60)
     try:
         assert cluster.run("seen = torch.ones(1); dist.all_reduce(seen)\nseen.item()").values == {0: 2.0, 1: 2.0}
@@ -72,7 +72,7 @@ def test_it_starts_ranks_that_form_a_world_and_ends_them(
         ),
     ],
 )
-def test_what_goes_wrong_in_it_is_said_and_leaves_nothing(
+def test_an_error_of_a_launcher_is_reported_and_leaves_no_ranks(
     installed: None, nbkit_home: Path, words: str, said: str
 ) -> None:
     with pytest.raises(ClusterError, match=said):
@@ -93,12 +93,12 @@ def test_options_that_do_not_fit_are_refused(installed: None, words: str, said: 
         asked(words)
 
 
-def test_a_name_that_is_not_installed_is_refused_with_those_that_are(installed: None, nbkit_home: Path) -> None:
+def test_an_unknown_launcher_is_refused_with_the_installed_ones(installed: None, nbkit_home: Path) -> None:
     with pytest.raises(UsageError, match=r"There is no launcher 'others'(.|\n)*local"):
         Cluster.start(name="plugged", on=asked("start --launcher others -n 2"), ttl=60)
 
 
-def test_python_starts_a_cluster_with_it_too(installed: None, nbkit_home: Path) -> None:
+def test_cluster_start_accepts_a_launcher_by_name(installed: None, nbkit_home: Path) -> None:
     with pytest.raises(ClusterError, match="no machine is free"):
         Cluster.start(2, launcher="local", options=["raise"], cpu=True, name="plugged", ttl=60)
     with pytest.raises(UsageError, match=r"slurm has a request of its own(.|\n)*SlurmRequest"):
@@ -118,7 +118,7 @@ def test_python_starts_a_cluster_with_it_too(installed: None, nbkit_home: Path) 
         ("leaves", r"has ended with code 0(.|\n)*must stay as long as its agent"),
     ],
 )
-def test_a_mistake_in_a_launcher_is_named_with_what_to_write(
+def test_a_mistake_in_a_launcher_is_reported_with_a_remedy(
     installed: None, nbkit_home: Path, name: str, said: str
 ) -> None:
     with pytest.raises((ClusterError, UsageError), match=said):

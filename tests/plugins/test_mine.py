@@ -1,4 +1,4 @@
-"""A class of a user's own takes the place of ddp, zero1 or the split linear maps, and wrong ones are told why."""
+"""Test that a user's class can replace ddp, zero1 or split linear layers, and that wrong ones get a reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def judged(world: Any) -> dict[str, tuple[bool, str, str]]:
     return {name: (one.right, one.numbers, one.cause) for name, one in found.items()}
 
 
-def test_thirty_wrong_classes_are_found_and_their_causes_are_named() -> None:
+def test_thirty_wrong_classes_are_detected_with_their_causes() -> None:
     (found,) = run_ranks(judged, 1, timeout=180.0)
 
     assert {own.__name__: found[own.__name__] for own in solutions.RIGHT if not found[own.__name__][0]} == {}
@@ -42,7 +42,7 @@ def test_thirty_wrong_classes_are_found_and_their_causes_are_named() -> None:
     assert unnamed == {}
 
 
-def test_ten_wrong_schedules_are_found_and_their_causes_are_named() -> None:
+def test_ten_wrong_schedules_are_detected_with_their_causes() -> None:
     assert judge_schedule(solutions.my_1f1b).right
     found = {build: judge_schedule(build) for build in solutions.WRONG_SCHEDULES}
     assert [build.__name__ for build, one in found.items() if one.right] == []
@@ -58,7 +58,7 @@ def trained(world: Any) -> dict[str, Any]:
     collectives.set_mode("count")
     for own in solutions.RIGHT:
         techniques.use(own)
-    techniques.use(solutions.MyDDP)  # the last one is what "mine" means
+    techniques.use(solutions.MyDDP)  # "mine" means the last one
     trainer = quiet(strategy="mine", model=mlp)
     counted = {}
     for strategy in ("mine", "zero1 mine=zero1", "zero3", "tp mine=tp", "ddp"):
@@ -96,7 +96,7 @@ def alone() -> list[float]:
     return losses
 
 
-def test_own_classes_train_as_one_process_does_and_are_switched_to_and_from() -> None:
+def test_own_classes_train_like_one_process_and_can_be_switched() -> None:
     expected = alone()
 
     for found in run_ranks(trained, 2, timeout=180.0):
@@ -113,13 +113,13 @@ def test_own_classes_train_as_one_process_does_and_are_switched_to_and_from() ->
     ("text", "said"),
     [
         ("mine", "'mine' needs a class of yours"),
-        ("zero2 mine=ddp", "mine=ddp takes the place of ddp over all ranks"),
-        ("tp=2 mine=tp", "mine=tp takes the place of tp over all ranks"),
+        ("zero2 mine=ddp", "mine=ddp replaces ddp only if all ranks use ddp"),
+        ("tp=2 mine=tp", "mine=tp replaces tp only if all ranks use tp"),
         ("ddp mine=ddp compress=int8", "Your class decides what is sent"),
         ("ddp mine=fsdp", "'mine=fsdp' is not a kind of class"),
     ],
 )
-def test_a_strategy_that_a_class_cannot_have_is_refused(text: str, said: str) -> None:
+def test_a_strategy_that_does_not_fit_an_own_class_is_refused(text: str, said: str) -> None:
     with pytest.raises(StrategyError, match=said):
         Strategy.parse(text, 4)
 

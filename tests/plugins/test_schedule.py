@@ -1,4 +1,4 @@
-"""A schedule that is registered from outside trains, is predicted and checked like one of nbkit's own."""
+"""Test that a schedule from outside trains, and is predicted and checked, like one of nbkit's own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trained(world: Any, module: str) -> tuple[list[float], list[str], int]:
     return [record["loss"] for record in trainer.history], offered, len(schedules.registered())
 
 
-def test_it_trains_as_one_process_and_is_offered_on_all_ranks() -> None:
+def test_a_schedule_trains_like_one_process_and_is_offered_on_all_ranks() -> None:
     expected, *_ = one_process(points(), steps=7)
     for losses, offered, registered in run_ranks(trained, 2, "tests.plugins.waves"):
         assert losses == pytest.approx(expected, abs=1e-6)
@@ -46,7 +46,7 @@ def registered() -> Any:
     del sys.modules["tests.plugins.waves"]
 
 
-def test_it_is_simulated_and_predicted(registered: Any) -> None:
+def test_a_schedule_is_simulated_and_its_makespan_predicted(registered: Any) -> None:
     schedule = Schedule.of("waves", 2, 4)
     timeline = simulate(schedule)
     assert max(timeline.peak) == 2 and timeline.makespan == 2 * 3 * (2 + 2 - 1)
@@ -59,7 +59,7 @@ def by_turns(ranks: int, microbatches: int, rank: int) -> list[Op]:
 
 
 def differently(world: Any) -> list[str]:
-    """Register other functions on the ranks under one name, and ask for it: first, and after it has trained alike."""
+    """Register different functions on the ranks under one name; use it before and after a correct training."""
     waves, said = importlib.import_module("tests.plugins.waves").waves, []
     own = (waves, by_turns)[world.place.rank]
     schedules.register("mine", own)
@@ -78,7 +78,7 @@ def differently(world: Any) -> list[str]:
     return [*said, str(trainer.strategy)]
 
 
-def test_ranks_that_registered_different_functions_are_told_so_before_they_wait_for_each_other() -> None:
+def test_different_functions_on_the_ranks_are_refused_before_a_deadlock() -> None:
     for first, later, strategy in run_ranks(differently, 2):
         for said in (first, later):
             assert "The ranks have different schedules: 'mine: rank 0 of 2, 2 micro-batches' differs" in said
@@ -87,7 +87,7 @@ def test_ranks_that_registered_different_functions_are_told_so_before_they_wait_
 
 
 def waits_for_ever(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Return a schedule in which each rank wants its backwards first."""
+    """Return a schedule in which each rank begins with its backward passes."""
     return [Op(kind, rank, micro) for micro in range(microbatches) for kind in ("B", "F")]  # type: ignore[arg-type]
 
 
@@ -122,7 +122,7 @@ def takes_two(ranks: int, microbatches: int) -> list[Op]:
         (waits_for_ever, {"stages_per_rank": 3, "v_shaped": True}, "two where the stages run down"),
     ],
 )
-def test_one_that_cannot_run_is_refused_and_not_registered(build: Any, more: dict[str, Any], said: str) -> None:
+def test_a_schedule_that_cannot_run_is_refused_and_not_registered(build: Any, more: dict[str, Any], said: str) -> None:
     with pytest.raises(StrategyError, match=said):
         schedules.register("mine", build, **more)
     assert "mine" not in schedules.names()
@@ -133,7 +133,7 @@ def right_up_to_12(ranks: int, microbatches: int, rank: int) -> list[Op]:
     return [Op("F", rank, micro) for micro in done] + [Op("B", rank, micro) for micro in done]
 
 
-def test_one_that_is_wrong_for_many_micro_batches_is_refused_by_the_strategies_that_have_them() -> None:
+def test_a_schedule_wrong_for_many_micro_batches_is_refused_for_those_strategies() -> None:
     schedules.register("mine", right_up_to_12)
     try:
         Strategy.parse("pp=2 schedule=mine microbatches=12", 2)
@@ -153,7 +153,7 @@ def test_names_that_are_taken_or_cannot_be_typed_are_refused(name: str, said: st
             schedules.register(name, forgets, check=check)
 
 
-def test_a_name_that_nobody_registered_is_refused_with_those_that_are() -> None:
+def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(StrategyError, match="'waves' is not a schedule") as raised:
         Strategy.parse(STRATEGY, 2)
     assert "dualpipev" in str(raised.value)

@@ -1,4 +1,4 @@
-"""A sink from outside gets every event of a training, once, and can neither stop it nor hold it up."""
+"""Test that a sink from outside gets every event of a training once, and can neither stop nor delay it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trained(world: Any, folder: Path) -> list[dict[str, Any]]:
     return history
 
 
-def test_it_gets_each_step_and_event_on_rank_0_from_the_first_to_the_last(tmp_path: Path) -> None:
+def test_a_sink_on_rank_0_gets_every_step_and_event(tmp_path: Path) -> None:
     history, _ = run_ranks(trained, 2, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
     assert not (tmp_path / "rank1.jsonl").exists()
@@ -72,7 +72,7 @@ def beside_bad_sinks(world: Any) -> tuple[list[str], int, int, int]:
     return [str(one.message) for one in caught], made, written, trainer.step
 
 
-def test_one_that_raises_is_named_once_and_a_slow_one_holds_no_step_up() -> None:
+def test_a_failing_sink_warns_once_and_a_slow_sink_delays_no_step() -> None:
     (said, made, written, step) = run_ranks(beside_bad_sinks, 1)[0]
     named = "nothing more is given to the sink Raises: ConnectionError: the tracker is away"
     assert sum(line.startswith(named) for line in said) == 1
@@ -91,7 +91,7 @@ def looped(world: Any, path: Path) -> int:
     return job.step
 
 
-def test_a_loop_of_ones_own_has_sinks_too(tmp_path: Path) -> None:
+def test_a_loop_with_prepare_has_sinks_too(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     steps = run_ranks(looped, 1, path)[0]
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
@@ -106,7 +106,7 @@ def refused(world: Any) -> str:
     return str(raised.value)
 
 
-def test_a_class_in_the_place_of_an_object_is_refused() -> None:
+def test_a_sink_class_instead_of_an_object_is_refused() -> None:
     assert "sinks=[JsonLines()]" in run_ranks(refused, 1)[0]
 
 
@@ -115,7 +115,7 @@ class Unpicklable(Raises):
         raise TypeError("a connection")
 
 
-def test_a_new_rank_0_gets_what_can_be_pickled_of_a_rank_that_has_it(tmp_path: Path) -> None:
+def test_a_new_rank_0_gets_the_sinks_that_can_be_pickled(tmp_path: Path) -> None:
     kept = JsonLines(tmp_path / "events.jsonl")
     job: Any = SimpleNamespace(rank=1, sinks=(kept, Unpicklable(), AbsentSink("Tracker")))
     with warnings.catch_warnings(record=True) as caught:
@@ -128,6 +128,6 @@ def test_a_new_rank_0_gets_what_can_be_pickled_of_a_rank_that_has_it(tmp_path: P
         "given to the sink Unpicklable: rank 0 is a new process; it cannot be" in said[0] and "a connection" in said[0]
     )
     assert said[1] == "nothing more is given to the sink Tracker: rank 0 is a new process; no rank that is left has it"
-    # Rank 0 keeps its open sinks, but the new process knows that there are some.
+    # Rank 0 keeps its open sinks, and the new process knows about them.
     opened: Any = SimpleNamespace(rank=0, sinks=(InThread(kept),))
     assert hand_over._sinks_for_new(opened, first=False) == [AbsentSink("JsonLines")]

@@ -1,4 +1,4 @@
-"""Fine-tuning as axolotl does it: a configuration becomes arguments of the Trainer of transformers, with adapters."""
+"""Fine-tuning as in axolotl: a configuration becomes arguments of the Trainer of transformers, with adapters."""
 
 import argparse
 import tempfile

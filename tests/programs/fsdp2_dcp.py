@@ -1,4 +1,4 @@
-"""FSDP2 by fully_shard on a DeviceMesh, and torch.distributed.checkpoint: saved beside it, loaded, gone on with."""
+"""FSDP2 by fully_shard on a DeviceMesh, and torch.distributed.checkpoint: save, load and continue."""
 
 import argparse
 import shutil

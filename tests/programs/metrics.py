@@ -1,4 +1,4 @@
-"""DDP's tutorial with torchmetrics: a sampler that is told the epoch, metrics that gather over the ranks."""
+"""DDP's tutorial with torchmetrics: a sampler with set_epoch, and metrics that gather over the ranks."""
 
 import argparse
 

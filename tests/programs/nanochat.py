@@ -96,7 +96,7 @@ class DistAdamW(torch.optim.Optimizer):
 
 
 class DistMuon(torch.optim.Optimizer):
-    """Muon of which each rank updates every n-th matrix of a shape, and the others get it."""
+    """Muon in which each rank updates every n-th matrix of a shape, and sends it to the others."""
 
     def __init__(self, params):
         params = list(params)

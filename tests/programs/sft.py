@@ -1,4 +1,4 @@
-"""The structure of TRL's SFTTrainer: examples packed into rows, labels of answers alone, the tokens of all ranks."""
+"""The structure of TRL's SFTTrainer: examples packed into rows, labels of answers only, the tokens of all ranks."""
 
 import argparse
 

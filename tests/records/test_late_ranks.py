@@ -1,4 +1,4 @@
-"""The rank that is late, among ranks in several groups: worked out by hand for a delay of 30 ms in a step of 100 ms."""
+"""Test which rank is named as late, with several groups of ranks, on steps of 100 ms with a delay of 30 ms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DELAY = 30 * MS
 def job(
     text: str, *, own: dict[int, dict[str, float]] | None = None, stood: dict[int, dict[str, float]] | None = None
 ) -> tuple[dict[int, StepRecord], dict[str, tuple[int, ...]]]:
-    """Return records of one step. own: what a rank's parts take more than usual. stood: its waits, by axis.
+    """Return records of one step. own: extra seconds of a rank's parts. stood: its waits, by axis.
 
     Waits on "pp" are bubble.
     """
@@ -42,7 +42,7 @@ def job(
     return steps, groups
 
 
-# Mesh order: tp fastest, pp slowest. A rank waits on the first axis on which it meets who is late.
+# Mesh order: tp fastest, pp slowest. A rank waits on the first axis that it shares with a late rank.
 @pytest.mark.parametrize(
     ("text", "late", "stood"),
     [
@@ -56,26 +56,26 @@ def job(
     ],
 )
 @pytest.mark.parametrize("part", ["compute", "data"])
-def test_the_slow_rank_of_several_groups_is_named(text: str, late: int, stood: dict[int, str], part: str) -> None:
+def test_the_late_rank_among_several_groups_is_named(text: str, late: int, stood: dict[int, str], part: str) -> None:
     steps, members = job(text, own={late: {part: DELAY}}, stood={rank: {axis: DELAY} for rank, axis in stood.items()})
 
     assert late_rank(bars(steps, members)) == Late(late, pytest.approx(DELAY), part)
 
 
-def test_a_stage_with_more_to_do_does_not_hide_the_rank_that_is_late_beside_its_equals() -> None:
-    # Stage 1 is ranks 2 and 3, and takes 40 ms more than stage 0; rank 0 is 30 ms late beside rank 1.
+def test_a_stage_with_more_work_does_not_hide_a_late_rank_of_another_stage() -> None:
+    # Stage 1 is ranks 2 and 3, and takes 40 ms more than stage 0; rank 0 is 30 ms later than rank 1.
     own = {0: {"compute": DELAY}, 2: {"compute": 40 * MS}, 3: {"compute": 40 * MS}}
     stood = {0: {"pp": 40 * MS}, 1: {"pp": 40 * MS, "dp": DELAY}, 2: {"pp": DELAY}, 3: {"dp": DELAY}}
     steps, members = job("dp=2 pp=2", own=own, stood=stood)
     found = late_rank(bars(steps, members))
     assert found is not None and (found.rank, found.cause) == (0, "compute")
 
-    # Without it the stage is what the others wait for.
+    # Without that rank, the others wait for the stage.
     steps, members = job("pp=4", own={3: {"compute": 40 * MS}}, stood={rank: {"pp": 40 * MS} for rank in range(3)})
     assert late_rank(bars(steps, members)) == Late(3, pytest.approx(40 * MS), "compute")
 
 
-def test_a_slow_link_is_told_from_a_slow_rank() -> None:
+def test_a_slow_link_is_distinguished_from_a_slow_rank() -> None:
     # Between ranks 0 and 1 on tp; ranks 2 and 3 wait for them on dp.
     stood = {0: {"tp": DELAY}, 1: {"tp": DELAY}, 2: {"dp": DELAY}, 3: {"dp": DELAY}}
     steps, members = job("dp=2 tp=2", stood=stood)
@@ -83,18 +83,18 @@ def test_a_slow_link_is_told_from_a_slow_rank() -> None:
 
     assert late_rank(found) == Late(0, pytest.approx(DELAY), "exposed", (1,))
     assert "for ranks 0, 1. Exposed communication takes longer there (36 ms, elsewhere 6 ms: 30" in reading(found)
-    # All ranks stand at the same place: none waits for another.
+    # All ranks wait equally long: none waits for another.
     steps, members = job("dp=4", stood={rank: {"dp": DELAY} for rank in range(4)})
     assert late_rank(bars(steps, members)) is None
 
 
-def test_nobody_is_named_for_what_nobody_waits_for() -> None:
+def test_no_rank_is_named_if_no_rank_waits() -> None:
     steps, members = job("dp=2 tp=2", own={rank: {"data": DELAY} for rank in range(4)})
 
     assert late_rank(bars(steps, members)) is None
 
 
-def test_three_steps_of_which_one_was_broken_by_chance_name_the_late_one() -> None:
+def test_one_disturbed_step_of_three_does_not_change_the_late_rank() -> None:
     late, members = job(
         "dp=2 tp=2", own={0: {"compute": DELAY}}, stood={1: {"tp": DELAY}, 2: {"dp": DELAY}, 3: {"dp": DELAY}}
     )
@@ -108,7 +108,7 @@ def test_three_steps_of_which_one_was_broken_by_chance_name_the_late_one() -> No
 
 def test_the_parts_of_a_median_bar_add_up_to_its_seconds() -> None:
     every = []
-    for late in range(3):  # a part that is long in one step of three is in no median
+    for late in range(3):  # a part that is long in one of three steps is in no median
         steps, members = job("dp=4", own={0: {("data", "other", "compute")[late]: 5 * DELAY}})
         every.append(steps)
 
@@ -118,7 +118,7 @@ def test_the_parts_of_a_median_bar_add_up_to_its_seconds() -> None:
     assert usual_bars(every, members)[0].seconds > 5 * DELAY
 
 
-def test_a_usual_bar_is_as_long_as_the_step_by_the_clock() -> None:
+def test_a_usual_bar_is_as_long_as_the_measured_step() -> None:
     steps, members = job("dp=4")
     seconds = steps[0].seconds
 
@@ -133,8 +133,8 @@ def test_a_usual_bar_is_as_long_as_the_step_by_the_clock() -> None:
         assert half.own + half.idle + half.exposed == pytest.approx(half.seconds) == pytest.approx(seconds / 2)
 
 
-def test_what_is_said_of_a_late_rank_are_lengths_of_bars_and_their_difference() -> None:
-    # Compute of 1.1234 s beside 0.7777 s: the others wait 0.3 s, which is the length of no bar.
+def test_the_sentence_about_a_late_rank_gives_two_bar_lengths_and_their_difference() -> None:
+    # Compute takes 1.1234 s and 0.7777 s: the others wait 0.3 s, which is not the difference of two bars.
     of = [Bar(rank, 1.2, compute=0.7777, waiting=0.3, other=0.1223, peers=(0, 1, 2)) for rank in range(3)]
     of[1] = Bar(1, 1.2, compute=1.1234, other=0.0766, peers=(0, 1, 2))
 
@@ -157,7 +157,7 @@ def test_what_is_said_of_a_late_rank_are_lengths_of_bars_and_their_difference() 
     ],
 )
 def test_a_late_rank_is_compared_with_those_that_have_the_same_share(slow: tuple[int, ...], said: str) -> None:
-    # dp=2 pp=2: ranks 2 and 3 are stage 1. The others stand still in the pipeline for as long.
+    # dp=2 pp=2: ranks 2 and 3 are stage 1. The others wait in the pipeline for as long.
     own = {rank: {"compute": DELAY} for rank in slow}
     stood = {rank: {"pp": DELAY} for rank in range(4) if rank not in slow}
     stood |= {2: {"dp": DELAY}} if slow == (3,) else {2: {"dp": 1 * MS}}
@@ -165,7 +165,7 @@ def test_a_late_rank_is_compared_with_those_that_have_the_same_share(slow: tuple
     of = bars(steps, members)
 
     assert said in reading(of)
-    assert "the same share" not in reading(of, alike=False)  # speeds= gives them different ones
+    assert "the same share" not in reading(of, alike=False)  # because speeds= gives them different shares
 
 
 def call(op: str, peer: int, place: int, issued: int, waited: int | None, done: int | None) -> TimedCall:
@@ -173,7 +173,7 @@ def call(op: str, peer: int, place: int, issued: int, waited: int | None, done: 
     return TimedCall(op, "pp 1 [0,1]", peer, place, 100, issued, waited, done, blocked)
 
 
-def test_a_link_is_charged_for_what_comes_late_after_it_was_sent() -> None:
+def test_a_link_is_charged_for_the_wait_after_a_message_was_sent() -> None:
     ahead = 1_000_000  # ns by which rank 1's clock runs ahead
     sender = [
         call("send", 1, 1, 1_000, None, None),
@@ -181,11 +181,11 @@ def test_a_link_is_charged_for_what_comes_late_after_it_was_sent() -> None:
         call("send", 1, 3, 9_000, None, None),
     ]
     receiver = [
-        # Waited for the sender until 1000, then 500 for the message.
+        # The receiver waited for the sender until 1000, then 500 for the message.
         call("recv", 0, 1, ahead, ahead + 200, ahead + 1_500),
-        # Was there already.
+        # The message was there already.
         call("recv", 0, 2, ahead, ahead + 8_000, ahead + 8_000),
-        # Never waited for.
+        # The receiver never waited for it.
         call("recv", 0, 3, ahead, None, None),
     ]
     details = {0: Detail(1, calls=tuple(sender)), 1: Detail(1, calls=tuple(receiver))}
@@ -199,10 +199,10 @@ def test_the_slow_link_is_the_one_that_stands_out() -> None:
 
     assert slow_link([slow, quick], 0.1) == slow
     assert slow_link([slow, quick], 1.0) is None  # too little of the step
-    assert slow_link([slow, quick], 0.02) is None  # more than all of it: of another step
+    assert slow_link([slow, quick], 0.02) is None  # more than the whole step: measured in another step
     assert slow_link([slow, PipelineLink(0, 1, 8, 800, DELAY / 2)], 0.1) is None  # the others are slow too
     assert slow_link([], 0.1) is None
-    # Whatever slows one direction slows the other.
+    # A slow link is slow in both directions.
     both = [slow, PipelineLink(0, 1, 8, 800, DELAY * 0.9)]
     assert slow_link([*both, PipelineLink(1, 2, 8, 800, 2 * MS)], 0.1) == slow
     assert slow_link([*both, PipelineLink(1, 2, 8, 800, DELAY / 2)], 0.1) is None

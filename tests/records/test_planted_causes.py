@@ -1,4 +1,4 @@
-"""The headline of a run names the cause that was planted in it. `python -m tests.support.planted_causes` prints all."""
+"""Test that the headline of a run names its planted cause. `python -m tests.support.planted_causes` prints all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planted_causes import CAUSES, ask
 
 
 @pytest.mark.long
-def test_a_slow_rank_is_named_and_nobody_where_nobody_is_late(tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_and_no_rank_if_none_is_late(tmp_path: Path) -> None:
     causes = [cause for cause in CAUSES[2] if cause.name in ("slow rank", "nobody, ddp")]
     found = ask(2, causes, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Figures computed from records: bandwidths as nccl-tests define them, waiting told from transfer, sentences."""
+"""Test figures computed from records: bandwidths as in nccl-tests, waiting apart from transfer, sentences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parts(exposed: float, **others: float) -> dict[str, float]:
     return {**zero, "exposed": exposed, **others}
 
 
-def test_bandwidths_are_those_of_nccl_tests() -> None:
+def test_bandwidths_equal_those_of_nccl_tests() -> None:
     # 100 bytes contributed by each of 4 ranks, 0.1 s.
     expected = {
         "all_reduce": (1000, 1500),  # 2 (n-1)/n
@@ -44,7 +44,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
         assert found[op].overlap == pytest.approx(0.75)
 
 
-def test_the_ranks_of_a_stage_do_the_same_work_however_their_groups_join_them() -> None:
+def test_all_ranks_of_a_stage_are_peers_even_without_a_common_group() -> None:
     # dp=2 tp=2 pp=2: stages of ranks 0 to 3 and 4 to 7; ranks 0 and 3 share no group.
     groups = {f"tp {a}": (a, a + 1) for a in (0, 2, 4, 6)} | {f"dp {a}": (a, a + 2) for a in (0, 1, 4, 5)}
     groups |= {"pp": tuple(range(8))}
@@ -65,13 +65,13 @@ def test_the_ranks_of_a_stage_do_the_same_work_however_their_groups_join_them() 
     assert [bar.peers for bar in bars(steps, groups)] == [(0, 1, 2, 3)] * 4 + [(4, 5, 6, 7)] * 3
 
 
-def test_what_was_not_timed_has_no_bandwidth() -> None:
+def test_untimed_operations_have_no_bandwidth() -> None:
     (found,) = table({0: StepRecord(1, traffic=(row("all_reduce", 100, 0.0, timed=0),))}, ALL)
 
     assert (found.seconds, found.algbw, found.busbw, found.overlap) == (None, None, None, None)
 
 
-def test_what_a_step_did_not_time_takes_as_long_as_in_the_one_before_that_did() -> None:
+def test_an_untimed_operation_gets_the_time_of_the_last_timed_step() -> None:
     untimed, other = row("all_reduce", 100, 0.0, blocked=0.01, timed=0), row("all_gather", 100, 0.2)
     before = [{0: StepRecord(step, traffic=(untimed,))} for step in (6, 4)]
     before[1:1] = [{0: StepRecord(5, traffic=(row("all_reduce", 100, 0.1, blocked=0.025), row("all_gather", 1)))}]
@@ -88,7 +88,7 @@ def test_what_a_step_did_not_time_takes_as_long_as_in_the_one_before_that_did() 
     assert (found_half.seconds, found_half.busbw) == (timed.seconds, pytest.approx((timed.busbw or 0) / 2))
 
 
-def test_a_mean_over_steps_of_which_some_were_timed_says_of_a_call_what_those_say() -> None:
+def test_a_mean_over_timed_and_untimed_steps_has_the_times_of_the_timed_ones() -> None:
     timed = StepRecord(5, traffic=(row("all_gather", 100, 0.1, blocked=0.025),))
     untimed = [
         StepRecord(step, traffic=(row("all_gather", 100, 0.0, blocked=0.025, timed=0),)) for step in range(6, 10)
@@ -100,7 +100,7 @@ def test_a_mean_over_steps_of_which_some_were_timed_says_of_a_call_what_those_sa
         assert getattr(found, name) == pytest.approx(getattr(alone, name)), name
 
 
-def test_waiting_is_what_a_rank_stood_still_longer_than_the_last_to_come() -> None:
+def test_waiting_is_the_blocked_time_beyond_that_of_the_last_rank() -> None:
     steps = {}
     for rank, stood in enumerate((0.05, 0.01, 0.04, 0.05)):
         rows = (row("all_reduce", 8, 0.1, stood),)
@@ -110,7 +110,7 @@ def test_waiting_is_what_a_rank_stood_still_longer_than_the_last_to_come() -> No
 
     assert [bar.waiting for bar in found] == pytest.approx([0.04, 0, 0.03, 0.04])
     assert [bar.exposed for bar in found] == pytest.approx([0.01] * N)
-    # One rank's records are missing: nobody knows whether it was the last.
+    # One rank's records are missing, so it is unknown whether it was the last.
     del steps[1]
     assert [bar.waiting for bar in bars(steps, ALL)] == [0, 0, 0]
 
@@ -120,7 +120,7 @@ def test_a_step_that_was_not_measured_has_no_bar() -> None:
     assert usual_bars([], ALL) == [] and reading([]) == "" and late_rank([]) is None
 
 
-def test_modelled_traffic_runs_in_rings_and_messages_are_exact() -> None:
+def test_traffic_of_collectives_is_modelled_as_rings_and_of_messages_is_exact() -> None:
     message = Traffic("send", "pp", "pp 2 [0,3]", 3, 2, 64, 0, 0, 0)
     steps = {rank: StepRecord(1, traffic=(row("all_reduce", 100), row("all_to_all", 40))) for rank in range(N)}
     steps[0] = StepRecord(1, traffic=(*steps[0].traffic, message))
@@ -134,16 +134,16 @@ def test_modelled_traffic_runs_in_rings_and_messages_are_exact() -> None:
     sums = {one.op: one.sent for one in table(steps, ALL)}
     assert sum(sums[op] for op in ("all_reduce", "all_to_all")) == pytest.approx(sum(map(sum, found.modelled)))
     assert sums["send"] == 64
-    # The cluster has been resized since, and the picture is of the step before.
+    # The cluster was resized after this step.
     assert traffic_matrix(steps, ALL, 2) == found
 
 
-def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
+def test_the_sentence_names_the_largest_loss_and_a_remedy() -> None:
     even = [Bar(rank, 1.0, compute=0.58, exposed=0.42) for rank in range(N)]
     rows = table({rank: StepRecord(1, traffic=(row("all_reduce", 100),)) for rank in range(N)}, ALL)
 
     assert reading(even, rows) == "42% of the step is exposed all-reduce on dp: try zero1 or a larger micro-batch"
-    # Of two operations, the one that ranks waited for, though the other one moved more bytes.
+    # Of two operations it names the one that ranks waited for, although the other moved more bytes.
     tensor = replace(row("all_reduce", 10, blocked=0.42), axis="tp", group="other")
     both = table(
         {rank: StepRecord(1, traffic=(row("all_reduce", 100, blocked=0.01), tensor)) for rank in range(N)}, ALL
@@ -163,7 +163,7 @@ def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
     assert reading([Bar(0, 1.0, compute=0.7, bubble=0.3)]).startswith("30% of the step is pipeline bubble: try more")
 
 
-def test_a_little_late_is_not_what_costs_the_most_where_every_rank_loses_more_to_the_same_part() -> None:
+def test_a_slightly_late_rank_is_not_named_if_all_ranks_lose_more_to_one_part() -> None:
     found = [Bar(rank, 1.0, compute=0.4, exposed=0.5, waiting=0.1) for rank in range(N)]
     found[1] = Bar(1, 1.0, compute=0.5, exposed=0.5)
 
@@ -175,7 +175,7 @@ def test_a_little_late_is_not_what_costs_the_most_where_every_rank_loses_more_to
     assert largest_loss([found[0], found[1]]) == Late(1, pytest.approx(0.1), "data")
 
 
-def test_a_rank_that_is_a_little_late_or_a_link_hides_no_bubble_that_costs_more() -> None:
+def test_a_slightly_late_rank_or_slow_link_does_not_hide_a_larger_bubble() -> None:
     found = [Bar(0, 1.0, bubble=0.50, compute=0.50), *(Bar(rank, 1.0, bubble=0.56, compute=0.44) for rank in (1, 2, 3))]
     assert late_rank(found) == Late(0, pytest.approx(0.06), "compute")
     assert largest_loss(found) == "bubble"
@@ -189,19 +189,19 @@ def test_a_rank_that_is_a_little_late_or_a_link_hides_no_bubble_that_costs_more(
     assert largest_loss(found, slow=replace(link, seconds=0.3)) == replace(link, seconds=0.3)
 
 
-def test_a_bubble_on_some_ranks_alone_is_the_largest_loss_beside_a_small_slow_link() -> None:
+def test_an_uneven_bubble_outweighs_a_slightly_slow_link() -> None:
     link = PipelineLink(2, 0, 8, 800, 0.08)
     found = [
         Bar(0, 1.0, bubble=0.48, compute=0.52, peers=(0, 1)),
         Bar(1, 1.0, bubble=0.55, compute=0.45, peers=(0, 1)),
         *(Bar(rank, 1.0, compute=1.0, peers=(2, 3)) for rank in (2, 3)),
     ]
-    # Neither the link nor rank 0, which is a little slower than rank 1: the stage with most of the work.
+    # The cause is the stage with most of the work, not the link, and not rank 0, which is a little slow.
     assert largest_loss(found, slow=link) == Late(2, pytest.approx(0.48), "compute")
     assert "the share is large" in reading(found, slow=link)
 
 
-def test_a_rank_that_examines_strategies_is_late_because_of_nbkit() -> None:
+def test_the_sentence_blames_nbkit_if_it_examines_strategies_on_the_late_rank() -> None:
     found = [Bar(0, 1.0, compute=0.9, waiting=0.1), *(Bar(rank, 1.0, compute=0.6, waiting=0.4) for rank in range(1, 4))]
     assert "look at" in reading(found)
     found[0] = replace(found[0], examining=0.8)
@@ -213,7 +213,7 @@ def test_a_rank_that_examines_strategies_is_late_because_of_nbkit() -> None:
         assert "nbkit" not in reading(others)
 
 
-def test_a_rank_whose_memory_comes_back_from_disk_is_late_because_of_memory() -> None:
+def test_the_sentence_blames_memory_if_the_late_rank_reads_pages_from_disk() -> None:
     found = [Bar(0, 1.0, compute=0.9, waiting=0.1), *(Bar(rank, 1.0, compute=0.6, waiting=0.4) for rank in range(1, 4))]
     found[0] = replace(found[0], faults=2000.0)
     assert reading(found) == (
@@ -221,7 +221,7 @@ def test_a_rank_whose_memory_comes_back_from_disk_is_late_because_of_memory() ->
         "of its memory back from disk: the machine is short of memory, so end other programs, or use a smaller "
         "micro-batch"
     )
-    # Few pages explain nothing, nor do those of a loader that reads a mapped file, nor those that every rank reads.
+    # Memory is not the cause if few pages, a loader's pages of a mapped file, or pages of every rank are read.
     loader = [replace(found[0], data=0.3, compute=0.6), *found[1:]]
     every = [replace(bar, faults=2000.0) for bar in found]
     for others in ([replace(found[0], faults=200.0), *found[1:]], loader, every):
@@ -233,7 +233,7 @@ def test_a_rank_whose_memory_comes_back_from_disk_is_late_because_of_memory() ->
     assert reading([replace(bar, faults=500.0) for bar in alike]) == "100% of the step is compute."
 
 
-def test_the_late_one_of_64_ranks_is_named() -> None:
+def test_the_late_rank_among_64_is_named() -> None:
     found = [Bar(rank, 1.0, compute=0.6, waiting=0.4) for rank in range(64)]
     found[17] = Bar(17, 1.0, compute=0.6, data=0.4)
 
@@ -244,18 +244,18 @@ def test_the_late_one_of_64_ranks_is_named() -> None:
     )
 
 
-def test_a_part_that_is_nearly_nothing_elsewhere_is_not_below_zero() -> None:
+def test_a_tiny_time_elsewhere_is_not_shown_as_negative() -> None:
     found = [Bar(0, 1.0, compute=0.6, waiting=0.4), Bar(1, 1.0, compute=0.6, data=0.30052)]
     found[0] = replace(found[0], data=2e-6)
 
     assert "(301 ms, elsewhere 2 µs: 301 ms more" in reading(found)
 
 
-def test_groups_give_their_members() -> None:
+def test_members_of_returns_the_ranks_of_each_group() -> None:
     assert readings.members_of([Group("a", "dp", (0, 1))]) == {"a": (0, 1)}
 
 
-def test_every_view_uses_the_same_steps_for_five_steps_and_the_first_one_only_if_it_is_alone() -> None:
+def test_usual_steps_skip_the_first_step_and_change_every_five_steps() -> None:
     assert list(usual_steps(newest=41, first=41)) == [41]
     assert list(usual_steps(newest=43, first=41)) == [42, 43]
     windows = [usual_steps(newest, first=41) for newest in range(45, 50)]

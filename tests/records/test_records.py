@@ -1,4 +1,4 @@
-"""Records come back as they were written, also while they are being written, after a crash, and from very long runs."""
+"""Test that records are read as they were written, also during the writing, after a crash, and in long runs."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def numbers(found: Sequence[Record]) -> list[int]:
 
 
 @pytest.mark.parametrize("record", EVERY, ids=[one.kind for one in EVERY])
-def test_a_record_comes_back_equal(record: Record) -> None:
+def test_a_record_is_equal_after_writing_and_reading(record: Record) -> None:
     line = records.to_line(record)
 
     assert line.count("\n") == 1 and line.endswith("\n")
     assert records.from_line(line) == record
 
 
-def test_a_step_has_the_strategy_with_a_digest_of_its_experts() -> None:
+def test_a_recorded_strategy_has_a_digest_of_its_experts() -> None:
     place = "+".join(f"{layer}:{','.join(f'{n}-{n + 128}' for n in range(100))}" for layer in range(60))
     short = recorded(f"dp=8 ep=8 experts={place} speeds=1:2")
 
@@ -67,7 +67,7 @@ def test_a_step_has_the_strategy_with_a_digest_of_its_experts() -> None:
     assert one != other and one.startswith("ep=2 experts=6-moved-") and brief(one) == brief(other) == "ep=2 experts=…"
 
 
-def test_lines_that_cannot_be_read_are_passed_over_and_new_fields_ignored() -> None:
+def test_unreadable_lines_and_new_fields_are_ignored() -> None:
     assert records.from_line('{"kind":"step","st') is None
     assert records.from_line('{"kind":"hologram"}') is None
     assert records.from_line("[]") is None
@@ -75,7 +75,7 @@ def test_lines_that_cannot_be_read_are_passed_over_and_new_fields_ignored() -> N
     assert records.from_line('{"kind":"memory","step":1,"colour":2}') == records.MemoryRecord(1)
 
 
-def test_a_run_of_another_format_is_refused_by_name_and_read_by_nobody(tmp_path: Path) -> None:
+def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine" / "telemetry" / "rank0.jsonl"
     RecordFile(path, head).close()
     record_file.check_format(tmp_path / "mine")
@@ -86,14 +86,14 @@ def test_a_run_of_another_format_is_refused_by_name_and_read_by_nobody(tmp_path:
     assert record_file.read_since(path) == ([], record_file.START)
 
 
-def test_times_of_ranks_come_onto_one_axis() -> None:
+def test_times_of_ranks_are_aligned_to_one_clock() -> None:
     header = Header(1, 2, 0, clock_ns=1_000, offset_ns=50, unix_s=100.0)
 
     assert header.aligned(2_000) == 2_050
     assert header.unix(2_000_001_000) == 102.0
 
 
-def test_a_reader_sees_what_is_new_and_no_torn_line(tmp_path: Path) -> None:
+def test_a_reader_gets_only_new_and_complete_lines(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     assert record_file.read_since(path) == ([], record_file.START)
     file = RecordFile(path, head)
@@ -111,7 +111,7 @@ def test_a_reader_sees_what_is_new_and_no_torn_line(tmp_path: Path) -> None:
     assert numbers(record_file.read_since(path, cursor)[0]) == [3]
 
 
-def test_a_cursor_follows_into_new_parts_and_each_part_can_be_read_alone(tmp_path: Path) -> None:
+def test_a_cursor_follows_into_new_parts_and_each_part_is_readable_alone(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     file = RecordFile(path, head, part_bytes=4_000)
     cursor, seen = record_file.START, []
@@ -125,13 +125,13 @@ def test_a_cursor_follows_into_new_parts_and_each_part_can_be_read_alone(tmp_pat
     assert seen + numbers(found) == list(range(200))
     assert record_file.read_head(path)[1] == head(0)[1]
     assert sum(one.stat().st_size for one in tmp_path.iterdir()) < 10_000
-    # A reader that missed several parts gets what is left, beginning with a header.
+    # A reader that missed several parts gets the remaining ones, which begin with a header.
     late, _ = record_file.read_since(path, (0, 100))
     assert isinstance(late[0], Header)
     assert numbers(late) == list(range(numbers(late)[0], 200))
 
 
-def test_a_process_that_takes_over_begins_a_part_of_its_own(tmp_path: Path) -> None:
+def test_a_process_that_takes_over_begins_a_new_part(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     RecordFile(path, head).write([step(1)])
     _, cursor = record_file.read_since(path)
@@ -144,7 +144,7 @@ def test_a_process_that_takes_over_begins_a_part_of_its_own(tmp_path: Path) -> N
     assert cursor[0] == 1
 
 
-def test_a_long_file_is_opened_near_its_end(tmp_path: Path) -> None:
+def test_a_long_file_can_be_read_near_its_end(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     RecordFile(path, head).write([step(number) for number in range(2_000)])
 
@@ -169,7 +169,7 @@ def test_the_overview_of_a_long_run_is_short_and_its_means_are_right(tmp_path: P
     assert kept[0].traffic == (ROW,)
 
 
-def test_a_mean_weighs_by_steps_and_keeps_words_and_rare_numbers() -> None:
+def test_a_mean_weights_by_steps_and_keeps_texts_and_rare_numbers() -> None:
     one = StepRecord(3, start_ns=5, seconds=1.0, parts={"data": 0.3}, numbers={"loss": 1.0, "strategy": "dp=4"}, span=3)
     other = StepRecord(4, start_ns=9, seconds=5.0, parts={"data": 0.7}, numbers={"loss": 5.0, "strategy": "zero3"})
     other.numbers["eval_loss"] = 8.0
@@ -181,7 +181,7 @@ def test_a_mean_weighs_by_steps_and_keeps_words_and_rare_numbers() -> None:
     assert mean.numbers == {"loss": 2.0, "strategy": "zero3", "eval_loss": 8.0, "step": 4}
 
 
-def test_what_lies_outside_of_a_step_is_no_part_of_its_picture() -> None:
+def test_laps_outside_of_a_step_are_not_in_its_timeline() -> None:
     laps = (("outside", 0, 3_200), ("data", 3_200, 3_300), ("outside", 3_300, 3_350), ("forward", 3_350, 3_450))
     detail = records.Detail(350, laps)
     assert detail.inside == (("data", 0, 100), ("forward", 100, 200)) and detail.span == 200 / 1e9

@@ -1,4 +1,4 @@
-"""Every schedule is complete, cannot come to a standstill, and idles no more than its literature says."""
+"""Test that every schedule is complete, has no deadlock, and idles no longer than its paper says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPLIT = ("zb", "zbv", "dualpipev")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_list_is_complete_and_runs_to_its_end(name: str) -> None:
+def test_every_schedule_is_complete_and_runs_to_its_end(name: str) -> None:
     for ranks in range(1, 9):
         for microbatches in range(1, 17):
             schedule = Schedule.of(name, ranks, microbatches)
@@ -22,11 +22,11 @@ def test_every_list_is_complete_and_runs_to_its_end(name: str) -> None:
             assert [len(spans) for spans in timeline.spans] == [len(ops) for ops in schedule.ops]
             assert timeline.makespan >= 3 * virtual * microbatches + (ranks - 1) * (ranks <= microbatches)
             assert sorted(s for r in range(ranks) for s in schedule.stages_of(r)) == list(range(schedule.num_stages))
-            # Weight gradients add up in the same order in each run, whatever the timing: nothing here is random.
+            # The lists are not random, so weight gradients add up in the same order in each run.
             assert Schedule.of(name, ranks, microbatches).ops == schedule.ops
 
 
-def test_lists_are_those_of_the_literature() -> None:
+def test_schedules_equal_those_of_the_papers() -> None:
     def text(name: str, rank: int, *args: int) -> str:
         return " ".join(map(str, Schedule.of(name, *args).ops[rank]))
 
@@ -40,7 +40,7 @@ def test_lists_are_those_of_the_literature() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
-def test_idle_times_are_those_of_the_formulas(ranks: int, microbatches: int) -> None:
+def test_makespans_and_peaks_equal_the_formulas(ranks: int, microbatches: int) -> None:
     times = {name: simulate(Schedule.of(name, ranks, microbatches)) for name in BUILT_IN}
     assert times["gpipe"].makespan == times["1f1b"].makespan == 3 * (microbatches + ranks - 1)
     assert max(times["gpipe"].peak) == microbatches
@@ -57,7 +57,7 @@ def test_idle_times_are_those_of_the_formulas(ranks: int, microbatches: int) -> 
         assert times["dualpipev"].makespan == work + ranks - 1
 
 
-def test_zero_bubble_idles_two_fifths_of_interleaved_at_most_and_zbv_a_twentieth_of_the_step() -> None:
+def test_zb_has_at_most_two_fifths_of_the_interleaved_bubble_and_zbv_5_percent() -> None:
     for ranks in (2, 3, 4, 6, 8):
         for microbatches in (ranks, ranks + 1, 2 * ranks, 16):
             zb, interleaved = (simulate(Schedule.of(name, ranks, microbatches)) for name in ("zb", "interleaved"))
@@ -71,11 +71,11 @@ def test_stages_may_differ_and_transfers_take_time() -> None:
     timeline = simulate(schedule, forward=[1, 3], backward_input=[1, 3], backward_weight=[1, 3])
     assert timeline.makespan == 4 * 9 + 1 + 2  # the slow stage is never idle between its first and its last operation
     assert timeline.idle == (1 - 12 / 39, 1 - 36 / 39)
-    # There and back for the first micro-batch, and once more where 1F1B waits for it.
+    # Transfers there and back for the first micro-batch, and two more where 1F1B waits for them.
     assert simulate(schedule, transfer=0.5).makespan == 15 + 4 * 0.5
 
 
-def test_a_list_that_cannot_run_is_refused() -> None:
+def test_a_schedule_that_cannot_run_is_refused() -> None:
     good = Schedule.of("1f1b", 2, 2)
     first, second = good.ops
     with pytest.raises(StrategyError, match="wait for each other"):
@@ -89,7 +89,7 @@ def test_a_list_that_cannot_run_is_refused() -> None:
         simulate(dataclasses.replace(good, ops=(first, (*second, Op("W", 1, 0)))))
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_unknown_names_and_wrong_numbers_are_refused() -> None:
     with pytest.raises(StrategyError, match="'2f2b' is not a schedule"):
         Schedule.of("2f2b", 2, 4)
     with pytest.raises(StrategyError, match="at least one rank"):

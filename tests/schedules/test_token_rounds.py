@@ -1,4 +1,4 @@
-"""A pipeline that generates keeps every rank at work, and no token is used before it is known."""
+"""Test that a generating pipeline keeps every rank busy, and uses no token before it is known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbkit.schedules.simulate import token_rounds
 
 
 def played(schedule: Schedule, sequences: int, rounds: int) -> int:
-    """Return the units of time until all is done, if each rank follows its list. Fail if ranks wait for ever."""
+    """Return the time units until all is done, if each rank follows its list. Fail if ranks wait forever."""
     lists = token_rounds(schedule, sequences, rounds)
     last, at, done, time = schedule.num_stages - 1, [0] * schedule.ranks, set[Op](), 0
     while any(place < len(ops) for place, ops in zip(at, lists, strict=True)):
@@ -31,7 +31,7 @@ def played(schedule: Schedule, sequences: int, rounds: int) -> int:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_order_runs_to_its_end(name: str) -> None:
+def test_token_rounds_of_every_schedule_run_to_their_end(name: str) -> None:
     for ranks in (1, 2, 3, 4):
         for sequences in (1, 2, 3, 5):
             played(Schedule.of(name, ranks, 1), sequences, 4)

@@ -1,6 +1,6 @@
-"""The sinks of nbkit.sinks get a real training of two ranks, and the real libraries read back what they stored.
+"""Test nbkit.sinks on a real training of two ranks: the real libraries read back what was stored.
 
-The trackers are installed by `pip install 'nbkit-train[trackers]'`. The test of one that is not there is skipped.
+`pip install 'nbkit-train[trackers]'` installs the trackers. The test of a tracker that is missing is skipped.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_wandb_offline_has_curves_over_the_step_and_the_strategy(tmp_path: Path)
 
 
 def _wandb_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (kind, values) of each record of a .wandb file: a header of 7 bytes, then LevelDB's format of logs."""
+    """Yield (kind, values) of each record of a .wandb file: a header of 7 bytes, then LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole = path.read_bytes(), 7, b""
@@ -118,7 +118,7 @@ def in_mlflow() -> Any:
 
 
 @needs("mlflow")
-def test_mlflow_has_curves_events_and_facts_in_a_store_of_files(
+def test_mlflow_has_curves_events_and_parameters_in_a_file_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -154,7 +154,7 @@ def test_trackio_has_curves_and_events(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("kind", "package"), [("WandB", "wandb"), ("MLflow", "mlflow"), ("Trackio", "trackio")])
-def test_a_tracker_that_is_not_installed_is_named_before_anything_trains(
+def test_a_missing_tracker_is_reported_before_the_training(
     kind: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -163,7 +163,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_trains(
         getattr(sinks, kind)()
 
 
-def test_a_sink_can_go_to_the_process_that_replaces_rank_0(tmp_path: Path) -> None:
+def test_a_sink_can_be_pickled_for_the_process_that_replaces_rank_0(tmp_path: Path) -> None:
     for made in (sinks.CSV(tmp_path / "a.csv"), *_trackers()):
         assert type(pickle.loads(pickle.dumps(made))) is type(made)
 

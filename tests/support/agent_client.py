@@ -1,4 +1,4 @@
-"""A client of `nbkit mcp` without any model: it starts the server as an agent's program does, and calls its tools."""
+"""A client of `nbkit mcp` without a model. It starts the server as an agent's program does, and calls its tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the commands of LSF, PBS and Grid Engine. They run a job at once, in the background of this machine.
+"""Fake commands of LSF, PBS and Grid Engine. They run a job at once, in the background of this machine.
 
 Their answers have the form of the real ones. A job waits in the queue while the file `hold` is in their folder.
 """
@@ -70,7 +70,7 @@ SYSTEMS = {"lsf": _LSF, "pbs": _PBS, "sge": _SGE}
 
 
 def install(system: str, folder: Path) -> None:
-    """Write the commands of a system to `folder`, which then belongs in front of PATH."""
+    """Write the commands of a system to `folder`. Put that folder first in PATH."""
     (folder / "jobs").mkdir(parents=True)
     for name, text in SYSTEMS[system].items():
         (folder / name).write_text(_COMMON.format(folder=folder) + text)

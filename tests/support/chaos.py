@@ -1,18 +1,18 @@
-"""Trainings that something happens to, beside one that was left alone: the curve goes on, or the end is in order.
+"""Trainings with faults, compared with one without: the curve must continue, or the training end in order.
 
 python -m tests.support.chaos                   all of it, as make chaos
 python -m tests.support.chaos faults N=20 SEED=3    20 runs from seed 3 on; others: kill, pairs
-python -m tests.support.chaos kill N=2 zero3 "dp=2 pp=2"    in these strategies alone
-python -m tests.support.chaos goodput MINUTES=20 EVERY=100     takes 40 minutes, and is no part of "all of it"
+python -m tests.support.chaos kill N=2 zero3 "dp=2 pp=2"    in these strategies only
+python -m tests.support.chaos goodput MINUTES=20 EVERY=100     takes 40 minutes, and is not in "all of it"
 
 kill    a rank is killed in each strategy: seconds to the first step after it, by part; steps lost; the curve.
-faults  one of a list, at a random moment, under a random strategy, with a switch and saves on the way. Each run ends
-        with its curve equal to that of one left alone, or in order: with its reason, and a checkpoint that goes on.
-pairs   two of 4 and of 8 ranks at once, buddies of each other or not.
-goodput ranks are killed all the time, under zero3 and then ddp: steps per second beside those of the same training
-        without kills, which takes as long.
+faults  one fault of a list, at a random moment, under a random strategy, with a switch and saves. Each run ends with
+        the curve of a run without faults, or in order: with its reason, and a checkpoint that can continue.
+pairs   two of 4 and of 8 ranks are killed at once; they hold each other's backup, or not.
+goodput ranks are killed again and again, under zero3 and then ddp: steps per second, compared with the same
+        training without kills, which takes as long.
 
-The number of a run seeds its random choices: SEED=17 N=1 makes run 17 again.
+The number of a run seeds its random choices: SEED=17 N=1 repeats run 17.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.chaos_kill import kill, pairs
 
 @contextlib.contextmanager
 def home() -> Iterator[Path]:
-    """Have clusters that are started inside live in a folder of their own. End those that are left."""
+    """Put clusters that are started inside into their own folder. End those that are left."""
     with tempfile.TemporaryDirectory(prefix="nbkit-chaos-") as folder:
         before, os.environ["NBKIT_HOME"] = os.environ.get("NBKIT_HOME"), folder
         try:

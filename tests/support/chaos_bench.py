@@ -1,4 +1,4 @@
-"""The cluster and the training that something happens to in `make chaos`, and the curve of one that is left alone."""
+"""The cluster and the training that `make chaos` disturbs, and the curve of an undisturbed training."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def losses():
 
 
 class Wrong(Exception):
-    """A run that neither went on equal nor ended in order."""
+    """A run that neither continued with an equal curve nor ended in order."""
 
 
 class Bench:
-    """The cluster that runs share until one of them ends it, and the curve of a training that is left alone."""
+    """The cluster that runs share until one of them ends it, and the curve of an undisturbed training."""
 
     def __init__(self, n: int = 4, pause: float = 0.02) -> None:
         self.n, self.pause = n, pause
@@ -114,7 +114,7 @@ class Bench:
         return self._cluster
 
     def end(self) -> None:
-        """End the cluster; raises Wrong where something is left of it."""
+        """End the cluster. Raise Wrong if something is left of it."""
         if (cluster := self._cluster) is None:
             return
         self._cluster = None
@@ -126,7 +126,7 @@ class Bench:
             raise Wrong(f"{len(left)} processes are left of the cluster")
 
     def check(self, values: dict[int, Any], steps: int = STEPS) -> None:
-        """Raise Wrong unless every rank has the curve of the training that was left alone."""
+        """Raise Wrong unless every rank has the curve of the undisturbed training."""
         for rank in range(self.n):
             found = values.get(rank) or []
             if len(found) != steps:
@@ -146,7 +146,7 @@ class Bench:
             time.sleep(0.02)
 
     def goes_on(self, folder: Path) -> None:
-        """Load the checkpoint on a new cluster, and check that the curve goes on."""
+        """Load the checkpoint on a new cluster, and check that the curve continues."""
         self.end()
         self.cluster.run(f"trainer = make('ddp', {str(folder)!r})\ntrainer.load({str(folder)!r})", timeout=RUN_SECONDS)
         self.cluster.run(f"trainer.fit(until={STEPS})", timeout=RUN_SECONDS)

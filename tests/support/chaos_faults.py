@@ -22,7 +22,7 @@ from tests.support.chaos_bench import RUN_SECONDS, SAVED, STEPS, STRATEGIES, SWI
 
 @dataclass
 class Run:
-    """A training and its fault. after: finished steps; delay: seconds more, so that it comes anywhere in a step."""
+    """A training and its fault. after: finished steps; delay: more seconds, so that it happens anywhere in a step."""
 
     number: int
     fault: str
@@ -108,7 +108,7 @@ def _ended_in_order(bench: Bench, run: Run, error: NbkitError) -> str:
         try:
             bench.goes_on(run.folder)
         except NbkitError as unread:
-            # It died again and again while the first checkpoint was being written. It says so, and there is no other.
+            # It died each time the first checkpoint was written, so there is no checkpoint, and the error says so.
             if run.after > SAVED + 1 or "TornCheckpoint" not in str(unread):
                 raise
     elif run.after > SAVED + 1:
@@ -119,7 +119,7 @@ def _ended_in_order(bench: Bench, run: Run, error: NbkitError) -> str:
 
 
 def crashed(bench: Bench, run: Run) -> str:
-    """Have the program end a rank, and the new rank at the same place: after three times the program is to blame."""
+    """Let the program end a rank, and each new rank at the same place: after three times nbkit blames the program."""
     return _from_inside(bench, run, random.Random(run.number).choice(("SIGSEGV", "SIGKILL")))
 
 
@@ -178,7 +178,7 @@ def parent_killed(bench: Bench, run: Run) -> str:
 
 
 def controller_killed(bench: Bench, run: Run) -> str:
-    """Kill the controller, which is the way from the notebook to the ranks."""
+    """Kill the controller, which connects the notebook with the ranks."""
     return _cluster_gone(bench, run, lambda entry: os.kill(entry.controller.pid, signal.SIGKILL))
 
 
@@ -211,7 +211,7 @@ def _cluster_gone(bench: Bench, run: Run, act: Callable[[Any], None]) -> str:
 
 def kernel_killed(bench: Bench, run: Run) -> str:
     """Kill the notebook's process while the training is detached: another one attaches, and gets the curve."""
-    _ = bench.cluster.entry  # the first run also trains the curve of one that is left alone
+    _ = bench.cluster.entry  # the first use also trains the undisturbed curve
     bench.end()
     code = (
         "import sys, time\nfrom tests.support.chaos_bench import Bench\nbench = Bench()\nbench.alone = [0.0]\n"

@@ -1,4 +1,4 @@
-"""A part of chaos.py: a training in which ranks are killed all the time, beside the same one that is left alone."""
+"""A part of chaos.py: a training whose ranks are killed again and again, compared with one without kills."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from nbkit.notebook.cluster import registry
 
 @contextmanager
 def home_of_clusters(home: Path) -> Iterator[Path]:
-    """Have clusters that are started inside live in this folder. End those that are left."""
+    """Put clusters that are started inside into this folder. End those that are left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NBKIT_HOME", str(home))
         try:

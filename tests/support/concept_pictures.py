@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "pictures"
 
 
 def ranks() -> Drawing:
-    """Show one cell that goes to four processes, each with its own variable."""
+    """Show one cell that is sent to four processes, each with its own variable."""
     d = Drawing(
         "A notebook sends one cell to four ranks. Each rank is a process with its own device and its own x.", 262
     )
@@ -266,7 +266,7 @@ def mesh() -> Drawing:
 
 
 def switch() -> Drawing:
-    """Show a matrix that goes from halves by rows to halves by columns."""
+    """Show a matrix that changes from halves by rows to halves by columns."""
     d = Drawing("From zero3 to tp on two ranks: each rank keeps one quarter of the matrix and sends one quarter.", 302)
     d.text(112, 26, "before: rows", "small soft")
     d.text(334, 26, "after: columns", "small soft")
@@ -289,7 +289,7 @@ def switch() -> Drawing:
 
 
 def overlap() -> Drawing:
-    """Show gradients that are sent after backward, and beside it."""
+    """Show gradients that are sent after backward, and during it."""
     d = Drawing(
         "Without overlap the sums of gradients come after backward. With overlap only the last one is waited for.", 282
     )

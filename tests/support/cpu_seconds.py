@@ -1,6 +1,6 @@
-"""The plugin behind pytest --cpu: CPU-seconds of each test file, of this process and of all processes started below it.
+"""The plugin behind pytest --cpu: CPU-seconds of each test file, summed over this process and its descendants.
 
-Seconds on a clock say little on a busy machine. It works in one process only: without -n.
+Wall-clock seconds say little on a busy machine. It works in one process only: without -n.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 class CpuSeconds:
     """Adds up the CPU-seconds of processes, while they run and after they were waited for.
 
-    A process that outlives its parent, such as a cluster's, is counted once it was there at the end of a test.
+    A process that outlives its parent, such as a cluster's, is counted if it ran at the end of a test.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class CpuSeconds:
         seconds = 0.0
         for key, process in list(self._known.items()):
             try:
-                seconds += sum(process.cpu_times()[:4])  # its own, and of those that it has waited for
+                seconds += sum(process.cpu_times()[:4])  # of the process, and of children that it has waited for
             except psutil.NoSuchProcess:
                 del self._known[key]
         return seconds

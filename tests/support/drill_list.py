@@ -1,4 +1,4 @@
-"""The drills: what a person does wrong, or what breaks, and words that have to be in the answer."""
+"""The drills: mistakes and failures, and the words that the answer must contain."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Drill:
-    """A mistake or a failure, and the answer to it. words: have to be in what is shown. cell: does it, in a notebook.
+    """A mistake or a failure, and the answer to it. words: must be in the output. cell: causes it in a notebook.
 
-    first: cells that prepare it. fails: the cell ends with an error, so that Run All stops. after: cells that clean up,
-    and have to go well. typed: what is typed when the cell asks. stop: the stop button is pressed so many seconds after
-    the cell was sent. with_cluster: of a notebook that has one. renews: the cluster has other processes afterwards.
+    first: cells that prepare it. fails: the cell ends with an error, so that Run All stops. after: cells that clean up
+    and must not fail. typed: what is typed when the cell asks. stop: seconds until the stop button is pressed.
+    with_cluster: the notebook has a cluster. renews: the cluster has other processes afterwards.
     """
 
     name: str

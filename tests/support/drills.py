@@ -35,7 +35,7 @@ from nbkit.notebook.cluster import registry  # noqa: E402
 
 START = "%cluster start -n 2 --cpu"
 HEALTHY = "%%distributed\nx = torch.ones(1); dist.all_reduce(x); int(x.item())"
-GONE_SECONDS = 20.0  # for processes that are being ended, on a busy machine too
+GONE_SECONDS = 20.0  # until processes have ended, on a busy machine too
 SHOWN_CHARACTERS = 220
 ALL_FAILED = "CellError: Ranks 0-1 failed: "
 
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def perform(kernel: Kernel, drill: Drill) -> Outcome:
-    """Do what the drill says, look at what is shown, and make sure that all goes on as if nothing had been."""
+    """Do what the drill says, read the output, and check that the next cells work as before."""
     before = processes(kernel)
     for source in drill.first:
         kernel.run(source)
@@ -150,7 +150,7 @@ def all_of(words: Sequence[str]) -> list[Drill]:
 
 
 def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
-    """Yield the outcome of each drill, in one notebook. After a whole list, check that nothing is left running."""
+    """Yield the outcome of each drill, in one notebook. After the whole list, check that nothing is left running."""
     with Kernel(home) as kernel:
         kernel.run("%load_ext nbkit")
         for drill in [each for each in drills if not each.with_cluster]:
@@ -226,7 +226,7 @@ def _title(page: str) -> str:
 
 
 def main(arguments: Sequence[str], say: Callable[[str], None] = lambda text: print(text, flush=True)) -> int:
-    """Returns the exit status: 1 when a drill is not answered as it should be."""
+    """Return the exit status: 1 if the answer to a drill is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.support.drills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

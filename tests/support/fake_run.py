@@ -1,4 +1,4 @@
-"""A run that never was: the records that N ranks would have written, through the writer that ranks use."""
+"""A fake run: the records that N ranks would write, written by the writer that ranks use."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ FACTS = Facts(width=256, blocks=8, sequence=64, batch=64, heads=8)
 
 
 class FakeRun:
-    """Writes what the ranks of a job would write, for as many calls of `step` as one likes. late: a rank that lags."""
+    """Writes what the ranks of a job would write, at each call of `step`. late: a rank that is slow."""
 
     def __init__(self, folder: Path, world: int, strategy: str, *, late: int | None = None, node: int = 8) -> None:
         self.folder, self.world, self.late, self.number = folder, world, late, 0
         self.between = 0.0  # seconds from a step to the next
-        self.of_rows = False  # whether each sample is one token, as those of images are
+        self.of_rows = False  # True: each sample is one token, as for images
         self.dead: set[int] = set()
-        self.slow = False  # whether all of the next step takes four times as long
+        self.slow = False  # True: the next step takes four times as long
         self.random = random.Random(7)
         self.files, self.overviews = [], []
         self.groups: list[Group] = []
@@ -208,7 +208,7 @@ class FakeRun:
         return tuple({(row.op, row.group, row.peer): row for row in rows}.values())
 
     def _timed(self, calls: int, blocked: float) -> tuple[int, float]:
-        """Return (timed calls, blocked seconds): ranks time the first steps of a strategy, then a step now and then."""
+        """Return (timed calls, blocked seconds): ranks time the first steps of a strategy, then some steps."""
         heard = self.number - self.since <= 3 or self.number % LISTEN_EVERY == 0
         return (calls, blocked + 0.001) if heard else (0, 0.0)
 

@@ -1,7 +1,7 @@
 """The parent of a cluster's ranks, and its controller, forked from the process that ranks of tests are forked from.
 
-That process has torch and ipyparallel in memory. Importing them would take seconds of a core for each cluster. Ranks
-know the optimizers of most jobs and their links, which they would measure at the first job and after each death. All
+That process has torch and ipyparallel in memory; importing them takes seconds of a core for each cluster. Ranks are
+given facts about optimizers and links that they would otherwise measure at the first job and after each death. All
 else is as for a user: their own session, environment, folder and log. tests/notebook/cluster/test_launch.py starts
 clusters as a user does.
 """
@@ -28,7 +28,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher
 
 from nbkit.notebook.cluster.launch.launch import ParentLauncher
 
-# For other processes than the tests' own: they ask that one, because a fork of their own would have to import too.
+# Other processes ask the tests' process to fork, because their own fork would have to import everything.
 _ASK = """
 def start(launcher):
     import json, os, socket
@@ -45,7 +45,7 @@ from nbkit.notebook.cluster.launch.launch import LocalControllerLauncher, Parent
 
 ParentLauncher.start = LocalControllerLauncher.start = start
 """
-# Run by each kernel as it starts. nbkit is imported by a cell all the same, as at a user's.
+# Each kernel runs this at its start. A cell still imports nbkit, as for a user.
 _STARTUP = """
 def prepare():
     import sys
@@ -67,7 +67,7 @@ del prepare
 
 @contextmanager
 def forked_parents(forked: bool = True, *, controllers: bool = True) -> Iterator[None]:
-    """Fork the parents of clusters that this process starts meanwhile; with `forked=False`, start them as usual.
+    """Fork the parents of clusters that this process starts inside; with `forked=False`, start them as usual.
 
     controllers: False if a test kills a controller. Its processes are then found by their environment, and a forked
     process shows that of the tests' process.
@@ -83,7 +83,7 @@ _AS_EVER, _CONTROLLER_AS_EVER = ParentLauncher.start, LocalControllerLauncher.st
 
 @contextmanager
 def forked_parents_of_kernels(ipython_dir: Path) -> Iterator[None]:
-    """Fork the parents of clusters that are started meanwhile by kernels with this IPYTHONDIR."""
+    """Fork the parents of clusters that kernels with this IPYTHONDIR start inside."""
     with _served() as ask:
         startup = ipython_dir / "profile_default" / "startup"
         startup.mkdir(parents=True)
@@ -101,8 +101,8 @@ def forked_parents_of_programs() -> Iterator[str]:
 @contextmanager
 def _served() -> Iterator[str]:
     """Yield the source of a function that starts the parent of a launcher by asking this process."""
-    ranks._forking()  # here, because it changes the environment for a moment
-    with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
+    ranks._forking()  # called here, because it changes the environment for a moment
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
         address = os.path.join(folder, "parents")
         with socketserver.UnixStreamServer(address, _Asked) as server:
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -114,7 +114,7 @@ def _served() -> Iterator[str]:
 
 class _Asked(socketserver.StreamRequestHandler):
     def handle(self) -> None:
-        """Fork one process, and tell its pid."""
+        """Fork one process, and send its pid."""
         self.wfile.write(b"%d\n" % _fork(*json.loads(self.rfile.readline())))
 
 
@@ -151,7 +151,7 @@ def _be(args: list[str], environment: dict[str, str], work_dir: str, output: str
     if sys.argv[0] == "ipyparallel.controller":
         from ipyparallel.controller.app import main
 
-        multiprocessing.set_start_method("fork", force=True)  # its own processes, as ever
+        multiprocessing.set_start_method("fork", force=True)  # for its own processes, as usual
     else:
         from nbkit.bridge.parent.parent import main
         from nbkit.rank.comm import link_probe

@@ -1,5 +1,5 @@
-"""Strategies, switches, errors, deaths and the features of a training on the pretended GPU, beside one process; and
-what a steady step has the host wait for.
+"""Check strategies, switches, errors, deaths and features of a training on the pretended GPU against one process, and
+what the host waits for in a steady step.
 
 python -m tests.support.gpu_check            as make gpu-check; some of it: ... "llama zero3", ... switches fp16
 python -m tests.support.gpu_check --real=nccl            on the GPU of this machine, which all ranks share
@@ -57,7 +57,7 @@ from verify.training import BATCH, Outcome, train  # noqa: E402
 STRATEGIES = tuple(
     name for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "cp=4") if (REAL, name) != ("gloo", "pp")
 )
-PER_SET = 8  # cases in one set of processes: more than these cannot be lost by a bug that ends one
+PER_SET = 8  # cases in one set of processes: a bug that ends a process loses at most these
 _RELEASED_S = 1.0
 _COPIED = 3  # a step: input and target, once for all micro-batches; the vector of the step's numbers
 
@@ -75,7 +75,7 @@ def trained(rank: int, ranks: int, cases: Sequence[Case]) -> list[Outcome]:
 
 
 def switched(rank: int, ranks: int, walk: Sequence[str]) -> list[float]:
-    """Train a step under each strategy of `walk`, with every other switch beside the training. Return the losses."""
+    """Train a step under each strategy of `walk`, with every second switch during the training. Return the losses."""
     begun(rank, ranks)
     trainer = trainer_of(walk[0])
     trainer.fit(1)
@@ -86,7 +86,7 @@ def switched(rank: int, ranks: int, walk: Sequence[str]) -> list[float]:
 
 
 def failed(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, list[float] | str]:
-    """Return the losses under each strategy. Rank 1 fails after the second step, and the others hear of it later."""
+    """Return the losses under each strategy. Rank 1 fails after step 2, and the others are told later."""
     world, _ = begun(rank, ranks)
     found: dict[str, list[float] | str] = {}
     for strategy in strategies:
@@ -99,14 +99,14 @@ def failed(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, list[f
         try:
             trainer.fit(until=4)
         except TrainingError as error:
-            found[strategy] = str(error)  # no step was whole, on any rank
+            found[strategy] = str(error)  # no step was complete on any rank
             continue
         found[strategy] = [record["loss"] for record in trainer.history]
     return found
 
 
 def died(seat: Seat, strategies: Sequence[str]) -> dict[str, list[float]]:
-    """Return the losses under each strategy. Rank 1 is killed after step 2; a new rank knows those since it came."""
+    """Return the losses under each strategy. Rank 1 is killed after step 2; the new rank has only later losses."""
     found: dict[str, list[float]] = {}
     for number, strategy in enumerate(strategies):
         if number < seat.deaths - seat.new:
@@ -162,7 +162,7 @@ def _error_after(step: int, rank: int, reached: threading.Event) -> Callable[[An
 
 
 def _broken_off(train: Callable[[], Any], reached: threading.Event) -> None:
-    """Train, and break off as the bridge does when a peer has failed: leave the collectives, then interrupt."""
+    """Train, and stop as the bridge does if a peer fails: leave the collectives, then interrupt."""
     ended = threading.Event()
 
     def release() -> None:
@@ -189,7 +189,7 @@ def _broken_off(train: Callable[[], Any], reached: threading.Event) -> None:
 
 
 def every_pair(strategies: Sequence[str]) -> list[str]:
-    """Return a walk that goes from each of `strategies` to each other one, once."""
+    """Return a walk with each ordered pair of `strategies` once."""
     left = {one: [other for other in strategies if other != one] for one in strategies}
     stack, walk = [strategies[0]], list[str]()
     while stack:
@@ -242,7 +242,7 @@ def check_errors(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> I
 
 
 def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counter[str]]:
-    """Count what the third step under each strategy has the host do, clipped, in micro-batches and recorded.
+    """Count the host's work in the third step of each strategy, with clipping, micro-batches and records.
 
     See PretendAccelerator.counts.
     """
@@ -257,7 +257,7 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
         def look(trainer: Any, record: dict[str, Any], counted: list[Counter[str]] = counted) -> None:
             counted.append(Counter(gpu.counts))
             for state in trainer.optimizer.state.values():
-                gpu.host(state["step"])  # where torch has it, of an optimizer that is not capturable
+                gpu.host(state["step"])  # torch keeps it there unless the optimizer is capturable
 
         waits: Counter[str] = Counter()
 
@@ -282,8 +282,8 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
                 "loading": nbkit.Loading(shuffle=False),
             }
             trainer_of(strategy, **more, log_dir=folder, clip_norm=1.0, callbacks=[watch if REAL else look]).fit(6)
-            dist.barrier()  # all write to the folder of rank 0
-        # On a real GPU torch tells of waits, and copies from pinned memory are not counted.
+            dist.barrier()  # all ranks write to the folder of rank 0
+        # On a real GPU torch reports waits, and copies from pinned memory are not counted.
         found[strategy] = Counter({"pinned copy": _COPIED}) + waits if REAL else counted[2] - counted[1]
     return found
 
@@ -291,7 +291,7 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
 def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, together: bool = False) -> Iterator[str]:
     """Yield a line for each strategy: a step must copy the batch once, from pinned memory, and not wait on the host.
 
-    together: use one set of processes. A strategy that ends it then takes the others along.
+    together: use one set of processes. A strategy that ends them then also loses the results of the others.
     """
     for some in [strategies] if together else [[strategy] for strategy in strategies]:
         try:
@@ -308,7 +308,7 @@ def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, toget
 def check_deaths(
     strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, late: Sequence[float] = (0.0,) if REAL else (0.0, 3.0)
 ) -> Iterator[str]:
-    """Yield a line for each strategy and each number of seconds after which the others hear of the death."""
+    """Yield a line for each strategy and each delay in seconds until the others are told of the death."""
     for strategy, late_s in itertools.product(strategies, late):
 
         def run(strategy: str = strategy, late_s: float = late_s) -> list[Any]:
@@ -333,7 +333,7 @@ def _lines(what: str, steps: int, run: Callable[[], list[Any]]) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Prints a line for each check; how many are not equal."""
+    """Print a line for each check. Return how many are not equal."""
     started, wrong = time.monotonic(), 0
     words = [word for word in words if not word.startswith("--real=")]
     parts = {"switches", "errors", "steps", "deaths", *FEATURES}
@@ -343,7 +343,7 @@ def main(words: Sequence[str]) -> int:
         lines.append(check_switches())
     if not words or "errors" in words:
         lines.append(check_errors())
-    if REAL != "gloo" and (not words or "steps" in words):  # gloo has the host wait for the device
+    if REAL != "gloo" and (not words or "steps" in words):  # gloo makes the host wait for the device
         lines.append(check_steps())
     if not words or "deaths" in words:
         lines.append(check_deaths())

@@ -1,4 +1,4 @@
-"""Features beside the steps, on the pretended GPU under every strategy: they leave the losses as they are.
+"""Features of a training on the pretended GPU under every strategy: they must not change the losses.
 
 Each of `FEATURES` trains in its own way and returns numbers, which must be equal to those of one process.
 """
@@ -31,7 +31,7 @@ Feature = Callable[[str, int, Path], list[float]]
 
 
 def stop(strategy: str, rank: int, folder: Path) -> list[float]:
-    """Stop a training. The ranks hear of it after different steps, and go on afterwards."""
+    """Stop a training. The ranks are told after different steps, and continue afterwards."""
 
     def post(trainer: Any, record: dict[str, Any]) -> None:
         if record["step"] == 1 + rank % 2:
@@ -48,7 +48,7 @@ def stop(strategy: str, rank: int, folder: Path) -> list[float]:
 
 
 def checkpoint(strategy: str, rank: int, folder: Path) -> list[float]:
-    """Save under `strategy`, load in another job under another strategy, and go on."""
+    """Save under `strategy`, load in another job under another strategy, and continue."""
     trainer = trainer_of(strategy)
     trainer.fit(STEPS - 2)
     trainer.save(folder / "saved")
@@ -67,8 +67,8 @@ def telemetry(strategy: str, rank: int, folder: Path) -> list[float]:
     trainer = trainer_of(strategy, log_dir=str(folder), name="run")
     trainer.fit(STEPS)
     (run,) = folder.iterdir()
-    dist.barrier()  # the others write, too
-    # The formula leaves small sums out, which are much of what tp reduces here.
+    dist.barrier()  # the other ranks write, too
+    # The formula ignores small sums, but they are a large part of the tp traffic here.
     rows = [row for row in read_run(run).picture(STEPS - 1)["table"] if row["formula_bytes"]]
     off = {(row["axis"], row["op"]): row["bytes"] / row["formula_bytes"] for row in rows}
     assert off and all(0.95 < one < 1.05 for what, one in off.items() if what != ("tp", "all_reduce")), off
@@ -83,7 +83,7 @@ def offload(strategy: str, rank: int, folder: Path) -> list[float]:
 
 
 def generate(strategy: str, rank: int, folder: Path) -> list[float]:
-    """Generate the likeliest tokens, and drawn ones, between two steps. Return the tokens and the losses."""
+    """Generate greedy and sampled tokens between two steps. Return the tokens and the losses."""
     trainer = trainer_of(strategy)
     trainer.fit(1)
     prompt = torch.arange(6).view(2, 3)
@@ -151,7 +151,7 @@ FEATURES: dict[str, tuple[Feature, float]] = {
     "offload": (offload, 1e-10),
     "generate": (generate, 1e-10),
     "batch_norm": (batch_norm, 1e-9),
-    # Each strategy rounds in other places, for which tests/verify has bars. Here, only look for wrong sums and NaN.
+    # Strategies round differently; tests/verify has bars for that. Here, only look for wrong sums and NaN.
     "bf16": (bf16, 1e-2),
     "fp16": (fp16, 1e-3),
 }

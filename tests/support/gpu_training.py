@@ -37,7 +37,7 @@ def begun(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
 def place(rank: int, ranks: int) -> Any:
     """Return the place of a rank on this GPU, before it joins the world."""
     if REAL:
-        # NCCL refuses two ranks of one host on one GPU. To it these are on several hosts, and send over sockets.
+        # NCCL refuses two ranks of one host on one GPU, so it is told that they are on several hosts with sockets.
         os.environ["NCCL_HOSTID"] = f"host-of-rank-{rank}"
         return RankPlace(rank, ranks, rank, ranks, accelerator().kind, REAL)
     found = pretend.place(rank, ranks)
@@ -64,5 +64,5 @@ def _check_trainings(gpu: Any) -> None:
 
 
 def trainer_of(strategy: str, *, dtype: str = "float64", **more: Any) -> Trainer:
-    """Return a Trainer of the GPT whose truth is that of `Case("gpt", "")`."""
+    """Return a Trainer of the GPT of `Case("gpt", "")`, whose truth applies to it."""
     return job_of(Case("gpt", strategy, dtype), **more)

@@ -1,4 +1,4 @@
-"""Small jobs that the tests of training share, and the same job written out for one process, without nbkit."""
+"""Small jobs that the tests of training share, and the same job for one process, without nbkit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def weighted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sum, weight) without class 0, so that every row, rank and micro-batch has another weight."""
+    """Return (sum, weight) without class 0, so that rows, ranks and micro-batches have different weights."""
     mask = (target != 0).float()
     return (F.cross_entropy(output, target, reduction="none") * mask).sum(), mask.sum()
 
@@ -59,7 +59,7 @@ class Recording(torch.optim.SGD):
 
 
 class Heard(list[Any]):
-    """A sink that keeps the events of these kinds, or all, with what they say as attributes."""
+    """A sink that keeps the events of these kinds, or all, with their fields as attributes."""
 
     def __init__(self, *kinds: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Heard(list[Any]):
 
 
 def heard(owner: Trainer | Job, *kinds: str) -> Heard:
-    """Return a sink that gets what a training emits from here on."""
+    """Return a sink that gets the events that a training emits from now on."""
     sink = Heard(*kinds)
     job: Job = getattr(owner, "job", owner)
     job.ledger.bus.add(sink)
@@ -96,7 +96,7 @@ def quiet(**changed: Any) -> Trainer:
 def asked_for(
     trainer: Trainer, controls: TrainingRequestHandler, strategy: str, *, after: float = 0.0, meanwhile: Any = None
 ) -> dict[str, Any]:
-    """Ask for a switch as a notebook does, from another thread, while the trainer makes steps; the verdict."""
+    """Ask for a switch from another thread during steps, as a notebook does. Return the verdict."""
     steps = len(trainer.history)
 
     def ask() -> None:
@@ -122,7 +122,7 @@ def asked_for(
 
 
 def order(num: int, epoch: int, seed: int = SEED) -> list[int]:
-    """Return the pinned order of an epoch."""
+    """Return the expected order of samples in an epoch."""
     return torch.randperm(num, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
@@ -160,7 +160,7 @@ def one_process(
 
 
 def assert_same_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Compare norms, and the largest difference with the largest gradient: elementwise ratios fail near zero."""
+    """Compare norms, and the largest difference with the largest gradient, as elementwise ratios fail near zero."""
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.norm(), theirs.norm(), rtol=1e-5, atol=0)

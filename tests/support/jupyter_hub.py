@@ -1,4 +1,4 @@
-"""A JupyterHub on this machine with one user, whose server runs this Python's packages: it, its proxy, a kernel.
+"""A JupyterHub on this machine, with its proxy and one user, whose server runs this Python's packages.
 
 PATH must have jupyterhub and configurable-http-proxy, each from its own installation; see `missing`.
 """
@@ -59,7 +59,7 @@ class JupyterHub:
         self.folder, self.token = folder, secrets.token_hex(16)
         port, hub_port, proxy_port = _free_ports(3)
         self.address = f"http://127.0.0.1:{port}"
-        # The server's own packages come first: those of the Hub's installation are not to hide them.
+        # The server's own packages come first, so that those of the Hub do not hide them.
         packages = sysconfig.get_paths()["purelib"]
         given = environment | {"PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], packages])}
         config = folder / "jupyterhub_config.py"
@@ -108,7 +108,7 @@ class JupyterHub:
 
     def start_server(self) -> None:
         """Start the user's server, and wait until it answers."""
-        with contextlib.suppress(urllib.error.HTTPError):  # there is such a user
+        with contextlib.suppress(urllib.error.HTTPError):  # the user exists already
             self.get(f"/hub/api/users/{USER}", "POST")
         self.get(f"/hub/api/users/{USER}/server", "POST")
         _until(lambda: self.answers(f"/user/{USER}/api/status"), "the user's server")

@@ -1,4 +1,4 @@
-"""A real JupyterLab on loopback, with folders of its own, in a real Chromium, used as a person uses it."""
+"""A real JupyterLab on loopback with its own folders, in a real Chromium, used as a person uses it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from clusters import end_clusters
 
 PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
 IDLE = f"{PANEL} .jp-Notebook-ExecutionIndicator[data-status='idle']"
-POLL_MS = 100  # each look into a page is work for the browser
+POLL_MS = 100  # each poll is work for the browser
 DONE = re.compile(r"\[\d+\]:?")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -32,12 +32,12 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    # Playwright's own list, which this one replaces, and two pages for the address bar that nobody sees: half a second
-    # of a core for each page that a test opens.
+    # This replaces Playwright's own list, and adds two features of the address bar, which no test needs. They take half
+    # a second of a core for each page.
     "--disable-features=AvoidUnnecessaryBeforeUnloadCheckSync,DestroyProfileOnBrowserClose,HttpsUpgrades,LensOverlay,"
     "MediaRouter,OptimizationHints,PaintHolding,WebUIOmniboxPopup,WebUIOmniboxAimPopup",
 ]
-# Without the grammar of addresses, which takes two seconds of a core, and by which jsonschema checks what is not here.
+# LAB leaves out a grammar of addresses, whose import takes two seconds. jsonschema does not need it here.
 OURS = Path(__file__).resolve().parents[2] / "nbkit" / "notebook" / "lab"
 """nbkit's part of JupyterLab, as it is in this tree; what is installed may be older."""
 LAB = """
@@ -47,7 +47,7 @@ from jupyterlab.labapp import main
 main()
 """
 SETTINGS = {
-    # Cells that are scrolled out of sight stay in the page.
+    # Keep cells in the page that are scrolled out of sight.
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "apputils-extension/themes": {"theme": "JupyterLab Light"},
@@ -106,11 +106,11 @@ def jupyter_lab(home: Path) -> Iterator[dict[str, str]]:
 
 
 def _url_of(server: subprocess.Popen[bytes], home: Path) -> str:
-    """Return the address of the server, which writes down the port that it got."""
+    """Return the address of the server, from the file in which it writes its port."""
     record = home / "RUNTIME_DIR" / f"jpserver-{server.pid}.json"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and server.poll() is None:
-        if record.exists() and (text := record.read_text()).endswith("}"):  # it may be half written
+        if record.exists() and (text := record.read_text()).endswith("}"):  # the file may be incomplete
             return str(json.loads(text)["url"])
         time.sleep(0.1)
     raise RuntimeError(f"JupyterLab did not start:\n{(home / 'lab.log').read_text()[-3000:]}")
@@ -122,7 +122,7 @@ class LabPage:
     def __init__(self, page: Any, server: dict[str, str]) -> None:
         self.page, self.server, self.path = page, server, ""
         self.problems: list[str] = []
-        # A detached cell goes on printing, so that there is always something unsaved: leave all the same.
+        # A detached cell keeps printing, so that something is always unsaved. Leave the page anyway.
         page.on("dialog", lambda dialog: dialog.accept())
         page.on("pageerror", lambda error: self.problems.append(str(error)))
 
@@ -138,7 +138,7 @@ class LabPage:
         self.wait_for_idle()
 
     def close_all(self) -> None:
-        """Close the notebook, and ask nothing about what is unsaved."""
+        """Close the notebook without a question about unsaved output."""
         self.page.evaluate("[...jupyterapp.shell.widgets('main')].forEach(one => one.dispose())")
 
     def beside(self) -> LabPage:
@@ -153,7 +153,7 @@ class LabPage:
         """Save, then load the page again, as a person does after a break. idle: wait until the kernel is."""
         stored = Path(self.server["root"]) / self.path
         before = stored.stat().st_mtime_ns
-        self.cell(0).locator(".jp-InputPrompt").click()  # in a panel the keys are the panel's
+        self.cell(0).locator(".jp-InputPrompt").click()  # a widget's panel would take the keys
         self.page.keyboard.press("Control+s")
         deadline = time.monotonic() + 30
         while stored.stat().st_mtime_ns == before:
@@ -170,7 +170,7 @@ class LabPage:
         try:
             self.wait_for_idle(20, restarted=True)
         except TimeoutError:
-            self.page.reload()  # page and server can both miss the new kernel's first words: a new connection asks
+            self.page.reload()  # page and server can both miss the new kernel's first message
             self.wait_for_idle(restarted=True)
 
     def end_kernels(self) -> None:
@@ -181,10 +181,10 @@ class LabPage:
     def wait_for_idle(self, seconds: float = 120, *, restarted: bool = False) -> None:
         """Wait until no cell runs and the kernel is connected. A page opened while a cell ran shows nothing of it.
 
-        restarted: a cell ran, and the server, which may miss the new kernel's first words, can go on to say busy.
+        restarted: the server may have missed the new kernel's first message, and still say busy.
         """
         self.page.wait_for_selector(f"{PANEL} .jp-Notebook .jp-CodeCell", timeout=60_000)
-        # Lab's own sign says idle before the kernel is connected, and swallows what is run then.
+        # Lab says idle before the kernel is connected, and loses a cell that is run then.
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             kernels = [s["kernel"] for s in self.ask("api/sessions") if s["path"] == self.path]
@@ -217,7 +217,7 @@ class LabPage:
         return str(area.inner_text()) if area.count() else ""
 
     def start(self, number: int) -> None:
-        """Run a cell and come back at once. A press that the busy page has lost is made again."""
+        """Start a cell and return at once. Repeat a key press that the busy page has lost."""
         if self.prompt(number) == "[*]:":  # left by a test that failed before
             self.interrupt()
             self.wait_done(number)
@@ -231,7 +231,7 @@ class LabPage:
             self.page.wait_for_timeout(POLL_MS)
 
     def run(self, number: int, seconds: float = 60) -> str:
-        """Run a cell, wait until it is over; returns what it shows."""
+        """Run a cell, and wait until it has ended. Return what it shows."""
         self.start(number)
         self.wait_done(number, seconds)
         return self.output(number)
@@ -252,7 +252,7 @@ class LabPage:
             self.page.wait_for_timeout(POLL_MS)
 
     def interrupt(self) -> None:
-        """Press the stop button of the notebook's toolbar; while a busy page has no room for it there, by the menu."""
+        """Press the stop button of the toolbar, or use the menu if the toolbar has no room for it."""
         button = self.page.locator(f"{PANEL} [data-jp-item-name='interrupt'] >> visible=true").first
         if button.is_visible():
             button.click()
@@ -261,7 +261,7 @@ class LabPage:
         self.page.locator(".lm-Menu-item", has_text="Interrupt Kernel").first.click()
 
     def calm(self) -> None:
-        """Stop what a test that failed left running."""
+        """Stop what a failed test left running."""
         if any(s["kernel"]["execution_state"] != "idle" for s in self.ask("api/sessions") if s["path"] == self.path):
             self.interrupt()
             self.wait_for_idle()

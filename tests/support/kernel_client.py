@@ -27,7 +27,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """Everything a reader sees, without colours."""
+        """The text that a reader sees, without colours."""
         parts = []
         for _, kind, content in self.messages:
             if kind == "stream":
@@ -84,11 +84,11 @@ class Kernel:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         self.opened.close()
-        # A test that failed half-way leaves its cluster running.
+        # A failed test leaves its cluster running.
         end_clusters(Path(self.environment["NBKIT_HOME"]))
 
     def restart(self, *, kill: bool) -> None:
-        """Restart the kernel as the restart button does. kill: as a kernel is restarted that ran out of memory."""
+        """Restart the kernel as the restart button does. kill: kill it first, as if it ran out of memory."""
         self.client.stop_channels()
         self.manager.restart_kernel(now=kill)
         self._connect()
@@ -127,7 +127,7 @@ class Kernel:
         at: dict[float, Callable[[], object]] | None = None,
         typed: Iterable[str | Callable[[], str | None]] = (),
     ) -> Cell:
-        """Collect everything that belongs to a cell until it is over.
+        """Collect all messages of a cell until it has ended.
 
         typed: answers from the keyboard, one for each time that the cell asks. A function is called for its answer; if
         that is None, nothing is typed.

@@ -1,4 +1,4 @@
-"""Programs of the structure in which people train language models now, each plain and as nbkit runs it.
+"""Programs with the structure of current language-model trainings, each plain and as nbkit runs it.
 
 They are ports as in own_programs.py, with tokens. A batch is a micro-batch; several of them make a step.
 """
@@ -66,8 +66,8 @@ def tokens(steps: int, rows: int, seed: int = 21) -> list[list[Tensor]]:
     return [[each[:, :-1], each[:, 1:]] for each in ids]
 
 
-# nanochat's base_train: norms without weights, norms of queries and keys, relu squared, capped logits, an embedding
-# that may be of 16 bits, AdamW for embedding and head, Muon for the matrices, rates and momentum set in each step.
+# nanochat's base_train: norms without weights, norms of queries and keys, squared relu, capped logits, an embedding
+# that may have 16 bits, AdamW for embedding and head, Muon for the matrices, rates and momentum set in each step.
 
 
 class ChatBlock(nn.Module):
@@ -163,7 +163,7 @@ def nanochat_by_nbkit(loader: list[Any], prepare: Prepare) -> list[Any]:
 
 
 # modded-nanogpt: embeddings that are added to the values, learned mixes with the first hidden states, skips from the
-# first half of the layers to the second, output matrices that begin at zero, and Adam for all that is no matrix.
+# first half of the layers to the second, output matrices that begin at zero, and Adam for all that is not a matrix.
 
 
 class ModdedBlock(nn.Module):
@@ -299,7 +299,7 @@ def valid(batches: Sequence[Any]) -> int:
 
 
 def masked(steps: int, rows: int) -> list[list[Tensor]]:
-    """Return tokens of which the labels of a prompt, of another length in each row, do not count."""
+    """Return tokens and labels. The labels of each row's prompt do not count; prompts have different lengths."""
     made = tokens(steps, rows, seed=22)
     return [[ids, labels.masked_fill(torch.arange(LENGTH) < ids[:, :1] % 7 + 1, -100)] for ids, labels in made]
 
@@ -343,8 +343,8 @@ def torchtitan_by_nbkit(loader: list[Any], prepare: Prepare) -> list[Any]:
     return [job]
 
 
-# An SFT loop of TRL's kind: several examples packed into a row, positions that begin again in each of them, and labels
-# of the answers alone. The loss is the mean over the labels that count.
+# An SFT loop as in TRL: several examples packed into a row, positions that start again in each of them, and labels of
+# the answers only. The loss is the mean over the labels that count.
 
 
 def llama() -> nn.Module:
@@ -359,7 +359,7 @@ def llama() -> nn.Module:
 
 
 def packed(steps: int, rows: int) -> list[dict[str, Tensor]]:
-    """Return rows of examples behind each other: token ids, positions in their example, and labels."""
+    """Return rows of concatenated examples: token ids, positions in their example, and labels."""
     draw, made = torch.Generator().manual_seed(23), []
     for _ in range(steps):
         ids = torch.randint(VOCAB, (rows, LENGTH), generator=draw)
@@ -403,7 +403,7 @@ def sft_by_nbkit(loader: list[Any], prepare: Prepare) -> list[Any]:
 
 
 def copied(batches: list[Any]) -> list[Any]:
-    """Return the batches again: programs take things out of theirs."""
+    """Return a copy of the batches, because programs remove items from theirs."""
     return [dict(batch) if isinstance(batch, dict) else list(batch) for batch in batches]
 
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 RENDERED = ROOT / "notebooks" / "rendered"
 LIVE = ("application/vnd.jupyter.widget-view+json", "application/javascript")
-PACE_SECONDS = 8.0  # before a cell that looks at a training or switches it, as when a person reads what is above it
+PACE_SECONDS = 8.0  # before a cell that reads or switches a training, as if a person read the text above it
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -57,7 +57,7 @@ def rendered(path: Path) -> Path:
 
 
 def is_stale(path: Path) -> bool:
-    """Return True if the rendered copy of a lesson is missing, or its outputs are not those of the lesson's code."""
+    """Return True if the rendered copy of a lesson is missing, or its outputs are of older code."""
     if not rendered(path).exists():
         return True
     made_of = stored(rendered(path))["metadata"].get("nbkit", {}).get("outputs_of")
@@ -91,7 +91,7 @@ def questions_of(notebook: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def answers_of(notebook: dict[str, Any]) -> dict[str, float | str]:
-    """Return the answers that the text gives, by the key of the question: numbers, and choices as they are written."""
+    """Return the answers in the text, by the key of the question: numbers, and choices as text."""
     text = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
     questions, found = questions_of(notebook), {}
     for key, said in _ANSWER.findall(text):
@@ -122,7 +122,7 @@ def surroundings(notebook: dict[str, Any]) -> Iterator[None]:
 
 
 def execute(path: Path) -> None:
-    """Run the notebook in an empty folder, as a reader who gives no guess. Store a copy with what it has shown."""
+    """Run the notebook in an empty folder, as a reader who gives no guess. Store a copy with its outputs."""
     notebook = read_notebook(path)
     with tempfile.TemporaryDirectory() as folder, surroundings(notebook), pytest.MonkeyPatch.context() as patch:
         patch.setenv("NBKIT_GUESSES", "{}")

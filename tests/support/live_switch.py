@@ -67,7 +67,7 @@ def record() -> dict[str, Any]:
 
 
 def _held(cluster: nbkit.Cluster, strategy: str) -> dict[str, Any]:
-    """Return the names of the blocks, and the shares of them that each rank holds, as the panel has them."""
+    """Return the names of the blocks, and the share of each that each rank holds, as in the panel."""
     while True:
         table = cluster.training.look().get("table") or {}
         if table.get("strategy") == strategy and len(table["blocks"]) > 1:
@@ -77,7 +77,7 @@ def _held(cluster: nbkit.Cluster, strategy: str) -> dict[str, Any]:
 
 
 def draw(run: dict[str, Any]) -> Drawing:
-    """Return the moving picture: commands, what each rank holds, and the loss, as the run went on."""
+    """Return the moving picture: commands, what each rank holds, and the loss over the run."""
     losses, alone, switches = run["losses"], run["alone"], run["switches"]
     starts = [0, *(switch["step"] for switch in switches)]
     ends = [*starts[1:], len(losses)]
@@ -116,7 +116,7 @@ def draw(run: dict[str, Any]) -> Drawing:
 
 
 def _style(windows: list[tuple[float, float]]) -> str:
-    """Return the rules that move the picture. Without motion it shows the end of the run."""
+    """Return the CSS rules that animate the picture. With reduced motion it shows the end of the run."""
     whole = SECONDS + PAUSE
     share = 100 * SECONDS / whole
     rules = [

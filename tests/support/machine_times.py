@@ -1,8 +1,8 @@
-"""Times of each launcher beside those of a cluster on one machine, and a check of its losses: `make machines`.
+"""Times of each launcher compared with a cluster on one machine, and a check of its losses: `make machines`.
 
     launcher   start   cell   first error   stop   dead rank   ddp, zero3, pp, and switches between them
 
-Slurm, SSH and MPI run on hosts of this machine, so that a wire between them costs nothing. Starts and cells take turns
+Slurm, SSH and MPI run on hosts of this machine, so the network between them costs nothing. Starts and cells alternate
 with those of a cluster of as many ranks without a launcher.
 """
 
@@ -49,7 +49,7 @@ def trained(strategies):
 
 
 def main() -> int:
-    """Print the tables; returns 1 if any loss differs from that of the local cluster under ddp."""
+    """Print the tables. Return 1 if any loss differs from that of the local cluster under ddp."""
     sys.path.insert(0, str(Path(__file__).parent))
     import slurm_nodes
     import ssh_hosts
@@ -100,7 +100,7 @@ def over_ssh(names: tuple[str, ...], ranks: int) -> SshRequest:
 
 
 def starts(what: str, on: StartRequest, n: int) -> None:
-    """Print the seconds until a cluster is ready, beside those of one of n ranks on this machine."""
+    """Print the seconds until a cluster is ready, and those of one with n ranks on this machine."""
     taken: dict[str, list[float]] = {"local": [], "there": []}
     for number in range(STARTS):
         for where, request in (("local", None), ("there", on)):
@@ -114,7 +114,7 @@ def starts(what: str, on: StartRequest, n: int) -> None:
 
 
 def ways(name: str, on: StartRequest, local: Cluster, expected: list[float]) -> float:
-    """Print what 4 ranks take there; returns how far any losses are from `expected`, relatively."""
+    """Print the times of 4 ranks there. Return the largest relative difference of losses from `expected`."""
     cluster = Cluster.start(on=on, name="there")
     with open(os.devnull, "w") as nowhere:
         shown, sys.stdout = sys.stdout, nowhere
@@ -144,7 +144,7 @@ def ways(name: str, on: StartRequest, local: Cluster, expected: list[float]) -> 
 
 
 def interrupted(cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds until the error of one rank is there, and from a stop to the end of a cell that waits."""
+    """Return the seconds until the error of one rank arrives, and from a stop to the end of a waiting cell."""
     error = seconds(lambda: failed(cluster, "1 / 0 if rank == 3 else dist.barrier()"))
     handle = cluster.run("import time\ndist.barrier() if rank else time.sleep(600)", detach=True)
     time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Machines that are not at hand: what their drivers and Linux print, and what the kit reads from it."""
+"""Machines that we do not have: what their drivers and Linux print, and what nbkit reads from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbkit.notebook.cluster.machine.cuda_driver import CudaDriver, parse_answer
 from nbkit.notebook.cluster.machine.gpus import Survey, parse_driver, parse_gpus
 from nbkit.notebook.cluster.machine.machine import Adapter, Machine, TorchBuild, parse_build, parse_topology
 
-# torch/version.py of wheels, shortened to what differs between them.
+# torch/version.py of wheels, shortened to the lines that differ.
 VERSION_PY = """from typing import Optional
 __all__ = ['__version__', 'debug', 'cuda', 'git_version', 'hip', 'rocm', 'xpu']
 __version__ = '{version}'
@@ -49,7 +49,7 @@ Legend:
   SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
   NV#  = Connection traversing a bonded set of # NVLinks
 """
-# With the escapes by which nvidia-smi underlines the head of its table, also where nobody can see it.
+# nvidia-smi writes escapes that underline the head of its table, even into a pipe.
 H100_TOPOLOGY = (
     "\t\x1b[4m" + "\t".join(f"GPU{i}" for i in range(8)) + "\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
     + "".join(
@@ -97,7 +97,7 @@ def nvidia(
 
 
 T4_DRIVER, H100_DRIVER = cuda(KAGGLE_T4, (13, 0), (7, 5)), cuda(H100, (13, 0), (9, 0))
-# Variables of these names are set in every notebook there; the values are of no interest.
+# Variables with these names are set in every notebook there; their values do not matter.
 KAGGLE_ENV = {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
 COLAB_ENV = {"COLAB_RELEASE_TAG": "release-colab-external_20260915"}
 

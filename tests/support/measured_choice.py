@@ -1,9 +1,9 @@
-"""How good the recommendation of the panel is after its button "Measure all that fit", on ten models.
+"""Measure how good the panel's recommendation is after its button "Measure all that fit", on ten models.
 
 python -m tests.support.measured_choice [MODEL ...]      all of them, or these: about 10 minutes on two quiet cores
 
-For each model two ranks train a few steps under ddp. They measure what the button measures, as it does, and the row
-that the panel then recommends is compared with the best that was measured.
+For each model two ranks train a few steps under ddp. They measure as the button does, and the row that the panel then
+recommends is compared with the best measured one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _choice(world: Any, name: str) -> tuple[str, str, float, str]:
 
 
 def main(names: list[str]) -> int:
-    """Print a line for each model. Return 1 if a recommendation is further from the best than the bar."""
+    """Print a line for each model. Return 1 if a recommendation is worse than the best by more than the bar."""
     wrong = 0
     for name in names or MODELS:
         ((_, chosen, ratio, words),) = run_ranks(choices, RANKS, [name], timeout=600)[0]

@@ -1,4 +1,4 @@
-"""Optimizers as people write them, each in a few lines: name -> what makes one of a model."""
+"""Optimizers as people write them, each in a few lines: name -> function that makes one for a model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DAdaptation(Each):
 
 
 class Lookahead(Optimizer):
-    """A wrapper that shows the groups of its optimizer; every third step it goes half-way from slow weights."""
+    """A wrapper with its optimizer's groups; every third step it averages slow and fast weights."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.param_groups, self.defaults = optimizer, optimizer.param_groups, optimizer.defaults
@@ -112,7 +112,7 @@ class ScheduleFree(Each):
 
 
 class Both(Optimizer):
-    """Two optimizers behind one, which has groups of its own."""
+    """Two optimizers in one, which has its own groups."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         self.optimizers = optimizers
@@ -124,7 +124,7 @@ class Both(Optimizer):
 
 
 class Chained(Optimizer):
-    """Two optimizers behind one, which shows their groups as its own."""
+    """Two optimizers in one, which shows their groups as its own."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         super().__init__([torch.zeros(1)], {})
@@ -137,7 +137,7 @@ class Chained(Optimizer):
 
 
 class EightBit(Each):
-    """Momentum in blocks of 16 elements, of 8 bits each and a scale."""
+    """Momentum in blocks of 16 elements, with 8 bits for each element and a scale for each block."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         flat = torch.nn.functional.pad(grad.flatten(), (0, -grad.numel() % 16)).view(-1, 16)
@@ -178,7 +178,7 @@ def root(matrix: Tensor, power: float) -> Tensor:
 
 
 class Shampoo(Each):
-    """A preconditioner of rows and one of columns, made anew every second step."""
+    """A preconditioner of rows and one of columns, recomputed every second step."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         g = grad if grad.ndim == 2 else grad.reshape(-1, 1)
@@ -193,7 +193,7 @@ class Shampoo(Each):
 
 
 class Soap(Each):
-    """Adam in the basis of Shampoo's preconditioners; the first step only looks."""
+    """Adam in the basis of Shampoo's preconditioners; the first step updates no weights."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         if grad.ndim != 2:
@@ -207,7 +207,7 @@ class Soap(Each):
 
 
 class Sam(Optimizer):
-    """Computes the loss a second time, a little uphill."""
+    """Computes the loss a second time, at weights moved along the gradient."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05, "rho": 0.05})
@@ -264,7 +264,7 @@ class Agc(Each):
 
 
 def counting(model: nn.Module) -> Optimizer:
-    """Return an optimizer that counts in a variable of a function, and makes larger steps with time."""
+    """Return an optimizer that counts steps in a closure, and takes larger steps with time."""
     made = 0
 
     class Counting(SGD):
@@ -279,7 +279,7 @@ def counting(model: nn.Module) -> Optimizer:
 
 
 class Listing(SGD):
-    """Holds the parameters in a list of its own, beside slow weights in another one."""
+    """Holds the parameters in its own list, and slow weights in another one."""
 
     def __init__(self, params: Any) -> None:
         self.own = list(params)
@@ -295,7 +295,7 @@ class Listing(SGD):
 
 
 def by_name(model: nn.Module) -> Optimizer:
-    """Return an optimizer whose step looks rates up by name."""
+    """Return an optimizer whose step looks up learning rates by name."""
     names = {p: name for name, p in model.named_parameters()}
 
     class ByName(Each):
@@ -308,7 +308,7 @@ def by_name(model: nn.Module) -> Optimizer:
 
 
 class ByIdentity(Each):
-    """Rates by the id of each parameter."""
+    """Keeps learning rates by the id of each parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)

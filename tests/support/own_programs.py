@@ -1,7 +1,7 @@
-"""Programs that keep their forward and their loss: each plain, and as nbkit runs it. `changed` counts the difference.
+"""Programs that keep their own forward and loss: each plain, and as nbkit runs it. `changed` counts changed lines.
 
-A plain one takes the builders of its models and gives its models; the other gives its jobs. Both draw for the whole
-batch, by a generator of their own.
+A plain program takes the builders of its models and returns its models; the other returns its jobs. Both draw random
+numbers for the whole batch, with their own generator.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def batches(steps: int, rows: int, *shapes: int, seed: int = 11) -> list[Any]:
 
 
 def changed(plain: Callable[..., Any], other: Callable[..., Any]) -> int:
-    """Return how many lines of a program differ, without its first line, which names it, and the last one."""
+    """Return how many lines of a program differ, without its first line, which has its name, and the last one."""
     old, new = (inspect.getsource(one).splitlines()[1:-1] for one in (plain, other))
     lines = list(difflib.ndiff(old, new))
     return max(sum(line.startswith(sign) for line in lines) for sign in "+-")
 
 
-# A GAN: the loss of the discriminator, then that of the generator, which comes through the discriminator.
+# A GAN: the loss of the discriminator, then that of the generator, which is computed by the discriminator.
 
 
 def gan(loader: list[Any], _: Prepare | None) -> list[Any]:
@@ -85,7 +85,7 @@ def gan_by_nbkit(loader: list[Any], prepare: Prepare) -> list[Any]:
     return [job_g, job_c]
 
 
-# PPO on a walk along a line, whose reward is to be near 0: several updates for each rollout.
+# PPO on a walk along a line, with a reward for being near 0: several updates for each rollout.
 
 
 class ActorCritic(nn.Module):

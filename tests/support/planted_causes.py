@@ -1,8 +1,8 @@
-"""Trainings whose steps are slow, each for another reason, and what the headline of their run has to say.
+"""Trainings whose steps are slow, each for another reason, and the headline that their run must have.
 
 python -m tests.support.planted_causes [WORD ...]      all of them, or those with a word in their name
 
-Blocks of the model sleep in place of computing, so that other load of the machine changes little. A cause is planted in
+Blocks of the model sleep instead of computing, so that other load of the machine changes little. A cause is planted in
 a whole training: on a rank, in its loader, on its link, in a stage or in its memory. The headline is the sentence that
 the dashboard, TensorBoard's tab and `nbkit watch` show above the bars.
 """
@@ -37,11 +37,11 @@ LONG = 0.3
 
 @dataclass(frozen=True)
 class Cause:
-    """A training with a cause. words: parts of the headline. late: the rank that has to be named; None: nobody.
+    """A training with a cause. words: parts of the headline. late: the rank that must be named, or None.
 
-    compute, data, faults, examining: the ranks whose blocks, samples, memory or panel take LONG seconds of a step more.
-    link: seconds by which the messages that these ranks send are late. collectives: seconds by which each collective of
-    all ranks ends late. heavy: blocks that take four times as long.
+    compute, data, faults, examining: the ranks whose blocks, samples, memory or panel take LONG more seconds of a step.
+    link: rank -> delay in seconds of the messages that it sends. collectives: delay in seconds of each collective.
+    heavy: blocks that take four times as long.
     """
 
     name: str
@@ -134,9 +134,9 @@ CAUSES = {2: TWO, 4: FOUR}
 
 @dataclass(frozen=True)
 class Headline:
-    """The sentence that was said of a cause.
+    """The sentence that a run showed for a cause.
 
-    late: the rank that the bars call late; None: nobody. wrong: what the sentence lacks, or "".
+    late: the rank that the bars call late, or None. wrong: what the sentence lacks, or "".
     """
 
     cause: Cause
@@ -173,11 +173,11 @@ def _wrong(cause: Cause, sentence: str, late: int | None) -> str:
 
 
 def train(world: Any, causes: Sequence[Cause], folders: Sequence[Path]) -> None:
-    """Make one training after the other, each with its cause."""
+    """Run the trainings in order, each with its cause."""
     from bench.rigs.slept_link import SleptLink
 
     warnings.simplefilter("ignore")
-    link = SleptLink()  # its messages leave late, as a trainer measures them
+    link = SleptLink()  # delays messages where the trainer measures them
     for cause, folder in zip(causes, folders, strict=True):
         _train(world.place.rank, cause, folder, link)
 
@@ -248,7 +248,7 @@ def _train(rank: int, cause: Cause, folder: Path, link: Any) -> None:
             seconds = 0.0
             if planted:
                 seconds = UNIT * len(x) * (4 if self.place in cause.heavy else 1)
-                # A rank has the same number of rows in each block, and of blocks in each stage.
+                # Each block has the same number of rows, and each stage the same number of blocks.
                 seconds += LONG / share * len(x) / 3 * (rank in cause.compute)
             slept: Tensor = Sleep.apply(x * self.weight, seconds)  # type: ignore[no-untyped-call]
             return slept + (faulty() if planted and rank in cause.faults else 0.0)
@@ -287,8 +287,9 @@ def _train(rank: int, cause: Cause, folder: Path, link: Any) -> None:
 
 @contextmanager
 def _memory(pressed: bool) -> Iterator[Any]:
-    """Yield a function that reads a part of memory which the system has written out to disk, as it does when it lacks
-    memory. The pages come back one at a time."""
+    """Yield a function that reads memory which the system has moved to disk, as it does under memory pressure.
+
+    The pages are read back one at a time."""
     if not pressed:
         yield lambda: 0.0
         return
@@ -296,7 +297,7 @@ def _memory(pressed: bool) -> Iterator[Any]:
         size = 1 << 23
         file.write(b"\1" * size)
         file.flush()
-        os.fsync(file.fileno())  # only what is on disk can be dropped from memory
+        os.fsync(file.fileno())  # because only pages on disk can be dropped from memory
         with mmap.mmap(file.fileno(), size) as memory:
             memory.madvise(mmap.MADV_RANDOM)
             lock = threading.Lock()

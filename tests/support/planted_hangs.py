@@ -1,4 +1,4 @@
-"""Cells that hang on four ranks, each in another way, and what has to be said of them: right rank, operation and line.
+"""Cells that hang on four ranks, each in another way, and the rank, operation and line that must be named.
 
 python -m tests.support.planted_hangs [WORD ...]      all of them, or those with a word in their name
 """
@@ -22,7 +22,7 @@ from nbkit.notebook.cluster.why import Why
 SECONDS = 5.0
 """The answer has to come within this time."""
 
-_STUCK_SECONDS = 40.0  # for the ranks to get to where they hang, on a busy machine
+_STUCK_SECONDS = 40.0  # until the ranks hang, on a busy machine
 
 PRELUDE = """import os, queue, re, signal, subprocess, threading, time
 from torch.nn import functional as F
@@ -247,9 +247,9 @@ class Answer:
 
 
 def begin(cluster: Cluster) -> int:
-    """Define what the cells use; returns the number of the cell that does.
+    """Define what the cells use. Return the number of the cell that defines it.
 
-    Do it in a new generation: the answer would count collectives that earlier cells have issued.
+    Use a new generation, because the answer would count collectives of earlier cells.
     """
     cluster.connection.generation.spoil("a hang is planted")
     handle = cluster.run(PRELUDE, detach=True)
@@ -265,9 +265,9 @@ def number_of(cluster: Cluster) -> int:
 
 
 def ask(cluster: Cluster, hang: Hang, first: int) -> Answer:
-    """Plant it, ask once it is stuck, and stop it.
+    """Plant the hang, ask why it is stuck, and stop it.
 
-    On a busy machine, ranks can wait long for a late one before they hang, and the answer is then another one. So ask
+    On a busy machine, ranks can wait long for a late one before they hang, and the answer is then different. So ask
     again until the answer is about the hang, for at most `_STUCK_SECONDS`.
     """
     handle = cluster.run(hang.source, detach=True)
@@ -296,7 +296,7 @@ def _wrong(why: Why, hang: Hang, number: int, first: int) -> str:
 
 
 def _hangs(cluster: Cluster) -> bool:
-    """Return True if the ranks are stuck: two looks, one after the other, give the same answer."""
+    """Return True if the ranks are stuck: two checks in a row give the same answer."""
     looks = []
     for _ in range(2):
         why = cluster.why()

@@ -1,4 +1,4 @@
-"""Imported once, by the process that ranks are forked from: everything that each would import anew."""
+"""Import all that ranks need, once, in the process from which ranks are forked."""
 
 import gc
 import importlib
@@ -10,7 +10,7 @@ from IPython.core.ultratb import VerboseTB
 from nbkit.errors import NbkitError
 from nbkit.rank.train.trainer import Trainer
 
-# ipyparallel keeps the folder of the first import as the folder of an engine. With "." each engine has its own.
+# ipyparallel takes the folder at its import as the folder of engines. With "." each engine has its own.
 _getcwd, os.getcwd = os.getcwd, lambda: "."
 importlib.import_module("ipyparallel.apps.baseapp")
 os.getcwd = _getcwd
@@ -41,7 +41,7 @@ for _name in (
 ):
     importlib.import_module(_name)
 
-# The first traceback that IPython formats in a process takes it most of a second: imports, and the sources on its way.
+# The first traceback that IPython formats in a process takes most of a second, for imports and source files.
 for _name in ("trainer", "job", "builder", "control.make_steps", "step.step"):
     _file = importlib.import_module(f"nbkit.rank.train.{_name}").__file__
     executing.Source.for_filename(_file).asttext()
@@ -50,6 +50,6 @@ try:
 except NbkitError as _error:
     VerboseTB(theme_name="linux").structured_traceback(type(_error), _error, _error.__traceback__)
 
-# Garbage collection in a rank then skips all this, and the ranks go on sharing its memory.
+# Garbage collection in a rank then skips all this, so the ranks keep sharing its memory.
 gc.collect()
 gc.freeze()

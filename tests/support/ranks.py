@@ -1,4 +1,4 @@
-"""Runs a function in several real processes, one per rank, forked from a fresh process that has imported all they need.
+"""Run a function in several real processes, one per rank, forked from a process that has imported all they need.
 
 The test process itself may hold any threads and sockets; ranks never inherit them.
 """
@@ -37,9 +37,9 @@ known_optimizers = ("SGD", "Adam", "AdamW", "Recording")
 
 
 def link_of(n: int) -> Any:
-    """Return the link speeds that n ranks of a test use. To measure them takes longer than all else of a small job.
+    """Return the link speeds that n ranks of a test use. Measuring them would take most of the time of a small job.
 
-    tests/rank/comm/test_link_probe.py measures.
+    tests/rank/comm/test_link_probe.py does measure them.
     """
     from nbkit.planner.link_speed import OperationSpeed, WorldLinks
 
@@ -91,7 +91,7 @@ def run_ranks(
     finally:
         ended.close()
         for process in processes:
-            # The whole group: DataLoader workers of a rank end with it.
+            # Kill the whole process group, so that DataLoader workers of a rank end with it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
@@ -99,7 +99,7 @@ def run_ranks(
 
 
 def next_generation(world: Any, timeout_s: float = 20.0) -> None:
-    """Re-form the world on the next of this run's listening sockets (`generations=` says how many there are)."""
+    """Form the world again on the next listening socket of this run (`generations=` is their number)."""
     generation = world.generation + 1
     listen = listeners[generation - 1]
     address, port = listen.getsockname()
@@ -114,7 +114,7 @@ def know_links(n: int) -> None:
 
 
 def know_optimizers() -> None:
-    """Keep a rank from trying the known optimizers on small tensors, which takes a sixth of the time of a small job.
+    """Prevent a rank from analysing the known optimizers, which takes a sixth of the time of a small job.
 
     tests/rank/train/step/test_optimizer_factory.py tries them; so do ranks that are started otherwise, as by torchrun.
     """
@@ -146,31 +146,31 @@ _outputs: dict[int, str] = {}
 
 
 def _forking() -> Any:
-    """Return the context whose ranks are forked from a process that has imported `rank_preload`."""
+    """Return the multiprocessing context that forks ranks from a process that has imported `rank_preload`."""
     context = multiprocessing.get_context("forkserver")
     if _shared and not _outputs:
         _outputs.update((fd, f"/proc/{os.getpid()}/fd/{os.dup(fd)}") for fd in (1, 2))
     if not _shared:
         context.set_forkserver_preload(["rank_preload"])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # that process does not take our sys.path over
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # because that process does not inherit sys.path
             forkserver.ensure_running()
     return context
 
 
 def shared_server() -> dict[str, Any]:
-    """Start the process that ranks are forked from, for all workers: what it imports takes seconds of a core."""
+    """Start one process for all workers from which ranks are forked, because its imports take seconds."""
     _forking()
     return {name: getattr(forkserver._forkserver, name, None) for name in _KNOWN_TO_WORKERS}
 
 
 def use_server(told: dict[str, Any]) -> None:
-    """Have a worker fork from the process of `shared_server`. That process ends with the one that started it."""
+    """Make a worker fork from the process of `shared_server`, which ends with the process that started it."""
     global _shared
     server: Any = forkserver._forkserver
     for name, value in told.items():
         setattr(server, name, value)
-    server._forkserver_alive_fd = os.pipe()[1]  # each process that is forked gets one
+    server._forkserver_alive_fd = os.pipe()[1]  # each forked process gets one
     server.ensure_running = resource_tracker.ensure_running
     _shared = True
 
@@ -211,12 +211,12 @@ def _collect(readers: list[Connection], processes: list[Any], timeout: float, dy
 
 
 def _show_stacks(processes: list[Any], ranks: list[int]) -> None:
-    """Have the ranks that have not answered write to stderr where they stand."""
+    """Make the ranks that have not answered write their stacks to stderr."""
     for rank in ranks:
         print(f"stacks of rank {rank}:", file=sys.stderr, flush=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[rank].pid, signal.SIGUSR2)
-        time.sleep(0.2)  # one after the other, or their lines mix
+        time.sleep(0.2)  # one after the other, so that their lines do not mix
 
 
 def _be_rank(
@@ -238,7 +238,7 @@ def _be_rank(
     os.setpgid(0, 0)
     print_to(outputs)
     faulthandler.register(signal.SIGUSR2)
-    # A shell that starts the tests in the background has it ignored; some ranks are interrupted on purpose.
+    # A shell makes background commands ignore it, but some tests interrupt ranks.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     listeners[:] = bound
@@ -258,7 +258,7 @@ def _be_rank(
         answer = ("value", time.time(), fn(who, *args))
     except BaseException:
         answer = ("raised", time.time(), traceback.format_exc())
-    # Plain pickle: multiprocessing's own would share a tensor's memory, which ends with this process.
+    # Plain pickle copies tensors; multiprocessing would share their memory, which ends with this process.
     writer.send_bytes(pickle.dumps(answer))
     until.poll(None)  # others may still need this rank; the pipe closes when all have answered
-    os._exit(0)  # no teardown: what is left of groups in a rank that is done must not turn into a failure
+    os._exit(0)  # no teardown: leftover groups of a finished rank must not become a failure

@@ -1,4 +1,4 @@
-"""Ranks of which some kill themselves: others are told, released from what they wait in, and a new one is forked.
+"""Ranks of which some kill themselves: the others are told, stop waiting, and a new rank is forked.
 
 This does the work of a cluster's parent and engines, without a notebook. See ranks.py for the processes.
 """
@@ -24,7 +24,7 @@ import ranks
 
 @dataclass
 class Seat:
-    """A rank's place in a world that is formed again after each death. replaced: who is new in this generation."""
+    """A rank's place in a world that is formed again after each death. replaced: the new ranks of this generation."""
 
     world: Any
     new: bool
@@ -37,7 +37,7 @@ class Seat:
         return int(self.world.generation) - 1
 
     def form_again(self, timeout_s: float = 30.0) -> Sequence[int]:
-        """Wait, after a collective broke, for the word that ranks have died. Form the next world with new ones."""
+        """After a failed collective, wait for the message that ranks died. Form the next world with new ranks."""
         generation, self.replaced = self.told.get(timeout=timeout_s)
         listen = ranks.listeners[generation - 1]
         address, port = listen.getsockname()
@@ -58,8 +58,8 @@ def run_replaced(
     """Return `[fn(seat, *args) of rank 0, ...]` of the processes that have the seats at the end.
 
     deaths: how many times ranks die. together: how many at once. place: (rank, ranks) -> its RankPlace, before it joins
-    the world; default a CPU rank over gloo. late_s: seconds in which the others have not heard of a death, and go on
-    until they wait for the dead.
+    the world; default a CPU rank over gloo. late_s: seconds until the others are told of a death; they continue
+    until they wait for the dead rank.
     """
     context = ranks._forking()
     with contextlib.ExitStack() as opened:

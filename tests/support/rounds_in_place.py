@@ -1,4 +1,4 @@
-"""Memory that the rounds of an exchange in place take, worked out from the plan."""
+"""Memory of the rounds of an exchange in place, computed from the plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbkit.planner.exchange_rounds import Round
 
 
 def peaks(plan: ExchangePlan, made: Sequence[Round]) -> tuple[int, ...]:
-    """Return, for each rank, the most bytes of old and new tensors that it holds at once while `made` goes in place."""
+    """Return, for each rank, the most bytes of old and new tensors that it holds at once during `made` in place."""
     level = [sum(_num_bytes(holding, key, plan.itemsize) for key in holding) for holding in plan.old]
     most, opened = list(level), set[str]()
     for each in made:

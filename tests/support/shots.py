@@ -1,10 +1,10 @@
-"""The pictures of docs/gallery.md: run the page's cells in JupyterLab, and take a screenshot of what each one shows.
+"""Take the pictures of docs/gallery.md: run the page's cells in JupyterLab, and make screenshots of their outputs.
 
 python -m tests.support.shots                all of them: about 8 minutes on two cores
-python -m tests.support.shots panel why      only these are written; the cells before them run all the same
+python -m tests.support.shots panel why      only these are written; the cells before them run too
 
-The page is the source: its blocks marked py are the cells of one notebook, in order, and a picture is taken of what the
-cell above it shows. _BEFORE says what a picture waits for, or does in the browser first.
+The page is the source: its blocks marked py are the cells of one notebook, in order, and each picture shows the output
+of the cell above it. _BEFORE says what a picture waits for, or does in the browser first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def shown_by(lab: LabPage, number: int) -> Any:
 
 
 def _pause(seconds: float) -> Callable[[LabPage, int], Any]:
-    """Return a step that lets the training go on for a while."""
+    """Return a step that waits while the training runs."""
 
     def pause(lab: LabPage, number: int) -> Any:
         lab.page.wait_for_timeout(seconds * 1000)
@@ -80,7 +80,7 @@ _SHORTEN_PATHS = r"""area => area.querySelectorAll("pre").forEach(pre => {
 
 
 def _start(lab: LabPage, number: int) -> Any:
-    """Leave out the folder of logs, which is another one on each machine."""
+    """Leave out the folder of logs, which differs between machines."""
     shown_by(lab, number).evaluate(_REMOVE_LOGS)
     return shown_by(lab, number)
 
@@ -93,7 +93,7 @@ def _breakpoint(lab: LabPage, number: int) -> Any:
 
 
 def _panel(lab: LabPage, number: int) -> Any:
-    """Wait until every strategy was examined, and have those that fit measured."""
+    """Wait until every strategy was examined, then measure those that fit."""
 
     def wait(over: Callable[[], bool]) -> None:
         deadline = time.monotonic() + CELL_SECONDS
@@ -102,7 +102,7 @@ def _panel(lab: LabPage, number: int) -> Any:
 
     wait(lambda: "not examined yet" not in lab.output(number))
     lab.cell(number).get_by_role("button", name=re.compile("^Measure")).click()
-    for _ in range(2):  # what the first turns do not tell apart is measured once more
+    for _ in range(2):  # strategies too close to compare are measured again
         wait(lambda: "Recommended" in lab.output(number) and "asked to measure" not in lab.output(number))
         lab.page.wait_for_timeout(5000)
     return shown_by(lab, number)
@@ -201,7 +201,7 @@ def take(element: Any) -> bytes:
     """Return the element as a PNG, without empty margins."""
     from PIL import Image, ImageChops
 
-    # JupyterLab draws only what is in sight, so the window is as high as the element.
+    # JupyterLab draws only what is visible, so the window is as high as the element.
     room = round(element.bounding_box()["height"]) + 300
     element.page.set_viewport_size({"width": WIDTH, "height": max(HEIGHT, room)})
     element.page.wait_for_timeout(500)

@@ -72,8 +72,8 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def running(root: Path) -> Iterator[SlurmNodes]:
-    """Run a Slurm. Its commands find its nodes, in this process too, and its jobs find the packages in `root`."""
-    folder = Path(tempfile.mkdtemp(prefix="nbkit-slurm-"))  # a socket's path has to be short
+    """Run a Slurm. Its commands work inside, in this process too, and its jobs find the packages in `root`."""
+    folder = Path(tempfile.mkdtemp(prefix="nbkit-slurm-"))  # a socket's path must be short
     nodes = SlurmNodes(folder)
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +116,7 @@ class SlurmNodes:
     def _start(self) -> None:
         folder, (ctld, first) = self.folder, _free_ports()
         for number in range(2):
-            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # Slurm takes devices alone
+            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # Slurm takes only device files
         (folder / "gres.conf").write_text(f"NodeName=g[1-2] Name=gpu File={folder}/gpu[0-1]\n")
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
@@ -175,7 +175,7 @@ class SlurmNodes:
 
 
 def _free_ports() -> tuple[int, int]:
-    """Return one free port, and the first of a row of free ports, one for each node."""
+    """Return one free port, and the first of consecutive free ports, one for each node."""
     while True:
         with contextlib.ExitStack() as taken, contextlib.suppress(OSError, OverflowError):
             one, other = (taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))

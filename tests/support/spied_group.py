@@ -1,4 +1,4 @@
-"""A group behind nbkit's own that notes what it is asked to send, beside what listeners hear."""
+"""An inner group of nbkit's group that records what it sends, to compare with what listeners are told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbkit.rank.comm import delegating_group
 
 
 class Spy:
-    """An inner group that notes which of its methods are called, and with how many bytes."""
+    """An inner group that records which of its methods are called, and with how many bytes."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""Checkpoints that are spoiled in many ways, each loaded on two ranks and exported: what comes of it."""
+"""Damage checkpoints in many ways, load each on two ranks, export it, and return the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def tried(world: Any, folder: Path, spoil: Callable[[Path], dict[str, Callable[[Path], Any]]]) -> dict[str, str]:
-    """Load the checkpoint, spoiled in each of these ways, on this rank. Return name -> "equal" or an error's text.
+    """Load the checkpoint, damaged in each of these ways, on this rank. Return name -> "equal" or an error text.
 
     A refused checkpoint must change nothing, and the trainer must still train at the end.
     """
@@ -70,8 +70,8 @@ def tried(world: Any, folder: Path, spoil: Callable[[Path], dict[str, Callable[[
 
 
 def exported(folder: Path, name: str) -> str:
-    """Export a spoiled checkpoint. Return "exported", or what went wrong."""
-    from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would take each worker a second
+    """Export a damaged checkpoint. Return "exported", or what went wrong."""
+    from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would cost each worker a second
 
     target = folder / "model.safetensors"
     target.write_bytes(b"what was there")
@@ -86,9 +86,9 @@ def exported(folder: Path, name: str) -> str:
 
 
 def refused_everywhere(folder: Path, spoil: Callable[[Path], Any], *, or_equal: bool = False) -> list[str]:
-    """Load it on two ranks in each of these ways, then export it; the texts of the refusals.
+    """Load it on two ranks, damaged in each of these ways, then export it. Return the texts of the refusals.
 
-    or_equal: the spoiled part may not matter. An export may succeed even if no training can go on from the checkpoint.
+    or_equal: the damaged part may not matter. An export may succeed even if no training can continue from it.
     """
     one, other = run_ranks(tried, 2, folder, spoil, timeout=300)
     assert one == other

@@ -1,4 +1,4 @@
-"""Hosts with sshd on this machine: namespaces of network, PID, mount and UTS, with own /tmp and /dev/shm."""
+"""Hosts with sshd on this machine: namespaces of network, PID, mount and UTS, with their own /tmp and /dev/shm."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def missing() -> str:
 class SshHosts:
     """Hosts with sshd. names: of the hosts, as `ssh` knows them. bin: a folder with that ssh, to be first in PATH.
 
-    This ssh also knows "locked", with a key that the host does not accept, and "changed", with another key of the host
-    than it has. The interface of the second host is called ens5, that of the others eth0. root: their PYTHONPATH.
+    This ssh also knows "locked", whose host does not accept the key, and "changed", whose host key differs from the
+    known one. The interface of the second host is called ens5, that of the others eth0. root: their PYTHONPATH.
     """
 
     def __init__(self, root: Path, hosts: int = 2) -> None:
-        # Not below /tmp, which is another one on the hosts.
+        # Not below /tmp, because the hosts have their own /tmp.
         self.folder = Path(tempfile.mkdtemp(prefix="nbkit-ssh-", dir="/var/tmp"))
         self.tag = f"nbk{os.getpid() % 100000}"
         self.net = f"10.213.{os.getpid() % 250}"
@@ -134,11 +134,11 @@ class SshHosts:
         return [line for line in done.stdout.splitlines() if "nbkit.bridge" in line or "hosts.agent" in line]
 
     def link(self, number: int, state: str) -> None:
-        """Take a host's cable out ("down") or put it in ("up")."""
+        """Disconnect a host from the network ("down") or connect it ("up")."""
         _run("ip", "link", "set", f"{self.tag}v{number}", state)
 
     def block(self, state: str, numbers: tuple[int, int] = (1, 2)) -> None:
-        """Have two of the hosts reach this machine, and not each other ("on"), or each other too ("off")."""
+        """Stop two hosts from reaching each other ("on"), or allow it ("off"). Both always reach this machine."""
         for number in numbers:
             _run("ip", "link", "set", f"{self.tag}v{number}", "type", "bridge_slave", "isolated", state)
 

@@ -1,4 +1,4 @@
-"""Stages of a pipeline in one process: made as a strategy makes them, chained by hand, compared with the whole."""
+"""Stages of a pipeline in one process: made as a strategy makes them, and chained by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Stage = tuple[Staged, int]
 
 
 def staged(model: nn.Module, chain: LayerChain, ranges: Sequence[tuple[int, int]]) -> Staged:
-    """Return a rank's part, made as a strategy makes it: cut without memory, then given the weights that it holds."""
+    """Return a rank's part, made as a strategy makes it: cut on the meta device, then given its weights."""
     part = Staged(skeleton_of(model), chain, ranges)
     weights = dict(model.named_parameters())
     held = homes(part.module)

@@ -1,4 +1,4 @@
-"""The attacks of another user of the host on a cluster: a program that root starts, and that becomes that user.
+"""Attack a cluster as another user of the host: root starts this program, which becomes that user.
 
     python stranger.py HOME SECRET MARK PID...
 
@@ -25,7 +25,7 @@ NOBODY = 65534
 
 
 def readable(home: Path) -> list[str]:
-    """Return the files and folders below `home`, itself included, of which anything can be read."""
+    """Return the readable files and folders below `home`, itself included."""
     found = []
     for folder, _, files in os.walk(home, onerror=lambda _: None):
         found += [folder] if os.access(folder, os.R_OK) else []
@@ -34,7 +34,7 @@ def readable(home: Path) -> list[str]:
 
 
 def listening() -> set[tuple[str, int]]:
-    """Return (address, port) of every listening socket on this host, as every user may see it."""
+    """Return (address, port) of every listening socket on this host, which every user can see."""
     found = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         local, state = line.split()[1], line.split()[3]
@@ -67,7 +67,7 @@ def forged(mark: str, rank: int) -> list[bytes]:
 
 def main() -> None:
     home, secret, mark, *pids = sys.argv[1:]
-    # Here and not before: root's Python may lie where only root may read.
+    # Change the user after the imports: perhaps only root can read root's Python.
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -82,7 +82,9 @@ def main() -> None:
             into.append(sock)
     for sock in asked:
         for rank in range(2):
-            with suppress(zmq.Again):  # who listens there has hung up already: it does not speak zmq, or not so
+            with suppress(
+                zmq.Again
+            ):  # the listener has already closed the connection, because it expects another protocol
                 sock.send_multipart(forged(mark, rank), zmq.NOBLOCK)
     print("listening", file=sys.stderr, flush=True)
     ports = heard(subscribed, secret.encode(), 3.0)

@@ -1,4 +1,4 @@
-"""Draw in one style: shapes and words of an SVG that is legible on light and dark pages, and on a phone.
+"""Draw SVGs in one style that is legible on light and dark pages, and on a phone.
 
 A drawing brings its own background, so it stays legible when a page and the reader's system disagree about dark mode.
 Most are 420 units wide. The smallest letters are 13 units high: on a phone they are about 11 pixels.

@@ -1,4 +1,4 @@
-"""A table of strategies as a rank sends it, made by hand."""
+"""A table of strategies as a rank sends it, written by hand."""
 
 from __future__ import annotations
 

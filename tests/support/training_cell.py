@@ -1,7 +1,7 @@
-"""The cell that ranks run before a test trains: it defines a small network, its rows, and how a Trainer is made.
+"""The cell that ranks run before a test trains: it defines a small network, its data, and a function for Trainers.
 
-The network has float64 weights and dropout: two trainings are equal if their losses agree to 1e-10. A test adds a cell
-of its own; `defaults` are the other options of its trainings, `slow` are seconds that a step also waits.
+The network has float64 weights and dropout: two trainings are equal if their losses agree to 1e-10. A test adds its own
+cell; `defaults` are the other options of its trainings, `slow` are extra seconds of a step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make(**options):
 def cluster_of(ranks: int, name: str, setup: str) -> Iterator[Cluster]:
     """Yield a cluster of CPU ranks that have run `setup`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not capture stdout if this is set
         cluster = Cluster.start(ranks, cpu=True, name=name, ttl=600)
     cluster.run(setup)
     yield cluster
@@ -62,7 +62,7 @@ def cluster_of(ranks: int, name: str, setup: str) -> Iterator[Cluster]:
 
 
 def until_step(cluster: Cluster, step: int, *, rank: int = 0) -> None:
-    """Wait until the training has made so many steps, as `rank` tells."""
+    """Wait until the training has made so many steps, according to `rank`."""
 
     def made() -> bool:
         told = cluster.connection.client.ask([rank], GetStatus()).get(rank, {})
@@ -72,7 +72,7 @@ def until_step(cluster: Cluster, step: int, *, rank: int = 0) -> None:
 
 
 def kill_at(cluster: Cluster, ranks: Sequence[int], step: int) -> threading.Thread:
-    """Kill the ranks, from a thread, when the training has made so many steps, as another rank tells."""
+    """Kill the ranks, from a thread, when another rank says that the training has made so many steps."""
     pids = [cluster.entry.ranks[rank].pid for rank in ranks]
     other = next(rank for rank in range(len(cluster.entry.ranks)) if rank not in ranks)
 

@@ -1,4 +1,4 @@
-"""The weights of a transformer as the planner sees them, sizes of choice."""
+"""The weights of a transformer of any size, as the planner sees them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A version is one of torch ("2.14.1", on this Python) or "PYTHON:TORCH" ("3.12:2.14.1"). Each gets an environment below
 .venv/versions, which stays. Without arguments all of VERSIONS are run, and the table in
 docs/evidence/versions.md is written.
-Exits with 1 if a test failed; a version that cannot be installed is a row that says why.
+Exits with 1 if a test failed. A version that cannot be installed becomes a row that says why.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Result:
 
 
 def requirements() -> list[str]:
-    """Return the packages that the tests need beside torch."""
+    """Return the packages that the tests need besides torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [
@@ -95,7 +95,7 @@ def interpreter(version: str) -> str | None:
 
 
 def install(version: Version) -> str:
-    """Make the environment of a version if it is not there; return why it could not be, "" if it could."""
+    """Make the environment of a version if it does not exist. Return why that failed, or ""."""
     ready, python = version.folder / ".installed", version.folder / "bin" / "python"
     wanted = "\n".join(requirements())
     if ready.exists() and ready.read_text() == wanted:
@@ -105,7 +105,7 @@ def install(version: Version) -> str:
         return f"there is no Python {version.python} on this machine"
     steps = [
         [made_by, "-m", "venv", str(version.folder)],
-        # In one call, so that no package replaces this torch by another one.
+        # In one call, so that no package replaces this torch.
         [str(python), "-m", "pip", "install", "-q", f"torch=={version.torch}", *requirements()],
         [str(python), "-m", "pip", "install", "-q", "--no-deps", "--editable", str(ROOT)],
     ]
@@ -124,10 +124,14 @@ def run(version: Version) -> Result:
     python = version.folder / "bin" / "python"
     print(f"torch {version.torch} on Python {version.python}", flush=True)
     began = time.monotonic()
-    # Not the bytecode of another Python's environment, nor the cache of its last failures.
+    # Without the bytecode of another Python's environment, and without the cache of its last failures.
     command = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
-    command += ["--max-worker-restart", "0", *SAMPLE]  # else the run would wait for ever for the tests of one that died
-    # A shell that starts this in the background has its children ignore interrupts, which some tests send.
+    command += [
+        "--max-worker-restart",
+        "0",
+        *SAMPLE,
+    ]  # else the run would wait forever for the tests of a worker that died
+    # A shell makes background commands ignore interrupts, but some tests send them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -155,7 +159,7 @@ def main(asked: list[str]) -> int:
     print("\n".join(result.row for result in results))
     if not asked:
         write(results)
-    # A version that is named is always run.
+    # Always run a version that is named.
     wrong = [result for result in results if result.passed == 0 or (asked and result.passed is None)]
     return 1 if wrong else 0
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def until(true: Callable[[], object], seconds: float = 200.0) -> None:
-    """Wait until `true` returns something that is true. Fail if it does not within these seconds."""
+    """Wait until `true` returns a true value. Fail if it does not within these seconds."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"not within {seconds} s"

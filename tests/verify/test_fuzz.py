@@ -1,4 +1,4 @@
-"""Models with random operations between the maps of attentions and MLPs train as on one process when they are split.
+"""Test that models with random operations in attentions and MLPs equal one process when tp splits them.
 
 This is a sample; `make fuzz-tp` runs 500 seeds.
 """
@@ -14,7 +14,7 @@ SEEDS = list(range(500, 503))
 
 
 @pytest.mark.timeout(200)
-def test_random_blocks_are_as_on_one_process_and_most_are_split() -> None:
+def test_random_blocks_equal_one_process_and_most_are_split() -> None:
     for found in run_ranks(fuzz.tried, 2, SEEDS, timeout=180):
         assert {seed: why for seed, (why, _, _) in found.items() if why} == {}, fuzz.told(found)
         by_hand = sum(possible for _, _, possible in found.values())

@@ -1,7 +1,7 @@
-"""The fast part of `make parity`: each kind of strategy equals one process, to the last digits of float64.
+"""Test the fast part of `make parity`: each kind of strategy equals one process, to the last digits of float64.
 
-`make parity` runs every strategy on every model for 50 steps. Here, each family, schedule and extra is in at least one
-case, mostly together with others.
+`make parity` runs every strategy on every model for 50 steps. Here each family, schedule and extra is in at least one
+case, usually together with others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def _off(cases: Sequence[Case], num_ranks: int) -> list[str]:
-    """Return the cases that differ from one process. All run in one set of processes."""
+    """Return the cases that differ from one process. All cases run in one set of processes."""
     known = truths(cases)
     ranks = run_ranks(trained, num_ranks, cases, timeout=240)
     off = []
@@ -66,25 +66,25 @@ FINE_TUNED = [
 
 
 @pytest.mark.parametrize("cases", [SMALL, pytest.param(FINE_TUNED, marks=pytest.mark.long)])
-def test_the_families_on_four_ranks(cases: list[Case]) -> None:
+def test_every_family_on_four_ranks_equals_one_process(cases: list[Case]) -> None:
     assert _off(cases, 4) == []
 
 
 @pytest.mark.long
-def test_schedules_and_what_comes_besides() -> None:
+def test_schedules_with_extras_equal_one_process() -> None:
     assert _off(SCHEDULES, 2) == []
 
 
 # tests/rank/parallel/test_whole_step.py makes a step on eight ranks.
 # tests/rank/train/step/test_precision.py compares half precision with one process.
 @pytest.mark.long
-def test_unmodified_models_bfloat16_and_three_axes() -> None:
+def test_unmodified_models_bfloat16_and_three_axes_equal_one_process() -> None:
     *on_four, three_axes = DEAR
     assert _off(on_four, 4) == []
     assert _off([three_axes], 8) == []
 
 
-def test_a_loop_around_prepare_trains_the_same() -> None:
+def test_a_loop_around_prepare_equals_one_process() -> None:
     cases = [_with("gpt_tied", "pp schedule=zbv", "dropout", "clip", "mask", "ragged")]
     known = truths(cases)
 
@@ -93,7 +93,7 @@ def test_a_loop_around_prepare_trains_the_same() -> None:
             assert found == pytest.approx(known[case.truth].losses, rel=BARS["float64"].losses)
 
 
-def test_the_matrix_leaves_nothing_out() -> None:
+def test_the_matrix_has_every_model_strategy_and_extra() -> None:
     cases = [*parity_matrix("float64", 50)]
     by_model = {name: {case.strategy for case in cases if case.model == name} for name in {c.model for c in cases}}
     every = {strategy for family in FAMILIES.values() for strategy in family}
@@ -107,7 +107,7 @@ def test_the_matrix_leaves_nothing_out() -> None:
         assert set(EXTRAS) == {extra for strategy, extra in besides if any(word in strategy for word in words)}
 
 
-def test_a_case_that_is_refused_or_breaks_takes_no_other_with_it() -> None:
+def test_a_refused_or_broken_case_does_not_stop_the_others() -> None:
     cases = [Case("gpt", strategy, steps=1, ranks=2) for strategy in ("tp=3", "ddp")]
     broken = Case("no such model", "ddp", steps=1, ranks=2)
 
@@ -120,15 +120,15 @@ def test_a_case_that_is_refused_or_breaks_takes_no_other_with_it() -> None:
 
 
 @pytest.mark.long
-def test_a_case_that_does_not_end_is_ended() -> None:
+def test_a_case_that_does_not_end_is_killed() -> None:
     ((_, ended),) = results([Case("gpt", "ddp", steps=500)], patience=1)
 
     assert isinstance(ended, str) and "the process ended without an answer" in ended
 
 
-# tests/rank/parallel/pipeline/test_stages.py does this in one process.
+# tests/rank/parallel/pipeline/test_stages.py tests this in one process.
 @pytest.mark.long
-def test_ten_convolutions_in_five_stages_of_two() -> None:
+def test_ten_convolutions_are_split_into_five_stages_of_two() -> None:
     case = parity_case("ten_convs", "pp=5 microbatches=8", steps=2)
     ((_, ranks),) = in_lanes([case], lanes=1)
 

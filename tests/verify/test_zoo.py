@@ -1,4 +1,4 @@
-"""A sample of the table of models and strategies, and the judge of it.
+"""Test a sample of the table of models and strategies, and the code that judges a case.
 
 `make zoo` runs every architecture under every strategy.
 """
@@ -36,7 +36,7 @@ EQUAL = Outcome([2.0] * 3, [1.0] * 3, PIECES, AFTER, 3)
 SINGLE = zoo_case("some", "tp=2")
 
 
-def test_a_sample_of_cases_is_as_one_process_or_refused_and_check_says_the_same() -> None:
+def test_sampled_cases_equal_one_process_or_are_refused_as_check_predicts() -> None:
     chosen = [
         zoo_case("dit", "tp=2 > pp=2"),
         zoo_case("unet", "cp=2"),
@@ -49,14 +49,14 @@ def test_a_sample_of_cases_is_as_one_process_or_refused_and_check_says_the_same(
     assert not any(verdict.is_wrong for verdict in found.values()), found
 
 
-def test_the_table_has_thirty_architectures_eight_strategies_and_a_chain() -> None:
+def test_the_zoo_has_thirty_architectures_eight_strategies_and_a_chain() -> None:
     assert len(ARCHITECTURES) >= 30
     assert [case.strategy for case in zoo_cases(["gpt2"])] == [*ZOO_STRATEGIES, CHAINED]
     assert [case.strategy for case in zoo_cases(["gpt2", "llama"], ["gpt2", "tp"])] == ["tp=2", "dp=2 tp=2"]
     assert [case.strategy for case in zoo_cases(["gpt2"], ["chain"])] == [CHAINED]
 
 
-def test_mixtures_have_cells_that_spread_their_experts_along_each_axis_and_a_chain_of_those() -> None:
+def test_mixtures_have_cases_with_ep_and_each_other_axis_and_a_chain() -> None:
     cases = list(zoo_cases(tuple(ARCHITECTURES), ["ep"]))
     assert len(cases) == 8 * 7 and {case.ranks for case in cases} == {4}
     assert [case.strategy for case in zoo_cases(["olmoe"], ["chain"])] == [CHAINED, EXPERTS_CHAINED]
@@ -67,9 +67,9 @@ def test_mixtures_have_cells_that_spread_their_experts_along_each_axis_and_a_cha
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_sample_of_spread_experts_is_as_one_process_or_refused() -> None:
+def test_sampled_expert_cases_equal_one_process_or_are_refused() -> None:
     chosen = {
-        zoo_case("deepseek_v3", "cp=2 ep=2"): "equal",  # its router rounds to float32, in parts otherwise
+        zoo_case("deepseek_v3", "cp=2 ep=2"): "equal",  # its router rounds to float32, differently when split
         zoo_case("gpt_oss", "tp=2 ep=2"): "equal",
         zoo_case("qwen3_moe", "pp=2 ep=2"): "equal",
         zoo_case("moe_by_hand", EXPERTS_CHAINED): "equal",
@@ -81,7 +81,7 @@ def test_a_sample_of_spread_experts_is_as_one_process_or_refused() -> None:
     assert not any(verdict.is_wrong for verdict in found.values()), found
 
 
-def test_the_table_of_optimizers_has_twelve_a_pair_twelve_strategies_and_a_chain() -> None:
+def test_the_optimizer_table_has_thirteen_optimizers_under_thirteen_strategies() -> None:
     every = list(optimizer_cases(tuple(OPTIMIZERS)))
     assert len(every) == len(OPTIMIZERS) * 13 == 13 * 13
     assert [case.strategy for case in optimizer_cases(["soap"], ["soap", "chain"])] == [CHAINED]
@@ -94,7 +94,7 @@ def test_the_table_of_optimizers_has_twelve_a_pair_twelve_strategies_and_a_chain
 
 @pytest.mark.long
 @pytest.mark.parametrize("words", [("muon and adamw", "chain"), ("soap", "chain"), ("prodigy", "zero1")])
-def test_a_sample_of_optimizers_is_as_one_process_or_refused(words: tuple[str, ...]) -> None:
+def test_sampled_optimizers_equal_one_process_or_are_refused(words: tuple[str, ...]) -> None:
     for case, verdict in verdicts(list(optimizer_cases(tuple(OPTIMIZERS), words)), lanes=1):
         assert verdict.kind == ("refused" if "prodigy" in words else "equal"), (case, verdict)
         if verdict.kind == "refused":
@@ -121,14 +121,14 @@ def test_a_sample_of_optimizers_is_as_one_process_or_refused(words: tuple[str, .
         ("a traceback", "crash"),
     ],
 )
-def test_a_case_is_judged_by_its_worst_rank_and_check_has_to_have_said_so(found: Outcome | str, kind: str) -> None:
+def test_a_case_is_judged_by_its_worst_rank(found: Outcome | str, kind: str) -> None:
     verdict = judged(SINGLE, found if isinstance(found, str) else [EQUAL if kind != "refused" else found, found], KNOWN)
 
     assert verdict.kind == kind
     assert bool(verdict.check) == (kind != "equal")
 
 
-def test_weights_under_adamw_have_no_bar_but_all_of_them_are_there_and_are_numbers() -> None:
+def test_weights_under_adamw_must_be_complete_and_finite_but_have_no_tolerance() -> None:
     case = replace(SINGLE, extras=frozenset[str]())
 
     def kind(**changed: Any) -> str:
@@ -139,7 +139,7 @@ def test_weights_under_adamw_have_no_bar_but_all_of_them_are_there_and_are_numbe
     assert kind(grads={}) == "wrong"  # on no rank
 
 
-def test_a_refusal_by_some_of_the_ranks_and_a_rank_that_evaluates_otherwise_are_wrong() -> None:
+def test_a_refusal_by_some_ranks_and_a_different_evaluation_are_wrong() -> None:
     assert judged(SINGLE, [Outcome(refused={"tp=2": "no"}), Outcome()], KNOWN).kind == "wrong"
     evaluating = replace(KNOWN, evaluated=(1.0,))
     right, other = replace(EQUAL, evaluated=(1.0,)), replace(EQUAL, evaluated=(1.1,))
@@ -152,18 +152,18 @@ def test_a_refusal_by_some_of_the_ranks_and_a_rank_that_evaluates_otherwise_are_
 
 
 @pytest.mark.parametrize("what", ["parity", "zoo"])
-def test_words_that_no_case_has_are_an_error(what: str) -> None:
+def test_search_words_that_match_no_case_are_an_error(what: str) -> None:
     with pytest.raises(SystemExit, match="no case has all of these words: gtp"):
         main([what, "gtp"])
 
 
-def test_what_rounds_to_single_precision_has_the_bar_of_single_precision() -> None:
+def test_models_that_round_to_float32_have_the_tolerance_of_float32() -> None:
     near = replace(EQUAL, losses=[2.0, 2.0, 2.0 + 1e-6])
 
     assert judged(SINGLE, [near], replace(KNOWN, rounds=True)).kind == "equal"
 
 
-def test_a_chain_trains_on_without_what_it_was_refused_and_check_is_asked_about_each() -> None:
+def test_a_chain_skips_refused_strategies_and_continues() -> None:
     chain = zoo_case("some", "ddp > tp=2")
     verdict = judged(chain, [Outcome([2.0] * 2, [1.0] * 2, PIECES, AFTER, 2, {"tp=2": "no"})] * 2, KNOWN)
 

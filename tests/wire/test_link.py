@@ -1,4 +1,4 @@
-"""A line between hosts takes what the other end has sent, in order, and nothing else."""
+"""Test that a link between hosts accepts what the other end sent, in order, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def linked(ends: tuple[socket.socket, socket.socket], key: str, other: str) -> P
     return SignedLink(ends[0], key, opened=True), SignedLink(ends[1], other, opened=False)
 
 
-def test_messages_go_both_ways_and_a_successor_goes_on_where_a_process_has_stopped(
+def test_messages_go_both_ways_and_a_successor_continues_the_link(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     agent, coordinator = linked(ends, "k", "k")
@@ -42,13 +42,13 @@ def test_messages_go_both_ways_and_a_successor_goes_on_where_a_process_has_stopp
     assert coordinator.receive() == [InUse()]
 
 
-def test_who_does_not_know_the_secret_is_not_heard(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_messages_signed_with_a_wrong_key_are_refused(ends: tuple[socket.socket, socket.socket]) -> None:
     stranger, coordinator = linked(ends, key_of("guessed", "nonce"), key_of("secret", "nonce"))
     stranger.send(Listen())
     assert coordinator.receive() is None and coordinator.refused is None
 
 
-def test_a_signed_message_of_another_release_is_refused_and_nothing_after_it_is_read(
+def test_a_message_of_another_release_is_refused_with_all_after_it(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     agent, coordinator = linked(ends, "k", "k")
@@ -60,9 +60,7 @@ def test_a_signed_message_of_another_release_is_refused_and_nothing_after_it_is_
 
 
 @pytest.mark.parametrize("trick", ["again", "back"])
-def test_a_message_that_is_repeated_or_sent_back_is_not_believed(
-    ends: tuple[socket.socket, socket.socket], trick: str
-) -> None:
+def test_a_replayed_or_reflected_message_is_refused(ends: tuple[socket.socket, socket.socket], trick: str) -> None:
     agent, coordinator = linked(ends, "k", "k")
     seen = agent._packed(json.dumps(encoded(InUse())).encode()) + b"\n"
     if trick == "again":
@@ -76,7 +74,7 @@ def test_a_message_that_is_repeated_or_sent_back_is_not_believed(
 
 
 @pytest.mark.parametrize(("linger", "broke"), [((0, 0), False), ((1, 0), True)], ids=["closed", "given up"])
-def test_a_line_that_was_given_up_is_told_from_one_whose_process_has_ended(
+def test_a_reset_link_is_distinguished_from_a_closed_one(
     ends: tuple[socket.socket, socket.socket], linger: tuple[int, int], broke: bool
 ) -> None:
     parent, _ = linked(ends, "k", "k")

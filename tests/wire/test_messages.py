@@ -1,4 +1,4 @@
-"""Messages between the processes of a cluster: each has a handler, and arrives as it was sent."""
+"""Test the messages between processes of a cluster: each has a handler, and arrives unchanged."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def test_each_message_has_a_handler_in_the_process_that_receives_it(audience: ty
     sent = {kind for kind in MESSAGES if issubclass(kind, audience)}
 
     assert sent
-    assert sent - set(handlers_of(RECEIVERS[audience])) <= {messages.Hello}  # which the client notes
+    assert sent - set(handlers_of(RECEIVERS[audience])) <= {messages.Hello}  # the client handles it itself
 
 
-def test_each_message_for_the_parent_of_a_host_has_one_handler() -> None:
+def test_each_message_for_the_parent_of_a_host_has_exactly_one_handler() -> None:
     sent = {kind for kind in MESSAGES if issubclass(kind, ForHost)}
     own, of_other_hosts = set(handlers_of(Parent)), set(handlers_of(OtherHosts))
 
@@ -80,7 +80,7 @@ def test_each_message_for_the_parent_of_a_host_has_one_handler() -> None:
     assert own & of_other_hosts == set()
 
 
-def test_the_replacer_handles_what_ranks_say_about_a_training() -> None:
+def test_the_replacer_handles_the_messages_of_ranks_about_a_training() -> None:
     about_training = {FitEntered, FitLeft, ReadyToForm, TrainingGoesOn, WaitsForOthers}
 
     assert set(handlers_of(Replacer)) == about_training
@@ -100,11 +100,11 @@ def test_the_replacer_handles_what_ranks_say_about_a_training() -> None:
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
+def test_a_message_is_equal_after_encoding_and_decoding(message: Message) -> None:
     assert decoded(json.loads(json.dumps(encoded(message)))) == message
 
 
-def test_a_message_is_a_frozen_dataclass_from_the_first_one_on() -> None:
+def test_the_first_instance_of_a_message_is_a_frozen_dataclass() -> None:
     class Fresh(Request):
         number: int = 0
 
@@ -147,7 +147,7 @@ def test_an_unknown_name_or_field_is_refused(change: dict[str, object], said: st
     assert refused.value.what == said
 
 
-def test_a_message_without_a_handler_is_named_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_message_without_a_handler_is_written_to_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     class Listener:
         @handles(FitLeft)
         def _on_left(self, left: FitLeft, where: str) -> str:

@@ -1,4 +1,4 @@
-"""Values whose notebook died on the way: the process that answers for them finds and removes them."""
+"""Test that values in transit are removed if the notebook that sent them has died."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ print(parcel.write(parcel.pack([1] * 1000)), parcel.write(parcel.pack(2), token 
 """
 
 
-def test_values_of_a_process_that_died_are_removed_and_those_of_one_that_lives_are_kept(
+def test_values_of_dead_processes_are_removed_and_those_of_living_ones_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NBKIT_HOME", str(tmp_path))
@@ -29,7 +29,7 @@ def test_values_of_a_process_that_died_are_removed_and_those_of_one_that_lives_a
     left = [Path(paths[0]), Path(paths[1]).parent]
     own = Path(parcel.write(parcel.pack(3)))
     try:
-        assert parcel.remove_left() == 0  # too young: somebody of another container may still read it
+        assert parcel.remove_left() == 0  # too young: a process in another container may still read it
         for path in (*left, own):
             os.utime(path, (time.time() - 2 * parcel.LEFT_AFTER,) * 2)
         assert registry.clean() == [

@@ -1,4 +1,4 @@
-"""A process is known by pid and start time, also after the clock was set: another one with its pid is not it."""
+"""Test that pid and start time identify a process, also after a change of the clock or a reused pid."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @linux_only
-def test_setting_the_clock_makes_no_process_another_one(
+def test_a_process_stays_the_same_after_a_change_of_the_clock(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = Process.of(sleeper.pid)
@@ -41,7 +41,7 @@ def test_setting_the_clock_makes_no_process_another_one(
 
 @linux_only
 @pytest.mark.parametrize("changes", [{"started": 1.0}, {"boot": "another boot"}], ids=["later start", "after a boot"])
-def test_a_process_with_the_same_pid_is_another_one(
+def test_a_later_process_with_the_same_pid_is_a_different_one(
     sleeper: subprocess.Popen[bytes], changes: dict[str, float | str]
 ) -> None:
     other = replace(Process.of(sleeper.pid), **changes)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_a_process_with_the_same_pid_is_another_one(
     assert sleeper.poll() is None
 
 
-def test_a_zombie_is_not_alive_and_a_pid_without_a_process_has_a_name_for_it(
+def test_a_zombie_is_not_alive_and_a_free_pid_raises_process_lookup_error(
     sleeper: subprocess.Popen[bytes],
 ) -> None:
     process = Process.of(sleeper.pid)
@@ -63,7 +63,7 @@ def test_a_zombie_is_not_alive_and_a_pid_without_a_process_has_a_name_for_it(
         Process.of(sleeper.pid)
 
 
-def test_what_an_ended_leader_has_left_is_found_if_it_was_started_for_the_folder(tmp_path: Path) -> None:
+def test_processes_left_by_an_ended_leader_are_found_by_their_folder(tmp_path: Path) -> None:
     code = "import subprocess; subprocess.Popen(['sleep', '1000'])"
     environment = {**os.environ, "IPP_PROFILE_DIR": str(tmp_path / "profile")}
     leader = subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)

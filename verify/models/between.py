@@ -1,4 +1,4 @@
-"""Models that compute something between the two maps of a pair, or around them. Only the forward pass shows it.
+"""Models that compute something between the two linear layers of a pair, or around them, only in forward.
 
 `MODELS[name]` is (make, number of pairs in its two blocks that can be split). A pair can be split if a rank can compute
 its part alone. Token ids (B, T) -> logits (B, T, V). `deep` models also have attentions, so that their positions are
@@ -152,7 +152,7 @@ def _halves(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def _short(s: Any, h: Tensor, x: Tensor) -> Tensor:
-    """Scale `h` to a length of at most 40. It is seldom longer."""
+    """Scale `h` to a norm of at most 40. It is rarely larger."""
     return h * (40 / h.norm(dim=-1, keepdim=True)).clamp(max=1)
 
 
@@ -249,7 +249,7 @@ def tied_to_the_outside() -> nn.Module:
 
 
 class Mixing(Block):
-    """Mixes positions by a function, beside the maps."""
+    """Mixes positions by a function, beside the linear layers."""
 
     how = staticmethod(lambda x: x.cumsum(1) / 8)
 
@@ -360,7 +360,7 @@ class FunctionalMemory(NormedMemory):
 
 
 class Telling(nn.Module):
-    """Returns what it computes between its maps, with its output."""
+    """Returns its hidden features together with its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ class Listening(nn.Module):
 
 
 class Softened(nn.GELU):
-    """An activation that does not work on each element alone, as its base class does."""
+    """An activation that is not elementwise, although its base class is."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).softmax(-1)
@@ -451,7 +451,7 @@ def _fixed_count(s: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    # Elementwise, or the same for each feature: a rank can compute its part alone.
+    # Elementwise, or the same for each feature: a rank can compute its part by itself.
     "gelu": (mlp(gelu), 2),
     "gelu, deep": (deep(gelu), 4),
     "relu in place": (mlp(lambda s, h, x: h.relu_()), 2),

@@ -1,4 +1,4 @@
-"""Models in which functions hold parts of the model: closures, patched forwards, hooks, parts outside of modules.
+"""Models in which functions hold parts of the model: closures, patched forwards, hooks, unregistered parts.
 
 Each is an ordinary way to write or change a model. `MODELS` has the functions that build them. (rows, 4, 8) ->
 (rows, 4, 8).
@@ -330,7 +330,7 @@ def hooked_root(model: nn.Module) -> nn.Module:
 
 
 def tied_by_closure(model: nn.Module) -> nn.Module:
-    """Let the output layer use the weight of the input layer."""
+    """Make the output layer use the weight of the input layer."""
     weight = model.inp.weight
     model.out.forward = lambda x: F.linear(x, weight.t())  # type: ignore[union-attr, method-assign]
     del model.out.bias, model.out.weight
@@ -338,7 +338,7 @@ def tied_by_closure(model: nn.Module) -> nn.Module:
 
 
 def shared_part(model: nn.Module) -> nn.Module:
-    """Let every block call a layer of the model."""
+    """Make every block call a layer of the model."""
     model.shared = nn.Linear(D, D)
     shared = model.shared
     for block in model.blocks:  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Language models as people write them without a library, each with a structure of its own."""
+"""Language models as people write them without a library, each with its own structure."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Experts(nn.Module):
 
 
 class Routing(Experts):
-    """Experts, the last of which is never chosen, and beside their output the size of the router's logits."""
+    """Experts, of which the last is never chosen. Returns their output and the size of the router's logits."""
 
     skips = True
 

@@ -211,8 +211,8 @@ def _missing() -> Iterator[str]:
         except ImportError:
             yield name
         except RuntimeError:
-            # Wheels of torchvision are built for another device than a torch for CPUs. Then it finds none of its
-            # kernels, and its import fails at two of them. No model here needs a kernel, so define these two.
+            # torchvision may be built for another device than this torch. Then it finds none of its kernels, and its
+            # import fails at two of them. No model here needs a kernel, so define these two.
             for operation in ("nms", "qnms"):
                 _OPERATIONS.define(f"{operation}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             import_module(name)

@@ -1,6 +1,6 @@
 """Models with random operations in their attentions and MLPs, some of which can be split by hand.
 
-`random_model(seed)` is (model, number of pairs of maps of which a rank can compute its part).
+`random_model(seed)` is (model, number of pairs of linear layers of which a rank can compute its part).
 Token ids (B, T) -> logits (B, T, V).
 """
 

@@ -1,4 +1,4 @@
-"""Small models that know nothing of nbkit, and what one process computes with each.
+"""Small models without any nbkit code, and the results of one process with each.
 
 `ZOO[name]` is a Specimen. `build()` gives the same weights every time, `batch(rows)` an input and a target. Sizes:
 vocabulary 96, width 32, 4 heads (2 key-value heads if there are groups), T = 16 positions. Importing transformers takes
@@ -83,7 +83,7 @@ def _row(value: Any, i: int) -> Any:
 
 @torch.no_grad()
 def _disturb(model: nn.Module) -> None:
-    """Change biases from zero and norms from one, so that a parameter that is forgotten shows."""
+    """Change biases from zero and norms from one, so that a forgotten parameter changes the result."""
     for param in model.parameters():
         if param.ndim == 1:
             param.add_(torch.randn(param.shape) * 0.1)
@@ -112,9 +112,9 @@ def gpt(layers: int = 4, **changed: Any) -> nn.Module:
 
 
 def gpt_no_key_bias(layers: int = 4, **changed: Any) -> nn.Module:
-    """Return a GPT with frozen biases of keys: their gradient is 0, and what is computed is the rounding error.
+    """Return a GPT with frozen key biases: their true gradient is 0, and the computed one is rounding error.
 
-    An optimizer that takes the sign of a gradient makes a step of it.
+    An optimizer that takes the sign of a gradient would make a full step of it.
     """
     model = gpt(layers, **changed)
     for name, p in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Small models and losses that keep state beside parameters and buffers, or reach it by functions."""
+"""Small models and losses that keep state besides parameters and buffers, or reach it by functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEAKLY: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def begin() -> None:
-    """Put back all global state of this file that an earlier training has changed."""
+    """Reset all global state of this file that an earlier training has changed."""
     global COUNT
     COUNT = 0
     COUNTS.clear()
@@ -201,7 +201,7 @@ class Nested(Base):
 
 
 class Every3(Base):
-    """Does something only in every third pass."""
+    """Changes its computation only in every third pass."""
 
     def init(self) -> None:
         self.calls = 0
@@ -255,7 +255,7 @@ class FirstRow(Base):
 
 
 class Cached(Base):
-    """Keeps a table, which it can make again, and its last input, which it never reads."""
+    """Keeps a table, which it can recompute, and its last input, which it never reads."""
 
     def init(self) -> None:
         self.tables: dict[int, Tensor] = {}
@@ -293,7 +293,7 @@ class Recurrent(Base):
 
 
 class Normed(Base):
-    """Spectral norm: torch computes the weight in each pass, with a vector in a buffer that each pass improves."""
+    """Spectral norm: torch computes the weight in each pass, and updates a vector in a buffer."""
 
     def init(self) -> None:
         self.body = nn.utils.spectral_norm(self.body)

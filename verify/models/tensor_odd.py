@@ -136,7 +136,7 @@ class Hidden(nn.Module):
 
 
 class ByHand(nn.Module):
-    """Multiplies by the weight of its second map without calling the map."""
+    """Multiplies by the weight of its second linear layer without calling the layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def _made(config: str, model: str, **changed: Any) -> Callable[[], nn.Module]:
         plain = kind()
         common = {key: value for key, value in _SIZES.items() if hasattr(plain, key)}
         common |= {key: 0.0 for key in _DROPS if hasattr(plain, key)}
-        # Two names of one setting: the given one counts.
+        # Two names of one setting: the given one wins.
         common = {key: value for key, value in common.items() if plain.attribute_map.get(key, key) not in changed}
         return getattr(transformers, model)(kind(**(common | changed))).train()  # type: ignore[no-any-return]
 
@@ -124,7 +124,7 @@ def _texts_and_images(rows: int, draw: torch.Generator) -> tuple[dict[str, Tenso
 
 
 def _likeness(output: Any, target: Tensor) -> Tensor:
-    """Return a loss of each pair alone, because the contrastive loss of CLIP is no mean over rows."""
+    """Return a loss for each pair by itself, because the contrastive loss of CLIP is not a mean over rows."""
     return F.mse_loss((output.image_embeds * output.text_embeds).sum(-1), target)
 
 

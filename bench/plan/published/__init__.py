@@ -1,1 +1,1 @@
-"""Published steps of large models, beside the planner's predictions."""
+"""Published steps of large models, compared with the planner's predictions."""

@@ -37,7 +37,7 @@ def _case(line: dict[str, str]) -> Case:
     on = Hardware(max(devices // NODE, 1), min(devices, NODE), DEVICES[line["hardware"]])
     config = GPTConfig(vocab=vocab, block=length, layers=layers, heads=heads, width=width)
     subject, rows = GPTPieces(config, element=HALF), batch // dp
-    attention = 2.0 * length * length * width * layers  # the half that a causal mask would save; these runs compute it
+    attention = 2.0 * length * length * width * layers  # these runs also compute the half that a causal mask could save
     scores = float(SCORES * heads * length * length * layers)
     forward, touched = subject.flops() + attention, subject.touched() + scores
     full, spread = line["recompute"] == "full", line["sequence_parallel"] == "yes"
@@ -49,7 +49,7 @@ def _case(line: dict[str, str]) -> Case:
     calls, held = (12 if full else 10) * layers // pp, subject.parameters() / (tp * pp)
     terms = [TrafficTerm("tp", "all_gather", tp, micros * calls, round(hidden * calls), "hidden states")]
     if pp > 1:
-        # In Megatron-LM both sides wait for each message. So this is no "send" term, for which nobody waits.
+        # In Megatron-LM both sides wait for each message. So this is not a "send" term, which means that nobody waits.
         size = round(4 * rounds * hidden / tp)
         terms.append(TrafficTerm("pp", "exchange", 2, 2 * rounds * micros, size, "hidden states and their gradients"))
     if dp > 1:

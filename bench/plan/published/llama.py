@@ -44,7 +44,7 @@ class Llama:
 
     @property
     def block(self) -> int:
-        """Return the parameters of a block without its norms: as many multiplications are made for a position."""
+        """Return the parameters of a block without its norms. A position needs as many multiplications."""
         return 2 * self.width * (self.width + self._keys) + 3 * self.width * self.inner
 
     @property
@@ -100,7 +100,9 @@ def _case(line: Mapping[str, str]) -> Case:
     root, head = StepUnit(0.0, (ends,), gathered=HALF / FULL), StepUnit(model.vocab * model.width / whole, ())
     held = model.layers * block + ends
     terms = [
-        TrafficTerm("dp", "all_gather", dp, 1, held, "parameters"),  # only the bytes; how often follows from the units
+        TrafficTerm(
+            "dp", "all_gather", dp, 1, held, "parameters"
+        ),  # only the bytes; the units give the number of operations
         TrafficTerm("dp", "reduce_scatter", dp, 1, held, "gradients"),
     ]
     if tp > 1:

@@ -1,8 +1,8 @@
 """Compare published steps of large models with the planner's predictions.
 
 gpt.csv and llama.csv contain what was reported; nothing in them was fitted. The first case of each kind of hardware
-calibrates the planner. A simpler prediction stands beside: one constant share of the hardware's peak, taken from the
-same case. It counts recomputed FLOPs too, which favours it.
+calibrates the planner. The table also has a simpler prediction: one constant share of the hardware's peak, taken from
+the same case. It counts recomputed FLOPs too, which favours it.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Board:
                 continue
             if location == str(self.logdir):
                 return
-            raise BoardError("Another TensorBoard answers.", numbers=f"port {self.port} serves {location}")
+            raise BoardError("Another TensorBoard answers on this port.", numbers=f"port {self.port} serves {location}")
         raise BoardError(
             f"TensorBoard does not answer: {problem or 'it has ended'}.", numbers=self._log_tail(), hint="nbkit doctor"
         )

@@ -347,7 +347,7 @@ class Cluster:
             self.connection.check_open()
             if time.monotonic() > deadline:
                 raise ClusterError(
-                    "The parent of the ranks has not written how many there are now.",
+                    "The parent of the ranks has not written the new number of ranks.",
                     numbers=f"waited {REACH_SECONDS:.0f} s; {self.entry.folder}",
                     hint="%cluster status",
                 )

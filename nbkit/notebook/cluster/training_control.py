@@ -102,11 +102,9 @@ class ControlResult:
         """Return [(name, predicted, measured)] of a switch. A prediction may be unknown."""
         if not self.ok or self.do not in ("switch", "undo"):
             return []
-        pause = self.predicted.get("switch_s")
-        unknown = f"not yet ({why})" if (why := self.predicted.get("why")) else seconds(None)
         return [
             ("bytes moved", size(self.predicted.get("moved_bytes")), size(self.result["moved_bytes"])),
-            ("pause", seconds(pause) if pause is not None else unknown, seconds(self.result["pause_s"])),
+            ("pause", seconds(self.predicted.get("switch_s")), seconds(self.result["pause_s"])),
         ]
 
     def __repr__(self) -> str:
@@ -118,8 +116,11 @@ class ControlResult:
 
     @property
     def notes(self) -> list[str]:
-        """Return sentences about a switch: whether the state was preserved, and the deviations."""
-        return [proof(self.result), *self.deviations] if self.figures else []
+        """Return sentences about a switch: whether the state was preserved, what is unknown, and the deviations."""
+        if not self.figures:
+            return []
+        unknown = [f"pause not predicted: {why}"] if (why := self.predicted.get("why")) else []
+        return [proof(self.result), *unknown, *self.deviations]
 
     @property
     def compared(self) -> list[tuple[str, ...]]:

@@ -123,7 +123,7 @@ def check_resumes(source: str, options: SlurmOptions) -> None:
     """Raise UsageError if a job is to be requeued but nothing in its `source` resumes a training."""
     if options.requeue and "resume=" not in source:
         raise UsageError(
-            "Nothing goes on from a checkpoint when the job runs again.",
+            "When the job runs again, no cell loads its checkpoint.",
             numbers="--requeue, and no fit(resume=...) in a cell",
             hint='trainer.fit(until=1000, resume="auto")',
         )

@@ -36,13 +36,13 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
     "strategies". NaN means not recorded. "events" are dicts with "step", "time" (seconds since the run began), "kind"
     and the fields of that kind.
 
-    `picture(step)` returns one step on all ranks. Its list "ranks" is empty if no rank recorded the step. The default
-    is the newest step. "ranks" and the sentence "reading" are then medians of the steps that "of" names, at most 20. A
-    row of "ranks" has the rank, the seconds of its step, and the seconds of the parts: compute, exposed communication,
-    waiting for peers, pipeline bubble, data, optimizer, other. "table" has a dict for each operation and axis. "bytes"
-    counts what all ranks together pass to the operation. "sent" counts the bytes that they send (a collective counts as
-    a ring). "seconds" is the time. "memory" has a dict for each rank, in bytes. "numbers" has loss, lr and tokens of
-    the step.
+    `picture(step)` returns a dict about one step on all ranks. "ranks" has a row for each rank; it is empty if no rank
+    recorded the step. A row has the rank, the seconds of its step, and the seconds of the parts: compute, exposed
+    communication, waiting for peers, pipeline bubble, data, optimizer, other. "table" has a dict for each operation and
+    axis. There, "bytes" counts what all ranks together pass to the operation, "sent" counts the bytes that they send (a
+    collective counts as a ring), and "seconds" is the time. "memory" has a dict for each rank, in bytes. "numbers" has
+    loss, lr and tokens of the step. Without `step`, the picture is of the newest step, but "ranks" and the sentence
+    "reading" come from medians of at most 20 steps. "of" says which steps.
 
     `state()` returns the name, the world size, and whether the run is active.
 

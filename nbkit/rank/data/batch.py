@@ -282,7 +282,7 @@ def pair(batch: Any, inputs: Sequence[str] | None) -> tuple[Any, Any]:
         if not isinstance(batch, Mapping) or (missing := [key for key in inputs if key not in batch]):
             held = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
             raise TrainingError(
-                "inputs= names what the batch does not hold.",
+                "inputs= has names that are not in the batch.",
                 numbers=f"inputs {', '.join(inputs)}; the batch is {held}"
                 + (f"; missing {', '.join(missing)}" if isinstance(batch, Mapping) else ""),
                 hint="inputs=[...] with keys of the items" if isinstance(batch, Mapping) else "leave inputs= out",
@@ -292,7 +292,7 @@ def pair(batch: Any, inputs: Sequence[str] | None) -> tuple[Any, Any]:
         return batch[0], batch[1]
     keys = f"a dict with keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
     raise TrainingError(
-        "Items are neither (input, target) nor dicts whose inputs are named.",
+        "Items are neither (input, target) nor dicts with inputs= for the model.",
         numbers=f"a batch is {keys}" + (f" of {len(batch)} parts" if isinstance(batch, tuple | list) else ""),
         hint="inputs=['...'] names the keys that the model takes"
         if isinstance(batch, Mapping)

@@ -172,7 +172,7 @@ class CountedTargets(TorchFunctionMode):
             raise _other_labels(f"{len(self.weights)} cross entropies, and {len(self._share.own)} before")
         if not self.weights:
             raise TrainingError(
-                "The loss has computed no mean cross entropy in this forward pass, and did so before.",
+                "The loss has computed no mean cross entropy in this forward pass. Before, it computed one.",
                 numbers="it weighs the targets that count",
                 hint="one form for all batches: return (loss.sum(), count)",
             )
@@ -228,7 +228,7 @@ class CountedTargets(TorchFunctionMode):
 
 def _other_labels(numbers: str) -> TrainingError:
     return TrainingError(
-        "The loss has taken its targets from the labels of the batch, and does not any more.",
+        "The loss no longer takes its targets from the labels of the batch, as it did before.",
         numbers=numbers,
         hint="one form for all batches",
     )

@@ -207,8 +207,8 @@ def check(
     as for the Trainer. If the strategy divides the rows of a batch, nbkit runs the model and this loss on some rows
     together and on each row alone.
 
-    Raises StrategyError for a strategy that cannot be parsed, and TrainingError if the batch has no entry that inputs=
-    names.
+    Raises StrategyError for a strategy that cannot be parsed, and TrainingError if the batch lacks an entry that
+    inputs= names.
     """
     check_options(hints=hints)
     check_inputs(inputs)
@@ -292,7 +292,9 @@ def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list
         size *= int(degrees[axis]) if degrees.get(axis, "").isdecimal() else 1
     if size == 1 and world is None and not degrees.keys() & DEGREES.keys():
         raise StrategyError(
-            f"{strategy!r} takes the world, and there is none.", numbers="no process group", hint="world_size=4"
+            f"{strategy!r} needs the number of ranks, and there is no world.",
+            numbers="no process group",
+            hint="world_size=4",
         )
     return Strategy.parse(strategy, size), misfit
 

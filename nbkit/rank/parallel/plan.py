@@ -402,7 +402,7 @@ def _need_experts(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
     without = str(replace(strategy, ep=1))
     if not facts.routed.layers:
         raise StrategyError(
-            f"{strategy} spreads the experts of a model, and none were found that can be spread.",
+            f"{strategy} spreads experts over ranks, and nbkit found no experts that it can spread.",
             numbers=facts.routed.why or "no example batch was there to find them with",
             hint=f"'{without}'; with prepare(): hints=nbkit.ModelHints(example=batch)",
         )

@@ -561,7 +561,7 @@ class Job:
             )
         if self.own_forward.losses:
             raise TrainingError(
-                "A batch follows losses of your own in one step.",
+                "job.backward got losses and a batch in one step.",
                 numbers=f"step {self.step + 1}, {self.own_forward.losses} losses",
                 hint="job.optimizer.step() between them; or job.rows(batch) and a loss for both",
             )

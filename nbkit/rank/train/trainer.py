@@ -67,7 +67,7 @@ class Trainer:
     AdamW for the rest. Each trainable parameter must be in exactly one of them. lr_schedule, checkpoints and switches
     treat them as one optimizer. `trainer.optimizer.optimizers` is the list or dict. data: a map-style or iterable
     dataset with items (input, target) or dicts. batch_size: rows of the global batch, over all ranks. strategy: a text
-    such as "dp=2 tp=2"; with "auto", nbkit lists the strategies that fit, then prints and uses the first one
+    such as "dp=2 tp=2"; with "auto", nbkit chooses a strategy that fits, and prints it
     (docs/reference/planner.md). precision: "bf16" and "fp16" run forward and loss under autocast. "fp16" also scales
     the loss. None (the default): float32. clip_norm: the maximum norm of all gradients. Larger gradients are scaled
     down. None (the default): no clipping. lr_schedule: a function that gets the number of finished steps and returns a

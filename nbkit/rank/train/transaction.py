@@ -163,7 +163,9 @@ class Transaction:
         savepoint, self.savepoint = self.savepoint, None
         if savepoint is None:
             raise TrainingError(
-                "Nothing was kept to come back to.", numbers=failures.words, hint="trainer.load(path) of a checkpoint"
+                "There is no earlier state to go back to.",
+                numbers=failures.words,
+                hint="trainer.load(path) of a checkpoint",
             )
         with job.ledger.clock.stopped():
             savepoint.restore_all(job, error)

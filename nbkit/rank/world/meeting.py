@@ -175,7 +175,7 @@ def _error(said: str) -> TrainingError:
             hint="if job.stop_if(flag): break   leaves the loop on all ranks, where the flag is set on any of them",
         )
     return TrainingError(
-        "The ranks have come to different places, and would wait for each other.",
+        "The ranks have made different calls, and would wait for each other.",
         numbers=said,
         hint="the same calls on every rank: in a %%distributed cell, and not behind `if rank == 0:`",
     )

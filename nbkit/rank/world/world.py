@@ -174,7 +174,7 @@ def _reset_fully_sharded(module: Any) -> None:
 def _refuse(module: Any, args: Any) -> None:
     """Raise TrainingError. Another step would send messages that no rank expects, and gloo would end the process."""
     raise TrainingError(
-        "A step of this FSDP model was broken off, and this torch cannot put it back.",
+        "A step of this FSDP model was interrupted, and this torch cannot undo it.",
         numbers=f"torch {torch.__version__}; 2.13 and newer can",
         hint="model = fully_shard(build())   (build the model and its optimizer again)",
     )

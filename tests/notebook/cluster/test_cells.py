@@ -422,7 +422,7 @@ def test_what_all_ranks_do_together_is_no_hang_where_one_does_it_alone(
         ),
     }
     for source, texts in alone.items():
-        with pytest.raises(CellError, match="come to different places"):
+        with pytest.raises(CellError, match="made different calls"):
             two.run(source, timeout=60)
         said = plain(capsys.readouterr().err)
         assert all(text in said for text in texts), said

@@ -131,7 +131,9 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     assert pulse_view(state_of(Finished(rounded)))["results"][0]["deviations"] == rounded.deviations
     assert "predicted unknown" in repr(verdict_of())
     first = verdict_of(predicted={"moved_bytes": 1, "switch_s": None, "why": "the first switch shows it"})
-    assert "predicted not yet (the first switch shows it) measured 250 ms" in repr(first)
+    assert "predicted unknown    measured 250 ms" in repr(first)
+    assert repr(first).endswith("\n  pause not predicted: the first switch shows it")
+    assert pulse_view(state_of(Finished(first)))["results"][0]["deviations"] == first.notes[1:] != []
 
 
 def test_a_refusal_is_told_and_raised() -> None:

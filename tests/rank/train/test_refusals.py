@@ -90,9 +90,12 @@ IN_FIT: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no tensor": ({"loss": lambda out, target: 1.0}, ["not a scalar", "float"]),
     "three parts": ({"loss": lambda out, target: (out.sum(), 1, 2)}, ["not (sum, weight)", "3 parts"]),
     "vector weight": ({"loss": lambda out, target: (out.sum(), target)}, ["weight of the loss", "shape (4,)"]),
-    "dicts without inputs": ({"data": DICTS, "loss": dict_loss}, ["inputs are named", "keys input, label", "inputs="]),
-    "inputs not there": ({"data": DICTS, "inputs": ["x"]}, ["does not hold", "missing x", "input, label"]),
-    "inputs of pairs": ({"inputs": ["x"]}, ["does not hold", "a list"]),
+    "dicts without inputs": (
+        {"data": DICTS, "loss": dict_loss},
+        ["dicts with inputs=", "keys input, label", "inputs="],
+    ),
+    "inputs not there": ({"data": DICTS, "inputs": ["x"]}, ["not in the batch", "missing x", "input, label"]),
+    "inputs of pairs": ({"inputs": ["x"]}, ["not in the batch", "a list"]),
     "sparse": (
         {"model": lambda: nn.Embedding(8, 3, sparse=True), "data": [(torch.tensor(1), torch.tensor(0))] * 8},
         ["sparse", "weight"],

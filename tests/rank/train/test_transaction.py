@@ -96,7 +96,7 @@ def changed(world: Any) -> dict[str, Any]:
     with Transaction(job, KeptState(job, job.state)) as change:
         change.guard("nothing is kept")
         change.savepoint = None
-        with pytest.raises(TrainingError, match="Nothing was kept"):
+        with pytest.raises(TrainingError, match="no earlier state to go back to"):
             change.roll_back(ValueError("on both"))
 
     with Transaction(job, KeptState(job, job.state)) as change:

@@ -247,7 +247,7 @@ def test_what_an_owner_alone_remembers_is_not_forgotten_when_its_update_was_brok
     owner = _RankState(
         weights, {"momentum_buffer/a": whole}, {"a": whole}, kinds | {"momentum_buffer/a": torch.float32}, {}
     )
-    with pytest.raises(TrainingError, match="owner that was interrupted") as refused:
+    with pytest.raises(TrainingError, match="was interrupted in an update") as refused:
         _plan([source, owner], [0])
     assert "'a'" in (refused.value.numbers or "") and "for rank 1" in (refused.value.numbers or "")
     assert _plan([source, owner], [0, 1]).total_bytes == 0

@@ -116,7 +116,7 @@ def test_ranks_that_come_for_different_things_are_told_both_and_can_go_on(tmp_pa
     *pairs, made = first
     assert len(pairs) == 4 and made == 2
     for one, other, said in pairs:
-        assert "come to different places" in said, said
+        assert "made different calls" in said, said
         assert f"rank 0: {one} at line" in said and f"rank 1: {other} at line" in said, said
 
 

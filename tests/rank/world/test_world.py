@@ -203,7 +203,7 @@ def never_broken(world: World, kind: str) -> list[float]:
 @pytest.mark.parametrize(("kind", "n"), [("ddp", 2), ("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.long)])
 def test_models_train_on_after_a_break_in_mid_backward(kind: str, n: int) -> None:
     if kind != "ddp" and not hasattr(FSDPModule, "reset_iter_state"):
-        with pytest.raises(RankFailed, match="this torch cannot put it back"):
+        with pytest.raises(RankFailed, match="this torch cannot undo it"):
             run_ranks(broken_in_backward, n, kind, generations=2)
         return
     broken = run_ranks(broken_in_backward, n, kind, generations=2)

@@ -1,4 +1,4 @@
-"""Pretends a machine with the GPUs that CUDA_VISIBLE_DEVICES names, in each process that has this folder on PYTHONPATH.
+"""Pretend the GPUs that CUDA_VISIBLE_DEVICES names, in each process that has this folder on PYTHONPATH.
 
 `torch.cuda` counts them and chooses one of them for each thread. Tensors stay on the CPU. `accelerator().held` says how
 many bytes this process has on each GPU.
@@ -20,7 +20,7 @@ def visible() -> list[str]:
 
 
 def pretend(device: Any) -> None:
-    """Put the pretended GPUs in the place of real ones. device: the module nbkit.rank.device."""
+    """Replace real GPUs by pretended ones. device: the module nbkit.rank.device."""
     import torch
 
     here = threading.local()

@@ -1,8 +1,8 @@
 """Make nbkit believe that it runs on macOS: Python imports this at its start if PYTHONPATH has this folder.
 
-nbkit's own source is changed as it is compiled: it finds no /proc, no /dev/shm and no prctl, and its platform is
-darwin. Functions of os that macOS lacks are gone for everybody. What libraries do on a Mac is not imitated: psutil,
-torch and gloo are those of this machine, and its loopback interface is called lo.
+nbkit's own source is changed when it is compiled: it finds no /proc, no /dev/shm and no prctl, and its platform is
+darwin. Functions of os that macOS lacks are removed for all code. Libraries are not imitated: psutil, torch and gloo
+are those of this machine, and its loopback interface is called lo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LACKS = (
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Compiles a file of nbkit after the changes. Stored bytecode is of the unchanged source, so it is not read."""
+    """Compiles a file of nbkit with the changes. Stored bytecode has unchanged source, so it is not read."""
 
     def get_code(self, fullname: str):  # type: ignore[no-untyped-def]
         path = self.get_filename(fullname)
@@ -37,7 +37,7 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 class Finder:
-    """Finds nbkit's modules where they are, and has them loaded by Loader."""
+    """Finds nbkit's modules in their usual place, and loads them with Loader."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]

@@ -1,8 +1,8 @@
-"""A GPU and NCCL that are pretended on CPU ranks, so that what only they do goes wrong here too.
+"""A GPU and NCCL that are pretended on CPU ranks, so that errors that only they cause appear here too.
 
-`join(rank, ranks)` in a rank that `run_ranks(..., join=False)` made: CPU tensors then count as tensors of a device,
-those of `PretendAccelerator.host` excepted, and groups follow NCCL's rules over gloo. Inside `checked(gpu)` every
-operation is checked for whether something else could still be reading or writing what it touches.
+Call `join(rank, ranks)` in a rank of `run_ranks(..., join=False)`: CPU tensors then count as device tensors, except
+those of `PretendAccelerator.host`, and groups follow NCCL's rules over gloo. Inside `checked(gpu)`, every operation is
+checked: nothing else may still read or write the memory that it uses.
 """
 
 from pretend.communicator import AbortAfterShutdown as AbortAfterShutdown

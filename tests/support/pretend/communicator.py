@@ -1,10 +1,10 @@
 """A process group that follows NCCL's rules over gloo.
 
-- One communicator for the collectives and batches of a group, and one for each pair of ranks that sends message by
-  message. Each is made at its first use, which blocks the host until all of its members have come.
+- One communicator for the collectives and batches of a group, and one for each pair of ranks that send single
+  messages. Each is created at its first use, which blocks the host until all of its members use it.
 - Operations on a communicator run one after the other. A send ends when it is received. Tags do not matter.
-- A result is there only after `wait`. Until then its tensor holds poison. A tensor that is sent must not change or
-  move. `wait` makes the current stream wait, and raises nothing if the operation was broken off.
+- A result is valid only after `wait`. Until then its tensor holds poison. A tensor that is being sent must not change
+  or move. `wait` makes the current stream wait, and raises nothing if the operation was aborted.
 - A handle keeps its outputs for as long as it lives.
 - `abort` waits for the device, which other stuck communicators keep busy; after `shutdown` it touches freed memory.
 """
@@ -78,7 +78,7 @@ class Communicator:
         self.shut = self.met = False
         self.under_way: Op | None = None
         self._ops: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
-        self._issued: deque[Op] = deque()  # operations that are not known to have ended
+        self._issued: deque[Op] = deque()  # operations that may not have ended
         self.everyone.append(self)
         threading.Thread(target=self._run, name=f"pretend {key}", daemon=True).start()
 
@@ -109,7 +109,7 @@ class Communicator:
 
     @classmethod
     def give_up(cls) -> None:
-        """End whatever is stuck in this process."""
+        """End all stuck operations of this process."""
         for one in list(cls.everyone):
             if one.stuck:
                 one._release()
@@ -132,14 +132,14 @@ class Communicator:
                 try:
                     op.act()
                 except Exception:
-                    continue  # gloo was broken off; NCCL would not have noticed, and waits until it is aborted
+                    continue  # gloo was aborted; NCCL would not notice, and would wait until it is aborted too
             op.done.set()
             if self._ops.empty() and not self.aborted.is_set():
                 self.under_way = None
 
 
 class Work(dist.Work):
-    """NCCL's handle: `wait` lets the current stream wait."""
+    """NCCL's handle: `wait` makes the current stream wait."""
 
     def __init__(
         self, gpu: PretendAccelerator, where: Communicator, op: Op, inputs: list[Tensor], kept: list[Tensor],
@@ -167,7 +167,7 @@ class Work(dist.Work):
                         raise ChangedInFlight(f"what {self._op.name} on {self._where.key} sends was changed in flight")
                 for tensor, value in zip(self._outputs, self._filled, strict=True):
                     tensor.data.copy_(value)
-        self._inputs, self._kept = [], []  # torch lets go of what it stashed
+        self._inputs, self._kept = [], []  # torch releases the tensors that it kept
         return True
 
     def is_completed(self) -> bool:
@@ -190,7 +190,7 @@ class Work(dist.Work):
 
 
 class PretendGroup:
-    """The group inside a DelegatingGroup, in place of NCCL's."""
+    """The group inside a DelegatingGroup, instead of NCCL's."""
 
     def __init__(self, gpu: PretendAccelerator, gloo: Any, members: tuple[int, ...], store: Any, backend: str) -> None:
         self._gpu, self._gloo, self.members, self._store = gpu, gloo, members, store
@@ -272,7 +272,7 @@ class PretendGroup:
         staged, token = (_copy(tensor) if kind == "send" else torch.empty_like(tensor)), torch.zeros(1)
 
         def act() -> None:
-            # The receiver has come as far as this: only then the sender's part can be over.
+            # The sender's part can end only after the receiver has reached this point.
             if kind == "send":
                 self._gloo.recv([token], peer, 2 * number).wait()
                 self._gloo.send([_bytes(staged)], peer, 2 * number + 1).wait()
@@ -318,12 +318,12 @@ class PretendGroup:
                 outputs = stage(args[0], False)
                 filled = [staged[id(t)] for t in written]
                 handed = [outputs, stage(args[1], True), *args[2:]]
-                # Do not compare a tensor that is both, as in an all-gather into the memory of its own part.
+                # Do not compare a tensor that is input and output, as in an all-gather into the memory of its own part.
                 mine = {_place(t) for t in written}
                 inputs = [t for t in read if _place(t) not in mine]
                 kept = [_copy(t) for t in inputs]
         if name in _FLAT:
-            handed[:2] = [t.view(-1) for t in handed[:2]]  # the shapes are nothing to NCCL, and gloo refuses some
+            handed[:2] = [t.view(-1) for t in handed[:2]]  # NCCL ignores shapes, but gloo refuses some
         op = Op(name, lambda: _wait(method(self._gloo, name)(*handed)))
         at_once = not getattr(options, "asyncOp", True)
         return self._issue(where, op, inputs, kept, written, filled, at_once=at_once)
@@ -334,7 +334,7 @@ class PretendGroup:
     ) -> Work | None:  # fmt: skip
         gpu = self._gpu
         gpu.check_context()
-        # The communicator's stream waits for what the current one has been given so far.
+        # The communicator's stream waits for all earlier work of the current stream.
         gpu.order.follow(gpu.stream, "host")
         gpu.order.follow(where.key, gpu.stream)
         for tensors, write in ((inputs, False), (outputs, True)):

@@ -1,7 +1,7 @@
 """The pretended device: nbkit's Accelerator for CPU tensors that count as tensors of a GPU.
 
-Kernels run at once, on the host. Only the time at which their results are valid is pretended. A tensor is in memory of
-the host after `host`, `pinned` or `fetch`, or if an operation made it from such tensors alone.
+Kernels run at once, on the host. Only the time at which their results are valid is pretended. A tensor is in host
+memory after `host`, `pinned` or `fetch`, or if an operation made it from such tensors only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 
 
 class HostMix(RuntimeError):
-    """An operation of the device was given memory of the host, or the other way round."""
+    """An operation of the device got host memory, or an operation of the host got device memory."""
 
 
 class ContextLost(RuntimeError):
@@ -185,7 +185,7 @@ class PretendAccelerator(Accelerator):
         pass
 
     def seed(self, value: int) -> None:
-        pass  # the one generator there is has been seeded
+        pass  # the only generator has been seeded
 
     def generators_kept(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[])
@@ -207,7 +207,7 @@ class PretendAccelerator(Accelerator):
 
 
 class _Functions(TorchFunctionMode):
-    """Handles what the dispatcher does not see: reads on the host, copies to the device, tensors made of numbers."""
+    """Handles what the dispatcher does not see: reads on the host, copies to the device, tensors from numbers."""
 
     def __init__(self, gpu: PretendAccelerator) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _made_of_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a tensor of a list, in memory of the host. If a device is named, count the copy to it."""
+        """Make a tensor from a list, in host memory. If a device is given, count the copy to it."""
         gpu, made = self._gpu, func(*args, **kwargs)
         if isinstance(args[-1], Tensor):
             return made

@@ -1,4 +1,4 @@
-"""Puts the pretended GPU in the place of a real one, in this process: in nbkit, and in the groups that torch makes."""
+"""Replace the real GPU by the pretended one in this process: in nbkit, and in the groups that torch makes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def join(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
 
 
 def _fill_what_is_freed(gpu: PretendAccelerator) -> None:
-    """Fill memory that is freed: it may belong to another owner at once, so no operation may still be using it."""
+    """Fill memory when it is freed: it may be reused at once, so no operation may still use it."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -93,7 +93,7 @@ def _fill_what_is_freed(gpu: PretendAccelerator) -> None:
 def _count_assigned_numbers(gpu: PretendAccelerator) -> None:
     """Count assignments of a number to one element: torch copies the number from memory that is not pinned.
 
-    A number for a slice travels as an argument of the kernel. A mode would miss what autograd calls.
+    A number for a slice is an argument of the kernel. A torch function mode would miss calls of autograd.
     """
     assign = torch.Tensor.__setitem__
 

@@ -1,7 +1,7 @@
 """Happens-before between streams, communicators and the host, by vector clocks.
 
 Everything that computes is an actor: the host, a stream, a communicator. An event has the clock of the actor that
-recorded it, and an actor that waits for the event takes that clock over. If two actors access the same memory and one
+recorded it, and an actor that waits for the event takes over that clock. If two actors access the same memory and one
 writes, their clocks must order the accesses. Otherwise they race, whichever came first this time.
 """
 
@@ -51,7 +51,7 @@ class Order:
             return f"stream {self._streams}"
 
     def now(self, actor: str) -> Clock:
-        """Return an event: all that `actor` has done so far, and all that came before it."""
+        """Return an event: all that `actor` has done so far, and all that happened before it."""
         with self._lock:
             self._tick(actor)
             return dict(self._clocks[actor])

@@ -1,4 +1,4 @@
-"""torch's SyncBatchNorm on the pretended device: its kernels, which torch has for GPUs alone, in plain operations.
+"""torch's SyncBatchNorm on the pretended device: its kernels, which torch has only for GPUs, in plain operations.
 
 Its communication and reads on the host stay torch's own. Shapes: input (N, C, ...), statistics (C,), counts (ranks,).
 """
@@ -19,7 +19,7 @@ def install() -> None:
     forward, kind = nn.SyncBatchNorm.forward, torch._C._get_privateuse1_backend_name
 
     def on_device(module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-        torch._C._get_privateuse1_backend_name = lambda: "cpu"  # a kind of device that it lets pass
+        torch._C._get_privateuse1_backend_name = lambda: "cpu"  # a device kind that it accepts
         try:
             return forward(module, input)
         finally:

@@ -112,7 +112,7 @@ def requested(options: Any) -> StartRequest | None:
         return None
     if options.container.startswith("-") and not isinstance(found, SlurmRequest | AllocationRequest):
         raise UsageError(
-            "These are options of srun's, which starts nothing here.",
+            "These are options of srun, which does not start these ranks.",
             numbers=f"--container {options.container!r} without --slurm",
             hint="--container 'apptainer exec torch.sif'",
         )

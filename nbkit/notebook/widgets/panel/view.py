@@ -174,7 +174,7 @@ def pulse_view(state: State) -> dict[str, Any]:
                 "hint": result.hint,
                 "figures": result.figures,
                 "proof": proof(result.result) if result.figures else "",
-                "deviations": list(result.deviations),
+                "deviations": result.notes[1:],
                 "identical": result.result.get("identical") if result.figures else None,
             }
             for result in state.results

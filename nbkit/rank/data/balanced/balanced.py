@@ -440,8 +440,10 @@ class Balanced(Dataset[Any]):
     data: a map-style dataset. cost: a function of a sample that returns its cost, or a list with a number for each
     sample, or the name of a cost that is learned during the training. "seconds" (the default): the seconds of a sample,
     learned for each size. The size is the number of elements of the largest tensor. "loss": the newest loss of each
-    sample. group: a function of a sample that returns a label, or a list of labels. For functions and for sizes, the
-    ranks together read all data once, when the Trainer is created.
+    sample. group: a function of a sample that returns a label, or a list of labels.
+
+    If `cost` or `group` is a function, or the cost is learned, the ranks together read all data once, when the Trainer
+    is created.
 
     pack: pack documents into blocks of this many positions. Attention stays inside a document. `cost` then gets the
     token ids of a piece of a document; the default cost is their number. `group` gets a whole document.

@@ -503,7 +503,7 @@ class _TimedRun:
             end = now()
             if not results:
                 raise StrategyError(
-                    "What the model gives does not depend on its parameters, so that its backward costs nothing.",
+                    "The output of the model does not depend on its parameters, so it has no backward pass to measure.",
                     numbers="no tensor of the output requires a gradient",
                     hint="measure with gradients enabled, and a parameter that is not frozen",
                 )

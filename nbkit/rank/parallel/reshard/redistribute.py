@@ -379,7 +379,7 @@ class InPlace:
             return
         self._back(done, old, new, device, freed, failure)
         raise SwitchError(
-            "A rank had no room for its part of the new strategy; all are back at the old one.",
+            "A rank had too little memory for the new strategy. All ranks are back at the old one.",
             numbers=f"{failure}; {len(done)} of {len(self.plan.itemsize)} tensors had been moved",
             hint="%strategy shows what each strategy takes",
         )

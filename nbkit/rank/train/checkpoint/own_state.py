@@ -83,7 +83,11 @@ def extra_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, Any
         failed.append(error)
     except Exception as error:
         said = f"on rank {builder.rank}: {type(error).__name__}: {error}"
-        failed.append(TrainingError("get_extra_state() of the model fails.", numbers=said, hint="mend it"))
+        failed.append(
+            TrainingError(
+                "get_extra_state() of the model fails.", numbers=said, hint="correct this method of the model"
+            )
+        )
     own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), own)
     everyone = all_gather_objects((own, failed), world_size=builder.world_size, device=builder.device)
     for _, errors in everyone:

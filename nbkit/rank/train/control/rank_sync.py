@@ -351,8 +351,8 @@ def _furthest(
         except TrainingError as error:
             why = why or str(error.numbers)
     raise TrainingError(
-        "The ranks were interrupted at different places of a step, and no step is whole: what the strategy splits, "
-        "one rank has from before the step, another from after it.",
+        "The ranks were interrupted at different places of a step, and no step is whole: of the tensors that the "
+        "strategy splits, some parts are from before the step, and others are from after it.",
         numbers=f"finished steps: {', '.join(map(str, steps))}; missing: {why}",
         hint="trainer.load(path) of a checkpoint, or build the Trainer again",
     )
@@ -379,7 +379,7 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePla
         kept = {key.partition("/")[2] for key in held.state} | {name for name, of in held.numbers.items() if of}
         if alone := sorted(kept - there):
             raise TrainingError(
-                "Whole tensors have an owner that was interrupted in its update.",
+                "A rank that updates whole tensors for all ranks was interrupted in an update.",
                 numbers=f"the optimizer's state of {alone[0]!r} and {len(alone) - 1} others, for rank {rank}",
                 hint="trainer.load(path) of a checkpoint",
             )

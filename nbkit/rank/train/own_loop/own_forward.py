@@ -522,7 +522,7 @@ class OwnForward:
         self._refuse_summed()
         if self._started:
             raise TrainingError(
-                "A loss follows one that was given as the last of its step.",
+                "There is another loss after the one with last=True, in the same step.",
                 numbers=f"step {job.step + 1}, loss {self.losses + 1}",
                 hint="last=True for the last job.backward(loss) before job.optimizer.step()",
             )

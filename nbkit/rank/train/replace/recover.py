@@ -143,7 +143,7 @@ def newest(everyone: Sequence[Holding], strategy: Strategy, builder: Builder) ->
         else "; recovery=nbkit.Recovery(backup_every=1) keeps it with another rank"
     )
     raise TrainingError(
-        f"What the ranks that died held of the training under {strategy} is nowhere else.",
+        f"No rank and no backup has the state of the ranks that died, under {strategy}.",
         numbers=f"finished steps of ranks 0-{len(everyone) - 1}: {finished}; missing of {why or 'every step'}",
         hint=f"build the Trainer again, and trainer.load({str(path)!r}){unkept}",
     )

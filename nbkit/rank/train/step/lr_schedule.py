@@ -68,7 +68,7 @@ class LrSchedule:
         kept = now if now[0] else [*self.base, *now[len(self.base) :]]
         if not kept[0] and any(kept):
             raise TrainingError(
-                "The first group's learning rate is 0: the others have no ratio to it that they could keep.",
+                "The learning rate of the first group is 0, so the other groups cannot keep their ratio to it.",
                 numbers=f"lr by group: {', '.join(f'{rate:g}' for rate in kept)}",
                 hint="trainer.optimizer.param_groups[1]['lr'] = 1e-4",
             )

@@ -262,7 +262,7 @@ def offload(optimizer: torch.optim.Optimizer) -> None:
         if kind.__module__.startswith("torch.optim") and kind is not torch.optim.LBFGS:
             continue
         raise TrainingError(
-            f"offload= updates parameters some at a time, and nothing says that {kind.__name__} may be.",
+            f"offload= updates a few parameters at a time, and {kind.__name__} may need all of them together.",
             numbers=f"it is of {kind.__module__}; torch's own update each parameter by itself",
             hint="torch.optim.AdamW, or compute=nbkit.Compute(offload=None)",
         )

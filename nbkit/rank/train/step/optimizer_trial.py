@@ -233,8 +233,7 @@ class OptimizerTrial:
         differs = _FAILED + self._failed if self._failed else self._tried(kind)
         if differs.startswith(_FAILED):
             raise TrainingError(
-                f"{self.name} failed on small tensors. {strategy} {splits}: it is tried whether they are updated as "
-                "one process does it.",
+                f"{self.name} failed on small tensors, on which nbkit tries it first, because {strategy} {splits}.",
                 numbers=differs.removeprefix(_FAILED),
                 hint=_PLAIN,
             )

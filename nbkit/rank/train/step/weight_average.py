@@ -134,7 +134,7 @@ def refuse_shown(job: Any, what: str) -> None:
 
 def _shown(what: str, numbers: str) -> TrainingError:
     return TrainingError(
-        f"{what} would take the averages for the weights, which are put aside.",
+        f"{what} would use the averages instead of the weights, which are put aside.",
         numbers=f"{numbers}, within WeightAverage.shown",
         hint="end the block `with average.shown(trainer):` before it",
     )

@@ -67,7 +67,7 @@ class MoveInPlace(Savepoint):
         began = time.perf_counter()
         if self._digest_of(self.new) != self._digest:
             raise SwitchError(
-                f"The state under {sharded_model.strategy} is not the one under {ranks.goes_on}.",
+                f"The state under {sharded_model.strategy} is not the state under {ranks.goes_on}.",
                 numbers="the digests of weights and optimizer state differ",
                 hint=f"{ranks.goes_on} goes on; please report this",
             )
@@ -108,7 +108,7 @@ class MoveInPlace(Savepoint):
         self.left.sharded_model.data.refresh()
         if self._digest_of(self.old) != self._digest:
             raise TrainingError(
-                "The switch failed, and what came back is not what there was.",
+                "The switch failed, and the restored state is not the state before the switch.",
                 numbers=str(error),
                 hint="trainer.load(path)",
             ) from error

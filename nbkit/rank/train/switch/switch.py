@@ -348,7 +348,7 @@ class Switcher:
         here: Any = {"rank": job.rank, "device": job.device}
         if not beside and digest(before, plan.old, **here) != digest(target, plan.new, **here):
             raise SwitchError(
-                f"The state under {new} is not the one under {old}.",
+                f"The state under {new} is not the state under {old}.",
                 numbers="the digests of weights and optimizer state differ",
                 hint=f"{old} goes on; please report this",
             )

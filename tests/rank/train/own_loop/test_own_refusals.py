@@ -229,5 +229,5 @@ def skipping(world: Any) -> str:
 
 @pytest.mark.usefixtures("rows_are_known")
 def test_a_rank_that_skips_a_step_is_told() -> None:
-    with pytest.raises(RankFailed, match=r"(?s)different places.*the update of step 1"):
+    with pytest.raises(RankFailed, match=r"(?s)different calls.*the update of step 1"):
         run_ranks(skipping, 2)

@@ -35,7 +35,7 @@ def test_groups_keep_their_ratio_where_the_schedule_stands_at_zero() -> None:
 
 def test_a_first_group_that_stands_still_has_no_ratio() -> None:
     optimizer = groups(0.0, 1e-3)
-    with pytest.raises(TrainingError, match="have no ratio to it"):
+    with pytest.raises(TrainingError, match="cannot keep their ratio to it"):
         LrSchedule(optimizer, None).set(1e-3)
     assert rates(optimizer) == [0.0, 1e-3]
     LrSchedule(still := groups(0.0, 0.0), None).set(1e-3)

@@ -585,7 +585,7 @@ def _grouped(
         heads = known.get(rows[0]) or heads_of(part, q=inner, k=keys) if is_attention else None
         if is_attention and heads is None:
             raise StrategyError(
-                f"Nothing says how many heads {owner} has.",
+                f"nbkit cannot find how many heads {owner} has.",
                 numbers=f"{inner} features",
                 hint="an attribute num_heads or head_dim; or hints=nbkit.ModelHints(tp_plan={...: 'colwise_gather'})",
             )
