@@ -21,6 +21,7 @@ from typing import Any
 
 import planted_hangs
 import pytest
+from fake_run import FakeRun
 from ranks import RankFailed, run_ranks
 
 from nbkit import job_folder
@@ -270,6 +271,15 @@ def test_a_job_is_found_by_the_beginning_of_its_name_and_only_if_it_runs(capsys:
         ("other", "ended"), ("train-a", "1"), ("train-b", "1"),
     ]  # fmt: skip
     assert main(["clean"]) == 0 and job_folder.names() == ["train-a", "train-b"]
+
+
+def test_watch_takes_the_beginning_of_the_name_of_a_job_too(capsys: pytest.CaptureFixture[str]) -> None:
+    run = FakeRun(a_rank("train-a") / "run", 1, "dp=1")
+    run.step()
+    run.close()
+    for name in ("train-a", "train"):
+        assert main(["watch", name, "--once"]) == 0
+        assert "step 1" in capsys.readouterr().out
 
 
 def test_ranks_that_are_not_there_are_named_and_no_cell_runs_without_them() -> None:
