@@ -275,6 +275,8 @@ class Trainer:
         if joined is None:
             check_same_goal(span.goal, self.job.device)
         if span.goal == self.step and joined is None:
+            if until is not None:
+                self._say(f"{self.step} steps are finished: until={until} leaves none to make")
             return Records()
         # A new process would lack the same state that a checkpoint lacks.
         wanted = self.loop.recovery.on_failure != "stop" and not self.job.builder.template.lost(self.strategy)
