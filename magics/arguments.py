@@ -49,7 +49,9 @@ class MagicParser(argparse.ArgumentParser):
         renamed = (new for old, new in _NOW_CALLED.items() if old in message.split("(")[0].split())
         fits = next(renamed, None) or EXAMPLES.get(self.prog, f"{self.prog} -h")
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
-        raise UsageError(f"{self.prog}: {message}", numbers=usage if self.prog in EXAMPLES else "", hint=fits)
+        # The usage of a magic that lacks its verb lists the verbs.
+        shows = self.prog in EXAMPLES or message.endswith(": verb")
+        raise UsageError(f"{self.prog}: {message}", numbers=usage if shows else "", hint=fits)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         raise HelpShown
@@ -326,7 +328,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 def nbkit_parser() -> MagicParser:
     parser = MagicParser(prog="%nbkit", description="Plan, export, report, trace or examine a training.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="verb", required=True)
     plan = commands.add_parser("plan", help="predict memory and time of each strategy for a model on some hardware")
     plan.add_argument(
         "model",

@@ -26,7 +26,7 @@ class NbkitMagics(Magics):  # type: ignore[misc, untyped-decorator]
             options = vars(parse(nbkit_parser(), line))
         except HelpShown:
             return None
-        command, as_json = options.pop("command"), options.pop("json", False)
+        command, as_json = options.pop("verb"), options.pop("json", False)
         if command == "plan":
             if as_json and options["model"] is None and options["batch"] is None:
                 return shown(current().training.look(), as_json=True)

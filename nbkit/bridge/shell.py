@@ -38,6 +38,7 @@ CAUSES_SHOWN = (3, 3)
 _MACHINERY = (str(Path(IPython.__file__).parent), __file__, "<frozen runpy>")
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
+_MODELS = f"{_PACKAGE}rank/models/"
 
 
 class CellExit(SystemExit):
@@ -262,16 +263,36 @@ def _skipped(error: BaseException) -> dict[int, BaseException]:
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
-    """Return a traceback without its middle, or None if it is short. A note on `error` counts the frames left out."""
-    steps, traceback = [], error.__traceback__
+    """Return a traceback without nbkit's frames and its middle, or None if nothing is left out.
+
+    Between a cell that calls nbkit and the model or loss that nbkit calls there may be twenty frames of nbkit. They are
+    shown only if nbkit's own code raised the error. A note on `error` counts the frames left out.
+    """
+    steps = _steps(error.__traceback__)
+    own = [] if not steps or _is_ours(steps[-1]) else [step for step in steps[1:] if _is_ours(step)]
+    kept = [step for step in steps if step not in own]
+    if own:
+        error.add_note(f"(frames of nbkit that are left out: {len(own)})")
+    first, last = FRAMES_SHOWN
+    if len(kept) > first + last:
+        error.add_note(f"({len(kept) - first - last} of {len(kept)} frames are left out in the middle)")
+        kept = [*kept[:first], *kept[-last:]]
+    return _chain(kept) if len(kept) < len(steps) else None
+
+
+def _is_ours(step: TracebackType) -> bool:
+    """Return True if the frame runs nbkit's code, and not that of one of its models."""
+    filename = step.tb_frame.f_code.co_filename
+    return filename.startswith(_PACKAGE) and not filename.startswith(_MODELS)
+
+
+def _steps(traceback: TracebackType | None) -> list[TracebackType]:
+    """Return the parts of a traceback, the outermost first."""
+    steps = []
     while traceback is not None:
         steps.append(traceback)
         traceback = traceback.tb_next
-    first, last = FRAMES_SHOWN
-    if len(steps) <= first + last:
-        return None
-    error.add_note(f"({len(steps) - first - last} of {len(steps)} frames are left out in the middle)")
-    return _chain([*steps[:first], *steps[-last:]])
+    return steps
 
 
 def _chain(steps: list[TracebackType]) -> TracebackType | None:
@@ -284,9 +305,6 @@ def _chain(steps: list[TracebackType]) -> TracebackType | None:
 
 def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
     """Return a traceback without IPython's and nbkit's frames. The first is kept: IPython leaves it out itself."""
-    steps = []
-    while traceback is not None:
-        steps.append(traceback)
-        traceback = traceback.tb_next
+    steps = _steps(traceback)
     kept = [step for step in steps[1:] if not step.tb_frame.f_code.co_filename.startswith(_MACHINERY)]
     return _chain([*steps[:1], *kept])

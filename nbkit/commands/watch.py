@@ -10,6 +10,7 @@ from typing import Any
 
 from nbkit import job_folder
 from nbkit.notebook.cluster import registry, site_settings
+from nbkit.notebook.cluster.job import AttachedJob
 from nbkit.notebook.cluster.newest_run import recorded_by
 from nbkit.notebook.json_text import json_text
 from nbkit.notebook.run.reader import RunReader, no_run, read_run
@@ -94,11 +95,13 @@ def _run_of(what: str) -> Path:
     """Return the directory of the run to watch. Raises UsageError if there is none."""
     folder = user_path(what).absolute()
     entry = next((one for one in registry.entries() if one.name == what), None)
-    job = next((name for name in job_folder.names() if name == what), None)
+    # Like --job: the name of a job, or the beginning of the name of the only running one that fits.
+    begun = [job.name for job in AttachedJob.list() if job.name.startswith(what) and job.state != "ended"]
+    job = what if what in job_folder.names() else begun[0] if len(begun) == 1 else None
     if folder.is_dir() or (entry is None and job is None):
         found = newest_run(folder)
     else:
-        found = recorded_by(entry) if entry is not None else newest_run(job_folder.folder_of(what))
+        found = recorded_by(entry) if entry is not None else newest_run(job_folder.folder_of(str(job)))
     if found is None:
         raise no_run(what, lambda run: shell_words("nbkit", "watch", run))
     check_format(found)

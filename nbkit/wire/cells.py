@@ -136,8 +136,8 @@ def record_from(text: str) -> CellRecord:
 
 
 def first_line(source: str, length: int = 40) -> str:
-    """Return the first line of a cell that is not empty, cut to `length` characters."""
-    lines = (line.strip() for line in source.splitlines())
+    """Return the first line of a cell that is not empty, without a comment behind it, cut to `length` characters."""
+    lines = (re.sub(r"\s{2,}#.*", "", line.strip()) for line in source.splitlines())
     first = next((line for line in lines if line and not line.startswith("# %%")), "")
     return first if len(first) <= length else first[: length - 1] + "…"
 

@@ -85,6 +85,16 @@ def test_an_extension_that_cannot_be_loaded_fails_the_cell(two: Cluster, script:
         two.run(f"import sys; sys.path.insert(0, {str(script.parent)!r})\n%load_ext {script.stem}")
 
 
+def test_an_error_in_a_callback_is_shown_without_frames_of_nbkit(
+    two: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CellError, match="KeyError: 'weights'"):
+        two.run("def broken(): return {}['weights']\nnbkit.check(broken, 'ddp')")
+    shown = plain(capsys.readouterr().err)
+    assert "nbkit.check(broken, 'ddp')" in shown and "in broken()" in shown and "File" not in shown
+    assert re.search(r"frames of nbkit that are left out: [1-9]", shown)
+
+
 def test_an_error_of_a_display_is_output_at_its_place(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     results = two.run(
         f"{SHOW}class Odd:\n    def _repr_html_(self): raise ValueError('no page')\n"

@@ -21,6 +21,7 @@ from typing import Any
 
 import planted_hangs
 import pytest
+from fake_run import FakeRun
 from ranks import RankFailed, run_ranks
 
 from nbkit import job_folder
@@ -255,7 +256,7 @@ def test_a_file_of_another_user_or_a_link_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_a_job_is_found_by_the_start_of_its_name_only_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["jobs"]) == 0 and "No program listens" in capsys.readouterr().out
+    assert main(["jobs"]) == 0 and "nbkit run -n 2 train.py" in capsys.readouterr().out
     for name in ("train-a", "train-b"):
         a_rank(name)
     a_rank("other", process=Process(os.getpid(), 1.0, "a boot long ago"))
@@ -270,6 +271,15 @@ def test_a_job_is_found_by_the_start_of_its_name_only_while_it_runs(capsys: pyte
         ("other", "ended"), ("train-a", "1"), ("train-b", "1"),
     ]  # fmt: skip
     assert main(["clean"]) == 0 and job_folder.names() == ["train-a", "train-b"]
+
+
+def test_watch_takes_the_start_of_the_name_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    run = FakeRun(a_rank("train-a") / "run", 1, "dp=1")
+    run.step()
+    run.close()
+    for name in ("train-a", "train"):
+        assert main(["watch", name, "--once"]) == 0
+        assert "step 1" in capsys.readouterr().out
 
 
 def test_missing_ranks_are_reported_and_no_cell_runs_without_them() -> None:

@@ -19,7 +19,7 @@ from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.hosts.agent import JoinedAgent
 from nbkit.notebook.cluster.hosts.coordinator import Coordinator
 from nbkit.wire import messages
-from nbkit.wire.cells import CellRequest
+from nbkit.wire.cells import CellRequest, first_line
 from nbkit.wire.messages import (
     Death,
     EndTraining,
@@ -156,3 +156,16 @@ def test_a_message_without_a_handler_is_written_to_the_log(capfd: pytest.Capture
     assert deliver(FitLeft("stopped"), Listener(), "here") == "stopped here"
     assert deliver(EndTraining("why"), Listener(), "here") is None
     assert "Listener does not handle EndTraining(why='why')" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("\n# %%distributed\ntrainer.fit(2000)      # the prompt comes back\n", "trainer.fit(2000)"),
+        ("# a comment alone", "# a comment alone"),
+        ("print('#1')", "print('#1')"),
+        ("x" * 50, "x" * 39 + "…"),
+    ],
+)
+def test_a_cell_is_named_by_its_first_line_without_the_comment_behind_it(source: str, shown: str) -> None:
+    assert first_line(source) == shown

@@ -167,10 +167,12 @@ _observers: list[Callable[[Cluster, Execution], object]] = [lambda cluster, cell
 def current() -> Cluster:
     """Return the cluster that cells of this notebook run on. Raises ClusterError if there is none."""
     if _current is None or _current.ended:
+        alive = [entry for entry in registry.entries() if entry.is_alive()]
+        free = next((f"%cluster attach {entry.name}   or   " for entry in alive if not entry.is_attached()), "")
         raise ClusterError(
             "This notebook has no cluster.",
-            numbers=f"running: {', '.join(e.name for e in registry.entries() if e.is_alive()) or 'none'}",
-            hint="%cluster start -n 2   or   %cluster attach NAME",
+            numbers=f"running: {', '.join(entry.name for entry in alive) or 'none'}",
+            hint=f"{free}%cluster start -n 2",
         )
     return _current
 

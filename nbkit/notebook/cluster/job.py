@@ -103,7 +103,7 @@ class JobList(tuple[JobEntry, ...]):
 
     def __repr__(self) -> str:
         if not self:
-            return "No program listens. Start one:  torchrun --nproc-per-node 2 -m nbkit run train.py"
+            return "No program listens. Start one:  nbkit run -n 2 train.py"
         rows = [
             (each.name, str(each.ranks), each.state, text_of(time.time() - each.begun), each.host, each.program)
             for each in self

@@ -35,6 +35,7 @@ from nbkit.records.event_words import failure
 
 AFTER_SECONDS = 1.5  # most cells have ended by then
 _EVERY_SECONDS, _SHARE = 1.0, 0.005  # at most this share of a core
+_UNSEEN_SECONDS = 0.2  # until a training is seen: after a long analysis it may be over in less than a second
 _CLOCK_SECONDS, _DOING_SECONDS, _ASK_SECONDS = 3.0, 10.0, 5.0
 _WIDTH, _HEIGHT, _POINTS = 260, 44, 130
 _STILL_SECONDS = 60
@@ -96,7 +97,7 @@ class LiveCard:
         self._shown = False
         self._picture_due = 0.0  # a picture of all ranks costs far more than the curve, and changes slowly
         self.states: Callable[[], Mapping[int, RankState]] = dict  # asks the ranks what they are doing
-        self._doing, self._doing_due = "", 0.0
+        self._doing, self._doing_due, self._told = "", 0.0, ""
         self._live: Any = None  # the widget, from the first card on
         execution.observers.append(self._finish)
 
@@ -113,10 +114,13 @@ class LiveCard:
                 # The cell's own output tells errors of the ranks. A failed card must not add a traceback to it.
                 if not isinstance(error, NbkitError | OSError):
                     print(f"no card: {type(error).__name__}: {error}", file=sys.__stderr__)
-            rest = max(_EVERY_SECONDS, (time.thread_time() - began - apart) / _SHARE)
-            deadline = time.monotonic() + rest
+            deadline = time.monotonic() + self._rest(time.thread_time() - began - apart)
             while time.monotonic() < deadline and not self._execution.done.done():
                 time.sleep(0.1)
+
+    def _rest(self, used: float) -> float:
+        """Return the seconds until the next look. used: the CPU seconds of this one."""
+        return max(_EVERY_SECONDS if self._reader else _UNSEEN_SECONDS, used / _SHARE)
 
     def _look(self) -> float:
         """Show new data. Return the CPU seconds of the picture, because pictures have their own interval."""
@@ -155,16 +159,18 @@ class LiveCard:
         if seconds >= _DOING_SECONDS and time.monotonic() >= self._doing_due:
             self._doing_due = time.monotonic() + _ASK_SECONDS
             self._doing = at_work(self.states(), execution.waiting_for)
-        self._soon(self._put, clock_bundle(f"{_clock(seconds)}{' · ' * bool(self._doing)}{self._doing}"))
+        before, self._told = self._told, f"{_clock(seconds)}{' · ' * bool(self._doing)}{self._doing}"
+        if self._told != before:
+            self._soon(self._put, clock_bundle(self._told))
 
     def _finish(self, _: Execution) -> None:
         """Show the summary when the cell ends. Runs on the client's thread."""
         try:
             with self._lock:
-                if self._shown and not self._last:
-                    self._put(clock_bundle(f"took {_clock(time.time() - self._execution.sent)}"), last=True)
-                elif self._shown and (bundle := self._bundle(ended=True)):
+                if self._reader and (bundle := self._bundle(ended=True)):
                     self._put(bundle, last=True)
+                elif self._shown and not self._last:
+                    self._put(clock_bundle(f"took {_clock(time.time() - self._execution.sent)}"), last=True)
         except Exception as error:  # a card must not keep a cell from ending
             self._execution.say(f"nbkit: no last card: {type(error).__name__}: {error}")
 

@@ -565,7 +565,7 @@ def _find(plan: Plan, wanted: str) -> PlanRow:
 def _title(plan: Plan) -> str:
     return (
         f"{plan.model}, {plan.batch:,} rows a step, on {plan.on}: {len(plan.rows)} strategies fit, "
-        f"{len(plan.refused)} do not; predicted, not measured"
+        f"{len(plan.refused)} are refused; predicted, not measured"
     )
 
 

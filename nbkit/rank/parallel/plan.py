@@ -512,7 +512,7 @@ def _need_whole_layers(strategy: Strategy, _: ModelFacts, options: JobOptions) -
     """Raise StrategyError if fp8 is asked for, and `strategy` divides the rows of weights that have one scale."""
     if options.fp8 and strategy.tp > 1:
         raise StrategyError(
-            f"{strategy} with fp8=True does not train as one process does.",
+            f"With fp8=True, {strategy} does not give the results of one process.",
             numbers=f"the scale of a row comes from its largest number, and tp={strategy.tp} divides rows",
             hint="a strategy without tp; or compute=nbkit.Compute(fp8=False)",
         )

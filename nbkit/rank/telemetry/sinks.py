@@ -294,14 +294,25 @@ class Background:
         return item
 
 
-_PERIOD_S = 0.25
+_PERIOD_S, _FILE_PERIOD_S = 0.25, 10.0
+
+
+def say(text: str, width: int = 80) -> None:
+    """Print a line of its own, over a progress line of at most `width` characters."""
+    print("\r" + text.ljust(width) if _rewrites() else text, flush=True)
+
+
+def _rewrites() -> bool:
+    """Return True if a line of stdout can be rewritten: in a terminal or a notebook, but not in a file or a pipe."""
+    stdout = sys.__stdout__
+    return sys.stdout is not stdout or (stdout is not None and stdout.isatty())
 
 
 class ProgressLine:
     """A sink that shows a progress line: `step 120/500 · loss 2.314 · 12,300 tokens/s · 31 s to go`.
 
-    It rewrites the line at most four times a second, and ends it when the run stops. The step number includes the steps
-    of earlier runs.
+    It rewrites the line at most four times a second, and ends it when the run stops. In a file, such as the log of a
+    job, it writes a new line every 10 seconds. The step number includes the steps of earlier runs.
 
     progress: returns the numbers of the line, as `History` reports them.
     """
@@ -319,23 +330,19 @@ class ProgressLine:
             if event["arithmetic"]:
                 print(event["arithmetic"], flush=True)
         elif kind == StepDone.kind:
-            if (now := time.monotonic()) - self._last >= _PERIOD_S:
+            if (now := time.monotonic()) - self._last >= (_PERIOD_S if _rewrites() else _FILE_PERIOD_S):
                 self._last = now
-                self._show()
+                self._show(self._progress(), end="" if _rewrites() else "\n")
         elif kind == Switched.kind and event["in_place"]:
-            said = f"\r{event['new']} in place: memory does not hold it beside {event['old']}"
-            print(said.ljust(self._width), flush=True)
+            say(f"{event['new']} in place: memory does not hold it beside {event['old']}", self._width)
         elif kind == Rebalanced.kind:
-            said = f"\r{mark_of(event)['text']}"
-            print(said.ljust(self._width), flush=True)
-        elif kind == RunStopped.kind and "loss" in self._progress():
-            self._show()
-            print(flush=True)
+            say(mark_of(event)["text"], self._width)
+        elif kind == RunStopped.kind and "loss" in (last := self._progress()):
+            self._show({**last, "eta_s": None}, end="\n")  # after a stop, the time to the goal would be wrong
 
-    def _show(self) -> None:
-        line = progress_line(self._progress())
-        sys.stdout.write("\r" + line.ljust(self._width))
-        sys.stdout.flush()
+    def _show(self, now: Mapping[str, Any], *, end: str) -> None:
+        line = progress_line(now)
+        print("\r" + line.ljust(self._width) if _rewrites() else line, end=end, flush=True)
         self._width = len(line)
 
 

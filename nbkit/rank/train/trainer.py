@@ -25,7 +25,7 @@ from nbkit.rank.models.generate import Prompt, Sampling, generate
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.telemetry.sinks import ProgressLine, Sink, check_sinks
+from nbkit.rank.telemetry.sinks import ProgressLine, Sink, check_sinks, say
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_clip_norm, check_counts, check_places, fit_call, trainer_call
 from nbkit.rank.train.builder import Model, Optimizer
@@ -275,6 +275,8 @@ class Trainer:
         if joined is None:
             check_same_goal(span.goal, self.job.device)
         if span.goal == self.step and joined is None:
+            if until is not None:
+                self._say(f"{self.step} steps are finished: until={until} leaves none to make")
             return Records()
         # A new process would lack the same state that a checkpoint lacks.
         wanted = self.loop.recovery.on_failure != "stop" and not self.job.builder.template.lost(self.strategy)
@@ -403,7 +405,7 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         if self.job.rank == 0 and self.loop.progress:
-            print(f"\r{text:<80}", flush=True)
+            say(text)
 
     def _update(self, *, late: bool = False) -> None:
         """Make one step. late: no callback stores weights; see Job.late_weights."""

@@ -35,6 +35,24 @@ def test_the_card_shows_new_steps_between_two_pictures(tmp_path: Path) -> None:
     run.close()
 
 
+def test_a_training_that_ends_between_two_looks_has_its_card(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 2, "dp=2")
+    execution, put = cast(Any, SimpleNamespace(observers=[], sent=time.time())), []
+    card = LiveCard(execution, lambda: run.folder, lambda: True, lambda *_: None)
+    card._put = lambda bundle, last=False: put.append((bundle, last))  # type: ignore[method-assign]
+    card._shown = True  # the clock, while the model was analysed
+    assert card._rest(0.0) < 0.5  # only frequent looks find such a training
+
+    card._look()
+    for _ in range(20):
+        run.step()
+    run.close()
+    card._finish(execution)
+
+    assert [(bundle["text/plain"].split(" · ")[0], last) for bundle, last in put] == [("dp=2   20 steps", True)]
+    assert card._rest(0.0) == 1.0
+
+
 def test_the_clock_of_a_waiting_cell_names_what_the_ranks_do_after_ten_seconds() -> None:
     shown: list[dict[str, str]] = []
     execution = SimpleNamespace(observers=[], prompts={}, closing=False, waiting_for=[0, 1, 3], sent=time.time())

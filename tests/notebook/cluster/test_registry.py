@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from nbkit.commands import main
 from nbkit.errors import ClusterError, ClusterNotFound
-from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster import cluster, registry
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.progress import StartProgress
@@ -50,6 +51,19 @@ def test_the_progress_of_a_start_by_another_release_is_read_too(tmp_path: Path) 
     written = StartProgress("forked", labels=("node1: core 0",), backend="gloo")
     (tmp_path / "progress.json").write_text(json.dumps({**asdict(written), "spare_hosts": ["node3"]}))
     assert progress.read(tmp_path) == written
+
+
+def test_a_notebook_without_a_cluster_is_told_which_one_it_can_attach_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_current", None)
+    with pytest.raises(ClusterError) as alone:
+        cluster.current()
+    saved("busy", host=socket.gethostname())  # its notebook is this process
+    saved("mine")
+    with pytest.raises(ClusterError) as beside:
+        cluster.current()
+
+    assert alone.value.hint == "%cluster start -n 2"
+    assert beside.value.hint == "%cluster attach mine   or   %cluster start -n 2"
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,8 @@ def test_the_picture_of_the_panel_has_the_same_content_within_its_size() -> None
     table = table_of()
     state = state_of(Looked(answer_of(table)), Finished(verdict_of(what="</svg>")))
     job = job_view(state)
+    # Under zero=1 each rank holds all weights.
+    assert "zero=2: gradients too; 3: weights too" in job["legend"]["zero"]
     picture = ElementTree.fromstring(svg_of(pulse_view(state)["headline"], job, state.results[0].line))
     words = ["".join(text.itertext()) for text in picture.iter(f"{SVG}text")]
 

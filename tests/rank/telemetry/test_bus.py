@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
 from typing import Any
 
 import pytest
 from jobs import Heard
 
-from nbkit.rank.telemetry.sinks import Bus, InThread, close_all
-from nbkit.records.events import LrChanged, RunStopped, StepDone
+from nbkit.rank.telemetry import sinks
+from nbkit.rank.telemetry.sinks import Bus, InThread, ProgressLine, close_all
+from nbkit.records.events import LrChanged, Rebalanced, RunStarted, RunStopped, StepDone
 
 
 class Raises:
@@ -112,3 +115,34 @@ def test_a_sink_that_cannot_close_is_named_and_an_unopened_one_is_not_closed(
     said = capfd.readouterr().err
     assert "given to the sink NotClosed was not closed: OSError: gone (" in said and "Traceback" not in said
     assert unopened == []
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *, file: bool) -> str:
+    """Return what a run of two steps out of nine prints. file: stdout is that of the process."""
+    stdout = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "__stdout__", stdout if file else io.StringIO())
+    monkeypatch.setattr(sinks, "_PERIOD_S", 0.0)
+    now = {"step": 0, "goal": 9, "loss": 1.0, "eta_s": 30.0}
+    line = ProgressLine(lambda: now)
+    line.write(RunStarted(0, arithmetic="global 8").as_dict())
+    for now["step"] in (1, 2):
+        line.write(StepDone(now["step"]).as_dict())
+    line.write(Rebalanced(2).as_dict())
+    line.write(RunStopped(2, reason="stopped").as_dict())
+    return stdout.getvalue()
+
+
+def test_the_progress_line_is_rewritten_in_a_notebook_and_has_no_time_to_go_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = told(monkeypatch, file=False).split("\r")
+    assert [line.split(" · ")[0].strip() for line in lines[:3]] == ["global 8", "step 1/9", "step 2/9"]
+    assert "to go" in lines[2] and lines[-1].strip() == "step 2/9 · loss 1"
+
+
+def test_in_a_file_the_progress_is_a_few_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = told(monkeypatch, file=True)
+    first, step, _, last = text.splitlines()
+    assert "\r" not in text and all(line == line.rstrip() for line in text.splitlines())
+    assert (first, step.partition(" · ")[0], last) == ("global 8", "step 1/9", "step 2/9 · loss 1")

@@ -181,8 +181,11 @@ def test_evaluation_counts_every_sample_once_on_any_number_of_ranks() -> None:
 
 
 def until(world: Any) -> list[Any]:
-    trainer = quiet()
-    made = [[r["step"] for r in records] for records in (trainer.fit(2), trainer.fit(until=5), trainer.fit(until=5))]
+    trainer = quiet(progress=True)
+    made = [[r["step"] for r in records] for records in (trainer.fit(2), trainer.fit(until=5))]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        made.append([r["step"] for r in trainer.fit(until=4)])
+    made.append(said.getvalue().strip())
     refused = []
     for asked in ({}, {"steps": 2, "until": 9}, {"until": 0}):
         with pytest.raises(TrainingError) as error:
@@ -194,9 +197,9 @@ def until(world: Any) -> list[Any]:
 def test_fit_takes_a_number_of_steps_or_a_last_step() -> None:
     either = "fit() takes either steps or until."
 
-    assert run_ranks(until, 1) == [
-        [[[1, 2], [3, 4, 5], []], 5, [either, either, "until is a whole number, at least 1."]]
-    ]
+    nothing = "5 steps are finished: until=4 leaves none to make"
+    made = [[1, 2], [3, 4, 5], [], nothing]
+    assert run_ranks(until, 1) == [[made, 5, [either, either, "until is a whole number, at least 1."]]]
 
 
 class Slow(torch.utils.data.Dataset[Any]):

@@ -149,7 +149,7 @@ _REASONS = {
 """Reasons by the `why` of a Choice."""
 _HELD_WORDS = {
     "dp": "a copy on every rank",
-    "zero": "a part on each rank (zero)",
+    "zero": "optimizer state in parts; zero=2: gradients too; 3: weights too",
     "tp": "a slice of every layer (tp)",
     "pp": "whole blocks, stage by stage (pp)",
     "cp": "a copy on every rank, which computes some of the positions (cp)",

@@ -52,7 +52,7 @@ from nbkit.rank.watching_mode import WatchingMode
 from nbkit.tensor_layout import Layout
 
 _HINT = (
-    "strategy='zero2', which keeps weights whole; or a batch with which nbkit can find this earlier: "
+    "strategy='zero2', which keeps weights whole; or a batch that shows this earlier: "
     "hints=nbkit.ModelHints(example=batch) "
     "of nbkit.prepare, data that can be indexed of a Trainer"
 )

@@ -45,8 +45,9 @@ def watch_backward(job: Job) -> None:
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> None:
-        waiting = [(job, _standing(job)) for job in _jobs if job.waits_for_update]
-        others = [] if by_a_job() else [(job, _standing(job)) for job in _jobs if job.own_forward.active]
+        jobs = [job for job in _jobs if not job.model_handle.taken_over]
+        waiting = [(job, _standing(job)) for job in jobs if job.waits_for_update]
+        others = [] if by_a_job() else [(job, _standing(job)) for job in jobs if job.own_forward.active]
         function(*args, **kwargs)
         for job, before in waiting:
             _refuse_added(job, before)

@@ -91,9 +91,14 @@ class ModelHandle:
                 _retire(param, name, str(strategy))
         self._params, self._shows = params, vars(self.model)
 
+    @property
+    def taken_over(self) -> bool:
+        """True if another job trains the model now. The parameters of this job are retired then."""
+        return vars(self.model) is not self._shows
+
     def check(self) -> None:
         """Raise TrainingError if another job has taken the model over."""
-        if vars(self.model) is not self._shows:
+        if self.taken_over:
             raise TrainingError(
                 "Another job has taken over the model of this one.",
                 numbers=type(self.model).__name__,

@@ -142,7 +142,7 @@ def test_other_models_are_planned_for_data_axis_and_pipeline_only() -> None:
     assert {Strategy.parse(row.strategy, 4).tp for row in made.rows} == {1}
     assert {"dp=4", "dp=4 zero=1", "dp=4 zero=3"} <= {row.strategy for row in made.rows}
     why = next(one for one in made.refused if one.strategy == "tp=4")
-    assert why.why.startswith("What it sends is known of a chain of transformer blocks")
+    assert why.why.startswith("tp and cp are predicted only for a chain of transformer blocks")
 
 
 def test_a_model_that_cannot_be_planned_gets_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
