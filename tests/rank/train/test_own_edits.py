@@ -219,7 +219,8 @@ def refused(world: Any, edits: list[Any], strategies: list[str]) -> list[list[st
 
 @QUICKLY
 def test_edits_that_cannot_be_used_are_refused_by_name() -> None:
-    edits = {pruned: "'head.weight' is not", normed: "'head.weight' is not", tied: "'blocks.0.up.weight' is not"}
+    moved = "was moved or removed"
+    edits = {pruned: f"'head.weight' {moved}", normed: f"'head.weight' {moved}", tied: f"'blocks.0.up.weight' {moved}"}
     edits[halved] = "was replaced after the job was built"
     (first, second) = run_ranks(refused, 2, list(edits), ["ddp", "zero1", "zero3"])
     assert first == second

@@ -203,7 +203,7 @@ class OutOfOrder(TrainingError):
         super().__init__(
             f"{unit!r} {how}.",
             numbers=f"zero=3 gathers in the order {', '.join(order[:8])}{', ...' * (len(order) > 8)}",
-            hint="strategy='zero2', which gathers nothing; or a batch with which nbkit can find the order "
+            hint="strategy='zero2', which gathers nothing; or a batch that shows the order "
             "earlier: hints=nbkit.ModelHints(example=batch) "
             "of nbkit.prepare, data that can be indexed of a Trainer",
         )
