@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from nbkit.errors import TrainingError
 from nbkit.tensor_layout import Layout
@@ -105,6 +106,7 @@ class DataAxis:
                 else:
                     known.copy_(shown.data)
                     shown.data = known
+                increment_version(shown)  # for who looks whether the user has changed weights
         self._pointers = [p.data_ptr() for p in self._shown.values()]
 
     @torch.no_grad()
@@ -147,6 +149,14 @@ class DataAxis:
     def parts(self) -> list[nn.Parameter]:
         """Return the parameters in the module between two steps of which this rank has only a part."""
         return [p for name, p in self._shown.items() if not self._weights[name][1].is_whole]
+
+    def slices(self) -> list[nn.Parameter]:
+        """Return the parameters of the optimizer that are parts of parameters in the module, in the same memory."""
+        return [p for name, p in self.held.items() if p is not self._shown.get(name, p)]
+
+    def replicas(self) -> dict[str, nn.Parameter]:
+        """Return the parameters in the module that have the same values on all ranks of the data axis."""
+        return {}
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor that uses memory of the weights."""

@@ -97,6 +97,9 @@ class BucketedAxis(DataAxis, Generic[B]):
         self._build(self._backward_order())
         self.reset()
 
+    def replicas(self) -> dict[str, nn.Parameter]:
+        return dict(self._params) if self.apart == 1 else {}
+
     def let_go(self) -> None:
         self.close()
         self._buckets.clear()

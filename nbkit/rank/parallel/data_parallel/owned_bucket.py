@@ -146,5 +146,5 @@ class OwnedBucket(Bucket):
         parts = dict(zip(order, matrix.split([self.reduction.sizes[i] for i in order]), strict=True))
         others = [i for i in order if i not in self.mine]
         if others:
-            targets = [self.params[i].detach() for i in others]
+            targets = [self.params[i].data for i in others]
             foreach_copy_(targets, [parts[i].view(target.shape) for i, target in zip(others, targets, strict=True)])

@@ -270,8 +270,8 @@ class ShardBucket(Bucket):
 
     @torch.no_grad()
     def spread(self, matrix: Tensor) -> None:
-        """Copy the gathered parts into the whole parameters."""
-        self.packing.unpack(matrix[:, : self.packing.width], [p.detach().view(-1) for p in self.params])
+        """Copy the gathered parts into the whole parameters. Their versions count only what a user changes."""
+        self.packing.unpack(matrix[:, : self.packing.width], [p.data.view(-1) for p in self.params])
 
 
 class ShardedOptimizer(BucketedAxis[ShardBucket | OwnedBucket]):

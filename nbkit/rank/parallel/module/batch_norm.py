@@ -1,13 +1,14 @@
 """BatchNorm couples the samples of a batch. Over several ranks it is synchronised or refused, so that results stay
 correct.
 
-Buffers that a forward pass updates (running statistics) may become different on each rank. Then an error names the
-buffer.
+Buffers that a forward pass updates (running statistics), and weights that a user changes between steps, may become
+different on each rank. Then an error names the buffer or the weight.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -275,24 +276,44 @@ def check_buffers(model: nn.Module, names: list[str], *, axes: Axes, device: tor
 
     Raises TrainingError, the same on every rank, which names the first buffer that differs.
     """
-    group = axes.group("dp")
-    if group is None or not names:
+    if axes.group("dp") is None or not names:
         return
     held = dict(model.named_buffers())
     none = torch.zeros((), device=device)
-    sums = torch.stack([_sum(held.get(name, none)) for name in names])
-    everyone = sums.new_empty(axes.size("dp"), len(names))
-    _all_gather(everyone.view(-1), sums, group=group)
-    same = ((everyone == everyone[0]) | everyone.isnan() & everyone[0].isnan()).all(dim=0).tolist()
-    drifted = [name for name, equal in zip(names, same, strict=True) if not equal]
+    drifted, shown = _unequal(names, torch.stack([_sum(held.get(name, none)) for name in names]), axes)
     if drifted:
-        shown = ", ".join(f"{value:.6g}" for value in everyone[:4, names.index(drifted[0])].tolist())
         raise TrainingError(
             f"The forward pass updates the buffer {drifted[0]!r} from this rank's rows alone: the ranks drift apart.",
-            numbers=f"its sum on data ranks 0, 1, ...: {shown}{', ...' * (axes.size('dp') > 4)}; "
-            f"{len(drifted)} such buffers",
+            numbers=f"its sum on data ranks 0, 1, ...: {shown}; {len(drifted)} such buffers",
             hint="all-reduce it in forward; or track_running_stats=False; or one rank",
         )
+
+
+@torch.no_grad()
+def check_weights(weights: Mapping[str, Tensor], *, axes: Axes) -> None:
+    """Compare the norms of weights that all ranks of `dp` hold. All ranks must call it. Raises as `check_buffers`."""
+    names = [name for name, p in weights.items() if p.is_floating_point() or p.is_complex()]
+    if axes.group("dp") is None or not names:
+        return
+    norms = torch._foreach_norm([weights[name].detach() for name in names])
+    drifted, shown = _unequal(names, torch.stack([norm.double() for norm in norms]), axes)
+    if drifted:
+        raise TrainingError(
+            f"The weight {drifted[0]!r} is not the same on all ranks, because it was changed between two steps.",
+            numbers=f"its norm on data ranks 0, 1, ...: {shown}; {len(drifted)} such weights",
+            hint="build the Trainer again, or load a checkpoint; change weights in the same way on every rank: "
+            "torch.manual_seed(0) before you draw numbers, and nothing behind `if rank == 0:`",
+        )
+
+
+def _unequal(names: Sequence[str], own: Tensor, axes: Axes) -> tuple[list[str], str]:
+    """Return the names whose numbers differ between the ranks of `dp`, and in words the numbers of the first one."""
+    everyone = own.new_empty(axes.size("dp"), len(names))
+    _all_gather(everyone.view(-1), own, group=axes.group("dp"))
+    same = ((everyone == everyone[0]) | everyone.isnan() & everyone[0].isnan()).all(dim=0).tolist()
+    found = [name for name, equal in zip(names, same, strict=True) if not equal]
+    numbers = everyone[:4, names.index(found[0])].tolist() if found else []
+    return found, ", ".join(f"{value:.6g}" for value in numbers) + ", ..." * (axes.size("dp") > 4)
 
 
 def _sum(buffer: torch.Tensor) -> torch.Tensor:

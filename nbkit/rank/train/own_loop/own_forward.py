@@ -431,7 +431,7 @@ class OwnForward:
         data.reset(passes=0)
         self._begun, self._reduction = True, job.training_step.new_reduction()
         self._trains = [p.requires_grad for p in data.leaves()]
-        job.training_step.warn_if_changed()
+        job.training_step.look_at_changes()
 
     def _pass(self, value: Tensor | None, *, retain_graph: bool, last: bool) -> None:
         """Run the backward pass of a loss. value: None if no row of this rank counts, so that there is no gradient."""

@@ -211,6 +211,7 @@ class History:
         self.agreed = 0  # the newest request that all ranks hold
         self.ends = False  # a rank was told to end the training
         self.data_ends = False  # a rank has seen shards of the data end: the next batch is read accordingly
+        self.changed = False  # a rank's weights were changed by the user: the next step compares those of all ranks
         self._shown: dict[str, Any] | None = None  # the last record of this run
         self.settled: Pending | None = None  # the step of the last record
         self.newest: StepNumbers | None = None  # the results of that step
@@ -335,6 +336,7 @@ class History:
         """
         numbers = pending.reduction.read()
         self.data_ends |= numbers.data_ends
+        self.changed |= numbers.changed
         self._torn |= pending.made and not numbers.whole
         argument_checks.check_whole(numbers, pending)
         argument_checks.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)

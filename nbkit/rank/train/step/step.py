@@ -41,7 +41,7 @@ from nbkit.rank.parallel.micro_batch import (
     most_passes,
     whole_of,
 )
-from nbkit.rank.parallel.module.batch_norm import check_buffers, check_level, takes_all_ranks, watched
+from nbkit.rank.parallel.module.batch_norm import check_buffers, check_level, check_weights, takes_all_ranks, watched
 from nbkit.rank.parallel.plan import parts_rows
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
@@ -105,8 +105,11 @@ class TrainingStep:
         self.dropout = KeyedDropout(sharded_model.module, seed, builder.facts.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
         self.coupled = any(takes_all_ranks(module) for module in sharded_model.module.modules())
-        # Parameters that are split over ranks, and their versions after the last step.
-        self._parts, self._changes = sharded_model.data.parts(), list[int]()
+        # Weights that are split over ranks, those of the optimizer alone, and all others; versions after the last step.
+        data = sharded_model.data
+        self._parts, self._slices, self._replicas = data.parts(), data.slices(), list(data.replicas().values())
+        self._changes: list[list[int]] = []
+        self._changed = False
         # True if the loss function returns (sum, weight). Ranks that do not call it know this after the first step.
         self._summed: bool | None = None
 
@@ -119,8 +122,8 @@ class TrainingStep:
         self._made, self.counted = 0, Counts()
 
     def compare_buffers(self) -> None:
-        """Compare the buffers that forward passes update between the ranks, in the next step."""
-        self._drift_unknown = True
+        """Compare weights, and the buffers that forward passes update, between the ranks, in the next step."""
+        self._drift_unknown = self.ledger.changed = True
 
     def release(self) -> None:
         """Remove the hooks from the modules, because another sharded model is in force."""
@@ -164,7 +167,7 @@ class TrainingStep:
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
         apart = sharded_model.data.apart
         sharded_model.data.reset(passes=most_passes(shard, sharded_model, self.microbatch_size))
-        self.warn_if_changed()
+        self.look_at_changes()
         if self.coupled:
             dp, parts = sharded_model.axes.size("dp"), shard.parts
             check_level(shard.total, ranks=dp, microbatch_size=self.microbatch_size, parts=parts)
@@ -288,6 +291,7 @@ class TrainingStep:
             backup=self.backups.spent(),
             ends=step_boundary.told_to_end(),
             data_ends=data_ends,
+            changed=self._changed,
             counted=(self.counted.peak, self.counted.sent),
             routed=[sum(tokens.values()) for tokens in self.sharded_model.data.routed],
         )
@@ -319,6 +323,9 @@ class TrainingStep:
             # Check before the first update, because it would use the wrong buffers.
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
             self._drift_unknown = False
+        if ledger.changed:
+            check_weights(sharded_model.data.replicas(), axes=sharded_model.axes)
+            ledger.changed = False
         self.reduced = True
         clock.routed, clock.experts = sharded_model.data.routed, sharded_model.data.expert_times
         lr, mesh = to_host_async(self.optimizer.param_groups[0]["lr"]), sharded_model.strategy.mesh
@@ -377,9 +384,11 @@ class TrainingStep:
         self.ledger.made()
 
     def note_versions(self) -> None:
-        """Note the versions of split weights, after nbkit has changed them: see `warn_if_changed`."""
-        if self._parts:
-            self._changes = [p._version for p in self._parts]
+        """Note the versions of weights, after nbkit has changed them: see `look_at_changes`."""
+        self._changes = self._versions()
+
+    def _versions(self) -> list[list[int]]:
+        return [[p._version for p in some] for some in (self._parts, self._slices, self._replicas)]
 
     @property
     def _is_counted(self) -> bool:
@@ -392,16 +401,29 @@ class TrainingStep:
     def _counting(self, *, update: bool = False) -> AbstractContextManager[None]:
         return self._count.part(update=update) if self._count is not None else nullcontext()
 
-    def warn_if_changed(self) -> None:
-        """Warn, once, if the user has changed split weights since the last step."""
-        if not self._changes or [p._version for p in self._parts] == self._changes:
+    def look_at_changes(self) -> None:
+        """Warn, once, if the user has changed split weights since the last step. Tell the ranks of other changes.
+
+        Raises TrainingError if the user has changed parameters of the optimizer of which the model has copies.
+        """
+        known, now = self._changes, self._versions()
+        self._changed = bool(known) and known[2] != now[2]
+        if known and known[1] != now[1]:
+            raise TrainingError(
+                "The weights of the optimizer were changed between two steps: they are this rank's part, and the other "
+                "ranks would keep the old values in their models.",
+                numbers=f"{self._strategy}; {len(self._slices)} parameters in optimizer.param_groups",
+                hint="change the parameters of trainer.model (or job.model), which each rank has whole, on every rank; "
+                "before that, build the Trainer again, or load a checkpoint",
+            )
+        if not known or known[0] == now[0]:
             return
-        self._parts, self._changes = [], []
+        self._parts, self._changes = [], [[], *now[1:]]
         if self.rank == 0:
             warnings.warn(
                 "weights were changed between two steps, and a rank has a part of each under "
                 f"{self._strategy}: that is right where each element is changed by itself, as p.mul_(0.9) does, and "
-                "wrong for norms, means and rows of the whole: trainer.switch('zero2') first, or 'ddp'",
+                "wrong for norms, means, rows and random numbers of the whole: trainer.switch('zero2') first, or 'ddp'",
                 stacklevel=2,
             )
 

@@ -69,7 +69,7 @@ def ready(number: float | DeviceScalar) -> float:
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
 _SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _ROUTED = range(7)  # per rank; the last also per layer
-_NOT_FINITE, _ENDS, _DATA_ENDS = 1, 2, 4  # flags of a rank
+_NOT_FINITE, _ENDS, _DATA_ENDS, _CHANGED = 1, 2, 4, 8  # flags of a rank
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class StepNumbers:
     backup: float = 0.0
     ends: bool = False
     data_ends: bool = False
+    changed: bool = False
     counted: tuple[int, int] = (0, 0)
     routed: list[list[int]] = field(default_factory=list)
 
@@ -139,6 +140,7 @@ class StepReduction:
         backup: float = 0.0,
         ends: bool = False,
         data_ends: bool = False,
+        changed: bool = False,
         counted: tuple[int, int] = (0, 0),
         routed: Sequence[int] = (),
     ) -> None:
@@ -146,7 +148,8 @@ class StepReduction:
 
         loss_sum: this rank's summed loss, on the device. weight: its divisor. stage: the state of the next request (see
         step_boundary.Inbox). backup: seconds of the last backup (see Backups). ends: this rank was told to end the
-        training. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts.
+        training. data_ends: see Shard.ends. changed: the user has
+        changed weights of this rank. counted: this rank's peak and sent bytes, see Counts.
         routed: the tokens that this rank's experts have computed in this step, whose own forward passes are made; of
         each layer.
 
@@ -157,7 +160,7 @@ class StepReduction:
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + self._each * self.rank
         slots[at : at + _ROUTED + len(routed)] = seconds, 0, fingerprint, backup, *counted, *routed
-        told = _ENDS * ends + _DATA_ENDS * data_ends
+        told = _ENDS * ends + _DATA_ENDS * data_ends + _CHANGED * changed
         if accelerator().holds(self.device):
             if not isinstance(weight, Tensor):
                 slots[_WEIGHT] = weight
@@ -252,6 +255,7 @@ class StepReduction:
             routed=[list(map(round, layers)) for layers in zip(*ranks[_ROUTED:], strict=True)],
             ends=any(round(flags) & _ENDS for flags in ranks[_FLAGS]),
             data_ends=any(round(flags) & _DATA_ENDS for flags in ranks[_FLAGS]),
+            changed=any(round(flags) & _CHANGED for flags in ranks[_FLAGS]),
         )
 
 
