@@ -528,7 +528,7 @@ def _proof(
         except ReadsParameters as error:
             return StepProof(error)
         except Exception as error:
-            why = why or f"a step of {rows} rows in one process fails: {_told(error)}"
+            why = why or f"a step of {rows} rows in one process, with all weights in {dtype}, fails: {_told(error)}"
             continue
         if not isfinite(whole.loss + whole.norm):
             why = why or f"on drawn weights the loss is {whole.loss:.3g}, the norm of its gradients {whole.norm:.3g}"
@@ -654,7 +654,7 @@ def _told(error: Exception) -> str:
 def _hint(strategy: Strategy, facts: ModelFacts | None = None) -> str:
     sends = facts is not None and facts.collectives  # even on the same ranks under ddp
     if strategy.dp < strategy.mesh.size or ((strategy.zero or strategy.ep > 1) and not sends):
-        return "another strategy, such as 'ddp'"
+        return "another strategy; 'ddp' trains most models, and nbkit.check(model, 'ddp', batch) tests it"
     return "%cluster start -n 1   trains it on one rank"
 
 

@@ -177,7 +177,10 @@ class ContextAttentionMode(TorchFunctionMode):
             return None
         rows, columns = mask.shape[-2:]
         if columns not in (1, keys) or rows not in (1, self.total, self.own):
-            raise self.refuse("masks other keys than there are.", f"{rows} x {columns}")
+            what = "masks other keys than there are."
+            if columns == self.own:
+                what = "makes a mask for the positions of one rank: make it outside of the blocks, for all positions."
+            raise self.refuse(what, f"{rows} x {columns}")
         return taken(mask, -2, self.runs) if rows == self.total else mask
 
     def _causal_mask(self, query: Tensor, value: Tensor, runs: Runs, dropout_p: float) -> Tensor | None:

@@ -658,5 +658,5 @@ def changed_in_place(name: str, how: str) -> TrainingError:
     return TrainingError(
         f"The model changes its parameter {name!r} in place in its forward, and zero=3 would lose the change.",
         numbers=f"by {how}",
-        hint="strategy='ddp'; or change it between two steps, in a callback of the Trainer",
+        hint="change it between two steps, in a callback of the Trainer",
     )
