@@ -296,5 +296,7 @@ def check_parameters(optimizer: Any, model: nn.Module, *, known: Container[int],
             "There are parameters that were not there when the job was built; the ranks do not sum their gradients.",
             numbers=f"in the model: {', '.join(new[:3]) or 'none'}{', ...' * (len(new) > 3)}; "
             f"in the optimizer: {strange}",
-            hint="build the Trainer (or job) again around the changed model",
+            hint="build the Trainer (or job) again around the changed model"
+            if new
+            else "give the optimizer all parameters at the start, also frozen ones, and change p.requires_grad later",
         )

@@ -183,6 +183,30 @@ def test_state_that_makes_no_difference_is_ignored(name: str) -> None:
     assert found.caches == ({("", "length")} if name == "Tabled" else set())
 
 
+class Logs(stateful.Base):
+    """Reads its count of passes and the values of the pass before the last one. Keeps others only for a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.last, self.before_last = 0, 0.0, 0.0
+        self.hidden: list[Tensor] = []
+        self.mean = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.hidden.clear()
+        self.hidden.append(x.detach())
+        self.mean = float(x.mean())
+        output: Tensor = super().forward(x + self.before_last)
+        self.before_last, self.last = self.last, float(x.sum())
+        return output * self.calls
+
+
+def test_a_value_kept_for_a_log_is_not_taken_for_state() -> None:
+    found = first_runs(Logs(), default_collate(points(2)), inputs=None, loss=stateful.plain).outside
+    assert found is not None and set(found.names) == {"calls", "last"}
+
+
 def test_a_mode_that_every_pass_flips_is_not_taken_for_a_cache() -> None:
     found = first_runs(stateful.Flipping(), default_collate(points(2)), inputs=None, loss=stateful.plain)
     assert not found.caches

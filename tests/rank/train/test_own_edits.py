@@ -534,6 +534,76 @@ def test_columns_normalised_between_steps_are_right_or_warn_once() -> None:
     assert run_ranks(quietly, 2, ["zero3", "dp=1 tp=2"]) == [[], []]
 
 
+@torch.no_grad()
+def through_groups(trainer: Trainer) -> None:
+    for group in trainer.optimizer.param_groups:
+        for p in group["params"]:
+            p.clamp_(-0.2, 0.2)
+
+
+@torch.no_grad()
+def drawn(trainer: Trainer) -> None:
+    torch.manual_seed(trainer.job.rank)
+    trainer.model.blocks[1].up.weight.normal_()
+
+
+@torch.no_grad()
+def on_one_rank(trainer: Trainer) -> None:
+    if trainer.job.rank == 1:
+        trainer.model.head.bias.add_(1)
+
+
+@torch.no_grad()
+def there_and_back_on_one_rank(trainer: Trainer) -> None:
+    if trainer.job.rank == 1:
+        for p in trainer.model.parameters():
+            p.copy_(p.clone())
+
+
+def all_in_place(trainer: Trainer) -> None:
+    in_place(trainer.model)
+
+
+def assigned_parts(trainer: Trainer) -> None:
+    for p in trainer.model.parameters():
+        p.data = p.data / p.data.norm()
+
+
+def edits_in_callbacks(world: Any, cases: list[tuple[Callable[[Trainer], None], str]]) -> list[str]:
+    """Return what each case says: the error, or the warning."""
+    found = []
+    for edit, strategy in cases:
+        trainer = trainer_of(Net, strategy, callbacks=[lambda trainer, record, edit=edit: edit(trainer)])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                trainer.fit(3)
+                found.append("".join(str(each.message) for each in caught if "changed between" in str(each.message)))
+            except TrainingError as error:
+                found.append(str(error))
+    return found
+
+
+@QUICKLY
+def test_weights_that_become_different_on_each_rank_are_refused() -> None:
+    """Equal changes, and changes that are undone, are not refused."""
+    cases = {
+        (through_groups, "zero1"): "ranks have different weights",
+        (through_groups, "zero2"): "ranks have different weights",
+        (drawn, "ddp"): "ranks have different weights",
+        (drawn, "zero1"): "ranks have different weights",
+        (on_one_rank, "ddp"): "ranks have different weights",
+        (on_one_rank, "zero2"): "ranks have different weights",
+        (there_and_back_on_one_rank, "ddp"): "",
+        (all_in_place, "zero1"): "",
+        (assigned_parts, "dp=1 tp=2"): "wrong for norms",
+    }
+    first, second = run_ranks(edits_in_callbacks, 2, list(cases))
+    for text, (_, strategy), expected in zip(first, cases, cases.values(), strict=True):
+        assert (expected in text) if expected else text == "", (strategy, text)
+    assert second[:-1] == first[:-1]  # rank 0 warns
+
+
 class Twin(nn.Module):
     """A block with a slow copy of itself that follows it."""
 

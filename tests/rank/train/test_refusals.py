@@ -161,6 +161,35 @@ def test_new_parameters_are_refused_and_new_groups_of_known_ones_scheduled() -> 
         assert (
             "not there when the job was built" in message and "4.weight" in message and "in the optimizer: 2" in message
         )
+        assert "again around the changed model" in message
+
+
+def half_frozen() -> nn.Module:
+    made: Any = net()
+    made[0].requires_grad_(False)
+    return made  # type: ignore[no-any-return]
+
+
+def thawed_late(world: Any) -> list[str]:
+    """Return the errors where parameters that were frozen come into the optimizer between two steps."""
+    said = []
+    for strategy in ("zero1", "zero2"):
+        trainer = quiet(
+            model=half_frozen,
+            optimizer=lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+            strategy=strategy,
+        )
+        trainer.fit(1)
+        trainer.optimizer.add_param_group({"params": list(trainer.model[0].requires_grad_(True).parameters())})
+        with pytest.raises(TrainingError) as raised:
+            trainer.fit(1)
+        said.append(str(raised.value))
+    return said
+
+
+def test_parameters_added_to_the_optimizer_later_are_refused_with_advice() -> None:
+    for rank in run_ranks(thawed_late, 2):
+        assert all("also frozen ones" in said and "in the optimizer: 2" in said for said in rank)
 
 
 def different_models(world: Any) -> str:

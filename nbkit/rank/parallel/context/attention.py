@@ -177,7 +177,10 @@ class ContextAttentionMode(TorchFunctionMode):
             return None
         rows, columns = mask.shape[-2:]
         if columns not in (1, keys) or rows not in (1, self.total, self.own):
-            raise self.refuse("has an attention mask of another size than its keys.", f"{rows} x {columns}")
+            what = "has an attention mask of another size than its keys."
+            if columns == self.own:
+                what = "makes a mask for the positions of one rank: make it outside of the blocks, for all positions."
+            raise self.refuse(what, f"{rows} x {columns}")
         return taken(mask, -2, self.runs) if rows == self.total else mask
 
     def _causal_mask(self, query: Tensor, value: Tensor, runs: Runs, dropout_p: float) -> Tensor | None:

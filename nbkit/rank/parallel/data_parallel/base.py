@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from nbkit.errors import TrainingError
 from nbkit.tensor_layout import Layout
@@ -105,6 +106,7 @@ class DataAxis:
                 else:
                     known.copy_(shown.data)
                     shown.data = known
+                increment_version(shown)  # so that TrainingStep sees this change of the user
         self._pointers = [p.data_ptr() for p in self._shown.values()]
 
     @torch.no_grad()

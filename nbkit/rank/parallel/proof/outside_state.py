@@ -315,6 +315,14 @@ class OutsideState:
                     found[place.path or "", str(key)] = functools.partial(_set, place, key, now)
         return found
 
+    def set_values(self) -> Iterator[tuple[str, Callable[[float], None]]]:
+        """Yield (name, a function that fills it with a number) of each float and tensor that a pass has set."""
+        for place in self._places:
+            for key, now in place.read().items():
+                tensor = isinstance(now, Tensor) and now.is_floating_point()
+                if (tensor or type(now) is float) and not _same(place.before.get(key, self), now):
+                    yield _spelled(place.name, key), functools.partial(_fill_with, place, key, now)
+
     def numbers(self) -> Iterator[Callable[[float], None]]:
         """Yield, for every changed number and every tensor that was changed in place, a function that adds to it."""
         for place in self._places:
@@ -689,6 +697,8 @@ def find_outside(
         if not _of_weights(run, state):
             return None
         keyed += caches
+    unread = _unread(run, state)
+    changes = {name: value for name, value in changes.items() if name not in unread} or changes
     state.put_back()
     run([0, 1])
     again = tree_leaves(run([0, 1]))
@@ -696,7 +706,7 @@ def find_outside(
     for row in (0, 1):
         state.put_back()
         run([row])
-        parts.append({name: _copied(value) for name, value in state.changes().items()})
+        parts.append({name: _copied(value) for name, value in state.changes().items() if name in changes})
         halves.append(tree_leaves(run([row])))
     state.put_back()
     same = {
@@ -725,6 +735,25 @@ def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) 
         if changed and not _repeats(run, first):
             return True
     return False
+
+
+def _unread(run: Callable[[Sequence[int]], Any], state: OutsideState) -> set[str]:
+    """Return the names of floats and tensors that a pass sets and no later pass reads, as of those kept for a log."""
+    state.put_back()
+    run([0, 1])
+    held, places = state.held(), list(state.set_values())
+    later = [_copied(run([0, 1])) for _ in range(2)]  # a pass may hand a value on to the next but one
+
+    def makes_no_difference(set_to: Callable[[float], None], number: float) -> bool:
+        state.put(held)
+        set_to(number)
+        return all(_repeats(run, each) for each in later)
+
+    return {
+        name
+        for name, set_to in places
+        if all(makes_no_difference(set_to, number) for number in (float("nan"), 0.0, 9.0, 999.0))
+    }
 
 
 def _of_weights(run: Callable[[Sequence[int]], Any], state: OutsideState) -> bool:
@@ -792,6 +821,10 @@ def _fill(values: Any, content: bytes) -> None:
 
 def _set(place: _Place, key: Any, value: Any) -> None:
     place.write({**place.read(), key: value})
+
+
+def _fill_with(place: _Place, key: Any, like: Any, number: float) -> None:
+    _set(place, key, torch.full_like(like, number) if isinstance(like, Tensor) else number)
 
 
 def _add(place: _Place, key: Any, value: float) -> None:

@@ -105,9 +105,16 @@ class RankSync:
         strategies, or if no step is complete. That happens if all ranks were interrupted within a step, or if a rank
         that was interrupted holds a part of the state alone.
         """
-        job = self._job
-        if not job.is_running:
+        if not self._job.is_running:
             self.resync_now()
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Take over the user's changes of the model, and average replicas that train apart. Collective.
+
+        Raises TrainingError for a change that is not possible.
+        """
+        job = self._job
         job.check_model()
         if job.sharded_model.data.apart > 1:
             with job.integrity.changing():

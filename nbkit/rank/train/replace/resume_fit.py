@@ -285,12 +285,15 @@ def repair_torn_update(trainer: Trainer) -> None:
 
     Raises TrainingError, on every rank, if no step is complete and there is no backup.
     """
+    job = trainer.job
     try:
-        trainer.job.sync.resync()
+        if not job.is_running:
+            job.sync.resync_now()
     except TrainingError as torn:
-        if host is None or not trainer.job.backups.on:
+        if host is None or not job.backups.on:
             raise _named(torn, trainer.saves.last.path) from None
         _take_back(trainer, torn)
+    job.sync.take_over()
 
 
 def _take_back(trainer: Trainer, torn: TrainingError) -> None:

@@ -456,7 +456,7 @@ class TrainingStep:
             warnings.warn(
                 "weights were changed between two steps, and a rank has a part of each under "
                 f"{self._strategy}: that is right where each element is changed by itself, as p.mul_(0.9) does, and "
-                "wrong for norms, means and rows of the whole: trainer.switch('zero2') first, or 'ddp'",
+                "wrong for norms, means, rows and random numbers of the whole: trainer.switch('zero2') first, or 'ddp'",
                 stacklevel=2,
             )
 
