@@ -202,7 +202,7 @@ def test_ranks_that_build_different_models_get_the_difference() -> None:
     found = run_ranks(different_models, 2)
 
     assert found[0] == found[1]
-    assert "Rank 1 built another model" in found[0] and "(3, 6)" in found[0] and "(4, 6)" in found[0]
+    assert "Rank 1 built a different model" in found[0] and "(3, 6)" in found[0] and "(4, 6)" in found[0]
 
 
 def counts(world: Any) -> list[str]:
