@@ -174,8 +174,9 @@ class StageBoundaries:
             if number is not None:
                 raise StrategyError(
                     f"{self.blocks[number]} was called outside of the forward pass of its stage.",
-                    numbers="by the model's own activation checkpointing, or by your code",
-                    hint="turn off the model's own checkpointing; compute=nbkit.Compute(recompute=True) does the same",
+                    numbers="by a call of trainer.model, or by the model's own activation checkpointing",
+                    hint="trainer.evaluate(data), or another strategy; instead of the model's own checkpointing: "
+                    "compute=nbkit.Compute(recompute=True)",
                 )
             return proceed(*args, **kwargs)
         if number is not None:
