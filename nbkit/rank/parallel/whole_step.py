@@ -528,6 +528,8 @@ def _proof(
     if small.mesh.size == 1 and microbatch_size is None and plan.options.loss_chunks == 1:
         return StepProof()
     size = sum(getattr(*places[0]).numel() for places in homes(skeleton).values())
+    if example is None and microbatch_size is None and not _cuts(strategy):
+        return StepProof()  # each rank runs the whole model, as one process does
     if beforehand := _unmakeable(small, facts, example, size):
         return StepProof(unproven=f"no whole step: {beforehand}")
     # The ranks are threads of one process, so they are on one node.
@@ -592,16 +594,13 @@ def _unmakeable(small: Strategy, facts: ModelFacts, example: Any, size: int) -> 
     if small.mesh.size > _RANKS:
         return f"{small.mesh.size} ranks, and a test in one process has at most {_RANKS}"
     if size > WIDE:
-        return (
-            f"{size / 1000000.0:,.0f} M parameters, more than {WIDE / 1000000.0:,.0f} M; only single blocks were tested"
-        )
+        return f"{size / 1e6:,.0f} M parameters, more than {WIDE / 1e6:,.0f} M; only single blocks were tested"
     if size > _EXACT:
         needed, free = size * _bytes_of_parameter(small), free_on_host()
         if free is not None and needed > _OF_HOST * free:
             return (
-                f"{size / 1000000.0:,.0f} M parameters take about {needed / 1000000000.0:.1f} GB, more than "
-                "half of the "
-                f"{free / 1000000000.0:.1f} GB that are free on the host; only single blocks were tested"
+                f"{size / 1e6:,.0f} M parameters take about {needed / 1e9:.1f} GB, more than half of the "
+                f"{free / 1e9:.1f} GB that are free on the host; only single blocks were tested"
             )
     return ""
 
