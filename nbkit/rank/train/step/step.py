@@ -425,11 +425,13 @@ class TrainingStep:
     def _weights(self) -> Tensor | None:
         """Return the norm of the weights in the first 4 of every 100 steps, and after the user has changed them.
 
-        Otherwise return None. The ranks compare it. Each of them may have changed its weights in another way.
+        Otherwise return None. The ranks compare it, because each may have changed its weights in another way. If only
+        some ranks have a norm, all ranks compare in the next step.
         """
         data, known = self.sharded_model.data, self._versions
         changed = known and [p._version for p in data.leaves()] != known
-        if not self._replicas or (self.ledger.step % EVERY >= 4 and not changed):
+        compares = self.ledger.step % EVERY < 4 or changed or self.ledger.compares_weights
+        if not self._replicas or not compares:
             return None
         data.settle()
         norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in self._replicas]

@@ -202,8 +202,15 @@ def edited(world: Any, strategy: str) -> list[tuple[str, int]]:
         for p in job.optimizer.param_groups[0]["params"]:
             p.data.clamp_(-0.1, 0.1)
 
+    def swapping(job: Any) -> None:
+        """Change the weights on rank 0, as for an evaluation of their average, and restore them."""
+        if world.place.rank == 0:
+            before = {name: value.clone() for name, value in job.model.state_dict().items()}
+            reading(job)
+            job.model.load_state_dict(before)
+
     found = []
-    for when, edit in ((0, reading), (5, reading), (1, clamping)):
+    for when, edit in ((0, reading), (5, reading), (1, clamping), (5, swapping)):
         job = prepared(strategy)
 
         def steps(job: Any = job, when: int = when, edit: Any = edit) -> None:
@@ -224,9 +231,10 @@ def edited(world: Any, strategy: str) -> list[tuple[str, int]]:
 def test_weights_that_ranks_change_in_different_ways_end_the_training(strategy: str) -> None:
     first, second = run_ranks(edited, 2, strategy)
     assert first == second
-    at_start, later, (clamped, steps) = first
+    at_start, later, (clamped, steps), swapped = first
     assert at_start[1] == 0 and "different weights in step 1" in at_start[0]
-    assert later[1] == 5 and "unchanged" in later[0]
+    assert later[1] == 6 and "different weights in step 7" in later[0]  # all ranks compare in the step after the change
+    assert swapped == ("no error", 8)
     if strategy == "ddp":  # there each rank has all weights in the groups of the optimizer
         assert clamped == "no error" and steps == 8
     else:
