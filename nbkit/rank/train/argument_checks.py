@@ -197,7 +197,7 @@ def check_weights(numbers: StepNumbers, pending: Pending) -> None:
     """Raise TrainingError if ranks that should hold the same weights have different ones."""
     norms = numbers.weights
     if max(norms) - min(norms) > _ALIKE * max(norms):
-        shown = ", ".join(f"{norm:.6g}" for norm in norms[:4]) + ", ..." * (len(norms) > 4)
+        shown = ", ".join(f"{norm:.6g}" if norm else "unchanged" for norm in norms[:4]) + ", ..." * (len(norms) > 4)
         raise TrainingError(
             f"The ranks have different weights in step {pending.step}.",
             numbers=f"under {pending.strategy}, norms on ranks 0, 1, ...: {shown}",

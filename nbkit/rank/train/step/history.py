@@ -363,8 +363,9 @@ class History:
         argument_checks.check_streams(numbers, pending)
         argument_checks.check_rates(numbers, pending)
         if any(numbers.weights):
-            # A rank that changed its weights and restored them is right, so all ranks compare them in the next step.
-            self.compares_weights = not all(numbers.weights)
+            # A rank may have changed its weights and restored them, so all ranks compare them in the next step. Under
+            # ZeRO the update would hide the difference, so this step ends the training.
+            self.compares_weights = not all(numbers.weights) and "zero" not in pending.strategy
             if not self.compares_weights:
                 argument_checks.check_weights(numbers, pending)
         if numbers.held == self._world_size and not self._waits(numbers, pending.asked):
