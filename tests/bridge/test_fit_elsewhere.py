@@ -52,7 +52,7 @@ def test_the_training_is_saved_where_it_stands_and_says_where_fit_must_stand(
     saved = str(tmp_path / "saved")
     saves = f"checkpoints=nbkit.Checkpoints(path={saved!r})"
     two.run(f"trainer = make(strategy={strategy!r}, {saves})\nif rank == 1: os.environ['DIES1'] = '8'")
-    with pytest.raises(CellError, match="A rank died in fit where a new one cannot go on with the cell") as caught:
+    with pytest.raises(CellError, match="A rank died in fit, and a new rank cannot continue this cell") as caught:
         two.run(cell, timeout=120)
     said = caught.value.traceback
     assert "rank 1 died (it exited with code 3)" in said and f"saved to {saved}" in said

@@ -62,11 +62,11 @@ def check_sinks(sinks: Sequence[Sink]) -> None:
     """Raise TrainingError if a sink is a class, has no method `write`, or is not in a list."""
     if not isinstance(sinks, Sequence):
         name = type(sinks).__name__
-        raise TrainingError("sinks= is a list.", numbers=f"sinks={sinks!r}", hint=f"sinks=[{name}(...)]")
+        raise TrainingError("sinks= must be a list.", numbers=f"sinks={sinks!r}", hint=f"sinks=[{name}(...)]")
     for sink in sinks:
         if isinstance(sink, type) or not isinstance(sink, Sink):
             raise TrainingError(
-                "A sink is an object with a method write(event).",
+                "A sink must have a method write(event).",
                 numbers=f"sinks=[{sink!r}]",
                 hint=f"sinks=[{sink.__name__}()]"
                 if isinstance(sink, type)
@@ -323,7 +323,7 @@ class ProgressLine:
                 self._last = now
                 self._show()
         elif kind == Switched.kind and event["in_place"]:
-            said = f"\r{event['new']} in place: memory does not hold it beside {event['old']}"
+            said = f"\r{event['new']} is made in place, because memory cannot hold it and {event['old']} together"
             print(said.ljust(self._width), flush=True)
         elif kind == Rebalanced.kind:
             said = f"\r{mark_of(event)['text']}"

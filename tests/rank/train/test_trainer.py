@@ -195,7 +195,7 @@ def test_fit_makes_so_many_steps_or_those_that_are_left_until_one() -> None:
     either = "fit() takes either steps or until."
 
     assert run_ranks(until, 1) == [
-        [[[1, 2], [3, 4, 5], []], 5, [either, either, "until is a whole number, at least 1."]]
+        [[[1, 2], [3, 4, 5], []], 5, [either, either, "until must be a whole number of at least 1."]]
     ]
 
 
@@ -262,7 +262,7 @@ def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Pat
     why = ", as every 0.02s in a detached cell (nbkit.Checkpoints(every=False): never)\n"
     assert (default, named) == (f"\rsaved to {run}/checkpoint{why}", f"\rsaved to {tmp_path}/kept{why}")
     assert re.match(
-        r"\rnot saved at step \d+, training goes on: The folder of runs is full: no checkpoint is written\. ", failed
+        r"\rnot saved at step \d+, training continues: The folder of runs is full: no checkpoint is written\. ", failed
     )
     assert [each[2] for each in [*silent, *second]] == [""] * 9
     assert Path(run).stat().st_mode & 0o077 == 0  # no other user reads it

@@ -196,7 +196,7 @@ class ModelPieces:
         """Return (what, numbers) if `strategy` cannot split the model or its costs are unknown; otherwise None."""
         if (strategy.tp > 1 or strategy.cp > 1) and self._facts.width is None:
             axes = f"tp={strategy.tp} cp={strategy.cp}"
-            return "What it sends is known of a chain of transformer blocks, an attention and an MLP each.", axes
+            return "nbkit knows the messages only of transformer blocks, each with an attention and an MLP.", axes
         try:
             make_plan(strategy, self._of.facts, self._of.options)
         except StrategyError as error:

@@ -116,7 +116,9 @@ def check_handed(trainer: Trainer, wanted: WantedWorld) -> None:
         if job.rank == 0 and strategy is not None:
             packed_for_new(trainer, strategy)
 
-    agree(pack, what="The training cannot go on with another number of ranks.", hint="%strategy changes what they do")
+    agree(
+        pack, what="The training cannot continue with another number of ranks.", hint="%strategy changes what they do"
+    )
 
 
 def resize(trainer: Trainer, wanted: WantedWorld, span: FitRange | None) -> dict[str, Any]:

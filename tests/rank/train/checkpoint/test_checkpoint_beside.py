@@ -104,12 +104,12 @@ def test_a_checkpoint_written_beside_the_training_is_that_of_its_step(tmp_path: 
         assert each["resumed"] == [9, 10, 11, 12] and each["same"] == (True, True)
     assert second["printed"] == ""
     said = [" ".join(line.split()) for line in first["printed"].split("\r")[1:]]
-    assert said[0].startswith("not saved at step 6, training goes on: The checkpoint ")
+    assert said[0].startswith("not saved at step 6, training continues: The checkpoint ")
     assert "could not be written. rank 1: OSError: the disk is full (" in said[0]
-    passed = f"{tmp_path}/kept/step-12 is passed over: rank 0: FileNotFoundError", f"{tmp_path}/kept/step-10 is passed"
+    passed = f"{tmp_path}/kept/step-12 is skipped: rank 0: FileNotFoundError", f"{tmp_path}/kept/step-10 is passed"
     assert all(one.startswith(other) for one, other in zip(said[1:3], passed, strict=True))
     assert ".distcp is damaged: " in said[2]
-    assert said[3:] == [f"goes on from step 8: {tmp_path}/kept/step-8"]
+    assert said[3:] == [f"continues from step 8: {tmp_path}/kept/step-8"]
 
 
 def nowhere(world: Any, folder: Path) -> list[Any]:
@@ -130,7 +130,7 @@ def nowhere(world: Any, folder: Path) -> list[Any]:
             )
             other.fit(1, resume="auto")
         told.append(str(refused.value))
-    return [*told, f"goes on from step 4: {runs[0]}/checkpoint" in printed.getvalue(), printed.getvalue()]
+    return [*told, f"continues from step 4: {runs[0]}/checkpoint" in printed.getvalue(), printed.getvalue()]
 
 
 def test_runs_of_one_name_go_on_from_each_other(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_runs_of_one_name_go_on_from_each_other(tmp_path: Path) -> None:
 
     assert "name='gpt'" in unnamed and "no resume 'yes'" in unknown and "another model" in other
     assert (first, second) == ([1, 2, 3, 4], [5])
-    assert went_on and printed.startswith("\rno checkpoint yet to go on from")
+    assert went_on and printed.startswith("\rthere is no checkpoint yet")
 
 
 def test_checkpoints_stay_by_number_and_by_age(tmp_path: Path) -> None:

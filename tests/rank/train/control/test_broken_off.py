@@ -96,7 +96,10 @@ def test_when_every_rank_took_it_no_weights_are_whole_and_it_says_so() -> None:
 
 def test_an_unfinished_reduction_that_is_seen_in_time_spares_the_weights() -> None:
     for found in run_ranks(poisoned, 2, (0, 1), False):
-        assert "reduction of step 3 was interrupted" in found["error"] and "not been touched" in found["error"]
+        assert (
+            "reduction of the gradients of step 3 was interrupted" in found["error"]
+            and "not been touched" in found["error"]
+        )
         assert found["step"] == 2
 
 

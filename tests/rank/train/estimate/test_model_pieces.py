@@ -142,7 +142,7 @@ def test_of_a_model_of_another_kind_the_data_axis_and_the_pipeline_are_planned_a
     assert {Strategy.parse(row.strategy, 4).tp for row in made.rows} == {1}
     assert {"dp=4", "dp=4 zero=1", "dp=4 zero=3"} <= {row.strategy for row in made.rows}
     why = next(one for one in made.refused if one.strategy == "tp=4")
-    assert why.why.startswith("What it sends is known of a chain of transformer blocks")
+    assert why.why.startswith("nbkit knows the messages only of transformer blocks")
 
 
 def test_what_cannot_be_planned_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_of_gradients_that_are_not_finite_no_samples_are_blamed(strategy: str) -
         (what, told, step, *_), (looked, norm, made, finite, records), after = found
         assert what.startswith("The loss of step 4 is not finite") and "because the weights are not" in what
         assert "linear.weight" in told and step == 3
-        assert looked == "The gradients of step 3 are not finite, though the loss is."
+        assert looked == "The gradients of step 3 are not finite, although the loss is."
         assert norm == "norm nan; the weights have not been touched" and finite
         assert (made, records, after) == (2, 2, [3, 4])
 
