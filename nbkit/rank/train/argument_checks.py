@@ -196,7 +196,7 @@ def check_own_loop(recovery: Recovery, compute: Compute, loss: Any) -> None:
     supported = Recovery(on_failure=recovery.on_failure, backup_every=recovery.backup_every)
     if recovery != supported:
         raise TrainingError(
-            "hang_timeout=, on_oom= and balance= are for the loop of a Trainer.",
+            "hang_timeout=, on_oom= and balance= work only in the loop of a Trainer.",
             numbers=f"recovery={recovery!r}",
             hint=f"recovery={supported!r}, or nbkit.Trainer",
         )
@@ -208,7 +208,7 @@ def check_own_loop(recovery: Recovery, compute: Compute, loss: Any) -> None:
         )
     if compute.grad_norm_every != Compute.grad_norm_every:
         raise TrainingError(
-            "grad_norm_every= is for the loop of a Trainer.",
+            "grad_norm_every= works only in the loop of a Trainer.",
             numbers=f"compute={compute!r}",
             hint="job.grad_norm() in a loop of your own",
         )

@@ -117,7 +117,9 @@ def check_handed(trainer: Trainer, wanted: WantedWorld) -> None:
             packed_for_new(trainer, strategy)
 
     agree(
-        pack, what="The training cannot continue with another number of ranks.", hint="%strategy changes what they do"
+        pack,
+        what="The training cannot continue with another number of ranks.",
+        hint="%strategy zero3   changes the strategy of the present ranks",
     )
 
 
