@@ -422,7 +422,7 @@ def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> 
     looked_at = nbkit.check(
         balanced, "ddp", {"input_ids": batch, "labels": batch}, 2, inputs=["input_ids", "labels"], loss=inside
     )
-    assert looked_at.ok and "An auxiliary loss" in str(looked_at)
+    assert looked_at.ok and "an auxiliary loss" in str(looked_at)
     assert found["unbalanced"] == ""
 
 
