@@ -47,7 +47,8 @@ def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[],
             named = ", ".join(map(repr, lost[:3]))
             warnings.warn(
                 f"no checkpoint holds {named}, which the model or the loss changes in each pass and reads in the "
-                "next pass, so a training that loads it starts without them. Checkpoints hold buffers",
+                "next pass, so a training that loads the checkpoint starts without it. Use a buffer, which a "
+                "checkpoint holds",
                 stacklevel=4,
             )
     job.checkpoint_writer.begin(checkpoint.take(path, job.state, job.builder, about), beside=beside, then=then)
