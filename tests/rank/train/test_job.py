@@ -106,7 +106,7 @@ def test_misuse_is_said() -> None:
     first, second = run_ranks(misused, 2)
 
     assert first == second
-    assert [message.split()[0] for message in first] == ["log()", "backward()", "A", "log()", "log()", "The", "The"]
+    assert [message.split()[0] for message in first] == ["log()", "backward()", "log()", "log()", "log()", "The", "The"]
     assert "the record uses itself" in first[2] and "DistributedSampler" in first[5] and "different data" in first[6]
 
 

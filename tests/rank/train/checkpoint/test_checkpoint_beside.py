@@ -106,7 +106,7 @@ def test_a_checkpoint_written_beside_the_training_is_that_of_its_step(tmp_path: 
     said = [" ".join(line.split()) for line in first["printed"].split("\r")[1:]]
     assert said[0].startswith("not saved at step 6, training continues: The checkpoint ")
     assert "could not be written. rank 1: OSError: the disk is full (" in said[0]
-    passed = f"{tmp_path}/kept/step-12 is skipped: rank 0: FileNotFoundError", f"{tmp_path}/kept/step-10 is passed"
+    passed = f"{tmp_path}/kept/step-12 is skipped: rank 0: FileNotFoundError", f"{tmp_path}/kept/step-10 is skipped"
     assert all(one.startswith(other) for one, other in zip(said[1:3], passed, strict=True))
     assert ".distcp is damaged: " in said[2]
     assert said[3:] == [f"continues from step 8: {tmp_path}/kept/step-8"]
@@ -136,7 +136,7 @@ def nowhere(world: Any, folder: Path) -> list[Any]:
 def test_runs_of_one_name_go_on_from_each_other(tmp_path: Path) -> None:
     ((unnamed, unknown, first, second, other, went_on, printed),) = run_ranks(nowhere, 1, tmp_path)
 
-    assert "name='gpt'" in unnamed and "no resume 'yes'" in unknown and "another model" in other
+    assert "name='gpt'" in unnamed and "resume='yes' is not possible" in unknown and "another model" in other
     assert (first, second) == ([1, 2, 3, 4], [5])
     assert went_on and printed.startswith("\rthere is no checkpoint yet")
 

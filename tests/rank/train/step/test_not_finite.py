@@ -109,4 +109,4 @@ def test_read_late_as_on_gpus_it_says_how_many_steps_the_weights_took() -> None:
 
     assert "ranks 1, 3" in raised.value.what
     assert "rank 1: samples 42, 43; rank 3: samples 46, 47" in raised.value.numbers
-    assert "taken 2 steps" in raised.value.numbers
+    assert "made 2 steps" in raised.value.numbers
