@@ -447,5 +447,5 @@ def test_a_forward_step_that_no_pipeline_can_run_is_refused() -> None:
     assert "without a call of the model" in said(lambda model, batch: batch[0].sum(), loss=False)
     assert "draws random numbers" in said(lambda model, batch: model(torch.rand(2)), loss=False)
     assert "some by name" in said(lambda model, batch: model(batch[0], mask=batch[1]), loss=False)
-    with pytest.raises(NbkitError, match="given no loss function"):
+    with pytest.raises(NbkitError, match="so loss= and inputs= are not allowed"):
         nbkit.prepare(lambda: mlp(4, 3, 1), adam, loss=F.mse_loss, forward_step=lambda model, batch: model(batch))

@@ -164,7 +164,7 @@ def test_what_is_too_large_or_not_to_be_carried_is_refused(cell: dict[str, Any])
         dumps(torch.zeros(1000), limit=1000)
     with pytest.raises(TooLarge):
         dumps("x" * 2000, limit=1000)
-    with pytest.raises(Exception, match="not send"):
+    with pytest.raises(Exception, match="not sent"):
         dumps([cell["config"]], classes=True, foreign={id(cell["config"])})
 
 
