@@ -458,7 +458,8 @@ class TrainingStep:
             warnings.warn(
                 f"weights were changed between two steps, and a rank has only a part of each under {self._strategy}. "
                 "This is right if each element is changed by itself, as p.mul_(0.9) does, and wrong if the change "
-                "needs norms, means, rows or random numbers of the whole weight: then call trainer.switch('zero2') first, or 'ddp'",
+                "needs norms, means, rows or random numbers of the whole weight: then call "
+                "trainer.switch('zero2') first, or 'ddp'",
                 stacklevel=2,
             )
 
