@@ -203,7 +203,7 @@ def test_a_plan_refuses_models_that_would_train_differently_with_all_reasons(fac
     assert list(refusals(Strategy(pp=2), bare, JobOptions(), guessed=True)) == []
     with pytest.raises(StrategyError, match="nbkit found no blocks"):
         make_plan(Strategy(pp=2), bare)
-    with pytest.raises(StrategyError, match="not known yet"):
+    with pytest.raises(StrategyError, match="It is not yet known"):
         make_plan(Strategy(tp=2), replace(facts, looked=frozenset({"chain"})))
 
 
