@@ -445,8 +445,8 @@ class Balanced(Dataset[Any]):
     If `cost` or `group` is a function, or the cost is learned, the ranks together read all data once, when the Trainer
     is created.
 
-    pack: pack documents into blocks of this many positions. Attention stays inside a document. `cost` then gets the
-    token ids of a piece of a document; the default cost is their number. `group` gets a whole document.
+    pack: pack documents into samples of this many positions. Attention stays inside a document. `cost` then gets the
+    token ids of a piece of a document; the default cost is the number of tokens. `group` gets a whole document.
 
     Each sample comes once in an epoch, shuffled by the Trainer's seed. Batch sizes differ by at most one sample. All
     batches have about the same cost and mix of groups. The batches do not depend on the strategy. Raises TrainingError
