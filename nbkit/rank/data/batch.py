@@ -307,7 +307,7 @@ def check_inputs(inputs: Sequence[str] | None) -> None:
             "num_items_in_batch= counts targets of the whole batch, but the model on a rank gets only a part of the "
             "batch.",
             numbers=f"inputs {', '.join(inputs)}",
-            hint="leave it out of inputs=: nbkit counts the targets over the whole batch anyway",
+            hint="leave it out of inputs=: the targets are counted over the whole batch anyway",
         )
 
 

@@ -177,7 +177,7 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
         raise TrainingError(
             f"The ranks read different data in step {pending.step}.",
             numbers=f"{which} had a different batch than rank 0",
-            hint="use the same data, batch_size and seed on every rank, because nbkit takes the rows of each rank; "
+            hint="use the same data, batch_size and seed on every rank, because each rank takes its own rows; "
             "shuffle with one seed on all ranks: torch.manual_seed(0)",
         )
 

@@ -120,7 +120,7 @@ class Builder:
                 world_size=world_size,
                 device=device,
                 what="numbers in attributes of the model, which nbkit does not send",
-                hint="register_buffer; or model=lambda: ..., which nbkit builds from one seed on every rank",
+                hint="register_buffer; or model=lambda: ..., which is built from one seed on every rank",
             )
         # Before the skeleton: the optimizer's factory may read weights, and may freeze some of them.
         self.template = self._template(optimizer, must_not_read=isinstance(model, Pretrained))

@@ -101,7 +101,7 @@ def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[An
             world_size=job.world_size,
             device=job.device,
             what="data to evaluate on",
-            hint="give every rank the whole data, because nbkit divides it",
+            hint="give every rank the whole data: each takes its own rows",
         )
     with job.sharded_model.evaluating(autocast=job.training_step.precision.dtype is not None), alike():
         every = shards(data, batch_size=batch_size, rank=axes.index("dp"), ranks=axes.size("dp"), collate=collate)

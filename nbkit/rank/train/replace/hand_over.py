@@ -147,7 +147,7 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy, *, first: boo
         raise TrainingError(
             f"The model or the loss keeps {', '.join(map(repr, lost[:3]))}, which nbkit cannot send to a new process.",
             numbers="it changes in each pass, and the next pass reads it",
-            hint="register_buffer, because nbkit sends buffers; or recovery=nbkit.Recovery(on_failure='stop')",
+            hint="register_buffer, because buffers are sent; or recovery=nbkit.Recovery(on_failure='stop')",
         )
     try:
         return dumps(replace(handed_by(trainer, strategy), sinks=_sinks_for_new(job, first=first)))
