@@ -155,7 +155,7 @@ def test_seconds_and_rate_are_the_same_on_card_dashboard_and_tab(run: dict[str, 
 
 def test_the_report_says_what_ran_and_how_to_repeat_it(run: dict[str, Any]) -> None:
     told = dict(about(run["snapshot"]))
-    assert (told["model"], told["optimizer"], told["seed"]) == ("GPT", "AdamW, lr 0.001", "1")
+    assert (told["model"], told["optimizer"], told["seed"]) == ("GPT", "AdamW, lr 0.001 at the start", "1")
     assert told["ranks"].endswith("on CPU, gloo") and f"torch {torch.__version__}" in told["versions"]
     assert told["batch"].startswith("global ")
     first, *then = told["to repeat it"].splitlines()

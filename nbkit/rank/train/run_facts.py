@@ -24,7 +24,7 @@ def run_facts(job: Job) -> dict[str, str]:
     fp8 = f", {spelled_fp8(job.builder.skeleton)}" if job.builder.options.fp8 else ""
     return {
         "model": type(job.model).__name__,
-        "optimizer": type(optimizer).__name__ + (f", lr {rate}" if rate else ""),
+        "optimizer": type(optimizer).__name__ + (f", lr {rate} at the start" if rate else ""),
         "precision": (job.config.precision or "as the model") + fp8,
         "seed": str(job.seed),
         "ranks": f"{job.world_size} on {accelerator().name(job.device)}, {dist.get_backend()}",

@@ -388,6 +388,13 @@ def test_the_current_row_payback_and_recommendation_use_the_newest_pace() -> Non
     )  # the pace is from before a switch
 
 
+def test_the_panel_says_that_step_times_come_from_a_comparison() -> None:
+    answer = paced(0.0201, 0.02, 0.0202)
+    assert not job_view(state_of(Looked(answer)))["compared"]
+    answer["progress"]["pace"]["compared"] = True
+    assert job_view(state_of(Looked(answer)))["compared"]
+
+
 def test_a_pace_belongs_to_the_strategy_with_its_full_list_of_experts() -> None:
     answer, whole = paced(0.0201, 0.02, 0.0202), "dp=4 ep=2 experts=0:1-5"
     rows = [answer["table"], *(row for row in answer["table"]["options"] if row["strategy"] == "dp=4")]

@@ -207,6 +207,7 @@ def job_view(state: State) -> dict[str, Any]:
         "previous": table["previous"] or "",
         "recommended": choice.strategy,
         "because": _reason(options, choice),
+        "compared": state.pace.get("strategy") == recorded(table["strategy"]) and state.pace.get("compared", False),
         "unpredicted": table["unpredicted"],
         "unpredicted_pause": table["unpredicted_pause"],
         "levers": _levers(table["levers"]),

@@ -16,7 +16,7 @@ const KEYS = [
 const COLUMNS = [
   ["memory", "memory", "at rest,\nfullest rank", "What the fullest rank holds between steps: weights, gradients, optimizer state and buffers. Paler: while the switch is made."],
   ["peak", "peak", "in a step,\nfullest rank", "What the fullest rank holds at the highest moment of a step, as counted in a step. ≈: predicted."],
-  ["step", "step", "≈ predicted", "The median time of the newest steps. ≈: predicted from the steps of the strategy that runs now."],
+  ["step", "step", "≈ if predicted", "The median time of the newest steps, or of the steps of the last comparison. ≈: predicted from the steps of the strategy that runs now."],
   ["interval", "interval", "of the\nmedian", "The interval in which the median lies with 95 %. It is 10 % wider if the steps were made more than 400 steps ago."],
   ["sends", "sends", "in a step,\nbusiest rank", "What the busiest rank sends in a step, without backups, as counted in a step. ≈: predicted."],
   ["between", "between", "nodes,\nall ranks", "What all ranks send between nodes in a step. ≈: predicted."],
@@ -511,6 +511,7 @@ function render({ model, el }) {
     const why = job().unpredicted ? `, and cannot be predicted (${job().unpredicted})` : "";
     const sentences = [
       `${all.length} strategies.`,
+      job().compared ? "The step times are those of the last comparison; now a step may take longer or shorter." : "",
       unexamined ? `${unexamined} are not examined yet; a switch runs the model on a few rows first.` : "",
       unknown ? `The step time of ${unknown} is not known yet${why}: the button below measures it.` : "",
       all.some((row) => row.pause && row.pause !== "unknown") || !job().unpredicted_pause ? "" : `No pause is predicted: ${job().unpredicted_pause}.`,

@@ -41,7 +41,8 @@ class StepPace:
     """The pace of a strategy.
 
     seconds: the median duration of `steps` steps. low, high: its 95 % confidence interval; None for fewer than `LEAST`
-    steps. ago: the number of later steps, under other strategies. rate: the median of tokens per second.
+    steps. ago: the number of later steps. rate: the median of tokens per second. compared: these are steps of a
+    comparison with other strategies.
     """
 
     seconds: float
@@ -50,6 +51,7 @@ class StepPace:
     steps: int
     ago: int = 0
     rate: float = 0.0
+    compared: bool = False
 
 
 def pace_of(seconds: Sequence[float], tokens: Sequence[float] = ()) -> StepPace:
@@ -130,7 +132,8 @@ class Paces:
 
         compared: other strategies were measured in turns with this one.
         """
-        self._known[recorded(strategy)] = _Pace(self._step, (pace_of(seconds), self._step), compared=compared)
+        pace = replace(pace_of(seconds), compared=compared)
+        self._known[recorded(strategy)] = _Pace(self._step, (pace, self._step), compared=compared)
         self.trials += 1
         self._forget()
 

@@ -116,8 +116,8 @@ def test_a_comparison_keeps_the_comparable_seconds_of_the_current_strategy() -> 
     for step in range(11, 111):  # the machine is less busy than during the comparison
         paces.add({"step": step, "strategy": "ddp", "seconds": 0.05})
     row, newest = paces.of("ddp"), paces.newest("ddp")
-    assert row is not None and (row.seconds, row.steps, row.ago) == (0.15, 8, 100)
-    assert newest is not None and (newest.seconds, newest.ago) == (0.05, 0)
+    assert row is not None and (row.seconds, row.steps, row.ago, row.compared) == (0.15, 8, 100, True)
+    assert newest is not None and (newest.seconds, newest.ago, newest.compared) == (0.05, 0, False)
 
     for step in range(111, 112 + AGED):
         paces.add({"step": step, "strategy": "ddp", "seconds": 0.05})
