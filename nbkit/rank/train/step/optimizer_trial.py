@@ -240,7 +240,7 @@ class OptimizerTrial:
             )
         if differs:
             raise TrainingError(
-                f"{self.name}{alone}{strategy} {updates}: it would train otherwise than one process.",
+                f"{self.name}{alone}{strategy} {updates}: the result would differ from one process.",
                 numbers=differs + cost(),
                 hint=_PLAIN,
             )
