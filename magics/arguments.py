@@ -109,7 +109,7 @@ def _cell_options(parser: MagicParser) -> None:
         nargs="?",
         const=DETACHED,
         metavar="NAME",
-        help=f"return the prompt at once; output still appears here; NAME: variable for the cell's handle ({DETACHED})",
+        help=f"return the prompt at once; output still appears here; NAME is the variable for the handle ({DETACHED})",
     )
     parser.add_argument(
         "--at-step", action="store_true", help="run at the next step boundary of the running training (a live cell)"
@@ -177,12 +177,12 @@ def cluster_parser() -> MagicParser:
         "--ttl",
         type=_duration,
         metavar="TIME",
-        help="end the cluster after this time without a notebook and a running cell: 30min, 12h (2h)",
+        help="end the cluster after this time without a notebook and without a running cell, such as 30min (2h)",
     )
     start.add_argument(
         "--detach",
         action="store_true",
-        help="for --slurm, --launcher: return at once. %%cluster list shows the state, %%cluster attach waits",
+        help="for --slurm, --launcher: return at once. %%cluster list shows the status, %%cluster attach waits",
     )
     start.add_argument(
         "--save-before",
@@ -264,9 +264,9 @@ def train_parser() -> MagicParser:
         metavar="RATE",
         help="rate of the first parameter group; the other groups change by the same ratio",
     )
-    fit = verbs.add_parser("fit", help="after a step ran out of memory: continue with a setting that fits")
+    fit = verbs.add_parser("fit", help="continue with a setting that fits, after a step ran out of memory")
     fit.add_argument(
-        "number", nargs="?", type=int, default=0, help="number of a row of the table (the first that fits)"
+        "number", nargs="?", type=int, default=0, help="number of a setting in the table (the first that fits)"
     )
     save = verbs.add_parser("save", help="write a checkpoint after the current step")
     save.add_argument("path", nargs="?", default="", help="directory to write (checkpoint, in the run's directory)")

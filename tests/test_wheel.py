@@ -128,7 +128,7 @@ def test_magics_of_the_wheel_work_with_another_package_named_magics(installed: P
     done = python(LOADED, installed, other.parent, cwd=tmp_path)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "theirs: weather maps" in done.stdout and "%cluster attach NAME" in done.stdout
+    assert "theirs: weather maps" in done.stdout and "%cluster start -n 2" in done.stdout
     assert "No module" not in done.stdout + done.stderr
 
 

@@ -20,7 +20,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         "--allow",
         choices=("look", "steer", "code"),
         default="look",
-        help="what the agent may do; look (default): read; steer: also switch, pause, save, stop; code: also run code",
+        help="the agent may read (look, the default), also switch, pause, save and stop (steer), also run code (code)",
     )
     parser.add_argument(
         "--dir", default=".", metavar="FOLDER", help="working directory, which has runs/ and scripts (.)"

@@ -52,7 +52,7 @@ def test_a_training_in_a_loop_is_saved_and_the_error_says_how_to_continue(
     saved = str(tmp_path / "saved")
     saves = f"checkpoints=nbkit.Checkpoints(path={saved!r})"
     two.run(f"trainer = make(strategy={strategy!r}, {saves})\nif rank == 1: os.environ['DIES1'] = '8'")
-    with pytest.raises(CellError, match="A rank died in fit where a new one cannot go on with the cell") as caught:
+    with pytest.raises(CellError, match="A rank died in fit, and a new rank cannot continue this cell") as caught:
         two.run(cell, timeout=120)
     said = caught.value.traceback
     assert "rank 1 died (it exited with code 3)" in said and f"saved to {saved}" in said

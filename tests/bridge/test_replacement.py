@@ -189,7 +189,7 @@ def test_an_update_that_an_error_interrupts_is_undone_by_the_next_fit(
     results = four.run("history = trainer.fit(until=steps)\n[record['loss'] for record in trainer.history]", timeout=60)
     for rank in range(4):
         assert results.values[rank] == pytest.approx(undisturbed, abs=1e-10)
-    assert "all go on from step" in "".join(results.output.values())
+    assert "all ranks continue from step" in "".join(results.output.values())
 
 
 @pytest.mark.long

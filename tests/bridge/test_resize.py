@@ -149,7 +149,7 @@ def test_a_resize_that_does_not_fit_is_refused_with_a_size_that_fits(cluster: Cl
         cluster.resize(2)
     assert len(handle.wait(timeout=60).values[1]) == STEPS
     cluster.run("import os\nos.environ['NBKIT_MEMORY_LIMIT'] = '1'")
-    with pytest.raises(TrainingError, match="4 ranks do not hold this training") as refused:
+    with pytest.raises(TrainingError, match="4 ranks do not have enough memory for this training") as refused:
         cluster.resize(4)
     assert re.search(r"[\d.]+ MB of weights, gradients and optimizer on a rank under dp=4", refused.value.numbers)
     cluster.run("del os.environ['NBKIT_MEMORY_LIMIT']")

@@ -88,7 +88,7 @@ def test_a_mesh_that_cannot_shrink_continues_with_a_new_rank_and_says_why(four: 
     results = run_killing(four, [3])
     for rank in range(4):
         assert results.values[rank] == pytest.approx(alone, abs=1e-10)
-    assert "goes on with 4 ranks. The training cannot go on with 3 ranks." in results.output[0]
+    assert "continues with 4 ranks. The training cannot continue with 3 ranks." in results.output[0]
     check_whole(four, 4)
 
 

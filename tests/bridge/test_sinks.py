@@ -82,7 +82,7 @@ def test_a_sink_is_reopened_on_a_new_rank_0_and_closed_by_stop(
     assert told[-1]["kind"] == "run_stopped" and told[-1]["pid"] == opened[1]["pid"]
     assert {one["pid"] for one in lines(lost)} == {victim}
     said, deadline = "", time.monotonic() + 10  # the line may come after the result
-    while "nothing more is given to the sink Unpicklable" not in said:
+    while "the sink Unpicklable gets no more events" not in said:
         assert time.monotonic() < deadline, said
         time.sleep(0.05)
         captured = capsys.readouterr()

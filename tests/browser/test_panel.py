@@ -157,7 +157,7 @@ def test_a_pause_stops_the_steps_until_go_on(panel: PanelOnPage) -> None:
     panel.page.page.wait_for_timeout(600)
     assert panel.step == held
 
-    panel.press("Go on")
+    panel.press("Resume")
     panel.wait(lambda: panel.step > held, "it did not go on")
 
 

@@ -203,7 +203,7 @@ def test_updates_do_not_disturb_the_users_choice(page: Any) -> None:
     page.evaluate("pulse => window.model.set('pulse', pulse)", pulse_view(state))
 
     assert page.locator("input").input_value() == "tp=4"
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Resume").click()
     page.get_by_role("button", name="Try 10 steps").click()
     assert sent(page) == [{"do": "resume"}, {"do": "try", "strategy": "tp=4"}]
 

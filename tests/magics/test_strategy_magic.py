@@ -188,7 +188,7 @@ def test_a_strategy_whose_first_step_fails_is_undone_and_training_continues(kern
     refused = kernel.run("%strategy zero3")
     assert refused.status == "error" and "Traceback" not in refused.text
     assert "SwitchError: dp=2 → dp=2 zero=3 was taken back after step" in refused.text
-    assert "the first step under it failed, and training goes on under dp=2" in refused.text
+    assert "the first step under it failed, and training continues under dp=2" in refused.text
     assert "rank 1: ValueError: wants the whole weight" in refused.text
     asked = "taken = current().training.look()['step']; print(taken)"
     kernel.run(reached.format(int(kernel.run(asked).text) + 8))

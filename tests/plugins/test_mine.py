@@ -127,5 +127,5 @@ def test_a_strategy_that_does_not_fit_an_own_class_is_refused(text: str, said: s
 def test_a_class_without_the_methods_of_a_kind_is_refused() -> None:
     with pytest.raises(UsageError, match="zero1: part, reduce, gather"):
         techniques.use(type("Nothing", (), {"part": len}))
-    with pytest.raises(UsageError, match="runs on a rank"):
+    with pytest.raises(UsageError, match="must run on a rank"):
         nbkit.lesson.judge(solutions.MyDDP)

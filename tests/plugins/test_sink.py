@@ -99,9 +99,9 @@ def test_a_loop_with_prepare_has_sinks_too(tmp_path: Path) -> None:
 
 
 def refused(world: Any) -> str:
-    with pytest.raises(TrainingError, match=r"sinks= is a list(.|\n)*sinks=\[Sleeps\(...\)\]"):
+    with pytest.raises(TrainingError, match=r"sinks= must be a list(.|\n)*sinks=\[Sleeps\(...\)\]"):
         quiet(sinks=Sleeps())
-    with pytest.raises(TrainingError, match=r"A sink is an object with a method write\(event\)") as raised:
+    with pytest.raises(TrainingError, match=r"A sink must have a method write\(event\)") as raised:
         quiet(sinks=[JsonLines])
     return str(raised.value)
 
@@ -125,9 +125,10 @@ def test_a_new_rank_0_gets_the_sinks_that_can_be_pickled(tmp_path: Path) -> None
         hand_over._sinks_for_new(job, first=False)
     assert len(caught) == len(said) == 2
     assert (
-        "given to the sink Unpicklable: rank 0 is a new process; it cannot be" in said[0] and "a connection" in said[0]
+        "the sink Unpicklable gets no more events: rank 0 is a new process; it cannot be" in said[0]
+        and "a connection" in said[0]
     )
-    assert said[1] == "nothing more is given to the sink Tracker: rank 0 is a new process; no rank that is left has it"
+    assert said[1] == "the sink Tracker gets no more events: rank 0 is a new process; no remaining rank has it"
     # Rank 0 keeps its open sinks, and the new process knows about them.
     opened: Any = SimpleNamespace(rank=0, sinks=(InThread(kept),))
     assert hand_over._sinks_for_new(opened, first=False) == [AbsentSink("JsonLines")]

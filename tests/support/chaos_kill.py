@@ -110,7 +110,7 @@ def _pair(bench: Bench, ranks: tuple[int, int], together: bool) -> str:
         threading.Thread(target=os.kill, args=(pid, signal.SIGKILL)).start()
     results: Any = handle.wait(timeout=RUN_SECONDS)
     bench.check(results.values)
-    said = "all go on from the checkpoint" in "".join(results.output.values())
+    said = "all ranks continue from the checkpoint" in "".join(results.output.values())
     if said != together:
         raise Wrong("gone on from a checkpoint" if said else "nothing was said of the checkpoint")
     return "equal, from the checkpoint, and says so" if together else "equal, from the backups"

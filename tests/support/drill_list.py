@@ -180,9 +180,7 @@ COLLECTIVES = (
     _on_ranks(
         "a receive without a send, and Stop", "variables live on", "if rank == 1: dist.recv(torch.ones(1), 0)", stop=1
     ),
-    _on_ranks(
-        "a message to a rank that does not exist", "a group that has ranks 0 to 1", "dist.send(torch.ones(1), 5)"
-    ),
+    _on_ranks("a message to a rank that does not exist", "the group has ranks 0 to 1", "dist.send(torch.ones(1), 5)"),
     _on_ranks("destroy_process_group on all ranks", "", "dist.destroy_process_group()", fails=False),
     Drill("destroy_process_group on one rank", "", "%%rank 1\ndist.destroy_process_group()", fails=False),
 )
@@ -235,7 +233,7 @@ TRAININGS = (
     _trainer("a strategy that does not exist", "'zero9' is not a preset", "strategy='zero9'"),
     _trainer("a strategy for more ranks than the cluster has", "degrees that divide 2", "strategy='tp=4'"),
     _trainer("a key of a strategy that does not exist", "'micro' is not a key", "strategy='pp=2 micro=4'"),
-    _trainer("batch_size=0", "batch_size is a whole number, at least 1", "batch_size=0"),
+    _trainer("batch_size=0", "batch_size must be a whole number of at least 1", "batch_size=0"),
     _trainer("an empty dataset", "smaller than one global batch", "data=[]"),
     _trainer(
         "data whose rows differ in shape",
@@ -252,7 +250,7 @@ TRAININGS = (
     _trainer("a model that is not a module", "The model is not a torch module", "model=lambda: 3"),
     _trainer(
         "an optimizer with the parameters of another model",
-        "parameters that are not this model's",
+        "parameters that are not in this model",
         "optimizer=lambda model: torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1e-3)",
     ),
     _trainer(
@@ -273,7 +271,7 @@ TRAININGS = (
     _trainer("a callback that fails", "ZeroDivisionError", "callbacks=[lambda *_: 1 / 0]"),
     _trainer(
         "fit with a different number of steps on each rank",
-        "The ranks were not asked for the same",
+        "The ranks called fit with different",
         "",
         "trainer.fit(3 + 2 * rank)",
     ),

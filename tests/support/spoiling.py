@@ -94,7 +94,7 @@ def refused_everywhere(folder: Path, spoil: Callable[[Path], Any], *, or_equal: 
     assert one == other
     fine = ("equal",) if or_equal else ()
     for number, (name, text) in enumerate(one.items()):
-        assert text.startswith((*fine, "The checkpoint ", "The data is shorter ")), (name, text)
+        assert text.startswith((*fine, "The checkpoint ", "The data ends before ")), (name, text)
         assert "\n→ " in text or text in fine, (name, text)
         text = exported(folder, f"spoiled {number}")
         assert text.startswith(("exported", "The checkpoint ")), (name, text)

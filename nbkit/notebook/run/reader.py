@@ -31,18 +31,18 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
     The returned reader has three methods. Each call first reads newly written records.
 
     `snapshot()` returns plain values (dicts, lists, numbers): "state", "strategies", "points", "events", "step".
-    "points" has at most 4000 rows of 7 numbers, the oldest first. Each row stands for one or more steps: the last step,
+    "points" has at most 4000 lists of 7 numbers, the oldest first. Each list is about one or more steps: the last step,
     the number of steps, the seconds and the tokens since the run began, loss, tokens per second, and an index into
     "strategies". NaN means not recorded. "events" are dicts with "step", "time" (seconds since the run began), "kind"
     and the fields of that kind.
 
-    `picture(step)` returns a dict about one step on all ranks. "ranks" has a row for each rank; it is empty if no rank
-    recorded the step. A row has the rank, the seconds of its step, and the seconds of the parts: compute, exposed
-    communication, waiting for peers, pipeline bubble, data, optimizer, other. "table" has a dict for each operation and
-    axis. There, "bytes" counts what all ranks together pass to the operation, "sent" counts the bytes that they send (a
-    collective counts as a ring), and "seconds" is the time. "memory" has a dict for each rank, in bytes. "numbers" has
-    loss, lr and tokens of the step. Without `step`, the picture is of the newest step, but "ranks" and the sentence
-    "reading" come from medians of at most 20 steps. "of" says which steps.
+    `picture(step)` returns a dict about one step on all ranks. "ranks" has an entry for each rank; "ranks" is empty if
+    no rank recorded the step. An entry has the rank, the seconds of its step, and the seconds of the parts: compute,
+    exposed communication, waiting for peers, pipeline bubble, data, optimizer, other. "table" has a dict for each
+    operation and axis. There, "bytes" counts what all ranks together pass to the operation, "sent" counts the bytes
+    that they send (a collective counts as a ring), and "seconds" is the time. "memory" has a dict for each rank, in
+    bytes. "numbers" has loss, lr and tokens of the step. Without `step`, the picture is of the newest step, but "ranks"
+    and the sentence "reading" come from medians of at most 20 steps; "of" says from which steps.
 
     `state()` returns the name, the world size, and whether the run is active.
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.comm.gloo.interruptible_wait import wait
 
-_HINT = "a path that every rank sees, with room and rights to write"
+_HINT = "a path that every rank sees, with free space and write permission"
 
 
 def largest(numbers: Sequence[int], *, device: torch.device | str) -> list[int]:
@@ -58,7 +58,7 @@ def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> Non
     if failed := [(rank, text) for rank, (text, _) in enumerate(reported) if text]:
         raise own or failed_on(what, failed, hint)
     if other := [rank for rank, (_, mark) in enumerate(reported) if mark != reported[0][1]]:
-        raise failed_on(what, [(rank, "it sees another one than rank 0") for rank in other], hint)
+        raise failed_on(what, [(rank, "its result differs from that of rank 0") for rank in other], hint)
 
 
 def failed_on(what: str, failures: Sequence[tuple[int, str]], hint: str = _HINT) -> TrainingError:

@@ -205,9 +205,11 @@ class DelegatingGroup(ProcessGroup):
         if (group := _standing_in()) is None:
             return None
         if len(self.members) < len(dist.group.WORLD.members):  # type: ignore[union-attr]
-            raise NotImplementedError(f"{name} in a group of some ranks, where a model is looked at on one")
+            raise NotImplementedError(
+                f"{name} in a group of some ranks is not possible while nbkit runs the model on one rank"
+            )
         if (own := getattr(type(group), name, None)) is None or own is getattr(ProcessGroup, name, None):
-            raise NotImplementedError(f"{name} where a model is looked at on one rank")
+            raise NotImplementedError(f"{name} is not possible while nbkit runs the model on one rank")
         return getattr(group, name)  # type: ignore[no-any-return]
 
     def getBackendName(self) -> str:
@@ -323,7 +325,9 @@ class DelegatingGroup(ProcessGroup):
         if _standing and (instead := self._instead(operation)) is not None:
             return instead(tensors, *how) if isinstance(peer, int) else instead(tensors, peer, *how)
         if isinstance(peer, int) and not 0 <= peer < len(self.members):
-            raise ValueError(f"A {operation} with rank {peer} of a group that has ranks 0 to {len(self.members) - 1}.")
+            raise ValueError(
+                f"{operation} with rank {peer} is not possible: the group has ranks 0 to {len(self.members) - 1}."
+            )
         counts[peer] = number = counts.get(peer, 0) + 1
         _last = (operation, peer, self.seen, number, now())
         alone = not self._batching and isinstance(peer, int)

@@ -104,10 +104,10 @@ def rows_of(batch: Any) -> int:
     if isinstance(batch, tuple | list) and batch:
         return rows_of(batch[0]) if isinstance(batch[0], Tensor | Mapping | tuple | list) else len(batch)
     raise TrainingError(
-        "A batch has no tensor whose rows could be counted.",
+        "The batch has no tensor whose rows nbkit can count.",
         numbers=f"got {type(batch).__name__}",
-        hint="yield (input, target) tensors, or a dict of tensors with inputs=[...]; of graphs, nodes that are padded "
-        "to one number, with a mask",
+        hint="yield (input, target) tensors, or a dict of tensors with inputs=[...]; for graphs, pad the nodes to "
+        "one number and add a mask",
     )
 
 
@@ -115,7 +115,7 @@ def check_rows(batch: Any, samples: int) -> None:
     """Raise TrainingError if a collated batch does not have one row for each of `samples` samples."""
     if (rows := rows_of(batch)) != samples:
         raise _without_rows(batch, samples) or TrainingError(
-            "The collated batch has another number of rows than samples.",
+            "The collated batch does not have one row for each sample.",
             numbers=f"{samples} samples, {rows} rows",
             hint="collate so that dim 0 of every tensor is the sample",
         )
@@ -128,10 +128,10 @@ def _without_rows(batch: Any, samples: int | None) -> TrainingError | None:
     first = next(_tensors(batch), None)
     if samples is not None and first is not None and first.ndim > 1 and first.shape[1] == samples:
         return TrainingError(
-            "The batch has another dim in front of its rows, such as time.",
+            "The first dim of the batch is not the sample, but another dim, such as time.",
             numbers=f"shape {tuple(first.shape)}, {samples} samples in dim 1",
-            hint="samples in front, as default_collate gives them, and x.transpose(0, 1) in the model's forward; or "
-            "batch_first=True of its layers",
+            hint="put samples first, as default_collate does, and x.transpose(0, 1) in the model's forward; or "
+            "batch_first=True in its layers",
         )
     return None
 
@@ -141,7 +141,7 @@ _NESTED = "a nested tensor", "loading=nbkit.Loading(collate=...) with torch.nest
 
 
 def _in_no_rows(kind: str, hint: str) -> TrainingError:
-    return TrainingError(f"A batch holds {kind}: it cannot be cut into rows.", hint=hint)
+    return TrainingError(f"A batch holds {kind}, so nbkit cannot cut it into rows.", hint=hint)
 
 
 def _ragged(part: Any) -> tuple[str, str] | None:
@@ -203,7 +203,7 @@ def _cut(batch: Any, of: Callable[[Any], Any], rows: int) -> Any:
         return _cut_parts(batch, of, rows)
     except _Uneven as uneven:
         raise _without_rows(batch, uneven.rows) or TrainingError(
-            "A part of the batch has another number of rows, so that it cannot be cut for ranks or micro-batches.",
+            "A part of the batch has a different number of rows, so nbkit cannot cut it for ranks or micro-batches.",
             numbers=f"{uneven.what}, beside {rows} rows",
             hint="give it a row per sample: mask.expand(rows, ...); or keep it in the model as a buffer",
         ) from None
@@ -304,9 +304,10 @@ def check_inputs(inputs: Sequence[str] | None) -> None:
     """Raise TrainingError for the input num_items_in_batch of `transformers`, because it has no rows."""
     if inputs is not None and not callable(inputs) and "num_items_in_batch" in inputs:
         raise TrainingError(
-            "num_items_in_batch= belongs to a whole batch, and a rank's model gets a part of it.",
+            "num_items_in_batch= counts targets of the whole batch, but the model on a rank gets only a part of the "
+            "batch.",
             numbers=f"inputs {', '.join(inputs)}",
-            hint="leave it out of inputs=: the targets that count are counted over the whole batch anyway",
+            hint="leave it out of inputs=: the targets are counted over the whole batch anyway",
         )
 
 
@@ -380,7 +381,7 @@ class BatchSplit:
         dp = strategy.dp
         if batch_size < 1 or (microbatch_size is not None and microbatch_size < 1):
             raise TrainingError(
-                "batch_size and microbatch_size are at least 1.",
+                "batch_size and microbatch_size must be at least 1.",
                 numbers=f"batch_size={batch_size}, microbatch_size={microbatch_size}",
                 hint=f"batch_size={dp}",
             )
@@ -393,16 +394,16 @@ class BatchSplit:
             raise TrainingError(
                 "The global batch is smaller than the number of ranks."
                 if batch_size < dp
-                else "The ranks do not divide the global batch.",
+                else "The global batch cannot be divided evenly by the number of ranks.",
                 numbers=f"batch_size {batch_size} / dp {dp} = {batch_size / dp:g} rows per rank",
                 hint=f"batch_size={above}" + (f" or {below}" if below else ""),
             )
         rows = batch_size // dp
         name, asked = "microbatches", strategy.microbatches
-        what = "The pipeline's micro-batches do not divide what a rank gets of the global batch."
+        what = "The rows of a rank cannot be divided evenly into the micro-batches of the pipeline."
         if asked is None:
             name, asked = "microbatch_size", microbatch_size or rows
-            what = "The micro-batch does not divide what a rank gets of the global batch."
+            what = "The rows of a rank cannot be divided evenly into micro-batches of this size."
         if rows % asked:
             fitting = [n for n in range(1, rows + 1) if rows % n == 0]
             raise TrainingError(

@@ -17,7 +17,7 @@ from nbkit.rank.rng.host_generators import numpy_random, seed_others
 from nbkit.rank.rng.seeding import mixed, seed_step
 from nbkit.wire.cells import ranks_text
 
-_SEED = "seed what makes or splits the data, without the rank: torch.manual_seed(0)"
+_SEED = "seed the code that makes or splits the data, the same on every rank: torch.manual_seed(0)"
 
 
 def seed(of_job: int, step: int, rank: int) -> None:
@@ -80,7 +80,7 @@ class Compared:
             dist.all_gather_object(found, own)
         self.others = [rank for rank, value in enumerate(found) if value != found[0]]
         if self.others:
-            warnings.warn(f"{self._what()} Each rank trains on rows of its own; {_SEED}", stacklevel=5)
+            warnings.warn(f"{self._what()} Each rank trains on its own rows; {_SEED}", stacklevel=5)
 
     def check(self, replicas: int) -> None:
         """Raise TrainingError if several ranks work on the same rows but hold different data.
@@ -94,4 +94,4 @@ class Compared:
     def _what(self) -> str:
         many = len(self.others) > 1
         which = f"Ranks {ranks_text(self.others)} hold" if many else f"Rank {self.others[0]} holds"
-        return f"{which} other data than rank 0: the first or the last sample differs."
+        return f"{which} different data than rank 0: the first or the last sample differs."

@@ -20,9 +20,9 @@ from nbkit.rank.data.batch import fingerprint
 from nbkit.rank.rng.host_generators import Drawn
 from nbkit.strategy import Strategy
 
-READ_AGAIN = "the data is read again up to sample {offset:,} of epoch {epoch}, and passed over: {why}"
+READ_AGAIN = "the data is read again up to sample {offset:,} of epoch {epoch}, and these samples are skipped: {why}"
 """The warning if no state leads to the position."""
-NO_STATE = "it has no state_dict() and load_state_dict() of its own"
+NO_STATE = "the data has no state_dict() and load_state_dict()"
 COMPARED = 2  # the number of samples whose checksums are compared
 
 

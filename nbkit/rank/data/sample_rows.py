@@ -101,12 +101,12 @@ def _collate_remark(samples: Sequence[Any], collate: Collate) -> str:
     before = _drawn()
     together = collate(list(samples))
     if _drawn() != before:
-        return "collate= draws random numbers, and each rank collates its own rows: other ranks along dp, other draws"
+        return "collate= draws random numbers on each rank for its own rows, so the batches change with dp"
     for i, sample in enumerate(samples):
         beside, alone = leaves(pick(together, [i], rows=len(samples))), leaves(collate([sample]))
         pairs = [(beside[name], alone[name]) for name in beside.keys() & alone.keys()]
         if any(a.shape == b.shape and not torch.equal(a, b) for a, b in pairs):
-            return "collate= mixes rows, and each rank collates its own: with other ranks along dp others are mixed"
+            return "collate= mixes rows, and each rank collates only its own rows, so the batches change with dp"
     return ""
 
 

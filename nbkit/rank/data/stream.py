@@ -140,7 +140,7 @@ def checked(batch: Any, samples: int) -> Any:
 
 def shorter(epoch: int, offset: int, samples: int) -> TrainingError:
     return TrainingError(
-        "The data is shorter than where training stood in it.",
+        "The data ends before the position from which the training must continue.",
         numbers=f"position {offset} of epoch {epoch}, {samples} samples",
         hint="resume with the data that the checkpoint was made with",
     )
@@ -161,7 +161,9 @@ class MapStream(Stream):
             raise TrainingError(
                 "The dataset is smaller than one global batch.",
                 numbers=f"{len(data)} samples, batch_size {self.batch_size}",
-                hint=f"batch_size={max(len(data) // ranks, 1) * ranks} or less" if len(data) else "a dataset with data",
+                hint=f"batch_size={max(len(data) // ranks, 1) * ranks} or less"
+                if len(data)
+                else "a dataset that is not empty",
             )
         self.length = len(data)
         self._reader = BatchReader(data, self.collate)
@@ -344,7 +346,7 @@ class IterableStream(Stream):
             try:
                 return self._open(mark)
             except Exception as error:
-                why = "behind its own load_state_dict() it gives other samples"
+                why = "the data gives different samples after its load_state_dict()"
                 why = why if isinstance(error, _Unfaithful) else f"{type(error).__name__}: {error}"
                 warnings.warn(READ_AGAIN.format(offset=self.offset, epoch=self.epoch, why=why), stacklevel=4)
         return self._open()
@@ -385,7 +387,7 @@ class IterableStream(Stream):
             raise TrainingError(
                 "The data is an iterator that cannot start again.",
                 numbers=f"epoch {self.epoch}, {self.offset} samples into it",
-                hint="an IterableDataset, or any object whose __iter__ begins anew",
+                hint="an IterableDataset, or any object whose __iter__ starts again",
             )
 
     def _read(self) -> list[Any]:

@@ -219,9 +219,9 @@ class ReadAhead:
         if isinstance(batch, _Failed) and batch.shared:
             self.close()
             raise TrainingError(
-                "The shared memory of this host is full, through which workers hand over the batches that they read.",
+                "The shared memory of this host is full, and workers need it to pass on their batches.",
                 numbers=f"{batch.shared}; worker {batch.worker}: {batch.error}",
-                hint="loading=nbkit.Loading(workers=0)   or more of it: docker run --shm-size=8g",
+                hint="loading=nbkit.Loading(workers=0)   or more shared memory: docker run --shm-size=8g",
             ) from RuntimeError(batch.trace)
         if isinstance(batch, _Failed):
             self.close()

@@ -173,8 +173,8 @@ class CountedTargets(TorchFunctionMode):
         if not self.weights:
             raise TrainingError(
                 "The loss has computed no mean cross entropy in this forward pass. Before, it computed one.",
-                numbers="it weighs the targets that count",
-                hint="one form for all batches: return (loss.sum(), count)",
+                numbers="nbkit weights it by the targets that count",
+                hint="use one form of the loss for all batches: return (loss.sum(), count)",
             )
 
     def _mean(
@@ -230,7 +230,7 @@ def _other_labels(numbers: str) -> TrainingError:
     return TrainingError(
         "The loss no longer takes its targets from the labels of the batch, as it did before.",
         numbers=numbers,
-        hint="one form for all batches",
+        hint="use one form of the loss for all batches",
     )
 
 

@@ -60,19 +60,18 @@ from nbkit.rank.rng.seeding import set_seed
 
 _COUNTED = "(loss.sum(), mask.sum())"
 _WHOLE = (
-    "a contrastive loss, or another that compares rows, needs whole batches: strategy='tp', no "
+    "a loss that compares rows, such as a contrastive loss, needs whole batches: strategy='tp', no "
     "nbkit.Compute(microbatch_size=...)"
 )
 
 LOSS_HINTS = {
     "sum": "divide it by the rows of the whole batch: return loss.sum(), len(target)",
-    "weights": f"return the sum and what it is divided by, {_COUNTED}, as in "
-    "F.cross_entropy(logits, target, reduction='sum'), (target != -100).sum()   "
-    "(with weight=w: w[target].sum())",
-    "rows": f"where a mask or a count divides, return {_COUNTED}; {_WHOLE}",
+    "weights": f"return the sum and its divisor, {_COUNTED}, as in F.cross_entropy(logits, target, reduction='sum'), "
+    "(target != -100).sum()   (with weight=w: w[target].sum())",
+    "rows": f"if a mask or a count is the divisor, return {_COUNTED}; {_WHOLE}",
     "pairs": "sum and weight must add up over rows: return (loss * mask).sum(), mask.sum()",
-    "inside": f"compute it from the model's output, as a sum and what it is divided by: {_COUNTED}; {_WHOLE}; a "
-    "load-balancing term trains, with a warning, where the output names it: output.aux_loss, or output['aux_loss']",
+    "inside": f"compute it from the model's output, as a sum and its divisor: {_COUNTED}; {_WHOLE}; a load-balancing "
+    "term is allowed, with a warning, if the output names it: output.aux_loss, or output['aux_loss']",
 }
 """Say what to write instead, by the kind of a loss's defect. See `advice`."""
 
@@ -326,7 +325,7 @@ def split_by_values(
             if max(away) > bound:
                 row = away.index(max(away))
                 return Coupled(
-                    "The model goes one way or another by numbers of the whole batch, such as its first row or a mean",
+                    "The forward pass branches on values of the whole batch, such as its first row or a mean",
                     f"alone, the output of row {row} differs by {away[row]:.3g}, of {size:.3g}",
                     "torch.where with a condition for each row, instead of if; or one rank",
                 )
@@ -431,7 +430,7 @@ class _Look:
             return _Verdict(self._by_loss(*looked.defect))
         proven = looked.weighs
         if numbers := first.unbalanced():
-            term = Coupled("An auxiliary loss is taken over all rows of a batch", numbers, "", trains=True)
+            term = Coupled("The model computes an auxiliary loss over all rows of a batch", numbers, "", trains=True)
             return _Verdict(term, proven=proven)
         return _Verdict(proven=proven)
 
@@ -535,8 +534,8 @@ class _Look:
         name = self._first_to_mix(seen)
         if self.sample.is_padded:
             return Coupled(
-                f"The model mixes the rows of a batch, or reads their padding: what {name or 'its forward'} gives for "
-                "one depends on the others",
+                f"The model mixes the rows of a batch, or reads their padding: the output of {name or 'its forward'} "
+                "for one row depends on the other rows",
                 numbers=mixed,
                 hint="a mask over the padding, also where positions are averaged, or "
                 "loading=nbkit.Loading(collate=...) that pads to one length; "
@@ -545,12 +544,13 @@ class _Look:
             )
         if (path := self._time_first(name)) is not None:
             return Coupled(
-                f"The model mixes the rows of a batch: {path!r} has batch_first=False and takes dim 1 for the rows",
+                f"The model mixes the rows of a batch: {path!r} has batch_first=False, so it uses dim 1 as the rows",
                 numbers=mixed,
-                hint="batch_first=True; or x.transpose(0, 1) before it in the model's forward, and behind it",
+                hint="batch_first=True; or x.transpose(0, 1) before and after it in the model's forward",
             )
         return Coupled(
-            f"The model mixes the rows of a batch: what {name or 'its forward'} gives for one depends on the others",
+            f"The model mixes the rows of a batch: the output of {name or 'its forward'} for one row depends on the "
+            "other rows",
             numbers=mixed,
             hint="experts that choose their tokens, or drop them by a capacity, and statistics of a batch need whole "
             "batches: one rank, or strategy='tp', without nbkit.Compute(microbatch_size=...); or let "

@@ -48,7 +48,7 @@ class _Watched:
 
     def _refuse(self, name: str, tensor: Tensor, how: str, changed: bool) -> None:
         raise ReadsParameters(
-            f"The loss reads the model's parameter {name!r}, of which a rank has a part or nothing.",
+            f"The loss reads the model's parameter {name!r}, but a rank has only a part of it, or nothing.",
             numbers=f"under {self._strategy}, shape {tuple(tensor.shape)}, by {how}",
-            hint="strategy='zero3', which has it where the loss is computed; so do ddp, zero1 and zero2",
+            hint="strategy='zero3', under which the loss can read it; also ddp, zero1 and zero2",
         )

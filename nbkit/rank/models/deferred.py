@@ -386,7 +386,7 @@ class Recording(WatchingMode):
             place, view = operation.made[key]
             tensor = tree_leaves(output)[place]
             if (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype) != (view.size, view.stride, view.dtype):
-                raise NotRecorded(f"{operation.func} makes another tensor than on the meta device")
+                raise NotRecorded(f"{operation.func} makes a different tensor on the meta device")
             found: torch.UntypedStorage = tensor.untyped_storage()
             return found
         assert memory is not None
@@ -415,7 +415,7 @@ def build_parts(
     reason = next((why for why, _ in everyone if why), "the ranks do not draw the same numbers")
     if size >= _WORTH_SAYING:
         warnings.warn(
-            f"The model is built whole on every rank before it is split: {size / 1e9:.1f} GB each. {reason}",
+            f"Every rank builds the whole model before nbkit splits it: {size / 1e9:.1f} GB each. {reason}",
             stacklevel=5,
         )
     return module, None

@@ -95,7 +95,7 @@ def why_no_cache(module: nn.Module) -> str:
     of_peft: Any = module
     if hasattr(module, "get_base_model"):
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", True):
-            return "its adapter puts positions of its own before the text"
+            return "its adapter adds positions before the text"
         module = of_peft.get_base_model()
     kinds = type(module).__mro__
     if not any(kind.__module__.startswith("transformers.models.") for kind in kinds):
@@ -103,12 +103,12 @@ def why_no_cache(module: nn.Module) -> str:
     taken = inspect.signature(type(module).forward).parameters
     config: Any = getattr(module, "config", None)
     if not any(name in taken for name in _NAMES) or "use_cache" not in taken:
-        return "its forward takes no cache="
+        return "its forward has no argument cache="
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder and a decoder"
     layers = set(getattr(config, "layer_types", None) or ())
     if getattr(module, "_is_stateful", False) or not layers <= _ATTENTION:
-        return "it keeps other states than keys and values"
+        return "it keeps states that are not keys and values"
     return ""
 
 
@@ -146,10 +146,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:
-            raise TrainingError("top_k is at least 1.", numbers=f"top_k={self.top_k}", hint="top_k=50")
+            raise TrainingError("top_k must be at least 1.", numbers=f"top_k={self.top_k}", hint="top_k=50")
         if not self.temperature >= 0:
             raise TrainingError(
-                "temperature is 0 or more.", numbers=f"temperature={self.temperature}", hint="temperature=0.8"
+                "temperature must be at least 0.", numbers=f"temperature={self.temperature}", hint="temperature=0.8"
             )
 
     def pick(self, logits: Tensor, draws: Sequence[torch.Generator]) -> Tensor:
@@ -211,7 +211,7 @@ def _why_no_cache(
     if model.no_cache and tokens >= _COSTLY and not model.axes.rank:
         # Python's warning filter shows a warning from one line only once.
         warnings.warn(
-            f"{type(model.module).__name__} keeps no keys and values while it generates, so each token computes "
+            f"{type(model.module).__name__} cannot keep keys and values while it generates, so each token computes "
             f"the whole text again: {model.no_cache}.",
             stacklevel=1,
         )
@@ -225,7 +225,7 @@ def _tried(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, devic
     """
     row = row[: _longest(model.module) - _TRIED]
     if not len(row):
-        return "it knows too few positions to try it"
+        return "it has too few positions for a trial"
     # Both runs get the same tokens, whatever the model would choose.
     given = [int(row[i % len(row)]) for i in range(_TRIED)]
     whole, kept = _Given(given=given), _Given(given=given)
@@ -274,7 +274,9 @@ def _rows(prompt: Prompt) -> list[Tensor]:
     ids = torch.tensor(list(raw or b"\n")) if isinstance(raw, bytes) else raw
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or not ids.numel():
         shape = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise TrainingError("A prompt is text, or ids (T,) or (B, T), of one token or more.", numbers=f"got {shape}")
+        raise TrainingError(
+            "A prompt must be text, or ids of shape (T,) or (B, T), with at least one token.", numbers=f"got {shape}"
+        )
     return list(ids.long().view(-1, ids.shape[-1]))
 
 

@@ -133,10 +133,11 @@ class ReadsWeights(TrainingError):
 def _refuse(name: str, tensor: Tensor, how: str, changed: bool) -> None:
     if how not in _VIEWS:
         raise ReadsWeights(
-            f"optimizer= {'changes' if changed else 'reads'} {name!r} of a model whose weights are not there yet: each "
-            "rank reads its part of the directory later.",
+            f"optimizer= {'changes' if changed else 'reads'} {name!r} before the model has its weights: each rank "
+            "reads its part of the directory later.",
             numbers=f"shape {tuple(tensor.shape)}, by {how}",
-            hint="model=lambda: transformers.AutoModelForCausalLM.from_pretrained(directory), whose weights are there",
+            hint="model=lambda: transformers.AutoModelForCausalLM.from_pretrained(directory), which reads the "
+            "weights first",
         )
 
 
@@ -215,7 +216,7 @@ class _Files:
             raise TrainingError(
                 f"The files do not hold the weights of a {type(module).__name__}.",
                 numbers=numbers,
-                hint="the directory that model.save_pretrained wrote; no other sizes among the overrides",
+                hint="the directory that model.save_pretrained wrote; no overrides that change sizes",
             )
         return found
 
@@ -237,7 +238,9 @@ def _built(directory: Path, overrides: Mapping[str, Any]) -> nn.Module:
         ) from error
     if not (directory / "config.json").exists():
         raise TrainingError(
-            f"{str(directory)!r} holds no model.", numbers="no config.json", hint="a directory of save_pretrained"
+            f"{str(directory)!r} holds no model.",
+            numbers="no config.json",
+            hint="the directory that model.save_pretrained wrote",
         )
     # Code in the directory runs only if the user asks for it. transformers must not prompt for it on a rank.
     trusted = {"trust_remote_code": bool(overrides.get("trust_remote_code"))}
@@ -251,7 +254,7 @@ def _built(directory: Path, overrides: Mapping[str, Any]) -> nn.Module:
     auto = isinstance(name, str) and name.startswith("AutoModel")
     if not auto and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise TrainingError(
-            f"{name} of transformers is no model.",
+            f"{name} of transformers is not a model.",
             numbers=f"'architectures' in {str(directory / 'config.json')!r}",
             hint="the directory that model.save_pretrained wrote",
         )

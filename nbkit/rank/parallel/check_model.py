@@ -206,7 +206,7 @@ def check(
 
     model: the model, or a callable that builds it. strategy: a text such as "dp=2 tp=2", or a Strategy. batch: a global
     batch, or only its number of rows; default: the example of `hints`. nbkit runs two rows of the batch once, to find
-    where the model can be cut. Without a batch, it guesses the blocks from the structure of the model. It divides
+    where the model can be cut. Without a batch, nbkit guesses the blocks from the structure of the model. It divides
     stages as if all blocks had equal costs, because only a job measures the costs. world_size: the number of ranks;
     default: the current world, or else the product of the strategy's degrees. inputs, hints: as for the Trainer. loss:
     as for the Trainer. If the strategy divides the rows of a batch, nbkit runs the model and this loss on some rows

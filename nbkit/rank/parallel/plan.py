@@ -408,7 +408,7 @@ def _need_equal_tables(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> 
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             weight = f"{name}.weight".lstrip(".")
             raise StrategyError(
-                f"The model changes its parameter {weight!r} in place in its forward, and each rank of {strategy} "
+                f"The forward pass changes the parameter {weight!r} in place, and each rank of {strategy} "
                 "would change other rows of it.",
                 numbers=f"{type(part).__name__} with max_norm={part.max_norm:g}",
                 hint="without max_norm, but in a callback of the Trainer: trainer.model."

@@ -103,7 +103,7 @@ class Elsewhere(WatchingMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name and "dropout" not in name
         if draws and not self._trace.replacing:
             own = (kwargs or {}).get("generator") is not None
-            self._trace.note("a generator of the model's" if own else f"torch's {name}", self._where())
+            self._trace.note("the model's own generator" if own else f"torch's {name}", self._where())
         return func(*args, **(kwargs or {}))
 
 
@@ -126,7 +126,9 @@ def extent(kind: str, start: int | Runs, total: int) -> Iterator[None]:
     runs = ((start, total),) if isinstance(start, int) else start
     if kind not in KINDS or not runs or not all(0 <= first <= last <= total for first, last in runs):
         raise TrainingError(
-            f"No extent of a {kind}." if kind not in KINDS else f"A part of a {kind} lies outside of it.",
+            f"nbkit does not know the kind of dim {kind}."
+            if kind not in KINDS
+            else f"The part lies outside of the {kind}.",
             numbers=f"start {start} of {total}",
             hint=f"kinds: {', '.join(KINDS)}; 0 <= start <= total",
         )

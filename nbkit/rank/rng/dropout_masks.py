@@ -56,9 +56,10 @@ def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = Fa
         return [_along("sequence", shape[0], rows), rows.to(torch.int32), _along("feature", shape[2], rows)]
     if not shape or num == 0 or shape[0] % num or not shape[0]:
         raise TrainingError(
-            "Dropout on a tensor whose dim 0 is not the sample: its mask would depend on the strategy.",
+            "The model applies dropout to a tensor whose dim 0 is not the sample, so the mask would depend on the "
+            "strategy.",
             numbers=f"shape {tuple(shape)}, in a micro-batch of {num} samples",
-            hint="expand it to (samples, ...) before the dropout; batch_first=True",
+            hint="expand it to (samples, ...) before the dropout; or batch_first=True",
         )
     # If a part has only one head, the shape does not show that dim 0 is (samples, heads).
     if len(shape) <= 3 and (shape[0] != num or (len(shape) == 3 and place_of("head"))):
@@ -66,9 +67,9 @@ def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = Fa
     layout = _LAYOUTS.get(len(shape), ("",) * len(shape))
     if len(shape) not in _LAYOUTS and any(place_of(kind) for kind in KINDS):
         raise TrainingError(
-            "Dropout on a part of a tensor, and nothing says along which dim it is a part.",
-            numbers=f"{len(shape)} dims; known are (B, D), (B, T, D) and (B, H, T, S)",
-            hint="drop before or after the reshape; or a strategy without tp and cp",
+            "The model applies dropout to a part of a tensor, and nbkit cannot tell along which dim it is a part.",
+            numbers=f"{len(shape)} dims; nbkit knows (B, D), (B, T, D) and (B, H, T, S)",
+            hint="apply dropout before or after the reshape; or a strategy without tp and cp",
         )
     first = rows if shape[0] == num else _folded(rows, shape[0] // num)
     return [first.to(torch.int32), *(_along(kind, n, rows) for kind, n in zip(layout[1:], shape[1:], strict=True))]
@@ -84,9 +85,9 @@ def _along(kind: str, num: int, like: Tensor) -> Tensor:
     if (held := count(runs)) < num:
         start, total = place_of(kind) or (0, num)
         raise TrainingError(
-            f"Dropout on a tensor that reaches beyond the {kind} it is a part of.",
+            f"The model applies dropout to a tensor that is larger than its part of the {kind}.",
             numbers=f"{num} elements from {start} on, of {total}; the part has {held}",
-            hint="a strategy gathered the tensor and did not say so; report it",
+            hint="a strategy has gathered the tensor without saying so; please report this",
         )
     places = [torch.arange(start, stop, dtype=torch.int32, device=like.device) for start, stop in runs]
     return places[0] if len(places) == 1 else torch.cat(places)
@@ -121,7 +122,9 @@ def _kernel() -> Callable[..., Tensor | None] | None:
         mask_kernel.dropped((0, 0), [place], 0)
     except Exception as error:
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        warnings.warn(f"Masks of dropout take many kernels, where one of Triton would do: {said}", stacklevel=2)
+        warnings.warn(
+            f"Triton cannot make dropout masks here, so nbkit uses many kernels for each mask: {said}", stacklevel=2
+        )
         return None
     return mask_kernel.dropped
 

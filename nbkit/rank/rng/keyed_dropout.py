@@ -252,8 +252,9 @@ class KeyedDropout:
         if not self._said:
             self._said = True
             warnings.warn(
-                "attention drops inside of torch's kernel, which is fast: its masks are others under another strategy. "
-                "compute=nbkit.Compute(dropout='keyed') keeps them, as all other dropout does, without that kernel",
+                "torch's fast attention kernel applies the dropout, so its masks change with the strategy. "
+                "compute=nbkit.Compute(dropout='keyed') keeps its masks the same, as those of all other dropout, "
+                "but without that kernel",
                 stacklevel=2,
             )
 
@@ -445,8 +446,9 @@ class _Enter:
             now.stack.append(call)
         elif self.drew and graph_task_id() != -1:
             raise TrainingError(
-                f"{self.name or 'The model'} is computed again in the backward pass, and would draw other numbers.",
-                numbers="by something else than torch.utils.checkpoint",
+                f"{self.name or 'The model'} is recomputed in the backward pass, and would draw different random "
+                "numbers.",
+                numbers="not by torch.utils.checkpoint",
                 hint="torch.utils.checkpoint.checkpoint around it; or compute=nbkit.Compute(recompute=True); or "
                 "dropout of 0",
             )

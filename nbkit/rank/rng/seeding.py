@@ -146,16 +146,16 @@ def _refuse_kinds(module: nn.Module) -> None:
         if is_lazy(tensor):
             odd, hint = (
                 "has no shape before its lazy module is called",
-                "model(example) once, before it is given to nbkit",
+                "call model(example) once, before nbkit gets the model",
             )
         elif tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
             kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)[6:]
             dense = "torch.nested.to_padded_tensor(t, 0)" if tensor.is_nested else "t.dequantize()"
             dense = dense if tensor.is_nested or tensor.is_quantized else "t.to_dense()"
-            odd, hint = f"is {kind}; ranks send dense ones", f"{dense}, in place of the tensor t"
+            odd, hint = f"is {kind}, and ranks can send only dense tensors", f"{dense} instead of the tensor t"
         elif any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
             odd, hint = (
-                "has several elements in one place of memory, as expand() gives them",
+                "has several elements at one place in memory, as after expand()",
                 "t.expand(...).contiguous()",
             )
         elif is_param and tensor.dtype == torch.bool:
@@ -176,16 +176,16 @@ def _refuse_wrapped(module: nn.Module) -> None:
     for part in module.modules():
         if found := wrappers & {kind.__name__ for kind in type(part).__mro__}:
             raise TrainingError(
-                f"The model is wrapped in {(name := min(found))}; nbkit sums the gradients itself.",
+                f"The model is wrapped in {(name := min(found))}, but nbkit sums the gradients itself.",
                 numbers=f"{type(part).__name__}, with {sum(1 for _ in part.parameters())} parameters",
                 hint="model=ddp.module" if name.endswith("DataParallel") else "the model before fully_shard(...)",
             )
     if (strategy := marked_parts(module)) is not None:
         raise TrainingError(
-            f"The model is in parts: it is that of a job under {strategy}.",
+            f"The model belongs to a job under {strategy}, which has split it.",
             numbers=f"this rank holds {sum(p.numel() for p in module.parameters()):,} elements of it",
-            hint="job.switch('ddp'), or trainer.switch('ddp'), makes it whole; or model=lambda: ... builds a new one, "
-            "which takes over full_state_dict()",
+            hint="job.switch('ddp') or trainer.switch('ddp') makes it whole; or model=lambda: ... builds a new one, "
+            "which can load full_state_dict()",
         )
     if split := [name for name, p in module.named_parameters() if type(p).__name__ == "DTensor"]:
         raise TrainingError(

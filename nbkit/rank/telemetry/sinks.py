@@ -62,11 +62,11 @@ def check_sinks(sinks: Sequence[Sink]) -> None:
     """Raise TrainingError if a sink is a class, has no method `write`, or is not in a list."""
     if not isinstance(sinks, Sequence):
         name = type(sinks).__name__
-        raise TrainingError("sinks= is a list.", numbers=f"sinks={sinks!r}", hint=f"sinks=[{name}(...)]")
+        raise TrainingError("sinks= must be a list.", numbers=f"sinks={sinks!r}", hint=f"sinks=[{name}(...)]")
     for sink in sinks:
         if isinstance(sink, type) or not isinstance(sink, Sink):
             raise TrainingError(
-                "A sink is an object with a method write(event).",
+                "A sink must have a method write(event).",
                 numbers=f"sinks=[{sink!r}]",
                 hint=f"sinks=[{sink.__name__}()]"
                 if isinstance(sink, type)
@@ -334,7 +334,8 @@ class ProgressLine:
                 self._last = now
                 self._show(self._progress(), end="" if _rewrites() else "\n")
         elif kind == Switched.kind and event["in_place"]:
-            say(f"{event['new']} in place: memory does not hold it beside {event['old']}", self._width)
+            said = f"{event['new']} is made in place, because memory cannot hold it and {event['old']} together"
+            say(said, self._width)
         elif kind == Rebalanced.kind:
             say(mark_of(event)["text"], self._width)
         elif kind == RunStopped.kind and "loss" in (last := self._progress()):

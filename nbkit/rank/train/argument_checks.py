@@ -48,27 +48,27 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise TrainingError(
-                f"{name} is a whole number, at least 1.", numbers=f"{name}={count!r}", hint=f"{name}=100"
+                f"{name} must be a whole number of at least 1.", numbers=f"{name}={count!r}", hint=f"{name}=100"
             )
 
 
 def check_clip_norm(clip_norm: float | None) -> None:
     """Raise TrainingError if `clip_norm` is given and is not more than 0."""
     if clip_norm is not None and not clip_norm > 0:
-        raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
+        raise TrainingError("clip_norm must be more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
 
 
 def check_places(log_dir: str | None, checkpoints: Checkpoints, recovery: Recovery) -> None:
     """Raise TrainingError for a setting that needs a directory when none is given."""
     if checkpoints.every and checkpoints.path is None and log_dir is None:
         raise TrainingError(
-            "The checkpoints have nowhere to go.",
+            "There is no directory for the checkpoints.",
             numbers=f"log_dir=None, checkpoints={checkpoints!r}",
             hint=f"checkpoints={replace(checkpoints, path='model')!r}",
         )
     if recovery.balance and log_dir is None:
         raise TrainingError(
-            "balance= of nbkit.Recovery measures by the records of a run.",
+            "balance= of nbkit.Recovery needs the records of a run.",
             numbers="log_dir=None",
             hint="log_dir='runs'",
         )
@@ -78,9 +78,12 @@ def check_whole(numbers: StepNumbers, pending: Pending) -> None:
     """Raise TrainingError if the step's gradients were not summed over all ranks."""
     if not numbers.whole:
         raise TrainingError(
-            f"The reduction of step {pending.step} was interrupted: its gradients are not those of all ranks.",
-            numbers="the weights have taken a step with them" if pending.made else "the weights have not been touched",
-            hint="train again: the ranks go on from one that has whole weights",
+            f"The reduction of the gradients of step {pending.step} was interrupted, so they are not summed over all "
+            "ranks.",
+            numbers="the optimizer has already made a step with them"
+            if pending.made
+            else "the weights have not been touched",
+            hint="train again: all ranks continue from a rank that has whole weights",
         )
 
 
@@ -93,13 +96,13 @@ def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) ->
         return
     ranks = ", ".join(map(str, numbers.not_finite))
     made = (
-        f"the weights have taken {steps_since} step{'s' * (steps_since > 1)} with it: load a checkpoint"
+        f"the optimizer has made {steps_since} step{'s' * (steps_since > 1)} with it: load a checkpoint"
         if steps_since > 0
         else "the weights have not been touched"
     )
-    again = "; fit() again goes on with the next batch"
+    again = "; fit() continues with the next batch"
     if steps_since > 0:  # the weights are not finite by now, so they do not show if this step was the first
-        again = " and those of the step before, whose loss was finite and whose gradients need not have been"
+        again = " and those of the step before: its loss was finite, but maybe not its gradients"
     raise NotFinite(
         f"The loss of step {pending.step} is not finite on rank{'s' * (len(numbers.not_finite) > 1)} {ranks}.",
         step=pending.step,
@@ -115,10 +118,10 @@ def blame_weights(error: NotFinite, names: str, before: Pending | None) -> None:
 
     names: the names of these weights. before: the previous step, or None if this process has made none.
     """
-    past = "they were so before the first step"
+    past = "they were not finite before the first step"
     if before is not None:
         past = (
-            f"a step up to {before.step} had a finite loss and gradients that were not; step {before.step}: "
+            f"a step up to {before.step} had a finite loss, but gradients that were not; step {before.step}: "
             f"{_samples_of(before, range(before.mesh.size))}"
         )
     error.what = f"{error.what.removesuffix('.')}, because the weights are not."
@@ -147,14 +150,14 @@ def check_gradients(norm: float, *, step: int, steps_since: int) -> None:
     """
     if isfinite(norm):
         return
-    made = f"the weights have taken {steps_since} step{'s' * (steps_since > 1)} with them: load a checkpoint"
+    made = f"the optimizer has made {steps_since} step{'s' * (steps_since > 1)} with them: load a checkpoint"
     raise NotFinite(
-        f"The gradients of step {step} are not finite, though the loss is.",
+        f"The gradients of step {step} are not finite, although the loss is.",
         step=step,
         rank=0,
         spoiled=steps_since > 0,
         numbers=f"norm {norm}; {made if steps_since > 0 else 'the weights have not been touched'}",
-        hint="a function whose slope is infinite somewhere, such as sqrt at 0: sqrt(x + 1e-12); "
+        hint="look for a function with an infinite slope, such as sqrt at 0: sqrt(x + 1e-12); "
         "torch.autograd.set_detect_anomaly(True) names it",
     )
 
@@ -166,15 +169,16 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
         which = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
         if pending.losses:
             raise TrainingError(
-                f"The ranks read different data in step {pending.step}, or gave job.backward another number of losses.",
-                numbers=f"{which} did otherwise than rank 0; this rank gave {pending.losses}",
-                hint="the same batches, job.rows and job.backward on every rank, and none behind `if rank == 0:`",
+                f"The ranks read different data in step {pending.step}, or called job.backward with different "
+                "numbers of losses.",
+                numbers=f"{which} differed from rank 0; this rank gave {pending.losses}",
+                hint="the same batches, job.rows and job.backward on every rank, and none inside `if rank == 0:`",
             )
         raise TrainingError(
             f"The ranks read different data in step {pending.step}.",
-            numbers=f"{which} had another batch than rank 0",
-            hint="the same data, batch_size and seed on every rank, which takes its own rows; seed what shuffles, "
-            "without the rank: torch.manual_seed(0)",
+            numbers=f"{which} had a different batch than rank 0",
+            hint="use the same data, batch_size and seed on every rank, because each rank takes its own rows; "
+            "shuffle with one seed on all ranks: torch.manual_seed(0)",
         )
 
 
@@ -220,7 +224,7 @@ def check_own_loop(recovery: Recovery, compute: Compute, loss: Any) -> None:
     supported = Recovery(on_failure=recovery.on_failure, backup_every=recovery.backup_every)
     if recovery != supported:
         raise TrainingError(
-            "hang_timeout=, on_oom= and balance= are for the loop of a Trainer.",
+            "hang_timeout=, on_oom= and balance= work only in the loop of a Trainer.",
             numbers=f"recovery={recovery!r}",
             hint=f"recovery={supported!r}, or nbkit.Trainer",
         )
@@ -232,7 +236,7 @@ def check_own_loop(recovery: Recovery, compute: Compute, loss: Any) -> None:
         )
     if compute.grad_norm_every != Compute.grad_norm_every:
         raise TrainingError(
-            "grad_norm_every= is for the loop of a Trainer.",
+            "grad_norm_every= works only in the loop of a Trainer.",
             numbers=f"compute={compute!r}",
             hint="job.grad_norm() in a loop of your own",
         )
@@ -242,8 +246,8 @@ def check_loader(loader: Any) -> None:
     """Raise TrainingError for a loader that already divides the data among the ranks."""
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.distributed.DistributedSampler):
         raise TrainingError(
-            "The loader has a DistributedSampler, and nbkit takes each rank's rows of a global batch itself.",
-            numbers="every sample would be cut twice",
+            "The loader has a DistributedSampler, but nbkit itself takes each rank's rows from a global batch.",
+            numbers="the data would be split twice",
             hint="DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
         )
 
@@ -252,15 +256,16 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise TrainingError if `optimizer` is no torch optimizer, needs a closure, or has tensors that `model` lacks."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TrainingError(
-            "optimizer= gave no torch optimizer.",
+            "optimizer= did not return a torch optimizer.",
             numbers=f"got {type(optimizer).__name__}",
             hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TrainingError(
-            f"{type(optimizer).__name__} computes the loss several times in a step, by a closure; a step here has one.",
-            numbers="step(closure) without a default",
+            f"{type(optimizer).__name__} needs a closure, to compute the loss several times in a step, but nbkit "
+            "computes it once.",
+            numbers="step(closure) needs its argument",
             hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
     own = {id(p) for p in model.parameters()}
@@ -268,15 +273,15 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     strange = sum(id(p) not in own for p in every)
     if 0 < strange < len(every):
         raise TrainingError(
-            "The optimizer holds parameters that are not this model's, such as those of a loss: no rank would sum "
-            "their gradients.",
+            "The optimizer holds parameters that are not in this model, such as those of a loss, so no rank would "
+            "sum their gradients.",
             numbers=f"{strange} of {len(every)}",
-            hint="a model that holds both, whose forward(x, y) gives the loss of each row, with dicts for data: "
+            hint="a model that holds both and whose forward(x, y) returns the loss of each row; with dicts as data, "
             "inputs=['x', 'y'], loss=lambda output, batch: output.mean()",
         )
     if strange:
         raise TrainingError(
-            "The optimizer holds parameters that are not this model's.",
+            "The optimizer holds parameters that are not in this model.",
             numbers=f"{strange} of {len(every)}",
             hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
@@ -293,7 +298,7 @@ def check_parameters(optimizer: Any, model: nn.Module, *, known: Container[int],
     strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if new or strange:
         raise TrainingError(
-            "There are parameters that were not there when the job was built; the ranks do not sum their gradients.",
+            "Some parameters were added after the job was built, and the ranks do not sum their gradients.",
             numbers=f"in the model: {', '.join(new[:3]) or 'none'}{', ...' * (len(new) > 3)}; "
             f"in the optimizer: {strange}",
             hint="build the Trainer (or job) again around the changed model"

@@ -110,7 +110,7 @@ class Builder:
             agree(
                 lambda: self.shells.append(build_it(seed=config.seed, device=device)),
                 what=f"The model in {where!r} could not be built.",
-                hint="a directory that every rank sees, as model.save_pretrained writes it",
+                hint="a directory that every rank sees, and that model.save_pretrained wrote",
             )
             self.module: nn.Module = self.shells[0].module
         else:
@@ -119,7 +119,7 @@ class Builder:
                 constants_of(self.module),
                 world_size=world_size,
                 device=device,
-                what="numbers in attributes of the model, which nobody sends",
+                what="numbers in attributes of the model, which nbkit does not send",
                 hint="register_buffer; or model=lambda: ..., which is built from one seed on every rank",
             )
         # Before the skeleton: the optimizer's factory may read weights, and may freeze some of them.
@@ -443,7 +443,7 @@ class Builder:
             raise StrategyError(
                 f"A switch to {new} would lose {outside.keyed[0]!r}, which the model sets in one pass and reads in the "
                 "next.",
-                numbers="it is kept by the model object or one of its tensors, in whose place a switch puts others",
+                numbers="the model object or one of its tensors keeps it, and a switch replaces them",
                 hint="self.calls = ..., an attribute of the model",
             )
         self.template.check_moves(old, new)
@@ -520,9 +520,9 @@ class Builder:
         except Exception as error:
             if isinstance(model, nn.Module | Pretrained):
                 raise TrainingError(
-                    "The model cannot be copied, as every strategy does.",
+                    "nbkit cannot copy the model, and every strategy needs a copy.",
                     numbers=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
-                    hint="model=lambda: MyModule(...), which builds it again for each",
+                    hint="model=lambda: MyModule(...), which builds the model again for each strategy",
                 ) from error
             skeleton = built_again(model, self.module)
             build_again(skeleton, partial(built_again, model))

@@ -159,7 +159,7 @@ def warn_without_effect(
         ),
         (
             bool(loading.workers) and bool(whole),
-            f"workers= has no effect on data that is not split, which is read in the step: {whole}",
+            f"workers= has no effect on data that is not split, because each step reads it: {whole}",
         ),
         (
             not loading.workers and bool(whole) and dist.is_initialized() and dist.get_world_size() > 1,

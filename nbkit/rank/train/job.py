@@ -101,7 +101,7 @@ def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[An
             world_size=job.world_size,
             device=job.device,
             what="data to evaluate on",
-            hint="the whole data on every rank, which divides it",
+            hint="give every rank the whole data: each takes its own rows",
         )
     with job.sharded_model.evaluating(autocast=job.training_step.precision.dtype is not None), alike():
         every = shards(data, batch_size=batch_size, rank=axes.index("dp"), ranks=axes.size("dp"), collate=collate)
@@ -156,7 +156,7 @@ def prepare(
     if forward_step is not None:
         if loss is not None or inputs is not None:
             raise TrainingError(
-                "forward_step= calls the model and computes the loss itself.",
+                "forward_step= calls the model and computes the loss, so loss= and inputs= are not allowed.",
                 numbers=" and ".join(name for name, each in (("loss=", loss), ("inputs=", inputs)) if each is not None)
                 + " is given too",
                 hint="nbkit.prepare(model, optimizer, forward_step=forward_step)",
@@ -569,7 +569,7 @@ class Job:
         self._check_loss_is_known("job.backward(batch)")
         if self.training_step.reduced:
             raise TrainingError(
-                "backward() twice in one step: the gradients hold the sum over all ranks already.",
+                "backward() was called twice in one step, but the gradients already hold the sum over all ranks.",
                 numbers=f"step {self.step + 1}",
                 hint="job.optimizer.step(); job.optimizer.zero_grad()   "
                 "(to accumulate: compute=nbkit.Compute(microbatch_size=...))",
@@ -596,7 +596,7 @@ class Job:
                 return result
             if isinstance(batch, Shard) and self._place() != place:
                 raise TrainingError(
-                    f"The rows of this batch were cut for {new}, which was taken back.",
+                    f"The rows of this batch were cut for {new}, and the switch to it was taken back.",
                     numbers=f"data-parallel place {place}, now {self._place()}",
                     hint="job.backward(batch) with the global batch, or the next one",
                 )
@@ -619,7 +619,7 @@ class Job:
     def _check_loss_is_known(self, what: str) -> None:
         if self.config.own_loss:
             raise TrainingError(
-                f"{what} computes the loss itself, and this job was given none.",
+                f"{what} computes the loss, but this job was given no loss function.",
                 numbers="loss=None",
                 hint="nbkit.prepare(..., loss=loss); or x, y = job.rows(batch), then job.backward(loss)",
             )
@@ -821,7 +821,7 @@ class Job:
             raise TrainingError(
                 "The ranks did not meet at the end of the training.",
                 numbers=f"{found} of {self.world_size}",
-                hint="train again: the ranks go on from one that has whole weights",
+                hint="train again: all ranks continue from a rank that has whole weights",
             )
 
     def stop_if(self, flag: bool) -> bool:

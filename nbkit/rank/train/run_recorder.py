@@ -164,7 +164,7 @@ class Recorder:
             )
         if not isinstance(steps, int) or steps < 1:
             raise UsageError(
-                "A trace has a whole number of steps, at least 1.", numbers=f"{steps!r}", hint="%nbkit trace 3"
+                "A trace needs a whole number of steps, at least 1.", numbers=f"{steps!r}", hint="%nbkit trace 3"
             )
         self._session.detail(steps)
         return {"first": after + 1, "last": after + steps}
@@ -191,13 +191,17 @@ def new_run_dir(
     Raises TrainingError, on every rank, if rank 0 cannot make it or max_disk is reached.
     """
     runs = Path(log_dir).absolute()
-    check_room(runs, runs, "no run is begun")
+    check_room(runs, runs, "no run can begin")
     made = [_made_dir(log_dir, name, strategy, batch) if rank == 0 else ("", "")]
     if world_size > 1:
         dist.broadcast_object_list(made, src=0, device=device)
     folder, problem = made[0]
     if problem:
-        raise TrainingError("There is nowhere to record the run.", numbers=problem, hint="log_dir=None, or another one")
+        raise TrainingError(
+            "nbkit cannot make a directory for the records of the run.",
+            numbers=problem,
+            hint="log_dir=None, or another directory",
+        )
     return Path(folder)
 
 

@@ -72,7 +72,7 @@ def _full(runs: Path, what: str, run: str) -> TrainingError | None:
     return TrainingError(
         f"The folder of runs is full: {what}.",
         numbers=f"{_text(held.total())} in {runs}, max_disk is {_text(MAX_BYTES)}; the largest: {largest}",
-        hint=f"!{shell_words('rm', '-r', runs / old)}   if you need it no more"
+        hint=f"!{shell_words('rm', '-r', runs / old)}   if you no longer need it"
         if old and str(runs / old).isprintable()
         else f"trainer.save(...)   with a path outside of {runs}",
     )

@@ -99,7 +99,7 @@ class Snapshots:
         at = max((number for number, each in enumerate(self.steps) if each <= step), default=-1)
         if at < 0:
             raise TrainingError(
-                f"There is no snapshot of step {step} or before.",
+                f"There is no snapshot of step {step} or earlier.",
                 numbers=f"snapshots of steps {', '.join(map(str, self.steps))}" if self._kept else "there are none",
                 hint=f"trainer.rewind({self.steps[0]})"
                 if self._kept
@@ -125,5 +125,7 @@ class Snapshots:
         del self._kept[:gone]
         if lacks and not self._told:
             self._told = True
-            self._say(f"no snapshots: one takes {lacks / 1e6:.3g} MB of a rank, and {most / 1e6:.3g} MB may be taken")
+            self._say(
+                f"no snapshots: one needs {lacks / 1e6:.3g} MB on a rank, and only {most / 1e6:.3g} MB may be used"
+            )
         return not lacks

@@ -309,7 +309,7 @@ class Ballot:
     def _check(self, doing: str, spoken: Sequence[str], own: Exception | None) -> None:
         if failed := [(rank, text) for rank, text in enumerate(spoken) if text]:
             raise SwitchError(
-                f"The switch failed while {doing}; {self.goes_on} goes on, unchanged.",
+                f"The switch failed while {doing}; training continues under {self.goes_on}, unchanged.",
                 numbers="; ".join(f"rank {rank}: {text}" for rank, text in failed[:2]) + "; ..." * (len(failed) > 2),
                 hint="%strategy shows what can be picked",
             ) from own

@@ -171,14 +171,14 @@ interruptible_wait.causes.append(_cause)
 def _error(said: str) -> TrainingError:
     if " left after step " in said:
         return TrainingError(
-            "A rank has left the training alone, and the others would wait for it.",
+            "A rank has left the training alone, and the other ranks would wait for it forever.",
             numbers=said,
-            hint="if job.stop_if(flag): break   leaves the loop on all ranks, where the flag is set on any of them",
+            hint="if job.stop_if(flag): break   leaves the loop on all ranks as soon as the flag is set on one",
         )
     return TrainingError(
         "The ranks have made different calls, and would wait for each other.",
         numbers=said,
-        hint="the same calls on every rank: in a %%distributed cell, and not behind `if rank == 0:`",
+        hint="the same calls on every rank: in a %%distributed cell, and not inside `if rank == 0:`",
     )
 
 

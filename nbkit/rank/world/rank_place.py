@@ -43,7 +43,7 @@ class RankPlace:
             )
         if self.backend not in (GLOO, kind and kind.backend):
             raise UsageError(
-                f"{self.backend} does not move tensors of this device.",
+                f"The backend {self.backend} cannot send tensors of this device.",
                 numbers=f"device {self.device}",
                 hint=f'backend="{GLOO}"',
             )
@@ -90,8 +90,8 @@ class RankPlace:
         kind = find_kind(self.device)
         if kind is not None and self.backend == GLOO and self.local_rank == 0:
             warnings.warn(
-                f"{GLOO}, not {kind.backend}: {self.local_world_size} ranks on this host, and this one sees {num_gpus} "
-                f"GPU{'s' * (num_gpus > 1)}. If every rank has a GPU of its own: "
+                f"nbkit uses {GLOO}, not {kind.backend}, because this host has {self.local_world_size} ranks, and "
+                f"this rank sees {num_gpus} GPU{'s' * (num_gpus > 1)}. If every rank has its own GPU, call "
                 f"dist.init_process_group('{_with_host(kind.name, kind.backend)}') before nbkit",
                 stacklevel=2,
             )

@@ -96,7 +96,7 @@ def _init(
         present = dist.get_backend()
         if backend is not None and str(backend).lower() not in ("undefined", present, *_parts(backend, present)):
             warnings.warn(
-                f"init_process_group({backend!r}): the process group is up already and goes on with {present}.",
+                f"init_process_group({backend!r}): the process group exists already and keeps {present}.",
                 stacklevel=2,
             )
         return
@@ -282,7 +282,9 @@ class World:
         Raises ClusterError if the ranks do not come together within `timeout_s` seconds.
         """
         if generation <= self.generation:
-            raise UsageError("Generations only go up.", numbers=f"now {self.generation}, asked for {generation}")
+            raise UsageError(
+                "The number of a generation must grow.", numbers=f"now {self.generation}, asked for {generation}"
+            )
         self.dirty = self.dirty or "being re-formed"
         forming.stop("a new generation is formed")
         self.generation, self.key, self._num_formed = generation, f"gen{generation}", 0
@@ -405,8 +407,8 @@ class World:
                 continue
             if lost := common.lost.get(_key(group)):
                 group.inner = Broken(
-                    f"Process group {group.label} is broken: not all of its members are there any more.",
-                    numbers=f"members {list(group.members)}, without it: {lost}",
+                    f"Process group {group.label} is broken, because some of its members are gone.",
+                    numbers=f"members {list(group.members)}; ranks without it: {lost}",
                     hint="create it again: new_group(...), or a new DeviceMesh",
                 )
                 continue

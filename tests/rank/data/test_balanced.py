@@ -149,7 +149,7 @@ def test_bad_samples_and_bad_costs_are_reported_with_sample_and_rank() -> None:
     found = run_ranks(spoilt, 2)
 
     assert found[0][0] == found[1][0] and " 17" in found[0][0]
-    assert "The cost of a sample is a number >= 0." in found[0][1] and "of sample 1" in found[1][1]
+    assert "The cost of a sample must be a number >= 0." in found[0][1] and "of sample 1" in found[1][1]
     assert "Another rank" in found[0][2] and "division by zero" in found[1][2]
 
 

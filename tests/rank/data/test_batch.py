@@ -35,8 +35,8 @@ KINDS: dict[str, tuple[Any, str, str]] = {
     "sparse": ((torch.zeros(TIME, 3).to_sparse(), TARGET), "a sparse tensor", "to_dense"),
     "images": ((unequal(), TARGET), "a list of tensors of unequal shapes", "boxes padded"),
     "boxes": (([torch.zeros(3, 8, 8)] * ROWS, [{"boxes": torch.zeros(i, 4)} for i in range(ROWS)]), "dicts", "boxes"),
-    "graph": (Graph(), "got Graph", "nodes that are padded"),
-    "time first": ((torch.zeros(TIME, ROWS, 3), TARGET), "in front of its rows, such as time", "x.transpose(0, 1)"),
+    "graph": (Graph(), "got Graph", "pad the nodes"),
+    "time first": ((torch.zeros(TIME, ROWS, 3), TARGET), "another dim, such as time", "x.transpose(0, 1)"),
 }
 
 

@@ -35,7 +35,7 @@ class Augmented:
 def own_rows(world: Any) -> list[Any]:
     torch.default_generator.seed()
     data = [(torch.randn(6), torch.tensor(0)) for _ in range(16)]
-    with pytest.warns(UserWarning, match="Rank 1 holds other data than rank 0"):
+    with pytest.warns(UserWarning, match="Rank 1 holds different data than rank 0"):
         alone = quiet(data=data)
     alone.fit(1)
     with pytest.warns(UserWarning):
@@ -84,7 +84,7 @@ def test_ranks_that_read_the_same_rows_draw_the_same_numbers() -> None:
 
 def test_data_made_without_a_seed_warns_and_may_not_be_shared_by_ranks() -> None:
     for found, steps in run_ranks(own_rows, 2):
-        assert "other data than rank 0" in found and "2 of them work on each row together" in found
+        assert "different data than rank 0" in found and "2 of them work on each row together" in found
         assert "torch.manual_seed(0)" in found and steps == 0
 
 

@@ -297,7 +297,7 @@ def drawn_anew(world: Any, folder: Path) -> tuple[str, str]:
 @pytest.mark.usefixtures("known_to_be_right")
 def test_an_unseeded_shuffle_warns_and_is_refused_if_ranks_share_rows(tmp_path: Path) -> None:
     for said, refused in run_ranks(drawn_anew, 2, tmp_path):
-        assert "the data gives other samples each time that it is read" in said
+        assert "the data yields different samples each time it is read" in said
         assert "2 ranks, 2 of them work on each row together" in refused
 
 
@@ -333,7 +333,7 @@ def test_shards_that_all_have_the_same_samples_are_refused(tmp_path: Path) -> No
                 get_worker_info()
             return self.of(0)
 
-    with pytest.raises(TrainingError, match="gives the same samples for each"):
+    with pytest.raises(TrainingError, match="yields the same samples for each"):
         opened(Whole(LENGTHS, tmp_path / "read"))
 
 
@@ -344,7 +344,7 @@ def test_data_in_shards_that_cannot_be_copied_is_refused(tmp_path: Path) -> None
         def __copy__(self) -> Files:
             raise TypeError("a handle is open")
 
-    with pytest.raises(TrainingError, match="cannot be copied, and its shards are read at the same time: TypeError"):
+    with pytest.raises(TrainingError, match="must copy the data, and the copy failed: TypeError"):
         opened(Uncopied(LENGTHS, tmp_path / "read"))
 
 

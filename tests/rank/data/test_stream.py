@@ -193,7 +193,7 @@ def test_ranks_that_read_different_streams_are_refused_before_training() -> None
     found = run_ranks(different_streams, 3)
 
     assert len(set(found)) == 1
-    assert "different data in step 1" in found[0] and "rank 1 had another batch" in found[0]
+    assert "different data in step 1" in found[0] and "rank 1 had a different batch" in found[0]
 
 
 def different_map_style(world: Any) -> list[str]:
@@ -214,7 +214,7 @@ def test_different_map_style_data_batch_size_or_seed_are_refused() -> None:
     for found in run_ranks(different_map_style, 3):
         *data, seed = found
         assert len(data) == 2
-        assert all("different data in step 1" in one and "rank 1 had another batch" in one for one in data)
+        assert all("different data in step 1" in one and "rank 1 had a different batch" in one for one in data)
         assert "'seed' differs" in seed
 
 

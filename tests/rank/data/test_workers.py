@@ -126,7 +126,7 @@ def test_full_shared_memory_and_unpicklable_batches_are_reported() -> None:
     ((by_collate, by_the_queue, unpacked),) = run_ranks(without_shared_memory, 1, join=False)
 
     for said in (by_collate, by_the_queue):
-        assert said.startswith("The shared memory of this host is full, through which workers hand over the batches")
+        assert said.startswith("The shared memory of this host is full, and workers need it")
         assert "\n/dev/shm has " in said and "worker 0: RuntimeError: " in said and "sample" not in said.lower()
     assert "A batch could not be read by worker 0: " in unpacked and "pickle" in unpacked
 
@@ -201,4 +201,4 @@ def iterated(world: Any) -> list[str]:
 def test_workers_for_an_iterator_have_no_effect_and_warn() -> None:
     said = " ".join(run_ranks(iterated, 1)[0])
     assert "workers= has no effect on data that is not split" in said
-    assert "an iterator is not split; an IterableDataset is, with num_shards = 8" in said
+    assert "nbkit cannot split an iterator; it splits an IterableDataset with num_shards = 8" in said

@@ -112,7 +112,7 @@ def test_a_model_that_mixes_rows_in_training_is_detected_with_a_zero_head() -> N
     model = nn.Sequential(nn.Tanh(), Centred())
     said = says(mean_loss, model=model)
 
-    assert "The model mixes the rows of a batch: what '1' gives for one depends on the others" in said
+    assert "The model mixes the rows of a batch: the output of '1' for one row depends on the other rows" in said
     assert not model[1].last.weight.any()
 
 

@@ -287,9 +287,9 @@ def test_a_number_of_items_of_a_whole_batch_is_refused() -> None:
             return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count}
 
     batch: Any = {key: torch.stack([row[key] for row in answers()]) for key in INPUTS}
-    with pytest.raises(TrainingError, match="belongs to a whole batch") as raised:
+    with pytest.raises(TrainingError, match="counts targets of the whole batch") as raised:
         nbkit.check(Counting(), "ddp", batch, 2, inputs=[*INPUTS, "num_items_in_batch"])
-    with pytest.raises(TrainingError, match="belongs to a whole batch"):
+    with pytest.raises(TrainingError, match="counts targets of the whole batch"):
         TrainConfig(loss=inside, inputs=[*INPUTS, "num_items_in_batch"])
     assert "leave it out of inputs=" in raised.value.hint
     said = nbkit.check(Counting(), "ddp", batch, 2, inputs=INPUTS, loss=lambda output, _: output["loss"])

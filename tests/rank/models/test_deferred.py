@@ -126,7 +126,7 @@ def test_a_model_that_cannot_be_recorded_is_built_whole(monkeypatch: pytest.Monk
     for build, why in ((escapes, "something outside of its modules"), (by_numpy, "numpy")):
         torch.manual_seed(3)
         plain = build()
-        with pytest.warns(UserWarning, match=f"built whole on every rank.* GB each.*{why}"):
+        with pytest.warns(UserWarning, match=f"builds the whole model.* GB each.*{why}"):
             module, weightless = deferred.build_parts(build, seed=3, device=_CPU, world_size=1)
         assert weightless is None
         assert all(

@@ -101,7 +101,7 @@ def of_a_plain_model(world: Any) -> tuple[Any, ...]:
 def test_a_model_without_a_cache_generates_the_same_and_warns_once() -> None:
     for rank, (expected, found, said, shape) in enumerate(run_ranks(of_a_plain_model, 2)):
         assert found == expected
-        assert len(said) == (rank == 0) and all("GPT keeps no keys and values" in text for text in said)
+        assert len(said) == (rank == 0) and all("GPT cannot keep keys and values" in text for text in said)
         assert shape == (2, 5)
 
 

@@ -105,7 +105,7 @@ def test_other_operations_get_all_logits_and_in_place_changes_are_refused() -> N
     assert (
         find_head(GPT(GPTConfig(vocab=96, block=8, layers=2, heads=2, width=8)), ["blocks.0", "blocks.1"], 2) == "head"
     )
-    with pytest.raises(StrategyError, match="no head"):
+    with pytest.raises(StrategyError, match="whose last layer is linear"):
         find_head(nn.Sequential(nn.Embedding(3, 4)), [], 2)
     with pytest.raises(TrainingError, match="at least 1"):
         nbkit.Compute(loss_chunks=0)

@@ -201,9 +201,9 @@ def test_a_plan_refuses_models_that_would_train_differently_with_all_reasons(fac
     assert len(list(refusals(Strategy(), apart, JobOptions(cut=True)))) == 2
     bare = ModelFacts(facts.shapes)
     assert list(refusals(Strategy(pp=2), bare, JobOptions(), guessed=True)) == []
-    with pytest.raises(StrategyError, match="cannot be cut into blocks"):
+    with pytest.raises(StrategyError, match="nbkit found no blocks"):
         make_plan(Strategy(pp=2), bare)
-    with pytest.raises(StrategyError, match="not known yet"):
+    with pytest.raises(StrategyError, match="It is not yet known"):
         make_plan(Strategy(tp=2), replace(facts, looked=frozenset({"chain"})))
 
 

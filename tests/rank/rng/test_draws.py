@@ -173,7 +173,7 @@ def test_the_draws_of_a_model_are_found_and_named() -> None:
     plan = find_draws(model, lambda rows: model(x[:rows]))
     assert plan is not None and sorted(plan.unkeyed) == [
         "Python's random in mixed",
-        "a generator of the model's in the model",
+        "the model's own generator in the model",
         "torch's randperm in the model",
     ]
     said = str(check(Other(), "dp=2", [x[:2], torch.zeros(2, dtype=torch.long)]))

@@ -277,8 +277,8 @@ def _what_hooks_hold(world: Any) -> list[str]:
 @pytest.mark.long
 def test_hooks_with_state_and_steps_that_read_the_model_are_refused_by_name() -> None:
     for remembers, *reads, positions in run_ranks(_what_hooks_hold, 2):
-        assert "would not take along all that _Lookahead remembers under dp=2" in positions
-        assert "would not take along all that SGD with hooks remembers under dp=2" in remembers
+        assert "would lose a part of the state that _Lookahead has under dp=2" in positions
+        assert "would lose a part of the state that SGD with hooks has under dp=2" in remembers
         assert [line.split(" that it was made for")[0] for line in reads] == [
             "SGD with another step reads parameters of the model",
             "SGD with hooks reads parameters of the model",

@@ -598,7 +598,7 @@ def test_weights_that_become_different_on_each_rank_are_refused() -> None:
         (on_one_rank, "zero2"): "ranks have different weights",
         (there_and_back_on_one_rank, "ddp"): "",
         (all_in_place, "zero1"): "",
-        (assigned_parts, "dp=1 tp=2"): "wrong for norms",
+        (assigned_parts, "dp=1 tp=2"): "wrong if the change needs norms",
     }
     first, second = run_ranks(edits_in_callbacks, 2, list(cases))
     for text, (_, strategy), expected in zip(first, cases, cases.values(), strict=True):

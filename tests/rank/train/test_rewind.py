@@ -93,4 +93,4 @@ def test_steps_after_a_rewind_equal_the_original_steps(tmp_path: Path) -> None:
         assert "snapshot_every=50" in each["refused"]
         assert each["fits"] == [4, 5]
         assert each["none"] == []
-    assert len(first["said"]) == 1 and "no snapshots: one takes 0.00" in first["said"][0] and second["said"] == []
+    assert len(first["said"]) == 1 and "no snapshots: one needs 0.00" in first["said"][0] and second["said"] == []

@@ -47,8 +47,8 @@ def test_a_full_folder_of_runs_refuses_a_checkpoint_and_a_run_on_every_rank(tmp_
     assert roomy == elsewhere == other == [] and not written and steps == 2
     assert full[0] == "The folder of runs is full: no checkpoint is written."
     assert f" MB in {runs}, max_disk is 3 MB; the largest: old 3 MB, going" in full[1]
-    assert full[2] == begun[2] == f"!rm -r {runs / 'old'}   if you need it no more"
-    assert begun[0] == "The folder of runs is full: no run is begun."
+    assert full[2] == begun[2] == f"!rm -r {runs / 'old'}   if you no longer need it"
+    assert begun[0] == "The folder of runs is full: no run can begin."
     assert sorted(each.name for each in runs.iterdir()) == ["going", "going-dp2-b8", "old"]
 
 

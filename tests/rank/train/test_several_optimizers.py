@@ -136,9 +136,9 @@ def test_parameters_in_none_or_in_two_optimizers_are_refused_by_name() -> None:
     model[0].bias.requires_grad_(False)
     model[2].bias.requires_grad_(False)
     OptimizerSpec(lambda model: (pair(model)[0],), module=model).check(Strategy.parse("zero3", 2))
-    with pytest.raises(TrainingError, match="optimizer= gave no torch optimizer"):
+    with pytest.raises(TrainingError, match="optimizer= did not return a torch optimizer"):
         OptimizerSpec(lambda model: [], module=model)
-    with pytest.raises(TrainingError, match="optimizer= gave no torch optimizer"):
+    with pytest.raises(TrainingError, match="optimizer= did not return a torch optimizer"):
         OptimizerSpec(lambda model: [matrices, "AdamW"], module=model)  # type: ignore[list-item,return-value]
 
     assert twice.value.numbers == "'0.weight', '0.bias', the first in 0 (SGD) and 2 (SGD)"

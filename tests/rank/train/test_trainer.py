@@ -199,7 +199,7 @@ def test_fit_takes_a_number_of_steps_or_a_last_step() -> None:
 
     nothing = "5 steps are finished: until=4 leaves none to make"
     made = [[1, 2], [3, 4, 5], [], nothing]
-    assert run_ranks(until, 1) == [[made, 5, [either, either, "until is a whole number, at least 1."]]]
+    assert run_ranks(until, 1) == [[made, 5, [either, either, "until must be a whole number of at least 1."]]]
 
 
 class Slow(torch.utils.data.Dataset[Any]):
@@ -265,7 +265,7 @@ def test_a_detached_training_saves_by_default(tmp_path: Path) -> None:
     why = ", as every 0.02s in a detached cell (nbkit.Checkpoints(every=False): never)\n"
     assert (default, named) == (f"\rsaved to {run}/checkpoint{why}", f"\rsaved to {tmp_path}/kept{why}")
     assert re.match(
-        r"\rnot saved at step \d+, training goes on: The folder of runs is full: no checkpoint is written\. ", failed
+        r"\rnot saved at step \d+, training continues: The folder of runs is full: no checkpoint is written\. ", failed
     )
     assert [each[2] for each in [*silent, *second]] == [""] * 9
     assert Path(run).stat().st_mode & 0o077 == 0  # no other user reads it

@@ -164,4 +164,4 @@ def unequal(world: Any) -> str:
 @pytest.mark.usefixtures("known_to_be_right")
 def test_unequal_rows_are_refused_if_the_model_gathers_rows() -> None:
     for said in run_ranks(unequal, 2, timeout=100):
-        assert "makes an all_gather itself" in said and "3 rows: 2, 1" in said and "drop_last=True" in said
+        assert "calls all_gather by itself" in said and "3 rows: 2, 1" in said and "drop_last=True" in said

@@ -23,7 +23,7 @@ def test_a_rank_uses_the_gpu_of_its_user_or_else_of_its_local_rank() -> None:
 
 
 def test_gloo_on_gpus_warns_once_per_host() -> None:
-    with pytest.warns(UserWarning, match="4 ranks on this host, and this one sees 1 GPU"):
+    with pytest.warns(UserWarning, match="this host has 4 ranks, and this rank sees 1 GPU"):
         RankPlace(4, 8, 0, 4, "cuda", "gloo").warn_of_gloo(num_gpus=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -297,6 +297,7 @@ export class Curves {
   drawMarks(pen, box, x, low, high, row) {
     if (this.hidden.has("marks")) return;
     const shown = this.marks.filter((mark) => mark.at >= low && mark.at <= high);
+    const signs = []; // where the small signs are, so that one is drawn above the other
     for (const mark of shown) {
       const at = x(mark.at);
       const colour = mark.kind === "failure" ? alarm() : ink();
@@ -305,7 +306,9 @@ export class Curves {
       if (row.floor) continue;
       if (!mark.great) {
         pen.line(at, box.top + box.height - 8, at, box.top + box.height, colour);
-        pen.words(mark.sign, at, box.top + box.height - 14, { align: "center", colour });
+        const below = signs.filter((other) => Math.abs(other - at) < 11).length;
+        signs.push(at);
+        pen.words(mark.sign, at, box.top + box.height - 14 - 12 * Math.min(below, 3), { align: "center", colour });
       }
     }
     if (row.floor) return;

@@ -211,8 +211,9 @@ function render({ model, el }) {
     input.disabled = silent;
     const waiting = phase === "idle" || phase === "training" ? "working out what each strategy would cost …" : "";
     const doing = asked || (job().strategy ? "" : waiting);
-    headline.textContent = silent ? "nothing is heard from the kernel" : doing ? `${words} — ${doing}` : words ?? "";
-    buttons.pause.textContent = phase === "held" ? "Go on" : "Pause";
+    const short = (words ?? "").split(" · ").slice(0, 2).join(" · "); // there is no room for both in a narrow pane
+    headline.textContent = silent ? "nothing is heard from the kernel" : doing ? `${short} — ${doing}` : words ?? "";
+    buttons.pause.textContent = phase === "held" ? "Resume" : "Pause";
     drawTold(outcomes[0]);
     drawButtons();
   }

@@ -203,9 +203,9 @@ class ByLoss(Difficulty):
             and len(state["costs"]) == len(self._costs[min(self._costs)])
         )
         if state is None or not fits:
-            return f"epoch {epoch} goes on in another order: the checkpoint has no losses of these samples" * bool(
-                epoch
-            )
+            return (
+                f"epoch {epoch} continues in a different order, because the checkpoint has no losses of these samples"
+            ) * bool(epoch)
         self._told.clear()
         self._costs = {epoch: state["costs"].tolist()}
         self._seen, self._number = {epoch: state["seen"]}, state["number"]
@@ -228,8 +228,8 @@ class ByLoss(Difficulty):
         if not self._number:
             return f"the size of a sample, {min(costs):g} to {max(costs):g}, until an epoch has shown its losses"
         return (
-            f"the loss of each sample when it was seen last ({self._number} of {len(costs)} seen in the epoch before), "
-            f"{min(costs):g} to {max(costs):g}, from epoch {newest} on"
+            f"the last loss of each sample ({self._number} of {len(costs)} seen in the epoch before), {min(costs):g} "
+            f"to {max(costs):g}, from epoch {newest} on"
         )
 
 
@@ -424,7 +424,7 @@ class BySeconds(Difficulty):
         small, large = self._costs[self._sizes.index(least)], self._costs[self._sizes.index(most)]
         return (
             f"learned from the seconds of {self._number} shares: a sample of {most:g} elements costs "
-            f"{large / small:.3g} times one of {least:g}, by its size {most / least:.3g}"
+            f"{large / small:.3g} times as much as one of {least:g}, and by its size {most / least:.3g} times"
         )
 
 
@@ -445,8 +445,8 @@ class Balanced(Dataset[Any]):
     If `cost` or `group` is a function, or the cost is learned, the ranks together read all data once, when the Trainer
     is created.
 
-    pack: pack documents into blocks of this many positions. Attention stays inside a document. `cost` then gets the
-    token ids of a piece of a document; the default cost is their number. `group` gets a whole document.
+    pack: pack documents into samples of this many positions. Attention stays inside a document. `cost` then gets the
+    token ids of a piece of a document; the default cost is the number of tokens. `group` gets a whole document.
 
     Each sample comes once in an epoch, shuffled by the Trainer's seed. Batch sizes differ by at most one sample. All
     batches have about the same cost and mix of groups. The batches do not depend on the strategy. Raises TrainingError
@@ -477,7 +477,7 @@ class Balanced(Dataset[Any]):
         if pack is not None:
             if cost is not None and not callable(cost):
                 raise TrainingError(
-                    "Of packed documents, the cost is a function of a piece's ids.",
+                    "With packed documents, cost= must be a function of the ids of one piece.",
                     numbers=f"{len(cost)} costs of whole documents",
                     hint="cost=lambda ids: len(ids) ** 2",
                 )
@@ -547,8 +547,8 @@ class Balanced(Dataset[Any]):
             alike = number > 1 and groups is None and min(self._values[0]) == max(self._values[0])
             if alike and self._learned != "loss":
                 warnings.warn(
-                    f"every sample costs the same, {self._values[0][0]:g}: nothing is balanced. "
-                    "cost=lambda sample: ... is called with a sample as the dataset gives it",
+                    f"every sample costs the same, {self._values[0][0]:g}, so nbkit cannot balance anything. "
+                    "cost=lambda sample: ... gets a sample as the dataset returns it",
                     stacklevel=3,
                 )
         return self._values
@@ -572,7 +572,7 @@ class Balanced(Dataset[Any]):
             raise TrainingError(
                 "Another rank could not read the costs of its part of the data.",
                 numbers=f"rank {parts.index(None)} of {ranks}",
-                hint="its error says why",
+                hint="the error of that rank says why",
             )
         return [parts[i % ranks][i // ranks] for i in range(len(self.data))]
 
@@ -585,7 +585,7 @@ def check_packed(data: Any, model: nn.Module) -> None:
     """Raise TrainingError if packed data is given to a model of transformers that would attend across documents."""
     if isinstance(data, Balanced) and data.pack and getattr(getattr(model, "config", None), "use_cache", False):
         raise TrainingError(
-            "With a cache the model does not see where packed documents begin, and attends across them.",
+            "With a cache, the model does not see where packed documents begin, so tokens attend to other documents.",
             numbers=f"{type(model).__name__}: config.use_cache is True, pack={data.pack}",
             hint="use_cache=False: from_pretrained(..., use_cache=False), or model.config.use_cache = False",
         )
@@ -606,9 +606,9 @@ def _size(sample: Any) -> float:
 def _checked(name: str, given: Any, number: int) -> Any:
     if given is not None and len(given) != number:
         raise TrainingError(
-            f"{name}= has another length than the data.",
+            f"The length of {name}= differs from the length of the data.",
             numbers=f"{len(given)} of {name}, {number} samples",
-            hint=f"{name}=[...] with one for each sample, or a function of a sample",
+            hint=f"{name}=[...] with one value for each sample, or a function of a sample",
         )
     return given
 
@@ -618,7 +618,7 @@ def _numbers(costs: Sequence[float], number: int) -> list[float]:
     wrong = [i for i, cost in enumerate(found) if not (math.isfinite(cost) and cost >= 0)]
     if wrong:
         raise TrainingError(
-            "The cost of a sample is a number >= 0.",
+            "The cost of a sample must be a number >= 0.",
             numbers=f"{found[wrong[0]]} of sample {wrong[0]}",
             hint="cost=lambda sample: ...",
         )

@@ -45,7 +45,7 @@ class Packed(Dataset[Any]):
 
     def __init__(self, documents: Any, size: int, groups: Sequence[Hashable] | None = None) -> None:
         if size < 1:
-            raise TrainingError("A block has at least one position.", numbers=f"pack={size}", hint="pack=2048")
+            raise TrainingError("A block needs at least one position.", numbers=f"pack={size}", hint="pack=2048")
         self.documents, self.size = documents, size
         self.dicts = len(documents) > 0 and isinstance(documents[0], Mapping)
         pieces: dict[Hashable, list[DocumentPiece]] = {}

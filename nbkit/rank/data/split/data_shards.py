@@ -60,9 +60,10 @@ class DataShards:
             return copy(self.data)
         except Exception as error:
             raise TrainingError(
-                f"The data cannot be copied, and its shards are read at the same time: {type(error).__name__}: {error}",
+                "nbkit reads shards at the same time, so it must copy the data, and the copy failed: "
+                f"{type(error).__name__}: {error}",
                 numbers=f"{type(self.data).__name__}, {self.number} shards",
-                hint="def __copy__(self): ...   in its class; or num_shards = 1, and every rank reads all of it",
+                hint="def __copy__(self): ...   in its class; or num_shards = 1, so every rank reads all data",
             ) from error
 
     def first_samples(self, count: int) -> FirstSamples:
@@ -129,21 +130,21 @@ def why_whole(data: Any) -> str:
     if data_shards(data) is not None:
         return ""
     if isinstance(data, Iterator):
-        return f"an iterator is not split; an IterableDataset is, with {_SPLIT_BY_PART}"
+        return f"nbkit cannot split an iterator; it splits an IterableDataset with {_SPLIT_BY_PART}"
     if _counted(data) is not None and callable(getattr(data, "shard", None)):
-        return "it has one shard; to_iterable_dataset(num_shards=8), or data of several files, is split"
+        return "it has one shard; nbkit splits to_iterable_dataset(num_shards=8), or data of several files"
     if _counted(data) is not None:
-        return f"it has one shard, or its __iter__ takes none of several; it is split with {_SPLIT_BY_PART}"
-    return f"it does not say how to split it; it is split with {_SPLIT_BY_PART}"
+        return f"it has one shard, or its __iter__ does not select shards; nbkit splits it with {_SPLIT_BY_PART}"
+    return f"it does not say how to split it; nbkit splits it with {_SPLIT_BY_PART}"
 
 
 def refuse_unasked(shards: DataShards) -> TrainingError:
     """Return the error for data that yields all samples for each of its shards."""
     return TrainingError(
-        "The data has shards, and gives the same samples for each: its __iter__ does not take its part.",
+        "The data has shards, but yields the same samples for each, because its __iter__ does not select a shard.",
         numbers=f"num_shards {shards.number}, {type(shards.data).__name__}",
-        hint="info = torch.utils.data.get_worker_info(), and in __iter__ the shards info.id, info.id + "
-        "info.num_workers, ...; or without num_shards",
+        hint="info = torch.utils.data.get_worker_info(), and in __iter__ read the shards info.id, info.id + "
+        "info.num_workers, ...; or remove num_shards",
     )
 
 

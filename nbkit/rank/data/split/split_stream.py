@@ -290,7 +290,7 @@ def _packed(item: Any) -> bytes:
     return out.getvalue()
 
 
-_SEED = "seed what shuffles: shuffle(seed=0), and detshuffle in the place of webdataset's shuffle"
+_SEED = "seed the shuffle: shuffle(seed=0), and detshuffle instead of webdataset's shuffle"
 _AHEAD = 2  # batches to read ahead: all ranks know a report of one step before they begin the step after the next
 
 
@@ -336,14 +336,14 @@ class SplitStream(Stream):
             raise refuse_unasked(self.shards)
         if (others := [rank for rank, mark in enumerate(found) if mark != found[0]]) and 0 not in found:
             raise TrainingError(
-                "The ranks hold different data: the first samples of its first shard differ.",
+                "The ranks hold different data: the first samples of the first shard differ.",
                 numbers=f"rank {others[0]} beside rank 0, {self.shards.number} shards",
-                hint="seed what shuffles, without the rank: shuffle(seed=0); the data is not split for ranks before",
+                hint="use the same seed on every rank: shuffle(seed=0); and do not split the data for ranks before",
             )
         if self._drawn_anew:
             warnings.warn(
-                f"the data gives other samples each time that it is read: behind a switch, load or rewind some come "
-                f"twice, and others not at all. {_SEED}",
+                "the data yields different samples each time it is read, so after a switch, a load or a rewind some "
+                f"samples come twice, and others never. {_SEED}",
                 stacklevel=6,
             )
 
@@ -351,7 +351,7 @@ class SplitStream(Stream):
         """Raise TrainingError if several ranks work on the same rows but each would read different ones."""
         if self._drawn_anew and self.ranks < self._world_size:
             raise TrainingError(
-                "The data gives other samples each time that it is read, and several ranks work on the same rows.",
+                "The data yields different samples each time it is read, but several ranks must work on the same rows.",
                 numbers=f"{self._world_size} ranks, {self._world_size // self.ranks} of them work on each row together",
                 hint=_SEED,
             )
@@ -521,7 +521,7 @@ class SplitStream(Stream):
 
     def _read_anew(self) -> None:
         """Warn and read from the beginning, because the data does not continue where its states say."""
-        why = "behind its own load_state_dict() it gives other samples"
+        why = "the data gives different samples after its load_state_dict()"
         warnings.warn(READ_AGAIN.format(offset=self.offset, epoch=self.epoch, why=why), stacklevel=4)
         self._close_queues()
         self._marks, self._proven, self._trusts = {}, True, False
@@ -622,9 +622,9 @@ class ShardReader:
                 except Exception as error:
                     raise TrainingError(
                         f"Shard {self._shard} of the data could not be read: {type(error).__name__}: {error}",
-                        numbers=f"behind {self.index + len(found)} samples of reader {self.number} of "
+                        numbers=f"after {self.index + len(found)} samples of reader {self.number} of "
                         f"{self.course.readers}, epoch {self.course.epoch}",
-                        hint="loading=nbkit.Loading(workers=0) reads without workers, and shows where",
+                        hint="loading=nbkit.Loading(workers=0) reads without workers, and shows where the error is",
                     ) from error
                 found += some
                 if len(found) < count:

@@ -147,10 +147,10 @@ class Autosave:
         """
         job, loop = self._job, self._loop
         if asked != "auto":
-            raise TrainingError(f"There is no resume {asked!r}.", numbers="'auto', None", hint="trainer.load(path)")
+            raise TrainingError(f"resume={asked!r} is not possible.", numbers="'auto', None", hint="trainer.load(path)")
         if loop.checkpoints.path is None and (not loop.name or job.run_dir is None):
             raise TrainingError(
-                "The checkpoints of this training cannot be found: it has a new directory each time.",
+                "nbkit cannot find the checkpoints of this training, because each run has a new directory.",
                 numbers=f"checkpoints={loop.checkpoints!r}, name={loop.name!r}",
                 hint="checkpoints=nbkit.Checkpoints(path='checkpoints')   or   name='gpt'",
             )
@@ -164,14 +164,14 @@ class Autosave:
             try:
                 load(path)
             except TornCheckpoint as error:
-                self._print(f"{path} is passed over: {error.numbers}")
+                self._print(f"{path} is skipped: {error.numbers}")
             else:
-                self._print(f"goes on from step {job.step}: {path}")
+                self._print(f"continues from step {job.step}: {path}")
                 return
-        self._print("no checkpoint yet to go on from: begins at step 0")
+        self._print("there is no checkpoint yet: begins at step 0")
 
     def _not_saved(self, step: int, error: NbkitError) -> None:
-        self._print(f"not saved at step {step}, training goes on: {error.what} {error.numbers}")
+        self._print(f"not saved at step {step}, training continues: {error.what} {error.numbers}")
 
     def _print(self, said: str) -> None:
         if self._job.rank == 0:

@@ -111,7 +111,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
     return dtype.is_floating_point, dtype.is_complex
 
 
-_WHOLE = "a directory as trainer.save wrote it, the same for every rank"
+_WHOLE = "a directory that trainer.save wrote, the same for every rank"
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,8 @@ def not_shared(folders: Sequence[str], ranks: Sequence[int]) -> TrainingError:
     first, other = folders[0], folders[ranks[0]]
     where = f"rank 0 writes to {first!r}, rank {ranks[0]} to {other!r}"
     return TrainingError(
-        "A checkpoint cannot be written here: the ranks do not share this folder, and none could read it.",
+        "A checkpoint cannot be written here: the ranks do not share this folder, so no rank could read the "
+        "checkpoint.",
         numbers=f"rank 0 does not see what {named} wrote: {where if first != other else f'{first!r} is not shared'}",
         hint="an absolute path on a file system that all hosts share: trainer.save('/shared/NAME'), "
         "checkpoints=nbkit.Checkpoints(path='/shared/NAME')",
@@ -336,7 +337,8 @@ def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Op
 
     agree(
         read,
-        what=f"The checkpoint {str(saved.path)!r} could not be read to its end; the weights are partly its own.",
+        what=f"The checkpoint {str(saved.path)!r} could not be read to its end, so only some of the weights are from "
+        "it.",
         hint=_WHOLE,
     )
     sharded_model.data.refresh()

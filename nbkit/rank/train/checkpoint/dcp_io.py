@@ -285,7 +285,7 @@ class DcpReader:
             if (end := max(stop for _, stop in ranges)) > size:
                 raise ValueError(f"a part of {name} ends at {end}, and the file at {size}")
             if any(start < stop for (start, _), (_, stop) in zip(ranges[1:], ranges, strict=False)):
-                raise ValueError(f"the same bytes of {name} are two parts")
+                raise ValueError(f"the same bytes of {name} belong to two parts")
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
@@ -309,7 +309,7 @@ class DcpReader:
                     found.append((chunk, common, common.moved(there.start, here.start)))
         held, wanted = sum(common.numel for _, common, _ in found), sum(there.numel for _, there in layout.pieces)
         if held != wanted:
-            raise ValueError(f"of {key} it holds {held} elements of the {wanted} needed")
+            raise ValueError(f"of {key} it holds only {held} of the {wanted} elements needed")
         return found
 
     def verify(self, wanted: Mapping[str, Layout]) -> None:
@@ -335,7 +335,7 @@ class DcpReader:
                 file.seek(chunk.start)
                 if file.readinto(into) != len(bits) or zlib.crc32(into) != chunk.crc:
                     where = f"{len(bits)} bytes from {chunk.start} on"
-                    raise ValueError(f"{chunk.file} is damaged: {where} have another checksum")
+                    raise ValueError(f"{chunk.file} is damaged: {where} have a wrong checksum")
                 return viewed(bits, kept.dtype).reshape(chunk.box.shape)
 
             yield read_chunk

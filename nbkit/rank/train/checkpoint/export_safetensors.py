@@ -37,8 +37,8 @@ def export(folder: str | Path, target: str | Path) -> tuple[int, int]:
         about = reader.about
         if changed := about.get("changed_by"):
             raise ValueError(
-                f"{changed} makes the model's state dict otherwise than torch does, and there is no model here: "
-                "save trainer.full_state_dict() with safetensors.torch.save_file"
+                f"{changed} makes the model's state dict in its own way, and there is no model here: save "
+                "trainer.full_state_dict() with safetensors.torch.save_file"
             )
         header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(about["step"])}}
         end = 0

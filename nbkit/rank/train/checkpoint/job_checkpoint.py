@@ -38,7 +38,7 @@ def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[],
         raise TrainingError(
             "The weights are not finite, so this checkpoint is not written, and no earlier one is replaced.",
             numbers=f"step {job.step}: {names}; not written to {str(path)!r}",
-            hint="trainer.load(path) of a checkpoint before it   (to keep these: trainer.full_state_dict())",
+            hint="trainer.load(path) of an earlier checkpoint   (to keep these weights: trainer.full_state_dict())",
         )
     about = {"history": list(job.ledger.records), "seed": job.seed, "data": writable(job.feed.where())}
     if (outside := job.builder.facts.outside) is not None:
@@ -47,7 +47,8 @@ def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[],
             named = ", ".join(map(repr, lost[:3]))
             warnings.warn(
                 f"no checkpoint holds {named}, which the model or the loss changes in each pass and reads in the "
-                "next: a training that loads it starts without them. A buffer would be saved",
+                "next pass, so a training that loads the checkpoint starts without it. Use a buffer, which a "
+                "checkpoint holds",
                 stacklevel=4,
             )
     job.checkpoint_writer.begin(checkpoint.take(path, job.state, job.builder, about), beside=beside, then=then)
@@ -86,7 +87,7 @@ def load(job: Job, saved: checkpoint.Saved) -> None:
         put({(path, name): value for (path, _, name), value in kept}, job.model)
     job.sync.restored()
     if saved.foreign and job.rank == 0:
-        print(f"{saved.named}: goes on after step {job.step} with the next batch of this training's own order")
+        print(f"{saved.named}: continues after step {job.step} with the next batch in the order of this training")
 
 
 def full_state_dict(job: Job) -> dict[str, Tensor]:

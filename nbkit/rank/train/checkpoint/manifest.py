@@ -132,7 +132,7 @@ def _tensor(value: list[Any]) -> Tensor:
     bits = base64.b64decode(text, validate=True)
     known = all(type(length) is int and length >= 0 for length in shape) and len(shape) <= _MOST_DIMS
     if not known or prod(shape) * DTYPES[name].itemsize != len(bits):
-        raise ValueError(f"a tensor of {name} and shape {shape} in {len(bits)} bytes")
+        raise ValueError(f"a tensor of {name} and shape {shape} does not have {len(bits)} bytes")
     flat = torch.frombuffer(bytearray(bits), dtype=torch.uint8) if bits else torch.empty(0, dtype=torch.uint8)
     return viewed(flat, DTYPES[name]).reshape(shape).clone()
 
@@ -219,13 +219,13 @@ def read(path: Path) -> Manifest:
         file.seek(max(size, 0))
         length, digest, magic = _FOOTER.unpack(file.read()) if size >= 0 else (0, b"", b"")
         if magic != _MAGIC:
-            raise ValueError(f"the end of its {path.name} is missing, or something else than this release wrote it")
+            raise ValueError(f"the end of its {path.name} is missing, or this release did not write it")
         found = hashlib.sha256()
         file.seek(0)
         for at in range(0, size, _BLOCK):
             found.update(file.read(min(_BLOCK, size - at)))
         if found.digest() != digest or length > size:
-            raise ValueError(f"its {path.name} is damaged: {size} bytes have another checksum")
+            raise ValueError(f"its {path.name} is damaged: {size} bytes have a wrong checksum")
         file.seek(size - length)
         values = decoded(file.read(length))
     if not isinstance(values, list) or values[:1] != [_FORMAT]:
@@ -269,15 +269,15 @@ def opened(path: Path) -> io.BufferedReader:
 def _kept(key: str, dtype: torch.dtype, shape: list[int], rows: list[list[int]], files: list[str]) -> SavedTensor:
     dims, chunks = len(shape), []
     if not _counts(shape):
-        raise ValueError(f"{key!r:.80} is of shape {shape!r:.80}")
+        raise ValueError(f"{key!r:.80} has an invalid shape {shape!r:.80}")
     for row in rows:
         number, start, crc = row[:3]
         box = Box(tuple(row[3 : 3 + dims]), tuple(row[3 + dims :]))
         if not _counts(row) or number >= len(files) or not within(box, Box((0,) * dims, tuple(shape))):
-            raise ValueError(f"of {key!r:.80} it names a part {row!r:.80}")
+            raise ValueError(f"of {key!r:.80} it names an invalid part {row!r:.80}")
         chunks.append(Chunk(box, files[number], start, crc))
     if (held := sum(chunk.box.numel for chunk in chunks)) != prod(shape):
-        raise ValueError(f"of {key!r:.80} it holds {held} elements of {prod(shape)}")
+        raise ValueError(f"of {key!r:.80} it holds only {held} of {prod(shape)} elements")
     return SavedTensor(dtype, tuple(shape), tuple(chunks))
 
 
@@ -289,7 +289,7 @@ def _check(about: Any, tensors: Mapping[str, SavedTensor]) -> None:
         except (TypeError, ValueError, KeyError, AttributeError):
             good = False
         if not good:
-            raise ValueError(f"what it says of {field!r} is missing, or of another form")
+            raise ValueError(f"its entry {field!r} is missing or invalid")
     for name, key, shape in about["names"]:
         kept = tensors.get(key)
         if prod(shape) if kept is None else kept.shape != tuple(shape):

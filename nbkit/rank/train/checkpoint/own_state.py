@@ -67,7 +67,7 @@ def extra_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, Any
 
     def refuse(*_: Any) -> None:
         raise StrategyError(
-            f"The extra state of {path or 'the model'} reads weights, of which a rank has a part or nothing.",
+            f"The extra state of {path or 'the model'} reads weights, but a rank has only a part of them, or nothing.",
             numbers=f"get_extra_state() on rank {builder.rank}, under {sharded_model.strategy}",
             hint="trainer.switch('ddp') first   (under zero1 and zero2 a rank has each weight whole, too)",
         )

@@ -72,7 +72,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
     with opened(path) as file:
         found = _Unpickler(file).load()
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
-        raise ValueError(f"{path.name} is not written by torch.distributed.checkpoint")
+        raise ValueError(f"{path.name} was not written by torch.distributed.checkpoint")
     return found
 
 
@@ -204,7 +204,7 @@ class TorchReader(DcpReader):
         by_number = self._beginning(f"{there}{index}.")
         kept = next((fqn for fqn in by_number if fqn.endswith(".params")), None)
         if kept is not None and set(self._value(kept)) != set(wanted.groups[index]):
-            raise ValueError(f"group {index} of its optimizer has other parameters: {self._value(kept)!r:.200}")
+            raise ValueError(f"group {index} of its optimizer has different parameters: {self._value(kept)!r:.200}")
         by_name = self._beginning(f"{there}{wanted.groups[index][0]}.") if wanted.groups[index] else []
         for fqn in by_number if kept is not None else by_name:
             name = fqn.rpartition(".")[2]
@@ -215,12 +215,12 @@ class TorchReader(DcpReader):
     def _kept(self, fqn: str) -> SavedTensor:
         stored = self._stored[fqn]
         if not isinstance(stored, TensorStorageMetadata):
-            raise ValueError(f"{fqn!r:.80} is no tensor")
+            raise ValueError(f"{fqn!r:.80} is not a tensor")
         shape, chunks = tuple(stored.size), []
         for each in stored.chunks:
             box = Box(tuple(each.offsets), tuple(each.sizes))
             if not within(box, Box((0,) * len(shape), shape)):
-                raise ValueError(f"of {fqn!r:.80} it names a part {box}")
+                raise ValueError(f"of {fqn!r:.80} it names an invalid part {box}")
             file, start = self._place(MetadataIndex(fqn, each.offsets))
             chunks.append(Chunk(box, file, start, 0))
         return SavedTensor(stored.properties.dtype, shape, tuple(chunks))
@@ -262,7 +262,7 @@ class TorchReader(DcpReader):
                     by_name[chunk.file] = files.enter_context(opened(self.path / chunk.file))
                 found = self._loaded(by_name[chunk.file], chunk.file, chunk.start)
                 if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (chunk.box.shape, kept.dtype):
-                    raise ValueError(f"{chunk.file} holds something else at {chunk.start} than its .metadata says")
+                    raise ValueError(f"{chunk.file} does not hold at {chunk.start} what its .metadata says")
                 return found
 
             yield read_chunk
@@ -290,7 +290,7 @@ def convert(folder: str | Path, target: str | Path, layout: str) -> tuple[int, i
         if layout not in LAYOUTS:
             raise ValueError(f"there is no layout {layout!r:.40}, only {', '.join(LAYOUTS)}")
         if Path(target).exists():
-            raise ValueError(f"{target} is there already")
+            raise ValueError(f"{target} exists already")
         reader = DcpReader(Path(folder))
         from torch.distributed.checkpoint.state_dict_saver import save
 

@@ -162,7 +162,10 @@ class RankSync:
         """Raise TrainingError, on every rank, if the ranks have different settings. Collective."""
         job = self._job
         values = {**settings_by_name(job.optimizer.inner), "seed": job.seed}
-        hint = "change them on every rank alike, by numbers that all ranks have, such as trainer.history[-1]['loss']"
+        hint = (
+            "change them in the same way on every rank, by numbers that all ranks have, such as "
+            "trainer.history[-1]['loss']"
+        )
         compare_ranks(values, world_size=job.world_size, device=job.device, what="settings", hint=hint)
 
     def restored(self) -> None:
@@ -304,8 +307,8 @@ def move_furthest(
             own = taken
     if len(set(steps)) > 1 and rank == 0:
         warnings.warn(
-            f"the last training was broken off in mid-step: finished steps of ranks 0-{len(steps) - 1} were "
-            f"{', '.join(map(str, steps))}; all go on from rank {sources[0]}'s step {steps[sources[0]]}",
+            f"the last training was interrupted within a step: finished steps of ranks 0-{len(steps) - 1} were "
+            f"{', '.join(map(str, steps))}; all ranks continue from rank {sources[0]}'s step {steps[sources[0]]}",
             stacklevel=4,
         )
     return own

@@ -182,7 +182,10 @@ class Rebalancing:
             job.switch(str(new))
         except SwitchError as refused:  # by all ranks alike
             if job.rank == 0:
-                warnings.warn(f"balance=True leaves the work as it is: {refused.what} {refused.numbers}", stacklevel=2)
+                warnings.warn(
+                    f"balance=True does not change the work of the ranks: {refused.what} {refused.numbers}",
+                    stacklevel=2,
+                )
             return False
         return True
 

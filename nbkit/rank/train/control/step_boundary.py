@@ -262,7 +262,7 @@ def end() -> NoReturn:
     On ranks that were told, handlers["ended"] gets (why, number of finished steps, result of the save in words).
     """
     saves = getattr(_training, "saves", None)
-    saved = saves.save_at_end() if saves is not None else "not saved: a loop of your own saves itself"
+    saved = saves.save_at_end() if saves is not None else "not saved: in a loop of your own, your code must save"
     step = _training.step
     if _told_to_end and "ended" in handlers:
         handlers["ended"]((_told_to_end, step, saved))

@@ -25,7 +25,7 @@ class SwitchPlan:
         source = "switches=" if given is None or isinstance(given, Mapping) else str(given)
         read: Any = _read(user_path(given)) if isinstance(given, str | Path) else given or {}
         if not isinstance(read, Mapping) or not all(isinstance(text, str) for text in read.values()):
-            raise _wrong(source, "it is no mapping from steps to strategies")
+            raise _wrong(source, "it is not a mapping from steps to strategies")
         self._ahead: dict[int, str] = {_step(source, key): text for key, text in read.items()}
 
     def first(self, otherwise: str) -> str:
@@ -76,7 +76,7 @@ def _step(source: str, key: Any) -> int:
     except (TypeError, ValueError):
         step = -1
     if step < 0:
-        raise _wrong(source, f"{key!r} is no number of finished steps")
+        raise _wrong(source, f"{key!r} is not a number of finished steps")
     return step
 
 

@@ -119,6 +119,6 @@ def _own_limit(device: torch.device) -> int | None:
         return None
     if not text.isdigit():
         raise UsageError(
-            "NBKIT_MEMORY_LIMIT is no number of bytes.", numbers=repr(text), hint="NBKIT_MEMORY_LIMIT=8000000000"
+            "NBKIT_MEMORY_LIMIT is not a number of bytes.", numbers=repr(text), hint="NBKIT_MEMORY_LIMIT=8000000000"
         )
     return int(text) - bytes_held(device)[0]

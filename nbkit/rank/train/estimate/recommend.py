@@ -105,7 +105,7 @@ def _found(builder: Builder) -> Recommended:
     batch = _batch(builder)
     if not batch:
         raise StrategyError(
-            "strategy='auto' has to know a batch.",
+            "strategy='auto' needs an example batch.",
             numbers="no example= was given",
             hint="prepare(..., hints=nbkit.ModelHints(example=batch))",
         )
@@ -134,7 +134,7 @@ def _found(builder: Builder) -> Recommended:
         room = f"a rank has {(limit or 0) / 1e6:,.1f} MB"
         raise StrategyError(
             f"No strategy of {builder.world_size} ranks fits this model with a batch of {batch} rows.",
-            numbers=f"{least[1]} holds least: {least[0] / 1e6:,.1f} MB at the peak, {room}"
+            numbers=f"{least[1]} needs least: {least[0] / 1e6:,.1f} MB at the peak, {room}"
             if least is not None
             else f"{len(every)} strategies, each refused",
             hint="a smaller batch_size, compute=nbkit.Compute(recompute=True), or more ranks",

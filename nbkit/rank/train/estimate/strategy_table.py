@@ -162,7 +162,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
     if (proof := job.builder.step_proofs.get(strategy.composed)) is not None:
         if proof.refusal is not None:
             return {**found, "why": _told(proof.refusal)}
-        found["proof"] = f"not all was compared: {proof.unproven}" if proof.unproven else _PROVEN
+        found["proof"] = f"not everything was compared: {proof.unproven}" if proof.unproven else _PROVEN
     after = [rest.total for rest in seen.later.at_rest(strategy)]
     peak = _peak(job.device, holds, after, flow.received, left) if strategy != job.strategy else max(holds)
     found.update(

@@ -131,7 +131,7 @@ def answer(job: Job | None, number: int = 0) -> dict[str, Any]:
         raise UsageError(
             "No setting fits according to the computed memory.",
             numbers=question.text,
-            hint=f"{COMMAND} 1 tries it all the same",
+            hint=f"{COMMAND} 1 tries it anyway",
         )
     apply(job, row.setting, question.batch)
     put(None)
@@ -352,7 +352,7 @@ class OomGuard:
             wanting = TrainingError(
                 f"A step ran out of memory, and was taken back: {lack.what}",
                 numbers=asked.text,
-                hint=f"{COMMAND} or {COMMAND} N, then this cell again: fit goes on from here",
+                hint=f"{COMMAND} or {COMMAND} N, then this cell again: fit continues from here",
             )
             wanting.__cause__ = error
             raise wanting
@@ -405,7 +405,7 @@ class OomGuard:
         hopeless = TrainingError(
             f"A step ran out of memory, and nothing that keeps the global batch fits: {lack.what}",
             numbers=rows,
-            hint="a smaller batch_size, or more ranks; trainer.fit(...) goes on from here",
+            hint="a smaller batch_size, or more ranks; trainer.fit(...) continues from here",
         )
         hopeless.__cause__ = error
         return hopeless

@@ -72,7 +72,7 @@ def in_force() -> TensorLimit | None:
     global _in_force
     text = os.environ.get(VARIABLE, "")
     if text and not text.isdigit():
-        raise UsageError(f"{VARIABLE} is no number of bytes.", numbers=repr(text), hint=f"{VARIABLE}=8000000000")
+        raise UsageError(f"{VARIABLE} is not a number of bytes.", numbers=repr(text), hint=f"{VARIABLE}=8000000000")
     if not text:
         _in_force = None
     elif _in_force is None:

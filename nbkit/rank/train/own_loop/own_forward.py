@@ -238,7 +238,8 @@ class OwnForward:
         if (name := self._outside(loss)) is not None:
             raise StrategyError(
                 f"The loss reads a parameter of which each rank has only a part: {name}.",
-                numbers=f"under {job.strategy}; it reads it other than by job.model(...), as a gradient penalty does",
+                numbers=f"under {job.strategy}; the loss reads it without a call of job.model(...), as a gradient "
+                "penalty does",
                 hint="a forward that gives what the loss needs, called as job.model(...); or strategy='zero2'",
             )
         if weight is None and reduction == "mean" and rows.share < 1:
@@ -526,7 +527,8 @@ class OwnForward:
         """
         if (rows := _here.newest) is None:
             raise TrainingError(
-                f"{what} before job.rows: nothing says which rows of a batch this rank has.", hint=_ROWS
+                f"{what} was called before job.rows, so nbkit does not know which rows of a batch this rank has.",
+                hint=_ROWS,
             )
         if rows.cut != self._cut:
             (_, theirs, _), (_, ours, _) = rows.cut, self._cut
@@ -541,7 +543,7 @@ class OwnForward:
     def _refuse_empty(self, total: int, counts: Sequence[int]) -> None:
         if not min(counts):
             raise TrainingError(
-                "A rank would have no row for its forward pass.",
+                "The batch has too few rows: a rank would have none for its forward pass.",
                 numbers=f"{total} rows over {len(counts)} data ranks",
                 hint="DataLoader(..., drop_last=True), and at least a row for each; or job.backward(batch)",
             )
@@ -572,7 +574,7 @@ class OwnForward:
         job = self._job
         if job.training_step.reduced:
             raise TrainingError(
-                "The gradients hold sums over all ranks already, to which those of one rank cannot be added.",
+                "The gradients already hold sums over all ranks, so those of one rank cannot be added.",
                 numbers=f"step {job.step + 1}",
                 hint="job.optimizer.zero_grad() after each job.optimizer.step(), and job.clip or job.grad_norm after "
                 "the last job.backward(loss) of a step",
@@ -723,7 +725,7 @@ class OwnForward:
             yield
         if not fits and rows is not None and dropout.has_drawn and job.model.training and torch.is_grad_enabled():
             raise TrainingError(
-                "The model draws random numbers, and was called with other rows than job.rows has given.",
+                "The model draws random numbers, but was called with rows that are not from job.rows.",
                 numbers=f"{count} rows; job.rows gave {len(rows.numbers)}",
                 hint="a call for each: real = job.model(x); fake = job.model(y)",
             )

@@ -308,8 +308,8 @@ class Backups:
             if self._say is not None:
                 each = "each step" if self.every == 1 else f"every {self.every} steps"
                 self._say(
-                    f"After {each}, each rank sends a backup of its state to another one: {size(self.sent_bytes)} per "
-                    f"rank, {100 * cost / self.every:.2g} % of the time of a step"
+                    f"After {each}, each rank sends a backup of its state to another rank: {size(self.sent_bytes)} "
+                    f"per rank, {100 * cost / self.every:.2g} % of the time of a step"
                 )
 
     def take(
@@ -358,7 +358,8 @@ class Backups:
         if most and self._say is not None:
             self._say(
                 f"no backups: they would take {most / 1e9:.3g} GB of a host's memory for each rank; a rank that dies "
-                "is replaced from the last checkpoint (recovery=nbkit.Recovery(backup_every=10): back up all the same)"
+                "is replaced from the last checkpoint (recovery=nbkit.Recovery(backup_every=10) makes backups "
+                "anyway)"
             )
         return most > 0
 

@@ -29,7 +29,9 @@ from nbkit.schedules import ScheduleType
 from nbkit.strategy import Strategy
 from nbkit.techniques import Key
 
-_HINT = "what a new process can import, or what a cell has defined; or recovery=nbkit.Recovery(on_failure='stop')"
+_HINT = (
+    "objects that a new process can import, or that a cell has defined; or recovery=nbkit.Recovery(on_failure='stop')"
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def hand_over(
         if rank in newcomers:
             found.append(loads(packed[0]))
 
-    agree(pack, what="The training cannot be handed to a new process.", hint=_HINT)
+    agree(pack, what="The training cannot be sent to a new process.", hint=_HINT)
     for newcomer in newcomers:
         if rank == source:
             dist.send(torch.tensor(len(packed[0]), device=device), newcomer)
@@ -110,7 +112,7 @@ def hand_over(
             received = torch.empty(int(length), dtype=torch.uint8, device=device)
             dist.recv(received, source)
             packed[0] = received.cpu().numpy().tobytes()
-    agree(unpack, what="What a new process gets of the training cannot be read there.", hint=_HINT)
+    agree(unpack, what="A new process cannot read the training that was sent to it.", hint=_HINT)
     return found[0] if found else None
 
 
@@ -135,17 +137,17 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy, *, first: boo
     job, loop = trainer.job, trainer.loop
     if loop.data is not None and not job.feed.remakes:
         raise TrainingError(
-            "The data is an iterator that cannot begin again: a new process cannot read on where it stands.",
+            "The data is an iterator that cannot start again, so a new process cannot continue with it.",
             numbers=f"{type(loop.data).__name__}",
-            hint="an IterableDataset, or any object whose __iter__ begins anew",
+            hint="an IterableDataset, or any object whose __iter__ starts again",
         )
     blueprint = job.builder.blueprint
     outside = job.builder.facts.outside
     if outside is not None and (lost := outside.parted(job.model)[1]):
         raise TrainingError(
-            f"The model or the loss keeps {', '.join(map(repr, lost[:3]))}, which a new process cannot be given.",
-            numbers="changed in each pass, and read in the next",
-            hint="register_buffer, which it is given; or recovery=nbkit.Recovery(on_failure='stop')",
+            f"The model or the loss keeps {', '.join(map(repr, lost[:3]))}, which nbkit cannot send to a new process.",
+            numbers="it changes in each pass, and the next pass reads it",
+            hint="register_buffer, because buffers are sent; or recovery=nbkit.Recovery(on_failure='stop')",
         )
     try:
         return dumps(replace(handed_by(trainer, strategy), sinks=_sinks_for_new(job, first=first)))
@@ -162,18 +164,18 @@ def _sinks_for_new(job: Job, *, first: bool) -> list[Sink]:
     """
     sinks = list[Sink]()
     for sink in job.sinks:
-        why = "no rank that is left has it"
+        why = "no remaining rank has it"
         if job.rank != 0 and not isinstance(sink, AbsentSink):
             try:
                 dumps(sink)
                 sinks.append(sink)
                 continue
             except Exception as error:
-                why = f"it cannot be given to a new process: {type(error).__name__}: {error}"
+                why = f"it cannot be sent to a new process: {type(error).__name__}: {error}"
         name = sink.name if isinstance(sink, AbsentSink | InThread) else type(sink).__name__
         sinks.append(AbsentSink(name))
         if first:
-            warnings.warn(f"nothing more is given to the sink {name}: rank 0 is a new process; {why}", stacklevel=2)
+            warnings.warn(f"the sink {name} gets no more events: rank 0 is a new process; {why}", stacklevel=2)
     return sinks
 
 
@@ -183,5 +185,5 @@ def _name_unpicklable(named: dict[str, Any]) -> None:
             dumps(value)
         except Exception as error:
             raise TrainingError(
-                f"{name}= cannot be given to a new process.", numbers=f"{type(error).__name__}: {error}", hint=_HINT
+                f"{name}= cannot be sent to a new process.", numbers=f"{type(error).__name__}: {error}", hint=_HINT
             ) from error

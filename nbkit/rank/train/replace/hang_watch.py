@@ -101,9 +101,9 @@ def _end(rank: int, seconds: float, found: Activity) -> None:
     line = f" ({found.waits.line})" if found.waits.line is not None else ""
     text = [
         f"nbkit: rank {rank} has waited {seconds:g} s in {found.waits.name}{line}, and ends this run.",
-        "The rank that the others wait for does not say so. Its own output, or its host, may tell more.",
+        "The rank that the others wait for has not reported why. Its own output, or its host, may tell more.",
         *(f"flight recorder: {entry}" for entry in found.unfinished),
-        "→ recovery=nbkit.Recovery(hang_timeout=3600) waits longer; float('inf') waits for ever",
+        "→ recovery=nbkit.Recovery(hang_timeout=3600) waits longer; float('inf') waits forever",
         found.stacks,
     ]
     print("\n".join(text), file=sys.stderr, flush=True)

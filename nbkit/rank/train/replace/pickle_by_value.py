@@ -91,7 +91,7 @@ class _Pickler(pickle.Pickler):
         if id(value) in self._parts:
             return "part", self._parts[id(value)]
         if id(value) in self._foreign:
-            raise pickle.PicklingError("it holds what is not carried")
+            raise pickle.PicklingError("it holds objects that are not sent")
         # Pickle the globals of a function as the name of their module.
         name = value.get("__name__") if type(value) is dict else None
         return (name,) if isinstance(name, str) and value is getattr(sys.modules.get(name), "__dict__", 0) else None
@@ -197,7 +197,7 @@ def _finish_function(function: Any, state: tuple[dict[str, Any], dict[str, Any]]
 
 def _reduced_class(value: type) -> Any:
     if issubclass(value, enum.Enum) or "__slots__" in vars(value):
-        raise pickle.PicklingError(f"a class such as {value.__name__} is not carried")
+        raise pickle.PicklingError(f"nbkit does not send a class such as {value.__name__}")
     body = {name: held for name, held in sorted(vars(value).items()) if name not in _OF_THE_CLASS_ITSELF}
     body["__qualname__"] = value.__qualname__
     return _class, (type(value), value.__name__, value.__bases__), body, None, None, _finish_class

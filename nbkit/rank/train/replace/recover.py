@@ -140,10 +140,10 @@ def newest(everyone: Sequence[Holding], strategy: Strategy, builder: Builder) ->
     unkept = (
         ""
         if any(each.asked != 0 for each in everyone)
-        else "; recovery=nbkit.Recovery(backup_every=1) keeps it with another rank"
+        else "; recovery=nbkit.Recovery(backup_every=1) keeps it on another rank too"
     )
     raise TrainingError(
-        f"No rank and no backup has the state of the ranks that died, under {strategy}.",
+        f"No rank and no backup has the state of the dead ranks under {strategy}.",
         numbers=f"finished steps of ranks 0-{len(everyone) - 1}: {finished}; missing of {why or 'every step'}",
         hint=f"build the Trainer again, and trainer.load({str(path)!r}){unkept}",
     )
@@ -173,8 +173,8 @@ def _check_owners(parts: Sequence[HeldPart | None], plan: ParallelPlan) -> None:
     found = [held.keys() for part, held in zip(parts, plan.layouts.held, strict=True) if part is not None]
     if lost := sorted(plan.owned.difference(*found)):
         raise TrainingError(
-            "The rank that owned whole tensors has died.",
-            numbers=f"what the optimizer remembers of {len(lost)} tensors, the first {lost[0]!r}",
+            "The rank that owned whole tensors has died, and only it had their optimizer state.",
+            numbers=f"the state of {len(lost)} tensors, the first {lost[0]!r}",
             hint="recovery=nbkit.Recovery(backup_every=1)",
         )
 
@@ -297,7 +297,7 @@ def _load(trainer: Training, path: Path, step: int, lost: str) -> None:
     job = trainer.job
     job.integrity.half_way = True  # the new sharded model is not filled yet
     if job.rank == 0:
-        warnings.warn(f"{lost}: all go on from the checkpoint {str(path)!r} of step {step}", stacklevel=4)
+        warnings.warn(f"{lost}: all ranks continue from the checkpoint {str(path)!r} of step {step}", stacklevel=4)
     # The run still ends with the same step, although it goes back further.
     job.ledger.replace(step, [])
     trainer.load(path)
@@ -381,7 +381,7 @@ def _common(everyone: Sequence[Holding]) -> Strategy:
     found = [each.strategy for each in everyone if each.strategy is not None]
     if len(set(map(str, found))) != 1:
         raise TrainingError(
-            "A rank died within a switch, and the ranks that are left are under different strategies.",
+            "A rank died during a switch, and the remaining ranks are under different strategies.",
             numbers=", ".join(map(str, found)) or "no rank is left",
             hint="build the Trainer again, and trainer.load(path) of a checkpoint",
         )
@@ -407,7 +407,7 @@ def _built(
 
     agree(
         build,
-        what="The training could not be built anew beside a new process.",
+        what="The training could not be built again together with a new process.",
         hint="recovery=nbkit.Recovery(on_failure='stop')",
     )
     return made[0]

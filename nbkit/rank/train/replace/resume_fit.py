@@ -68,7 +68,7 @@ def check_same_goal(goal: int, device: torch.device) -> None:
     last, first = largest([goal, -goal], device=device)
     if last != -first:
         raise TrainingError(
-            "The ranks were not asked for the same steps.",
+            "The ranks called fit with different numbers of steps.",
             numbers=f"fit ends after step {-first} on one rank, and after step {last} on another",
             hint="fit with the same number on every rank; to end early, in a callback: trainer.stop_if(flag)",
         )
@@ -237,9 +237,10 @@ def _ended(trainer: Trainer, world: NewWorld, span: FitRange) -> TrainingError:
     """Save the training, and return the error that ends it. Collective: new ranks call `save_and_leave`."""
     saved = trainer.saves.save_at_end()
     return TrainingError(
-        "A rank died in fit where a new one cannot go on with the cell: in a loop, a function, or beside another call.",
+        "A rank died in fit, and a new rank cannot continue this cell: fit is in a loop, in a function, or beside "
+        "another call.",
         numbers=f"{world.how}; it was replaced, and the training has ended after step {trainer.step}, {saved}",
-        hint=f"trainer.fit(until={span.goal})   as a statement of its own goes on, and after a death too",
+        hint=f"trainer.fit(until={span.goal})   as a statement of its own continues, even after a rank has died",
     )
 
 
@@ -301,7 +302,7 @@ def _take_back(trainer: Trainer, torn: TrainingError) -> None:
     host.recover(trainer, ())
     job = trainer.job
     if job.rank == 0:
-        warnings.warn(f"{torn.what} {torn.numbers}: all go on from step {job.step}", stacklevel=4)
+        warnings.warn(f"{torn.what} {torn.numbers}: all ranks continue from step {job.step}", stacklevel=4)
 
 
 def _named(torn: TrainingError, saved: Any) -> TrainingError:

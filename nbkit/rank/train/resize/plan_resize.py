@@ -46,7 +46,7 @@ class ResizeAtBoundary(Stopped):
     """
 
     def __init__(self, wanted: WantedWorld) -> None:
-        super().__init__(f"goes on with {wanted.ranks} ranks")
+        super().__init__(f"continues with {wanted.ranks} ranks")
         self.wanted = wanted
         self.done: Callable[[dict[str, Any] | None, BaseException | None], None] = lambda result, error: None
 
@@ -67,7 +67,7 @@ def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any],
         job.builder.plan(strategy)
     except (StrategyError, TrainingError) as error:
         raise type(error)(
-            f"The training cannot go on with {ranks} ranks. {error.what}",
+            f"The training cannot continue with {ranks} ranks. {error.what}",
             numbers=error.numbers,
             hint=_offers(trainer, ranks, text) or error.hint,
         ) from error
@@ -126,9 +126,9 @@ def _check_memory(trainer: Trainer, strategy: Strategy, ranks: int) -> None:
     least = -largest([-free if free is not None else -(1 << 60)], device=job.device)[0]
     if times * part > least:
         raise TrainingError(
-            f"{ranks} ranks do not hold this training.",
+            f"{ranks} ranks do not have enough memory for this training.",
             numbers=f"{part / 1e6:,.4g} MB of weights, gradients and optimizer on a rank under {strategy}"
-            + (", twice while it moves" if times == 2 else "")
+            + (", twice during the change" if times == 2 else "")
             + f"; {least / 1e6:,.4g} MB are free",
             hint=f"%cluster resize {ranks} --strategy zero3   or more ranks; %cluster status shows memory",
         )
@@ -142,9 +142,11 @@ def shrink(trainer: Trainer, span: FitRange, say: Callable[[str], None]) -> FitR
     now, place = trainer.job.world_size, World.join_from_env().place
     try:
         if place.local_world_size != now:
-            raise TrainingError("The number of ranks changes on one host alone.", numbers=f"{now} ranks on several")
+            raise TrainingError(
+                "The number of ranks can change only if all ranks are on one host.", numbers=f"{now} ranks on several"
+            )
         wanted = planned(trainer, now - span.fewer, "", ())
     except (StrategyError, TrainingError) as refused:
-        say(f"on_failure='shrink': goes on with {now} ranks. {refused.what} {refused.numbers}")
+        say(f"on_failure='shrink': continues with {now} ranks. {refused.what} {refused.numbers}")
         return replace(span, fewer=0)
     raise ResizeAtBoundary(wanted)

@@ -116,7 +116,11 @@ def check_handed(trainer: Trainer, wanted: WantedWorld) -> None:
         if job.rank == 0 and strategy is not None:
             packed_for_new(trainer, strategy)
 
-    agree(pack, what="The training cannot go on with another number of ranks.", hint="%strategy changes what they do")
+    agree(
+        pack,
+        what="The training cannot continue with another number of ranks.",
+        hint="%strategy zero3   changes the strategy of the present ranks",
+    )
 
 
 def resize(trainer: Trainer, wanted: WantedWorld, span: FitRange | None) -> dict[str, Any]:

@@ -292,7 +292,9 @@ class History:
     def log(self, numbers: Mapping[str, float | Tensor]) -> None:
         """Add numbers to the record of the newest step. `loss` is recorded already."""
         if not self.pending:
-            raise TrainingError("log() before the first backward().", hint="job.backward(batch), then job.log(...)")
+            raise TrainingError(
+                "log() was called before the first backward().", hint="job.backward(batch), then job.log(...)"
+            )
         self.pending[-1].add({name: number for name, number in numbers.items() if name != "loss"})
 
     def made(self) -> None:

@@ -61,7 +61,9 @@ class LrSchedule:
         then there is no ratio.
         """
         if not value >= 0:
-            raise TrainingError("The learning rate is at least 0.", numbers=f"lr={value}", hint="trainer.lr = 1e-4")
+            raise TrainingError(
+                "The learning rate must be at least 0.", numbers=f"lr={value}", hint="trainer.lr = 1e-4"
+            )
         value = float(value)
         now = [float(group["lr"]) for group in self.optimizer.param_groups]
         # If the schedule's factor is 0 now, only the base rates show the ratio.

@@ -50,7 +50,8 @@ class ModelHandle:
         if (found := self._sharing(strategy)) is not None:
             name, other = found
             raise TrainingError(
-                f"Another job trains the parameter {name!r} too, and under {strategy} each would have its own.",
+                f"Another job trains the parameter {name!r} too, and under {strategy} each job would have its own "
+                "copy.",
                 numbers=f"a model {type(other).__name__}, beside this {type(self.model).__name__}",
                 hint="strategy='ddp' for both; or one model that holds both, in one job; or del the other job",
             )
@@ -102,7 +103,7 @@ class ModelHandle:
             raise TrainingError(
                 "Another job has taken over the model of this one.",
                 numbers=type(self.model).__name__,
-                hint="go on with the newer job; or model=lambda: build() for each, which builds two",
+                hint="continue with the newer job; or model=lambda: build() for each job, which builds two models",
             )
 
 
@@ -132,7 +133,7 @@ class Retired(nn.Parameter):
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Retired))
         _, name, strategy = first.retired
         raise TrainingError(
-            f"This tensor was the model's parameter {name!r} before {strategy} took over, and is not trained any more.",
+            f"This tensor was the model's parameter {name!r} before {strategy} took over, and it is no longer trained.",
             numbers=f"shape {tuple(first.shape)}, used by {getattr(func, '__name__', func)}",
             hint=f"job.model.get_parameter({name!r}), or trainer.model, each time that you use it",
         )

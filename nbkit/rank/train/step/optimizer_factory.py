@@ -229,7 +229,7 @@ class OptimizerSpec:
             raise TrainingError(
                 "The optimizer got parameter groups after the job was built, and a switch cannot handle them.",
                 numbers=f"{len(like.param_groups)} groups, {len(self.groups)} at the start",
-                hint="all groups in the optimizer's factory, frozen parameters included",
+                hint="put all groups into optimizer=..., also those of frozen parameters",
             )
         optimizer = _assembled(self._parts if like is None else self._parts_like(like), held)
         self._names[optimizer] = {id(p): name for name, p in held.items()}
@@ -340,20 +340,20 @@ class OptimizerSpec:
             lost = self._trial.lost_in_a_switch(self._cuts(old, new))
         if lost:
             raise SwitchError(
-                f"A switch to {new} would not take along all that {self.name} remembers under {old}.",
+                f"A switch to {new} would lose a part of the state that {self.name} has under {old}.",
                 numbers=lost,
-                hint="state[p] of each parameter, as AdamW keeps it: tensors of its shape, and numbers",
+                hint="keep state as AdamW does, in state[p] of each parameter: tensors of its shape, and numbers",
             )
 
     def check_saves(self, strategy: Strategy) -> None:
         """Raise TrainingError if a checkpoint would not contain all state of the optimizer."""
         if lost := self.lost(strategy):
             raise TrainingError(
-                f"A checkpoint would not hold all that {self.name} remembers, and what goes on from it would train "
-                "otherwise.",
+                f"A checkpoint would not hold the whole state of {self.name}, so a training that loads it would give "
+                "different results.",
                 numbers=lost,
                 hint="torch.save(trainer.full_state_dict(), 'model.pt') for the weights alone; or an optimizer that "
-                "remembers in state[p], in its groups, and in attributes that are numbers",
+                "keeps its state in state[p], in its groups, and in attributes that are numbers",
             )
 
     def lost(self, strategy: Strategy) -> str:
@@ -370,7 +370,7 @@ class OptimizerSpec:
             taken = self._trial.takes_rate()
         if not taken:
             raise TrainingError(
-                f"{self.name} does not take the learning rate of the groups that it shows: to set it changes nothing.",
+                f"{self.name} ignores the learning rate of its groups, so a change of it has no effect.",
                 numbers=f"{len(self.groups)} groups; copies with twice the rate made the same steps",
                 hint="in its __init__: self.param_groups = [group for one in optimizers for group in one.param_groups]",
             )
@@ -497,7 +497,7 @@ def _made_by(factory: Callable[[nn.Module], Optimizer | Several], model: nn.Modu
         if isinstance(factory, type) and issubclass(factory, Optimizer):
             name = f"{'torch.optim.' * hasattr(torch.optim, factory.__name__)}{factory.__name__}"
             raise TrainingError(
-                f"optimizer= is called with the model, and {factory.__name__} wants its parameters.",
+                f"optimizer= is called with the model, but {factory.__name__} needs its parameters.",
                 numbers=f"{factory.__name__}({type(model).__name__}): {error}",
                 hint=f"optimizer=lambda model: {name}(model.parameters(), lr=1e-3)",
             ) from error

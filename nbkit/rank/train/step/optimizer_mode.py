@@ -49,7 +49,7 @@ def _set_mode(known: weakref.ref[Any], mode: str, optimizers: list[Any]) -> None
     meet_between_steps(job, what)
     if job.waits_for_update or job.own_forward.losses:
         raise TrainingError(
-            f"{what} changes the weights, and the gradients of this step are of the weights before.",
+            f"{what} changes the weights, but the gradients of this step belong to the weights before the change.",
             numbers=f"within step {job.step + 1}",
             hint=f"job.optimizer.step() before job.optimizer.{mode}()",
         )

@@ -241,10 +241,10 @@ class OptimizerHandle(torch.optim.Optimizer):
 
 def _misfit(numbers: str) -> TrainingError:
     return TrainingError(
-        "This state is not for the tensors that the optimizer updates here. "
-        "A strategy that splits gives each rank a part.",
+        "This state does not fit the tensors that the optimizer updates here. Some strategies give each rank only a "
+        "part of the tensors.",
         numbers=numbers,
-        hint="trainer.load(path) of what trainer.save(path) wrote: it goes under any strategy",
+        hint="trainer.load(path) of what trainer.save(path) wrote: it fits every strategy",
     )
 
 

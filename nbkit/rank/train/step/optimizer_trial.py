@@ -134,22 +134,22 @@ class OptimizerTrial:
             return  # it may refuse only small tensors. A strategy that does not split trains as plain torch does
         if self._still:
             raise TrainingError(
-                f"{self.name} does not update all parameters of its groups, once it is copied: the optimizers or "
-                "functions that do it hold parameters where no copy finds them.",
+                f"A copy of {self.name} does not update all parameters of its groups, because its optimizers or "
+                "functions hold parameters where the copy does not find them.",
                 numbers=f"{len(self._still)} of {len(self._shapes)} that were tried: {', '.join(self._still[:3])}",
                 hint=_REACHABLE,
             )
         if [p._version for p in real] != before:
             raise TrainingError(
-                f"{self.name} changes parameters of the model when a copy of it makes a step over other tensors: it "
-                "holds them where no copy finds them.",
+                f"A step of a copy of {self.name}, which has its own tensors, changes parameters of the model: the "
+                "optimizer holds them where the copy does not find them.",
                 numbers=f"{sum(p._version != was for p, was in zip(real, before, strict=True))} of {len(real)}",
                 hint=_REACHABLE,
             )
         if differs:
             raise TrainingError(
-                f"{self.name} remembers something outside of itself: in a variable of a function, a global name or a "
-                "generator of random numbers. Two copies of it, given the same, made different updates.",
+                f"{self.name} keeps state outside of itself: in a variable of a function, in a global variable or in "
+                "a generator of random numbers. Two copies made different updates from the same gradients.",
                 numbers=differs,
                 hint="keep it in self.state[p], or in an attribute of the optimizer",
             )
@@ -170,8 +170,9 @@ class OptimizerTrial:
             why = why or differs.removeprefix(_FAILED)
         if self._takes_closure():
             raise TrainingError(
-                f"{self.name} computes the loss several times in a step, by a closure; a step here has one.",
-                numbers=f"step() fails without one: {why}",
+                f"{self.name} needs a closure, to compute the loss several times in a step, but nbkit computes it "
+                "once.",
+                numbers=f"step() fails without a closure: {why}",
                 hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
             )
         self._failed = why
@@ -225,22 +226,21 @@ class OptimizerTrial:
             alone = " does not update each parameter by itself, and "
         if self._reads or self._keyed:
             raise TrainingError(
-                f"{self.name} reads parameters of the model that it was made for, and {strategy} {splits}, which a "
-                "step updates in their place.",
-                numbers=self._keyed
-                or "a copy of it over other tensors did: by a function or an attribute that holds the model",
+                f"{self.name} reads parameters of the model that it was made for, but {strategy} {splits}, and a "
+                "step updates those instead.",
+                numbers=self._keyed or "a copy of it did so, by a function or an attribute that holds the model",
                 hint="read self.param_groups, or the optimizer that a hook gets; or strategy='ddp'",
             )
         differs = _FAILED + self._failed if self._failed else self._tried(kind)
         if differs.startswith(_FAILED):
             raise TrainingError(
-                f"{self.name} failed on small tensors, on which nbkit tries it first, because {strategy} {splits}.",
+                f"nbkit tries {self.name} on small tensors first, because {strategy} {splits}, and {self.name} failed.",
                 numbers=differs.removeprefix(_FAILED),
                 hint=_PLAIN,
             )
         if differs:
             raise TrainingError(
-                f"{self.name}{alone}{strategy} {updates}: the result would differ from one process.",
+                f"{self.name}{alone}{strategy} {updates}, so the results would differ from those of one process.",
                 numbers=differs + cost(),
                 hint=_PLAIN,
             )
@@ -306,8 +306,8 @@ class OptimizerTrial:
                 self._still = [name for name, p, _ in whole[1] if p.numel() and torch.equal(p.detach(), start[name])]
         except OptimizerSends as error:
             raise TrainingError(
-                f"{self.name} sends messages to other ranks in its step, and so does a strategy, around an optimizer "
-                "of one process.",
+                f"{self.name} sends messages to other ranks in its step, but under a strategy nbkit sends them, and "
+                "needs an optimizer of one process.",
                 numbers=str(error),
                 hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4), and strategy='zero1'",
             ) from None

@@ -49,7 +49,7 @@ class Precision:
         halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
         if self.scale is not None and halves:
             raise TrainingError(
-                "precision='fp16' keeps float32 weights, and the model has others.",
+                "precision='fp16' needs float32 weights, but the model has others.",
                 numbers=f"{len(halves)} parameters are float16, the first {halves[0]!r}",
                 hint="build the model in float32: autocast computes in float16",
             )
@@ -60,8 +60,8 @@ class Precision:
         if accelerator().emulates_bf16(self.device):
             name = accelerator().name(self.device)
             warnings.warn(
-                f"precision='bf16' is slow here: {name} has no bf16 and computes it by way of float32. "
-                "precision='fp16' is what this GPU is made for",
+                f"precision='bf16' is slow here: {name} has no bf16 and computes it in float32. This GPU is made for "
+                "precision='fp16'",
                 stacklevel=2,
             )
 
@@ -114,9 +114,9 @@ class Precision:
             self.finite = finite_for
         if self.scale < _LEAST_SCALE:
             raise TrainingError(
-                "The gradients are not finite, whatever the loss is multiplied by.",
+                "The gradients are not finite with any loss scale.",
                 numbers=f"loss scale {self.scale:.3g}, after halving it from {_FIRST_SCALE:g}",
-                hint="precision='bf16', or look for a division or a logarithm of zero",
+                hint="precision='bf16', or look for a division by zero or a logarithm of zero",
             )
         return finite
 

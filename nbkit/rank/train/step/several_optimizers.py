@@ -101,7 +101,7 @@ def together(made: Any, module: nn.Module) -> Any:
         )
     if without := [name for name, found in owners.items() if not found]:
         raise TrainingError(
-            "Parameters that train are in none of the optimizers: they would stay as they are.",
+            "Some parameters that train are in none of the optimizers, so nothing would update them.",
             numbers=f"{len(without)} of {len(owners)}: {', '.join(map(repr, without[:3]))}"
             f"{', ...' * (len(without) > 3)}",
             hint="put them into one of the optimizers, or freeze them: p.requires_grad_(False)",

@@ -456,9 +456,10 @@ class TrainingStep:
         self._parts, self._changes = [], []
         if self.rank == 0:
             warnings.warn(
-                "weights were changed between two steps, and a rank has a part of each under "
-                f"{self._strategy}: that is right where each element is changed by itself, as p.mul_(0.9) does, and "
-                "wrong for norms, means, rows and random numbers of the whole: trainer.switch('zero2') first, or 'ddp'",
+                f"weights were changed between two steps, and a rank has only a part of each under {self._strategy}. "
+                "This is right if each element is changed by itself, as p.mul_(0.9) does, and wrong if the change "
+                "needs norms, means, rows or random numbers of the whole weight: then call "
+                "trainer.switch('zero2') first, or 'ddp'",
                 stacklevel=2,
             )
 

@@ -350,14 +350,16 @@ class Pending:
         """
         if taken := [name for name in _OWN if name in numbers]:
             raise TrainingError(
-                "A name in log() is one of the record's own.",
+                "log() got a name that the record uses itself.",
                 numbers=f"{', '.join(taken)}, of {', '.join(_OWN)}",
                 hint=f"job.log(my_{taken[0]}=...)",
             )
         for name, value in numbers.items():
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise TrainingError(
-                    "log() takes single numbers.", numbers=f"{name}: shape {tuple(value.shape)}", hint=f"{name}.mean()"
+                    "log() takes one number for each name.",
+                    numbers=f"{name}: shape {tuple(value.shape)}",
+                    hint=f"{name}.mean()",
                 )
             try:
                 self.extra[name] = to_host_async(value)

@@ -45,7 +45,7 @@ class WeightAverage:
         counts = all(type(count) is int and count >= 1 for count in (self.start, self.every))
         if not counts or not (self.decay is None or 0 < self.decay < 1):
             raise TrainingError(
-                "decay is between 0 and 1, and start and every are whole numbers of at least 1.",
+                "decay must be between 0 and 1, and start and every must be whole numbers of at least 1.",
                 numbers=repr(self),
                 hint="nbkit.WeightAverage(decay=0.999)   or   nbkit.WeightAverage(start=1000, every=100)",
             )
@@ -107,7 +107,7 @@ def averaging(callbacks: Sequence[Any], optimizer: Any) -> tuple[Any, list[Any]]
     averages = [each for each in callbacks if isinstance(each, WeightAverage)]
     if len(averages) > 1:
         raise TrainingError(
-            "A training keeps one average of its weights.",
+            "A training can keep only one average of its weights.",
             numbers=f"{len(averages)} among the callbacks",
             hint="callbacks=[nbkit.WeightAverage(decay=0.999)]",
         )

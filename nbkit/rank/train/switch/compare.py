@@ -50,8 +50,9 @@ def check_again(again: bool) -> None:
     """Raise TrainingError for data that cannot be read again."""
     if not again:
         raise TrainingError(
-            "A trial's samples are read again after it, and this data is an iterator, which reads each once.",
-            hint="an IterableDataset, or any object whose __iter__ begins anew",
+            "nbkit must read the samples of a trial again after it, but this data is an iterator, which gives each "
+            "sample once.",
+            hint="an IterableDataset, or any object whose __iter__ starts again",
         )
 
 
@@ -84,7 +85,7 @@ def _first(trial: Transaction, make_step: Callable[[], None]) -> None:
             raise
         failures = trial.roll_back(error)
         raise SwitchError(
-            f"{new} was not measured: its first step failed, and training goes on under {job.strategy}.",
+            f"{new} was not measured: its first step failed, and training continues under {job.strategy}.",
             numbers=failures.words,
             hint="%strategy shows what can be picked",
         ) from error

@@ -134,7 +134,7 @@ def gather(
         raise
     except Exception as error:
         failure = error
-    everyone = ranks.gather(own, "looking at what there is", failure)
+    everyone = ranks.gather(own, "comparing the states of the ranks", failure)
     changes, runs, lacking, sizes, groups = zip(*everyone, strict=True)
     builder.follow(changes)
     if len({digest for digest, _ in groups}) > 1:  # ranks know different optimizer states, so their plans may differ

@@ -62,14 +62,14 @@ class MoveInPlace(Savepoint):
         sharded_model = self.state.sharded_model
         self.exchange.run(self.old, self.new, device=self._device, freed=lambda: trim(self._device))
         self._moved = True
-        with ranks.all_or_none("looking at what has come"):
+        with ranks.all_or_none("checking the received tensors"):
             sharded_model.data.refresh()
         began = time.perf_counter()
         if self._digest_of(self.new) != self._digest:
             raise SwitchError(
-                f"The state under {sharded_model.strategy} is not the state under {ranks.goes_on}.",
+                f"The state under {sharded_model.strategy} differs from the state under {ranks.goes_on}.",
                 numbers="the digests of weights and optimizer state differ",
-                hint=f"{ranks.goes_on} goes on; please report this",
+                hint=f"training continues under {ranks.goes_on}; please report this",
             )
         proof_s = time.perf_counter() - began
         with ranks.all_or_none("taking memory for gradients"):
@@ -108,7 +108,7 @@ class MoveInPlace(Savepoint):
         self.left.sharded_model.data.refresh()
         if self._digest_of(self.old) != self._digest:
             raise TrainingError(
-                "The switch failed, and the restored state is not the state before the switch.",
+                "The switch failed, and the restored state differs from the state before the switch.",
                 numbers=str(error),
                 hint="trainer.load(path)",
             ) from error
@@ -164,7 +164,7 @@ def prepare_in_place(
         own = InPlace(builder.exchanges.plan(left.sharded_model.plan, sharded_model.plan, kinds), builder.rank)
         said.numbers = numbers_of(own, before, to, kinds)
     exchange = agreed(own, said.largest, before, to)
-    with ranks.all_or_none("planning the way"):
+    with ranks.all_or_none("checking the exchange"):
         old = SourceStorage(before, left.sharded_model.data.tensors())
         exchange.check(old, target)
     there = left.under(sharded_model, inner)

@@ -205,8 +205,8 @@ class PendingSwitch(Future[Switched]):
     def refusal(self, step: int, why: str) -> SwitchError:
         """Return the error for a first step that failed. step: the number of finished steps before it."""
         return SwitchError(
-            f"{self.old} → {self.event.new} was taken back after step {step}: the first step under it failed, "
-            f"and training goes on under {self.old}.",
+            f"{self.old} → {self.event.new} was taken back after step {step}: the first step under it failed, and "
+            f"training continues under {self.old}.",
             numbers=why,
             hint="%strategy shows what can be picked",
         )
@@ -309,8 +309,8 @@ class Switcher:
             gathered = gather(job.sharded_model, job.optimizer.inner, job.builder, job.cost_model, new, ranks)
             if gathered.crowded and keep:
                 raise SwitchError(
-                    f"A trial of {new} keeps {old} beside it, and memory does not hold both.",
-                    numbers="a switch would go in place",
+                    f"A trial of {new} needs {old} in memory too, and memory does not hold both.",
+                    numbers="a switch would be made in place",
                     hint=f"%strategy {new}, and %strategy --undo",
                 )
             if gathered.crowded:
@@ -348,9 +348,9 @@ class Switcher:
         here: Any = {"rank": job.rank, "device": job.device}
         if not beside and digest(before, plan.old, **here) != digest(target, plan.new, **here):
             raise SwitchError(
-                f"The state under {new} is not the state under {old}.",
+                f"The state under {new} differs from the state under {old}.",
                 numbers="the digests of weights and optimizer state differ",
-                hint=f"{old} goes on; please report this",
+                hint=f"training continues under {old}; please report this",
             )
         proven = time.perf_counter()
         with held_back():
@@ -583,7 +583,7 @@ class FirstStep(Transaction):
         elif isinstance(found, Exception) and self.concerns(found):
             self._take_back(found)
         elif isinstance(found, Exception) and self._proven and pending.previous is None:
-            found.add_note(f"There is no way back to {pending.old}: the optimizer had begun to change the weights.")
+            found.add_note(f"nbkit cannot go back to {pending.old}: the optimizer had begun to change the weights.")
         self.commit()
         if found is None:
             with self.job.ledger.clock.stopped():
@@ -617,7 +617,7 @@ class FirstStep(Transaction):
             why = self.roll_back(error)
         except Exception as second:
             error.__cause__ = second
-            error.add_note(f"There was no way back to {pending.old}: {type(second).__name__}: {second}")
+            error.add_note(f"nbkit could not go back to {pending.old}: {type(second).__name__}: {second}")
             return
         self.taken_back = True
         refusal = pending.refusal(job.step, why.words)

@@ -93,7 +93,7 @@ def test_a_failed_save_does_not_end_the_training_or_lose_the_old_checkpoint(tmp_
     step, before, said = first
 
     assert (step, before) == (7, 2) and second == [7, 2, ""]
-    assert said.startswith("\rnot saved at step 4, training goes on: The checkpoint ")
+    assert said.startswith("\rnot saved at step 4, training continues: The checkpoint ")
     assert "could not be written. rank 0: " in said and "MB are free there)" in said and said.count("\n") == 1
 
 
@@ -176,7 +176,7 @@ def test_write_and_read_errors_are_raised_on_every_rank_without_loss(tmp_path: P
         ("of another model", "0.weight"),
         ("0.weight is (16, 6) there, (17, 6) here",),
         ("other parameter groups", "[4] there, [2, 2] here"),
-        ("shorter than where training stood", "position 24 of epoch 0, 16"),
+        ("ends before the position", "position 24 of epoch 0, 16"),
         ("could not be read", "_1_0.distcp has", "bytes of"),
         ("could not be read", "the end of its .metadata is missing"),
     )

@@ -104,12 +104,12 @@ def test_a_checkpoint_written_during_training_has_the_state_of_its_step(tmp_path
         assert each["resumed"] == [9, 10, 11, 12] and each["same"] == (True, True)
     assert second["printed"] == ""
     said = [" ".join(line.split()) for line in first["printed"].split("\r")[1:]]
-    assert said[0].startswith("not saved at step 6, training goes on: The checkpoint ")
+    assert said[0].startswith("not saved at step 6, training continues: The checkpoint ")
     assert "could not be written. rank 1: OSError: the disk is full (" in said[0]
-    passed = f"{tmp_path}/kept/step-12 is passed over: rank 0: FileNotFoundError", f"{tmp_path}/kept/step-10 is passed"
+    passed = f"{tmp_path}/kept/step-12 is skipped: rank 0: FileNotFoundError", f"{tmp_path}/kept/step-10 is skipped"
     assert all(one.startswith(other) for one, other in zip(said[1:3], passed, strict=True))
     assert ".distcp is damaged: " in said[2]
-    assert said[3:] == [f"goes on from step 8: {tmp_path}/kept/step-8"]
+    assert said[3:] == [f"continues from step 8: {tmp_path}/kept/step-8"]
 
 
 def nowhere(world: Any, folder: Path) -> list[Any]:
@@ -130,15 +130,15 @@ def nowhere(world: Any, folder: Path) -> list[Any]:
             )
             other.fit(1, resume="auto")
         told.append(str(refused.value))
-    return [*told, f"goes on from step 4: {runs[0]}/checkpoint" in printed.getvalue(), printed.getvalue()]
+    return [*told, f"continues from step 4: {runs[0]}/checkpoint" in printed.getvalue(), printed.getvalue()]
 
 
 def test_resume_auto_continues_an_earlier_run_of_the_same_name(tmp_path: Path) -> None:
     ((unnamed, unknown, first, second, other, went_on, printed),) = run_ranks(nowhere, 1, tmp_path)
 
-    assert "name='gpt'" in unnamed and "no resume 'yes'" in unknown and "another model" in other
+    assert "name='gpt'" in unnamed and "resume='yes' is not possible" in unknown and "another model" in other
     assert (first, second) == ([1, 2, 3, 4], [5])
-    assert went_on and printed.startswith("\rno checkpoint yet to go on from")
+    assert went_on and printed.startswith("\rthere is no checkpoint yet")
 
 
 def test_keep_limits_checkpoints_by_number_and_age(tmp_path: Path) -> None:

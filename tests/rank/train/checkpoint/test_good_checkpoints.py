@@ -42,7 +42,7 @@ def test_a_run_resumes_only_from_checkpoints_of_exactly_its_name(tmp_path: Path)
     ((told, other),) = run_ranks(named, 1, tmp_path / "runs")
 
     assert told == [(name, seed, 1) for seed, name in enumerate(NAMES)]
-    assert other == "no checkpoint yet to go on from: begins at step 0"
+    assert other == "there is no checkpoint yet: begins at step 0"
     folders = [path.name for path in (tmp_path / "runs").iterdir()]
     # Each has its own directory. None is hidden, nested, like an option, or in need of quotes.
     assert len(folders) == 2 * len(NAMES) + 1
@@ -144,9 +144,9 @@ def test_weights_that_are_not_finite_are_not_saved_and_no_sample_is_blamed(tmp_p
         what, numbers, hint, lost = told["error"]
         assert what == "The loss of step 4 is not finite on ranks 0, 1, because the weights are not." and lost
         assert numbers.startswith("layer.weight on rank") and "not been touched" not in numbers
-        assert "a step up to 3 had a finite loss and gradients that were not; step 3: rank 0: samples 16," in numbers
+        assert "a step up to 3 had a finite loss, but gradients that were not; step 3: rank 0: samples 16," in numbers
         assert hint.startswith(f"trainer.load({str(tmp_path / 'auto')!r}), of step 2;")
         assert told["refused"][0].startswith("The weights are not finite, so this checkpoint is not written")
         assert "step 3: layer.weight on rank" in told["refused"][1]
         assert (told["step"], told["finite"]) == (2, True)
-    assert "not saved at step 3, training goes on: The weights are not finite" in first["printed"]
+    assert "not saved at step 3, training continues: The weights are not finite" in first["printed"]

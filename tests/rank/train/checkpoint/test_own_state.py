@@ -143,7 +143,7 @@ def test_a_state_dict_with_hooks_and_extra_state_equals_one_process(tmp_path: Pa
         for state, loaded, said in rank:
             alike(state, expected)
             alike(loaded, expected)
-            assert "the model (Net) makes the model's state dict otherwise" in said and "full_state_dict()" in said
+            assert "the model (Net) makes the model's state dict in its own way" in said and "full_state_dict()" in said
             fresh = built()
             fresh.load_state_dict(state)
             alike(fresh.state_dict(), expected)

@@ -96,7 +96,10 @@ def test_an_unfinished_reduction_on_every_rank_is_an_error() -> None:
 
 def test_an_unfinished_reduction_seen_in_time_does_not_change_weights() -> None:
     for found in run_ranks(poisoned, 2, (0, 1), False):
-        assert "reduction of step 3 was interrupted" in found["error"] and "not been touched" in found["error"]
+        assert (
+            "reduction of the gradients of step 3 was interrupted" in found["error"]
+            and "not been touched" in found["error"]
+        )
         assert found["step"] == 2
 
 

@@ -67,7 +67,7 @@ def interrupted(world: Any, within: tuple[int, ...], **again: int) -> dict[str, 
         "before": before,
         "losses": [r["loss"] for r in trainer.history],
         "weights": flat(trainer.model),
-        "said": [str(w.message) for w in caught if "broken off" in str(w.message)],
+        "said": [str(w.message) for w in caught if "interrupted within a step" in str(w.message)],
     }
 
 
@@ -80,7 +80,7 @@ def test_ranks_interrupted_in_and_after_a_step_go_on_from_whole_weights() -> Non
         assert one["losses"] == pytest.approx(losses, rel=1e-5)
         torch.testing.assert_close(one["weights"], flat(model), rtol=1e-4, atol=1e-6)
     assert torch.equal(found[0]["weights"], found[1]["weights"])
-    assert "2, 3; all go on from rank 1's step 3" in found[0]["said"][0] and not found[1]["said"]
+    assert "2, 3; all ranks continue from rank 1's step 3" in found[0]["said"][0] and not found[1]["said"]
 
 
 def test_until_counts_from_the_common_step_of_the_ranks() -> None:

@@ -88,7 +88,7 @@ def one(rank: int, strategy: str, within: tuple[int, ...], before: tuple[int, ..
     return {
         "stood": stood,
         "losses": [r["loss"] for r in trainer.history],
-        "said": [str(w.message) for w in caught if "broken off" in str(w.message)],
+        "said": [str(w.message) for w in caught if "interrupted within a step" in str(w.message)],
     }
 
 
@@ -112,8 +112,8 @@ def test_ranks_recover_from_replicas_and_missing_parts_are_an_error() -> None:
         for case in (zero3, pipeline):
             assert "no step is whole" in case["error"] and "build the Trainer again" in case["error"]
             assert "for rank 1" in case["error"] and "3, 2, 3, 3" in case["error"]
-    assert "go on from rank 1's step 3" in found[0][0]["said"][0] and not found[1][0]["said"]
-    assert "3, 2, 2, 2; all go on from rank 1's step 2" in found[0][2]["said"][0]
+    assert "continue from rank 1's step 3" in found[0][0]["said"][0] and not found[1][0]["said"]
+    assert "3, 2, 2, 2; all ranks continue from rank 1's step 2" in found[0][2]["said"][0]
 
 
 def in_forward(world: Any, strategies: list[str]) -> list[tuple[list[float], list[float]]]:

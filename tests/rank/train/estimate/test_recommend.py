@@ -55,4 +55,4 @@ def test_auto_uses_a_strategy_that_fits_or_reports_what_is_missing() -> None:
             assert said.startswith(f"strategy=auto: {strategy}; ") and silent == ""
     # Parameters, gradients and two moments leave no room for more, so they must be split.
     assert one[1][0] not in ("", "dp=2")
-    assert "No strategy of 2 ranks fits" in one[2][1] and "holds least" in one[2][1]
+    assert "No strategy of 2 ranks fits" in one[2][1] and "needs least" in one[2][1]

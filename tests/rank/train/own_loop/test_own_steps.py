@@ -146,7 +146,7 @@ def uneven(world: Any, strategy: str, model: Any, how: str) -> str:
         ("zero3", None, "a loss", "job.backward, loss 1 of step 1, retain_graph=True"),
         ("dp=1 tp=2", None, "a look", "job.model, call 1 of step 1, without gradients"),
         ("ddp", Normed, "a forward", "job.model, call 2 of step 1"),
-        ("ddp", None, "a loss", "another number of losses"),
+        ("ddp", None, "a loss", "different numbers of losses"),
         ("ddp", None, "a mean", "job.mean"),
         ("ddp", None, "a weight", "with a weight"),
     ],
@@ -532,5 +532,5 @@ def test_a_forward_step_that_no_pipeline_can_run_is_refused() -> None:
     assert "without a call of the model" in said(lambda model, batch: batch[0].sum(), loss=False)
     assert "draws random numbers" in said(lambda model, batch: model(torch.rand(2)), loss=False)
     assert "some by name" in said(lambda model, batch: model(batch[0], mask=batch[1]), loss=False)
-    with pytest.raises(NbkitError, match="computes the loss itself"):
+    with pytest.raises(NbkitError, match="so loss= and inputs= are not allowed"):
         nbkit.prepare(lambda: mlp(4, 3, 1), adam, loss=F.mse_loss, forward_step=lambda model, batch: model(batch))

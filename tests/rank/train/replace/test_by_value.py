@@ -164,7 +164,7 @@ def test_objects_that_are_too_large_or_foreign_are_refused(cell: dict[str, Any])
         dumps(torch.zeros(1000), limit=1000)
     with pytest.raises(TooLarge):
         dumps("x" * 2000, limit=1000)
-    with pytest.raises(Exception, match="not carried"):
+    with pytest.raises(Exception, match="not sent"):
         dumps([cell["config"]], classes=True, foreign={id(cell["config"])})
 
 

@@ -36,4 +36,4 @@ def test_all_ranks_on_several_hosts_go_on_and_the_reason_is_printed() -> None:
     for found in run_ranks(shrunk, 3):
         assert found["wanted"] == 2 and found["span"] == FitRange(0, 4, fewer=0) and found["step"] == 4
         (said,) = found["said"]
-        assert said.startswith("on_failure='shrink': goes on with 3 ranks.") and "3 ranks on several" in said
+        assert said.startswith("on_failure='shrink': continues with 3 ranks.") and "3 ranks on several" in said

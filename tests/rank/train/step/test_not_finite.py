@@ -86,7 +86,7 @@ def test_gradients_that_are_not_finite_blame_no_samples(strategy: str) -> None:
         (what, told, step, *_), (looked, norm, made, finite, records), after = found
         assert what.startswith("The loss of step 4 is not finite") and "because the weights are not" in what
         assert "linear.weight" in told and step == 3
-        assert looked == "The gradients of step 3 are not finite, though the loss is."
+        assert looked == "The gradients of step 3 are not finite, although the loss is."
         assert norm == "norm nan; the weights have not been touched" and finite
         assert (made, records, after) == (2, 2, [3, 4])
 
@@ -109,4 +109,4 @@ def test_a_late_read_as_on_gpus_reports_the_steps_that_weights_took() -> None:
 
     assert "ranks 1, 3" in raised.value.what
     assert "rank 1: samples 42, 43; rank 3: samples 46, 47" in raised.value.numbers
-    assert "taken 2 steps" in raised.value.numbers
+    assert "made 2 steps" in raised.value.numbers

@@ -85,7 +85,7 @@ def test_a_comparison_of_strategies_does_not_change_the_training() -> None:
         assert set(each["events"]) <= {"step", "run_started", "run_stopped"}
         assert all("memory does not hold both" in error for error in each["crowded"])
         assert "BatchNorm" in each["normed"]
-        assert "reads each once" in each["refused"][1]
+        assert "gives each sample once" in each["refused"][1]
     assert first["result"] == second["result"]
     ddp, zero3, pp = first["result"]["strategies"]
     weights = 4 * sum(p.numel() for p in net().parameters())

@@ -221,7 +221,7 @@ def test_a_failed_first_step_takes_all_ranks_back_with_equal_losses(
             assert told in ([None], [0], [1]) if plan.ranks == (0, 1) else told == list(plan.ranks)
             whose = what if told == [None] else f"rank {told[0]}: {what}"
             words = f"dp=2 → {plan.under} was taken back after step {step}: the first step under it failed, "
-            words += "and training goes on under dp=2."
+            words += "and training continues under dp=2."
             assert (said["ok"], said["error"], said["strategy"]) == (False, "SwitchError", "dp=2")
             assert (said["what"], said["numbers"]) == (words, whose)
             assert found["after"] == ("dp=2", 0, None)
@@ -378,7 +378,7 @@ def test_a_users_own_loop_repeats_the_batch_inside_backward() -> None:
             assert [record["step"] for record in loop["records"] if "taken_back" in record] == [4]
         assert found["zero3"]["steps"] == found["cut alike"]["steps"] == []
         (what,) = found["cut otherwise"]["steps"]
-        assert what == "The rows of this batch were cut for tp=2, which was taken back."
+        assert what == "The rows of this batch were cut for tp=2, and the switch to it was taken back."
 
 
 def asked_in_a_loop(world: Any) -> dict[str, Any]:
@@ -471,7 +471,7 @@ def test_errors_not_caused_by_the_strategy_are_raised_as_usual() -> None:
         assert interrupt == (ZERO3, 2, None) and after_it
         assert optimizer == (True, ZERO3)
         assert lost[:2] == (("RuntimeError", "ValueError")[rank], "SwitchError")
-        assert "There was no way back to dp=2" in lost[2][0] and "no room to go back" in lost[2][0]
+        assert "nbkit could not go back to dp=2" in lost[2][0] and "no room to go back" in lost[2][0]
         assert left == (ZERO3, None, "") and goes_on
 
 
@@ -555,7 +555,7 @@ def tried(world: Any) -> dict[str, Any]:
 def test_a_trial_whose_first_step_fails_on_one_rank_is_refused_and_training_goes_on() -> None:
     for found in run_ranks(tried, 2, timeout=120):
         assert found["losses"] == found["never"] and not found["dirty"]
-        words = f"{ZERO3} was not measured: its first step failed, and training goes on under dp=2."
+        words = f"{ZERO3} was not measured: its first step failed, and training continues under dp=2."
         assert found["refused"] == (words, "rank 1: ValueError: planted in backward")
         assert found["there"] == ("dp=2", "dp=2 zero=1")
         assert not found["said"]["ok"] and found["said"]["what"] == words

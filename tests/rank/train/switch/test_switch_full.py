@@ -250,7 +250,10 @@ def damaged(world: Any) -> list[str]:
 @pytest.mark.long
 def test_damaged_state_is_not_trained_on() -> None:
     for switched, trained in run_ranks(damaged, 2):
-        assert "restored state is not the state before" in switched and "not the state under dp=2 zero=3" in switched
+        assert (
+            "restored state differs from the state before" in switched
+            and "differs from the state under dp=2 zero=3" in switched
+        )
         assert "no rank has whole weights" in trained
 
 

@@ -145,7 +145,10 @@ def test_a_state_that_differs_keeps_the_old_strategy_and_the_losses() -> None:
     for found in run_ranks(spoilt, 2, timeout=200):
         other, untold, well = found["other"], found["untold"], found["well"]
         assert (other["ok"], other["error"], other["strategy"]) == (False, "SwitchError", "dp=2")
-        assert "digests of weights and optimizer state differ" in other["numbers"] and "dp=2 goes on" in other["hint"]
+        assert (
+            "digests of weights and optimizer state differ" in other["numbers"]
+            and "training continues under dp=2" in other["hint"]
+        )
         assert untold["ok"] and untold["result"]["identical"]  # the switch is repeated, and compared at once
         assert well["ok"] and well["result"]["identical"] and found["now"] == "dp=2 zero=1"
         losses, _, _ = one_process(points(40), steps=len(found["losses"]), optimizer=adam)

@@ -108,7 +108,7 @@ def test_the_memory_of_a_failed_trial_is_freed() -> None:
 def read_once(world: Any) -> list[Any]:
     trainer = quiet(data=iter(points(40)))
     trainer.fit(1)
-    with pytest.raises(TrainingError, match="read again") as refused:
+    with pytest.raises(TrainingError, match="must read the samples of a trial again") as refused:
         trainer.try_out("zero1", steps=1)
     trainer.fit(1)
     return [str(trainer.strategy), trainer.step, "__iter__" in str(refused.value)]
