@@ -285,7 +285,7 @@ PARITY_HEAD = ("model", "strategy", "weights", "with", "steps", "gradients", "la
 def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
     """Return one line with the number of verdicts of each kind, and of those that `check` did not predict."""
     off = sum(bool(verdict.check) for verdict in verdicts.values())
-    return f"{counted(verdicts)[:-1]}; for {off} of them, `nbkit.check` predicted another result."
+    return f"{counted(verdicts)} `nbkit.check` predicted {len(verdicts) - off} of these {len(verdicts)} results."
 
 
 def counted(verdicts: Mapping[Case, Verdict]) -> str:
@@ -334,7 +334,7 @@ def _table(verdicts: Mapping[Case, Verdict], columns: Sequence[str]) -> list[str
     for chain in (column for column in columns if " > " in column):
         said = f"The *chain* is one training under `{chain}`, with one step under each strategy."
         if any(verdict.left_out for verdict in verdicts.values()):
-            said += " *Less*: these strategies were refused, and the chain continued without them."
+            said += " The chain leaves out the strategies after *less*, because they were refused."
         if any(verdict.check for verdict in verdicts.values()):
             said += " *+check*: `nbkit.check` predicted another result."
         rows += [said, ""]

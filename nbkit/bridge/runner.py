@@ -136,6 +136,7 @@ class Runner:
     def __init__(self, shell: Any, capture: OutputCapture, link: Link[ForParent, ForRank], rank: int) -> None:
         self.shell, self.capture, self.link, self.rank = shell, capture, link, rank
         self.running: list[Running] = []
+        self.stopped_early: set[str] = set()  # cells that were stopped before they began
         self.records: OrderedDict[str, CellRecord] = OrderedDict()
         self.requests: dict[str, CellRequest] = {}  # for the records that are kept
         self.in_user_code = False
@@ -336,6 +337,9 @@ class Runner:
 
     def _execute(self, request: CellRequest) -> Any:
         shell = self.shell
+        if request.id in self.stopped_early:
+            self.running[-1].stopped = True
+            raise KeyboardInterrupt
         if request.post_mortem:
             return self.debugger.post_mortem()
         shell.execution_count = request.number

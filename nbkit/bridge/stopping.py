@@ -39,11 +39,11 @@ class Stopping:
         """
         # Always posted: the numbers of requests must have no gap, or later ones would wait for the missing one.
         step_boundary.inbox.post(number, "nothing" if live else "stop", None)
+        # Added before the look: otherwise a cell that begins just after it would run on.
+        (self.withdrawn if live else self.runner.stopped_early).add(cell)
         running = self._find(cell)
         if running is None:
-            if live:
-                self.withdrawn.add(cell)
-            else:
+            if not live:
                 self.stop_call()  # the cell may be queued behind it
             return None
         if running.asked:

@@ -23,6 +23,17 @@ def test_a_cell_can_be_stopped_after_a_traceback_shown_within_it(two: Cluster) -
     assert two.run("went, open_to_stop").values == dict.fromkeys((0, 1), (False, True))
 
 
+def test_a_stop_that_arrives_before_the_cell_begins_ends_it(two: Cluster) -> None:
+    two.run(
+        f"{INSIDE}import time\ndef late(*cell, **how): time.sleep(1); return type(runner).run(runner, *cell, **how)\n"
+        "runner.run = late"
+    )
+    handle = two.run("began = True; time.sleep(500)", detach=True)
+    assert handle.stop(end_after="1s").status == "interrupted"
+    two.run("del runner.run")
+    assert two.run("'began' in globals()").values == {0: False, 1: False}
+
+
 def test_a_rank_that_is_released_formats_no_traceback(two: Cluster) -> None:
     """Check this because formatting takes a second of a core, and the notebook shows only the first traceback."""
     two.run(

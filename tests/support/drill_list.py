@@ -290,7 +290,7 @@ TRAININGS = (
     Drill("%train pause without a training", "nothing to pause", "%train pause", ("%%distributed\ntrainer = None",)),
     Drill("a live cell without a training", "no step boundary", "%%distributed --at-step\n1"),
     Drill("a live cell that fails", "ZeroDivisionError", "%%distributed --at-step\n1 / 0", _TRAINS, after=_END),
-    Drill("a switch that the model does not allow", "cannot be cut into", "%strategy pp=2", _TRAINS, after=_END),
+    Drill("a switch that the model does not allow", "found no blocks", "%strategy pp=2", _TRAINS, after=_END),
 )
 
 _DEATHS = ("%cluster restart",)

@@ -214,8 +214,8 @@ def pages(outcomes: Sequence[Outcome]) -> dict[str, str]:
         ]
         if any(of[drill].shown.startswith(ALL_FAILED) for drills in groups.values() for drill in drills):
             lines[-1] += (
-                f" This page leaves out `{ALL_FAILED.strip()}` at the beginning of an answer, which means that all "
-                "ranks failed."
+                f" This page leaves out the words `{ALL_FAILED.strip()}` at the beginning of an answer. They mean that "
+                "all ranks failed."
             )
         if any("released at" in of[drill].shown for drills in groups.values() for drill in drills):
             lines[-1] += " *Released* means that a rank no longer waits for a rank that failed or died."

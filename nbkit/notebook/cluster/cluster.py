@@ -153,7 +153,7 @@ def _identifiers(values: dict[str, Any]) -> None:
 def _check_size(name: str, size: int, force: bool, command: str) -> None:
     if size > parcel.LIMIT_BYTES and not force:
         raise TransferError(
-            f"{name} is too large to travel by accident.",
+            f"{name} is too large to copy without --force.",
             numbers=f"{size / 1e9:.2f} GB, the limit is {parcel.LIMIT_BYTES / 1e9:.2f} GB",
             hint=command,
         )

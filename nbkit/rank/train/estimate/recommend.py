@@ -47,7 +47,7 @@ class Recommended:
             parts.append(f"{self.seconds * 1e3:.3g} ms a step predicted")
         if self.peak_bytes is not None:
             room = f" of {self.limit / 1e6:,.0f} MB" if self.limit is not None else ""
-            parts.append(f"{self.peak_bytes / 1e6:,.1f} MB at the peak of a rank{room}")
+            parts.append(f"a rank needs {self.peak_bytes / 1e6:,.1f} MB{room} at the peak")
         return "; ".join([*parts, f"{self.fitting} of {self.considered} strategies fit"])
 
 
