@@ -273,8 +273,11 @@ def _kept(world: Any, names: tuple[str, ...]) -> dict[str, float]:
             live = LiveBytes(model.parameters(), counted=False)
             for block in specimen.blocks[1:3]:
                 model.get_submodule(block).register_forward_pre_hook(lambda *_: levels.append(live.now))  # noqa: B023
+            gc.collect()
+            gc.disable()  # a collection between the two blocks would free tensors of earlier models
             with live:
                 loss = specimen.loss(call(model, value), target)
+            gc.enable()
             kept.append(levels[1] - levels[0])
             loss.backward()
         found[name] = size * kept[1] / kept[0]
