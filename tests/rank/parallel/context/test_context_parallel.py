@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -259,6 +260,15 @@ def kept_by_a_block(at: Any, pretended: bool, names: tuple[str, ...]) -> dict[st
         return _kept(world, names)
 
 
+def _settled(live: LiveBytes) -> int:
+    """Return the live bytes, once gloo's threads have released the buffers of collectives that are complete."""
+    now = -1
+    while now != live.now:
+        now = live.now
+        time.sleep(0.02)
+    return now
+
+
 def _kept(world: Any, names: tuple[str, ...]) -> dict[str, float]:
     size, found = world.place.world_size, {}
     for name in names:
@@ -272,12 +282,9 @@ def _kept(world: Any, names: tuple[str, ...]) -> dict[str, float]:
             levels: list[int] = []
             live = LiveBytes(model.parameters(), counted=False)
             for block in specimen.blocks[1:3]:
-                model.get_submodule(block).register_forward_pre_hook(lambda *_: levels.append(live.now))  # noqa: B023
-            gc.collect()
-            gc.disable()  # a collection between the two blocks would free tensors of earlier models
+                model.get_submodule(block).register_forward_pre_hook(lambda *_: levels.append(_settled(live)))  # noqa: B023
             with live:
                 loss = specimen.loss(call(model, value), target)
-            gc.enable()
             kept.append(levels[1] - levels[0])
             loss.backward()
         found[name] = size * kept[1] / kept[0]
