@@ -51,7 +51,12 @@ def compares_rows(loss: Tensor, shape_of: Callable[[Any, int], Sequence[int] | N
             return False
         seen.add(node)
         waiting += node.next_functions
-    fitting = {GradientEdge(*end): shape for end, shape in ends.items() if rows in shape and prod(shape) <= _ELEMENTS}
+    # If dim 0 has several entries for each row, as flattened logits have, another dim is equal to `rows` by chance.
+    fitting = {
+        GradientEdge(*end): shape
+        for end, shape in ends.items()
+        if rows in shape and (shape[0] == rows or shape[0] % rows) and prod(shape) <= _ELEMENTS
+    }
     if not fitting or rows < 2:
         return False
     try:

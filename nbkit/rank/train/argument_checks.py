@@ -203,7 +203,9 @@ def check_weights(numbers: StepNumbers, pending: Pending) -> None:
     if max(norms) - min(norms) > _ALIKE * max(norms):
         shown = ", ".join(f"{norm:.6g}" if norm else "unchanged" for norm in norms[:4]) + ", ..." * (len(norms) > 4)
         raise TrainingError(
-            f"The ranks have different weights in step {pending.step}.",
+            f"The ranks have different weights in step {pending.step}."
+            if all(norms)
+            else f"Only some ranks changed their weights before step {pending.step}.",
             numbers=f"under {pending.strategy}, norms on ranks 0, 1, ...: {shown}",
             hint="change weights on every rank alike, by numbers that all ranks have; under zero1 and zero2 change "
             "job.model.parameters(), because job.optimizer.param_groups has only this rank's parts",

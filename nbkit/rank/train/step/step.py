@@ -68,6 +68,9 @@ class _Sums:
     summed: bool = False
 
 
+_AT_ONCE = 1 << 22  # elements whose norm is computed at once
+
+
 class TrainingStep:
     """Makes the steps of one sharded model and its optimizer.
 
@@ -434,7 +437,9 @@ class TrainingStep:
         if not self._replicas or not compares:
             return None
         data.settle()
-        norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in self._replicas]
+        # In pieces, because torch copies what it sums in float64.
+        pieces = (piece for p in self._replicas for piece in p.detach().reshape(-1).split(_AT_ONCE))
+        norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm.nan_to_num()  # other checks say that weights are not finite
 
