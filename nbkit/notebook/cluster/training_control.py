@@ -233,7 +233,12 @@ class TrainingClient:
 
     def pause(self) -> ControlResult:
         """Hold the training at its next step boundary until `resume` or Stop. Switches still work meanwhile."""
-        return self.ask("pause")
+        result = self.ask("pause")
+        # Any rank may have given the result, but `look` asks the first one, which may be held a moment later.
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while self.look().get("held") is False and time.monotonic() < deadline:
+            time.sleep(TICK_SECONDS)
+        return result
 
     def resume(self) -> ControlResult:
         """Continue after `pause`."""
