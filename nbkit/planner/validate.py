@@ -78,9 +78,8 @@ def _tensor(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
             fitting = [n for n in divisors(count) if all(other is None or other % n == 0 for other in heads)]
             yield Finding(
                 True,
-                f"Tensor parallelism gives each rank whole attention heads, and {count} {name} cannot be "
-                f"divided by {tp} "
-                "ranks.",
+                f"Tensor parallelism gives each rank whole attention heads, and {count} {name} cannot be divided by "
+                f"{tp} ranks.",
                 f"{count} {name} / tp {tp} = {count / tp:.3g}",
                 f"tp={_listed(fitting)}",
             )
@@ -114,8 +113,8 @@ def _pipeline(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             False,
             "The pipeline has fewer micro-batches than ranks, so some ranks always wait.",
-            f"{micro} micro-batch{'es' * (micro > 1)}, pp {pp}: of a gpipe or 1f1b step "
-            f"(p-1)/(m+p-1) = {pp - 1}/{micro + pp - 1} = {idle:.0%} is idle",
+            f"{micro} micro-batch{'es' * (micro > 1)}, pp {pp}: of a gpipe or 1f1b step (p-1)/(m+p-1) = "
+            f"{pp - 1}/{micro + pp - 1} = {idle:.0%} is idle",
             f"microbatches={2 * pp}",
         )
     elif schedule == "interleaved" and micro % pp:

@@ -346,9 +346,8 @@ def check_complete(schedule: Schedule) -> set[tuple[int, int]]:
             present = "".join(kind for kind in "FBIW" if Op(kind, stage, micro) in seen)  # type: ignore[arg-type]
             if present != kinds:
                 raise StrategyError(
-                    f"Under the schedule {schedule.name}, stage {stage} on rank {schedule.rank_of(stage)} does "
-                    "not do all operations "
-                    f"of micro-batch {micro}.",
+                    f"Under the schedule {schedule.name}, stage {stage} on rank {schedule.rank_of(stage)} does not do "
+                    f"all operations of micro-batch {micro}.",
                     numbers=f"{_sizes(schedule)}: it has {present or 'nothing'}, expected {kinds}",
                 )
     return split

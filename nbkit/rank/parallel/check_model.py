@@ -95,8 +95,8 @@ def _unproven(plan: ParallelPlan) -> Iterator[Finding]:
             hint = "hints=nbkit.ModelHints(example=batch); nbkit.check(model, strategy, batch)"
         else:
             hint = (
-                "to split its weights all the same: "
-                f"hints=nbkit.ModelHints(tp_plan={{'{names[0]}.*': 'colwise_gather'}})"
+                f"to split its weights all the same: hints=nbkit.ModelHints(tp_plan={{'{names[0]}.*': "
+                f"'colwise_gather'}})"
             )
         yield Finding(False, f"{shown}: every rank of the tensor axis keeps this whole.", why, hint)
 
@@ -137,8 +137,8 @@ def warn_of_coupled(plan: ParallelPlan) -> list[Finding]:
     if found is None or not found.trains or not parts_rows(plan.strategy, plan.options):
         return []
     what = (
-        f"{found.what}: under {plan.strategy}, it is the mean of the values that each forward pass computes for "
-        "its rows."
+        f"{found.what}: under {plan.strategy}, it is the mean of the values that each forward pass computes for its "
+        "rows."
     )
     return [Finding(False, what, found.numbers)]
 
@@ -316,8 +316,7 @@ def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:
             (strategy.microbatches or 1) > 1,
             f"BatchNorm {norms[0]!r} computes its statistics from the whole batch.",
             f"{len(norms)} such modules; under {strategy}, each forward pass gets a part of the batch. Over dp, "
-            "statistics "
-            "are synchronised",
+            "statistics are synchronised",
             "nn.GroupNorm or nn.LayerNorm; or module.eval() on it, which freezes its statistics",
         )
 

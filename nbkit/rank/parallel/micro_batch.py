@@ -99,8 +99,8 @@ def check_stages(shard: Shard, model: ShardedModel) -> None:
     if len({min(count, each) for each in rows}) > 1:
         raise TrainingError(
             "Pipelines that share experts must make the same number of forward passes, but some have too few rows.",
-            numbers=f"a batch of {shard.total} rows: {', '.join(map(str, rows[:8]))} on data ranks 0, 1, ...; "
-            f"{count} micro-batches",
+            numbers=f"a batch of {shard.total} rows: {', '.join(map(str, rows[:8]))} on data ranks 0, 1, ...; {count} "
+            "micro-batches",
             hint="loading=nbkit.Loading(drop_last=True), and a batch_size of at least dp x microbatches",
         )
 

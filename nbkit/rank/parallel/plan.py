@@ -317,8 +317,8 @@ def _need_stages(strategy: Strategy, _: ModelFacts, options: JobOptions) -> None
         raise StrategyError(
             f"Under {strategy}, a rank cannot run the forward pass alone, because it holds only some of the stages.",
             numbers=f"{strategy.pp} stages, and a loop that calls job.model",
-            hint="job.backward(batch), with loss= or forward_step= of nbkit.prepare, which follows the schedule; "
-            "or a strategy without pp",
+            hint="job.backward(batch), with loss= or forward_step= of nbkit.prepare, which follows the schedule; or "
+            "a strategy without pp",
         )
 
 
@@ -333,16 +333,16 @@ def need_chain(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
         raise StrategyError(
             f"{strategy} needs a model that can be cut into blocks, and nbkit found no blocks.",
             numbers=facts.no_chain or "there was no example batch to find them",
-            hint="hints=nbkit.ModelHints(stages=['name of the module that begins stage 1', ...]); "
-            "with prepare(): hints=nbkit.ModelHints(example=batch)",
+            hint="hints=nbkit.ModelHints(stages=['name of the module that begins stage 1', ...]); with prepare(): "
+            "hints=nbkit.ModelHints(example=batch)",
         )
     if strategy.pp > 1 and facts.chain is not None and facts.chain.unrepeated is not None:
         block, how = facts.chain.unrepeated
         raise StrategyError(
             f"The model recomputes {block!r} by itself, and a stage of {strategy} cannot do this.",
             numbers=how,
-            hint="checkpoint(block, x, use_reentrant=False) around each block; "
-            "or compute=nbkit.Compute(recompute=True)",
+            hint="checkpoint(block, x, use_reentrant=False) around each block; or "
+            "compute=nbkit.Compute(recompute=True)",
         )
 
 
@@ -354,8 +354,8 @@ def _need_blocks_that_run(strategy: Strategy, facts: ModelFacts, _: JobOptions) 
     outside = sorted(name for name in facts.draws.hosts if not f"{name}.".startswith(inside))
     if outside:
         raise StrategyError(
-            f"{outside[0] or 'The model'} draws numbers from Python's or numpy's generator outside of its blocks. Such "
-            f"a number could skip a block, but the stages of {strategy} run every block.",
+            f"{outside[0] or 'The model'} draws numbers from Python's or numpy's generator outside of its blocks. "
+            f"Such a number could skip a block, but the stages of {strategy} run every block.",
             numbers=f"{len(inside)} blocks, first {facts.chain.units[0]!r}",
             hint="torch.rand(()) in the block itself; or a strategy without pp",
         )
@@ -382,8 +382,7 @@ def _need_whole_gradients(strategy: Strategy, facts: ModelFacts, options: JobOpt
     if facts.hooked and (strategy.mesh.size > 1 or options.cut):
         raise StrategyError(
             f"The gradient of {facts.hooked!r} has a hook. Under {strategy}, the hook would get a part of the "
-            "gradient, "
-            "or would not be called.",
+            "gradient, or would not be called.",
             numbers="by Tensor.register_hook or register_post_accumulate_grad_hook; hooks of modules are called",
             hint="remove the hook; under 'ddp' with nbkit.prepare, change p.grad after job.backward(batch)",
         )
@@ -408,11 +407,12 @@ def _need_equal_tables(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> 
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             weight = f"{name}.weight".lstrip(".")
             raise StrategyError(
-                f"The forward pass changes the parameter {weight!r} in place, and each rank of {strategy} "
-                "would change other rows of it.",
+                f"The forward pass changes the parameter {weight!r} in place, and each rank of {strategy} would "
+                "change other rows of it.",
                 numbers=f"{type(part).__name__} with max_norm={part.max_norm:g}",
-                hint="without max_norm, but in a callback of the Trainer: trainer.model."
-                f"{weight}.detach().renorm_({part.norm_type:g}, 0, {part.max_norm:g}); or %cluster start -n 1",
+                hint="without max_norm, but in a callback of the Trainer: "
+                f"trainer.model.get_parameter('{weight}').detach().renorm_({part.norm_type:g}, 0, "
+                f"{part.max_norm:g}); or %cluster start -n 1",
             )
 
 
@@ -450,8 +450,7 @@ def need_rows(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> Non
     if facts.experts and (why := _experts_unproven(strategy, facts)):
         raise StrategyError(
             f"{facts.experts!r} is a mixture of experts, and nbkit cannot show that {strategy} trains it as one "
-            "process "
-            "does.",
+            "process does.",
             numbers=why,
             hint="strategy='ddp', or 'zero3', which splits its memory",
         )
@@ -501,8 +500,7 @@ def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
     if why:
         raise StrategyError(
             f"The model or the loss changes {found.spelled} in each pass and reads it in the next pass. Under "
-            f"{strategy}, "
-            "its values would differ from those of one process.",
+            f"{strategy}, its values would differ from those of one process.",
             numbers=why,
             hint=hint,
         )

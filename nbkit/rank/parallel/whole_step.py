@@ -528,7 +528,7 @@ def _proof(
     if small.mesh.size == 1 and microbatch_size is None and plan.options.loss_chunks == 1:
         return StepProof()
     size = sum(getattr(*places[0]).numel() for places in homes(skeleton).values())
-    if example is None and microbatch_size is None and not _cuts(strategy):
+    if example is None and microbatch_size is None and plan.options.loss_chunks == 1 and not _cuts(strategy):
         return StepProof()  # each rank runs the whole model, as one process does
     if beforehand := _unmakeable(small, facts, example, size):
         return StepProof(unproven=f"no whole step: {beforehand}")

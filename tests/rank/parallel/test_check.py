@@ -166,7 +166,12 @@ def compiled() -> nn.Module:
 CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
     "in place": (lambda: Scores(fades=True), "ddp", "its parameter 'tokens.weight' in place", "between two steps"),
     "in place, zero1": (lambda: Scores(fades=True), "zero1", "'tokens.weight' in place", "%cluster start -n 1"),
-    "max_norm": (lambda: Scores(9.0), "ddp", "Embedding with max_norm=9", "tokens.weight.detach().renorm_(2, 0, 9)"),
+    "max_norm": (
+        lambda: Scores(9.0),
+        "ddp",
+        "Embedding with max_norm=9",
+        "get_parameter('tokens.weight').detach().renorm_(2, 0, 9)",
+    ),
     "max_norm, cp": (lambda: Scores(9.0), "cp=2", "Embedding with max_norm=9", "in a callback of the Trainer"),
     "spectral": (spectral, "pp microbatches=2", "the buffer 'blocks.0.0.parametrizations.weight.0._u'", "'ddp'"),
     "compiled": (compiled, "zero3", "torch.compile compiled the model", "the model without torch.compile; or"),

@@ -178,7 +178,7 @@ class ContextAttentionMode(TorchFunctionMode):
         rows, columns = mask.shape[-2:]
         if columns not in (1, keys) or rows not in (1, self.total, self.own):
             what = "has an attention mask of another size than its keys."
-            if columns == self.own:
+            if columns == self.own != keys:
                 what = "makes a mask for the positions of one rank: make it outside of the blocks, for all positions."
             raise self.refuse(what, f"{rows} x {columns}")
         return taken(mask, -2, self.runs) if rows == self.total else mask

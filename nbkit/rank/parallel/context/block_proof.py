@@ -361,8 +361,8 @@ class _Comparison:
     def _differs(self, numbers: str) -> StrategyError:
         if self.draws:
             return refusal(
-                f"The block {self.called.name!r} draws random numbers itself, and would draw different ones for a part "
-                "of the positions.",
+                f"The block {self.called.name!r} draws random numbers itself, and would draw different ones for a "
+                "part of the positions.",
                 f"by {self.draws[0]}",
                 "nn.Dropout or F.dropout, which nbkit makes independent of the strategy; or a strategy without cp",
             )

@@ -170,9 +170,8 @@ class SpreadLayer:
         if like is not None:
             if in_backward() and not recomputing():
                 raise StrategyError(
-                    f"The model recomputes {self.layer.name!r} in the backward pass by itself, and experts on "
-                    "other ranks cannot "
-                    "take part.",
+                    f"The model recomputes {self.layer.name!r} in the backward pass by itself, and experts on other "
+                    "ranks cannot take part.",
                     numbers=f"{len(self.held)} ranks share its experts",
                     hint="turn off this recomputation; compute=nbkit.Compute(recompute=True) does the same",
                 )
@@ -315,8 +314,8 @@ class _Stacked(Wrapper):
         routing = routing_of(args, kwargs)
         if routing is None or self.spread is None:
             raise TrainingError(
-                f"{self.layer.name!r} must be called with tokens, the experts that they chose, and the weights "
-                "of the experts.",
+                f"{self.layer.name!r} must be called with tokens, the experts that they chose, and the weights of the "
+                "experts.",
                 numbers="as in the first run of the model",
                 hint="the strategy without ep",
             )

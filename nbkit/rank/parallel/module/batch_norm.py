@@ -290,10 +290,10 @@ def check_buffers(model: nn.Module, names: list[str], *, axes: Axes, device: tor
     if drifted:
         shown = ", ".join(f"{value:.6g}" for value in everyone[:4, names.index(drifted[0])].tolist())
         raise TrainingError(
-            f"The forward pass updates the buffer {drifted[0]!r} from the rows of one rank, so the buffer would differ "
-            "between ranks.",
-            numbers=f"its sum on data ranks 0, 1, ...: {shown}{', ...' * (axes.size('dp') > 4)}; "
-            f"{len(drifted)} such buffers",
+            f"The forward pass updates the buffer {drifted[0]!r} from the rows of one rank, so the buffer would "
+            "differ between ranks.",
+            numbers=f"its sum on data ranks 0, 1, ...: {shown}{', ...' * (axes.size('dp') > 4)}; {len(drifted)} such "
+            "buffers",
             hint="all-reduce it in forward; or track_running_stats=False; or one rank",
         )
 

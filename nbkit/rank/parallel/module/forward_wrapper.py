@@ -124,9 +124,8 @@ class _OfParts:
     def __call__(self, *_: Any, **__: Any) -> Any:
         is_state = self._method == "state_dict"
         raise StrategyError(
-            f"{'state_dict()' if is_state else 'A copy'} of the model would contain only this rank's part of "
-            "the weights, "
-            f"because {self._strategy} splits them over the ranks.",
+            f"{'state_dict()' if is_state else 'A copy'} of the model would contain only this rank's part of the "
+            f"weights, because {self._strategy} splits them over the ranks.",
             numbers="" if is_state else "by copy.deepcopy" if self._method == "__deepcopy__" else "by pickle",
             hint="trainer.full_state_dict() or job.full_state_dict(), on every rank, returns all weights"
             + ("" if is_state else "; load it into a new model"),

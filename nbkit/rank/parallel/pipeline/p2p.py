@@ -373,9 +373,8 @@ class Channels:
                         self._isend(sent, peer, part)
             elif len(known) != len(spec) or not all(one.serves(now) for one, now in zip(known, spec, strict=True)):
                 raise TrainingError(
-                    f"Stage {message.stage - 1} returned tensors of another shape or dtype than before, for the "
-                    "same kind of "
-                    "micro-batch.",
+                    f"Stage {message.stage - 1} returned tensors of another shape or dtype than before, for the same "
+                    "kind of micro-batch.",
                     numbers=f"before: {_described(known)}; now: {_described(spec)}",
                     hint="shapes between stages may depend only on the shape of the input",
                 )

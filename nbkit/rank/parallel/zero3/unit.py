@@ -53,8 +53,7 @@ from nbkit.tensor_layout import Layout
 
 _HINT = (
     "strategy='zero2', which keeps weights whole; or a batch that shows this earlier: "
-    "hints=nbkit.ModelHints(example=batch) "
-    "of nbkit.prepare, data that can be indexed of a Trainer"
+    "hints=nbkit.ModelHints(example=batch) of nbkit.prepare, data that can be indexed of a Trainer"
 )
 
 

@@ -311,8 +311,8 @@ class TrainingStep:
             refuses=refuses,
             compares=compares,
             targets=targets,
-            # A learning rate on a device is compared only every 100 steps: to read it waits.
             weights=self._weights(),
+            # A learning rate on a device is compared only every 100 steps, because reading it waits.
             rates=sum(lr for group in self.optimizer.param_groups if isinstance(lr := group.get("lr"), int | float)),
             routed=[sum(tokens.values()) for tokens in self.sharded_model.data.routed],
         )

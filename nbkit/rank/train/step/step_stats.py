@@ -170,6 +170,7 @@ class StepReduction:
         slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + self._each * self.rank
+        rates = rates if math.isfinite(rates) else -1.0  # otherwise the reduction would count as interrupted
         slots[at : at + _ROUTED + len(routed)] = seconds, 0, fingerprint, backup, *counted, targets, rates, 0, *routed
         told = _ENDS * ends + _DATA_ENDS * data_ends + _REFUSES * refuses + _COMPARES * compares
         if accelerator().holds(self.device):

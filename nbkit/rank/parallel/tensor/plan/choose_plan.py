@@ -566,8 +566,7 @@ def _grouped(
         if not columns or len(rows) != 1:
             raise StrategyError(
                 "tp_plan must split linear layers in pairs, one by columns and one by rows, and "
-                f"{owner or 'the model'} "
-                "has no pair.",
+                f"{owner or 'the model'} has no pair.",
                 numbers=f"columns: {', '.join(columns) or 'none'}; rows: {', '.join(rows) or 'none'}",
                 hint="colwise_gather or rowwise_split for a layer without a partner",
             )
@@ -617,8 +616,8 @@ def _divides(pair: Pair, size: int) -> None:
             raise StrategyError(
                 f"{pair.owner} is split by heads, and {count} {what} cannot be divided by {size} ranks.",
                 numbers=f"{count} / {size} = {count / size:g}",
-                hint=f"tp={_largest(count, size)}; or "
-                f"hints=nbkit.ModelHints(tp_plan={{'{pair.owner}.*': 'replicate'}})",
+                hint=f"tp={_largest(count, size)}; or hints=nbkit.ModelHints(tp_plan={{'{pair.owner}.*': "
+                f"'replicate'}})",
             )
 
 
