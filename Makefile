@@ -13,11 +13,12 @@ L ?=
 SEEDS ?=
 G ?=
 W ?=
+O ?=
 C ?=
 D ?=
 S ?=
 
-.PHONY: help demo test long versions lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why chaos drills docs shots check clean
+.PHONY: help demo test long versions lab lessons bench parity planted zoo optimizers fuzz-tp plan-check machines gpu-check why chaos drills docs shots check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +32,7 @@ help:
 	@echo "make parity  compare every strategy with one process in plain torch: about 20 minutes"
 	@echo "make planted put 32 known bugs into the ranks; each must make parity fail: about 4 minutes"
 	@echo "make zoo     train 59 architectures under every strategy; each must equal one process, or be refused: about 13 minutes"
+	@echo "make optimizers  train each optimizer under every strategy beside one process, and store the table"
 	@echo "make fuzz-tp split 500 models of random operations over two ranks, and compare with one process: about 10 minutes"
 	@echo "make plan-check compare memory and seconds that the planner predicts with measurements: about 50 minutes"
 	@echo "make machines start, run, stop and break clusters over Slurm, SSH and MPI: half an hour"
