@@ -30,6 +30,16 @@ _EVERY = 100
 _ELEMENTS = 1 << 22  # maximum number of elements of one row's outputs: the rest of the step needs memory too
 
 
+def no_longer_a_mean(numbers: str, hint: str = "") -> TrainingError:
+    """Return the error for a loss that has changed. A rank that did not see the change itself raises it too."""
+    return TrainingError(
+        "The loss is no longer a mean over rows, because a value that it reads has changed. "
+        "Each rank or micro-batch has only some of the rows.",
+        numbers=numbers,
+        hint=f"a term that is a sum, divided by the rows: term.sum() / len(target){hint}",
+    )
+
+
 class ChangedLoss:
     """Watches the numbers, texts and tensors that `loss` reads from variables, attributes and containers.
 
@@ -91,13 +101,7 @@ class ChangedLoss:
         changed = [name for name in sorted(now) if before.get(name) != now[name]]
         shown = ", ".join(f"{name!r} {_change(before.get(name), now[name])}".strip() for name in changed[:3])
         seen = f"seen in the rows of rank {refused[0]}" if defect is None else defect.numbers
-        raise TrainingError(
-            "The loss is no longer a mean over rows, because a value that it reads has changed. "
-            "Each rank or micro-batch has only some of the rows.",
-            numbers=f"{shown}; {seen}",
-            hint="a term that is a sum, divided by the rows: term.sum() / len(target)"
-            + ("" if defect is None else f"; {LOSS_HINTS[defect.kind]}"),
-        )
+        raise no_longer_a_mean(f"{shown}; {seen}", "" if defect is None else f"; {LOSS_HINTS[defect.kind]}")
 
     def _alone(self, batch: Any, output: Any, rows: int, counted: Counted | None) -> LossAlone | None:
         found = leaves(output)

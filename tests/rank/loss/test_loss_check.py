@@ -346,9 +346,12 @@ def penalised_later(output: Tensor, target: Tensor) -> Tensor:
     return tokens(output, target) + Weights.other * output.square().mean()
 
 
-def annealed(world: Any, loss: Any, asked: dict[str, Any], then: str = "") -> tuple[str, int, list[Any]]:
+def annealed(
+    world: Any, loss: Any, asked: dict[str, Any], then: str = "", only: int | None = None
+) -> tuple[str, int, list[Any]]:
     def raise_weight(_: Any, record: dict[str, Any]) -> None:
-        Weights.other = 0.01 * max(record["step"] - 1, 0)
+        if only in (None, world.place.rank):
+            Weights.other = 0.01 * max(record["step"] - 1, 0)
 
     Weights.other = 0.0
     trainer = made({**asked, "loss": loss}, callbacks=[raise_weight])
@@ -369,6 +372,12 @@ def annealed(world: Any, loss: Any, asked: dict[str, Any], then: str = "") -> tu
 
 def held(trainer: Any) -> Any:
     return trainer.model.state_dict().values()
+
+
+def test_a_value_that_changes_on_one_rank_ends_the_training_of_all_ranks() -> None:
+    found = run_ranks(annealed, 2, summed_later, SEVEN, "", 1, timeout=60)
+    assert [steps for _, steps, _ in found] == [2, 2]
+    assert all("no longer a mean over rows" in said for said, *_ in found), found
 
 
 @pytest.mark.parametrize(

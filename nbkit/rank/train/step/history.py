@@ -22,6 +22,7 @@ from torch import Tensor
 from nbkit.errors import Stopped, TrainingError
 from nbkit.figures import unit_of
 from nbkit.planner.choose.search import AGED
+from nbkit.rank.loss.changed_loss import no_longer_a_mean
 from nbkit.rank.telemetry.phases import OUTSIDE, phase
 from nbkit.rank.telemetry.sinks import Bus
 from nbkit.rank.train import argument_checks
@@ -367,6 +368,8 @@ class History:
         argument_checks.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)
         argument_checks.check_streams(numbers, pending)
         argument_checks.check_rates(numbers, pending)
+        if numbers.refused and not pending.losses:
+            raise no_longer_a_mean(f"seen in the rows of rank {numbers.refused[0]}")
         if any(numbers.weights):
             # A rank may have changed its weights and restored them, so all ranks compare them in the next step. Under
             # ZeRO the update would hide the difference, so this step ends the training.
