@@ -377,7 +377,7 @@ class Pending:
             "loss": numbers.loss,
             "lr": ready(self.lr),
             "strategy": recorded(self.strategy),
-            "seconds": max(numbers.seconds),
+            "seconds": round(max(numbers.seconds), 7),  # as in the files, so that all views show the same digits
             "samples": self.samples,
             "tokens": numbers.tokens,
             **({"imbalance": _imbalance(numbers.routed, self.mesh, self.ep)} if any(map(any, numbers.routed)) else {}),
