@@ -16,6 +16,7 @@ import nbkit
 from nbkit.figures import figure, seconds, size
 from nbkit.notebook.board.plugin.plugin import RunCatalog
 from nbkit.notebook.cluster.training_control import ControlResult
+from nbkit.notebook.run.follower import short
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.svg_view import svg_of as dashboard_picture
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
@@ -142,6 +143,10 @@ def test_a_trial_shows_the_step_times_that_the_panel_shows_after_it(run: dict[st
     assert panel_row(run["then"], tried["strategy"])["step"] == seconds(tried["step_s"])
     if tried["before_step_s"] is not None:
         assert panel_row(run["then"])["step"] == seconds(tried["before_step_s"])
+
+
+def test_a_figure_for_a_view_is_not_rounded_twice() -> None:
+    assert all(seconds(short(value)) == seconds(value) for value in (0.0899496, 0.01234498, 1.2344996))
 
 
 def test_seconds_and_rate_are_the_same_on_card_dashboard_and_tab(run: dict[str, Any]) -> None:
