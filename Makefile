@@ -48,8 +48,8 @@ help:
 demo: $(READY)
 	@$(BIN)/nbkit demo
 
-# All tests: three files at a time. Tests of clusters and browsers wait much, so on two cores a third worker helps.
-# A part of the tests: one file after the other, so that the output is in order.
+# All tests: three files at a time. Tests of clusters and browsers mostly wait, so on two cores a third worker helps.
+# A part of the tests, with T=: one file after the other, so that the output is in order.
 # Hundreds of processes import nbkit: with stored bytecode each starts half a second sooner.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)

@@ -334,7 +334,7 @@ def _table(verdicts: Mapping[Case, Verdict], columns: Sequence[str]) -> list[str
     for chain in (column for column in columns if " > " in column):
         said = f"The *chain* is one training under `{chain}`, with one step under each strategy."
         if any(verdict.left_out for verdict in verdicts.values()):
-            said += " The chain leaves out the strategies after *less*, because they were refused."
+            said += " After *less* come the strategies that a chain leaves out, because they were refused."
         if any(verdict.check for verdict in verdicts.values()):
             said += " *+check*: `nbkit.check` predicted another result."
         rows += [said, ""]
