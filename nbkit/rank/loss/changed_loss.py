@@ -2,8 +2,9 @@
 
 The check before the first step (loss_check.py) sees only the terms that count at that time. A callback may raise the
 weight of another term from 0 later, such as the KL term of a VAE, or add a contrastive term after a warmup. Such a term
-may be a sum over rows, or compare rows. So this check compares the loss of some rows together with the loss of each row
-alone again, on the outputs of the present step. It runs no model, and sends only a flag in the step's reduction.
+may be a sum over rows, or compare rows. So this check repeats a comparison on the outputs of the present step: the loss
+of some rows together, and the losses of the same rows alone. It runs no model, and sends only a flag in the step's
+reduction.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ChangedLoss:
     def begin(self) -> bool:
         """Return True if a value has changed, so that the loss is examined in this step. All ranks return the same.
 
-        The 1st, 2nd, 4th, 8th, ... change counts, and every 100th.
+        Only the 1st, 2nd, 4th, 8th, ... change counts, and every 100th.
         """
         self._due, self.defect = False, None
         if not self._reads:
