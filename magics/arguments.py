@@ -49,7 +49,7 @@ class MagicParser(argparse.ArgumentParser):
         renamed = (new for old, new in _NOW_CALLED.items() if old in message.split("(")[0].split())
         fits = next(renamed, None) or EXAMPLES.get(self.prog, f"{self.prog} -h")
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
-        # The usage of a magic that lacks its verb lists the verbs.
+        # If the verb is missing, show the usage, because it lists the verbs.
         shows = self.prog in EXAMPLES or message.endswith(": verb")
         raise UsageError(f"{self.prog}: {message}", numbers=usage if shows else "", hint=fits)
 

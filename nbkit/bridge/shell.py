@@ -263,10 +263,10 @@ def _skipped(error: BaseException) -> dict[int, BaseException]:
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
-    """Return a traceback without nbkit's frames and its middle, or None if nothing is left out.
+    """Return a traceback without nbkit's frames, and without its middle if it is long; None if nothing is left out.
 
-    Between a cell that calls nbkit and the model or loss that nbkit calls there may be twenty frames of nbkit. They are
-    shown only if nbkit's own code raised the error. A note on `error` counts the frames left out.
+    A cell calls nbkit, and nbkit calls the model or the loss. There may be twenty frames of nbkit between the two. They
+    are shown only if nbkit's own code raised the error. A note on `error` counts the frames that are left out.
     """
     steps = _steps(error.__traceback__)
     own = [] if not steps or _is_ours(steps[-1]) else [step for step in steps[1:] if _is_ours(step)]
@@ -281,7 +281,7 @@ def _shortened(error: BaseException) -> TracebackType | None:
 
 
 def _is_ours(step: TracebackType) -> bool:
-    """Return True if the frame runs nbkit's code, and not that of one of its models."""
+    """Return True if the frame runs code of nbkit, but not code of a model that nbkit contains."""
     filename = step.tb_frame.f_code.co_filename
     return filename.startswith(_PACKAGE) and not filename.startswith(_MODELS)
 

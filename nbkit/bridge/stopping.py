@@ -39,7 +39,7 @@ class Stopping:
         """
         # Always posted: the numbers of requests must have no gap, or later ones would wait for the missing one.
         step_boundary.inbox.post(number, "nothing" if live else "stop", None)
-        # Added before the look: otherwise a cell that begins just after it would run on.
+        # Add the cell before looking for it: otherwise a cell that begins just after the look would run on.
         (self.withdrawn if live else self.runner.stopped_early).add(cell)
         running = self._find(cell)
         if running is None:

@@ -16,7 +16,7 @@ _HEAD = ("NAME", "RANKS", "BACKEND", "STATE", "AGE", "HOST", "DEVICES")
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
-    parser.epilog = "A cluster without a notebook and a running cell ends after its time to live (--ttl)."
+    parser.epilog = "A cluster ends if it has had no notebook and no running cell for its time to live (--ttl)."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         "--allow",
         choices=("look", "steer", "code"),
         default="look",
-        help="the agent may read (look, the default), also switch, pause, save and stop (steer), also run code (code)",
+        help="look: the agent may only read (default); steer: also switch, pause, save and stop; code: also run code",
     )
     parser.add_argument(
         "--dir", default=".", metavar="FOLDER", help="working directory, which has runs/ and scripts (.)"

@@ -95,7 +95,7 @@ def _run_of(what: str) -> Path:
     """Return the directory of the run to watch. Raises UsageError if there is none."""
     folder = user_path(what).absolute()
     entry = next((one for one in registry.entries() if one.name == what), None)
-    # Like --job: the name of a job, or the beginning of the name of the only running one that fits.
+    # As with --job, `what` is the name of a job, or the beginning of a name that only one running job has.
     begun = [job.name for job in AttachedJob.list() if job.name.startswith(what) and job.state != "ended"]
     job = what if what in job_folder.names() else begun[0] if len(begun) == 1 else None
     if folder.is_dir() or (entry is None and job is None):

@@ -210,7 +210,7 @@ def summed(
 
 
 def block_pieces(strategy: Strategy, rows: int, tokens: int, *, sequence_parallel: bool = True) -> int:
-    """Return in how many pieces a block sends the output of a forward pass of `rows` rows of `tokens` positions."""
+    """Return the number of pieces in which a block sends its output for `rows` rows of `tokens` positions."""
     if sequence_parallel:
         return num_pieces(rows, -(-tokens // strategy.tp), chunks_of(strategy))
     return num_pieces(rows * tokens, 1, chunks_of(strategy))

@@ -113,8 +113,8 @@ def _pipeline(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             False,
             "The pipeline has fewer micro-batches than ranks, so some ranks always wait.",
-            f"{micro} micro-batch{'es' * (micro > 1)}, pp {pp}: of a gpipe or 1f1b step (p-1)/(m+p-1) = "
-            f"{pp - 1}/{micro + pp - 1} = {idle:.0%} is idle",
+            f"{micro} micro-batch{'es' * (micro > 1)}, pp {pp}: (p-1)/(m+p-1) = "
+            f"{pp - 1}/{micro + pp - 1} = {idle:.0%} of a gpipe or 1f1b step is idle",
             f"microbatches={2 * pp}",
         )
     elif schedule == "interleaved" and micro % pp:

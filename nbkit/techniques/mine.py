@@ -95,7 +95,7 @@ class MineKey(Key):
         whole = f"{value} mine={value}"
         if strategy.degree(axis) < size or size == 1 or strategy.zero != (value == "zero1"):
             numbers = f"{axis} {strategy.degree(axis)} of {size} rank{'s' * (size != 1)}, zero {strategy.zero}"
-            what = f"mine={value} replaces {value} only if all ranks use {value}, and there are two or more."
+            what = f"mine={value} replaces {value} only if all ranks use {value}, and there are at least two ranks."
             raise StrategyError(what, numbers=numbers, hint=whole)
         if others := {name: other for name, other in strategy.settings.items() if name != self.name}:
             raise StrategyError(

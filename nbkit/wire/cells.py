@@ -136,7 +136,7 @@ def record_from(text: str) -> CellRecord:
 
 
 def first_line(source: str, length: int = 40) -> str:
-    """Return the first line of a cell that is not empty, without a comment behind it, cut to `length` characters."""
+    """Return the first non-empty line of a cell, without a comment at its end, cut to `length` characters."""
     lines = (re.sub(r"\s{2,}#.*", "", line.strip()) for line in source.splitlines())
     first = next((line for line in lines if line and not line.startswith("# %%")), "")
     return first if len(first) <= length else first[: length - 1] + "…"

@@ -35,7 +35,7 @@ from nbkit.records.event_words import failure
 
 AFTER_SECONDS = 1.5  # most cells have ended by then
 _EVERY_SECONDS, _SHARE = 1.0, 0.005  # at most this share of a core
-_UNSEEN_SECONDS = 0.2  # until a training is seen: after a long analysis it may be over in less than a second
+_UNSEEN_SECONDS = 0.2  # between looks before a training is seen, because the training may last less than a second
 _CLOCK_SECONDS, _DOING_SECONDS, _ASK_SECONDS = 3.0, 10.0, 5.0
 _WIDTH, _HEIGHT, _POINTS = 260, 44, 130
 _STILL_SECONDS = 60

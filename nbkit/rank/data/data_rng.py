@@ -17,7 +17,7 @@ from nbkit.rank.rng.host_generators import numpy_random, seed_others
 from nbkit.rank.rng.seeding import mixed, seed_step
 from nbkit.wire.cells import ranks_text
 
-_SEED = "seed the code that makes or splits the data, the same on every rank: torch.manual_seed(0)"
+_SEED = "seed the code that makes or splits the data, with one seed on all ranks: torch.manual_seed(0)"
 
 
 def seed(of_job: int, step: int, rank: int) -> None:

@@ -2,8 +2,9 @@
 
 The check before the first step (loss_check.py) sees only the terms that count at that time. A callback may raise the
 weight of another term from 0 later, such as the KL term of a VAE, or add a contrastive term after a warmup. Such a term
-may be a sum over rows, or compare rows. So this check repeats the comparison of the loss of some rows together and
-alone, on the outputs of the present step. It runs no model, and sends nothing but a flag in the step's reduction.
+may be a sum over rows, or compare rows. So this check repeats a comparison on the outputs of the present step: the loss
+of some rows together, and the losses of the same rows alone. It runs no model, and sends only a flag in the step's
+reduction.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def no_longer_a_mean(numbers: str, hint: str = "") -> TrainingError:
         "The loss is no longer a mean over rows, because a value that it reads has changed. "
         "Each rank or micro-batch has only some of the rows.",
         numbers=numbers,
-        hint=f"a term that is a sum, divided by the rows: term.sum() / len(target){hint}",
+        hint=f"divide a term that is a sum by the number of rows: term.sum() / len(target){hint}",
     )
 
 
@@ -44,7 +45,7 @@ class ChangedLoss:
     """Watches the numbers, texts and tensors that `loss` reads from variables, attributes and containers.
 
     A step calls `begin`, `look` for its micro-batches, and `end`. defect: what `look` has found in this step. The ranks
-    have different rows, so one of them may find a defect alone: all learn of it by the reduction of the step.
+    have different rows, so only one of them may find a defect. The reduction of the step tells the others.
     """
 
     def __init__(self, loss: Loss | None, inputs: Sequence[str] | None, device: torch.device) -> None:
@@ -59,9 +60,9 @@ class ChangedLoss:
         self.defect: Defect | None = None
 
     def begin(self) -> bool:
-        """Return True if a value has changed, so that the loss is examined in this step. Equal on all ranks.
+        """Return True if a value has changed, so that the loss is examined in this step. All ranks return the same.
 
-        After the first changes, this is so for every 2nd, 4th, 8th, ... change, and for every 100th.
+        Only the 1st, 2nd, 4th, 8th, ... change counts, and every 100th.
         """
         self._due, self.defect = False, None
         if not self._reads:
@@ -96,7 +97,7 @@ class ChangedLoss:
         """Raise TrainingError if the ranks `refused` have found that the loss no longer adds up over rows."""
         if not refused:
             self._before, self._changes = self._now, self._changes + 1
-            return  # otherwise a step that is made again must fail again
+            return  # after a refusal, `_before` stays, so that the same step fails again
         before, now, defect = self._before, self._now, self.defect
         changed = [name for name in sorted(now) if before.get(name) != now[name]]
         shown = ", ".join(f"{name!r} {_change(before.get(name), now[name])}".strip() for name in changed[:3])

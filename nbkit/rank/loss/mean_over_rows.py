@@ -36,8 +36,9 @@ def compares_rows(loss: Tensor, shape_of: Callable[[Any, int], Sequence[int] | N
     """Return True if the loss of a row depends on the outputs of other rows, as in a contrastive loss.
 
     Then the gradient of some rows changes with the outputs of others: see `_mixes`. shape_of: (a node of the graph, the
-    number of one of its results) -> the shape of a model's output; None if this is none. Runs no model. Returns False
-    if the graph has functions of the user's own, which may communicate, or if this cannot be determined.
+    number of one of its results) -> the shape of the result if it is an output of a model, else None. The function runs
+    no model. It returns False if the graph has the user's own autograd functions, because they may communicate. It also
+    returns False if it cannot find the answer.
     """
     ends: dict[tuple[Any, int], Sequence[int]] = {}
     seen, waiting = set[Any](), [(loss.grad_fn, 0)]
@@ -62,7 +63,7 @@ def compares_rows(loss: Tensor, shape_of: Callable[[Any, int], Sequence[int] | N
     try:
         with torch.enable_grad():
             grads = torch.autograd.grad(loss, list(fitting), create_graph=True, allow_unused=True)
-            # Dim 0 need not be the row. If the rows are independent along any dim, that may be the row.
+            # The rows may lie along another dim than 0. If the entries along a dim do not mix, they may be the rows.
             return any(
                 all(_mixes(grad, end, dim, rows) for dim, size in enumerate(shape) if size == rows)
                 for (end, shape), grad in zip(fitting.items(), grads, strict=True)

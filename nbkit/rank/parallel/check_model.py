@@ -94,10 +94,7 @@ def _unproven(plan: ParallelPlan) -> Iterator[Finding]:
         if plan.facts.proof.of(1) is None:
             hint = "hints=nbkit.ModelHints(example=batch); nbkit.check(model, strategy, batch)"
         else:
-            hint = (
-                f"to split its weights all the same: hints=nbkit.ModelHints(tp_plan={{'{names[0]}.*': "
-                f"'colwise_gather'}})"
-            )
+            hint = f"to split its weights anyway: hints=nbkit.ModelHints(tp_plan={{'{names[0]}.*': 'colwise_gather'}})"
         yield Finding(False, f"{shown}: every rank of the tensor axis keeps this whole.", why, hint)
 
 

@@ -410,7 +410,7 @@ def _need_equal_tables(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> 
                 f"The forward pass changes the parameter {weight!r} in place, and each rank of {strategy} would "
                 "change other rows of it.",
                 numbers=f"{type(part).__name__} with max_norm={part.max_norm:g}",
-                hint="without max_norm, but in a callback of the Trainer: "
+                hint="remove max_norm, and call this in a callback of the Trainer: "
                 f"trainer.model.get_parameter('{weight}').detach().renorm_({part.norm_type:g}, 0, "
                 f"{part.max_norm:g}); or %cluster start -n 1",
             )
@@ -507,7 +507,7 @@ def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) ->
 
 
 def _need_whole_layers(strategy: Strategy, _: ModelFacts, options: JobOptions) -> None:
-    """Raise StrategyError if fp8 is asked for, and `strategy` divides the rows of weights that have one scale."""
+    """Raise StrategyError for fp8 if `strategy` divides rows of weights, because each row has one scale."""
     if options.fp8 and strategy.tp > 1:
         raise StrategyError(
             f"With fp8=True, {strategy} does not give the results of one process.",

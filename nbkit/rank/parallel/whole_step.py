@@ -505,7 +505,7 @@ def prove_step(
 
 
 def _trains_under_ddp(plan: ParallelPlan, example: Any, how: Mapping[str, Any]) -> bool:
-    """Return whether plain data parallelism, which a hint would name, is not refused as well."""
+    """Return True if nbkit does not refuse plain data parallelism too. Otherwise a hint must not name it."""
     ddp = ParallelPlan(Strategy(dp=max(2, plan.strategy.mesh.size)), plan.facts, plan.options)
     return not any(refusals(ddp.strategy, ddp.facts, ddp.options)) and _proof(ddp, example, **how).refusal is None
 
@@ -675,7 +675,7 @@ def _compared(
 
 
 def _changes(model: nn.Module, whole: Stepped, strategy: Strategy, batch: Batch) -> str:
-    """Return what a forward pass changes that the next one reads, as the end of a sentence, or ""."""
+    """Return the end of a sentence that names a parameter or buffer that the forward pass changes, or ""."""
     if whole.changed:
         return f"; the forward pass changes its parameter {whole.changed[0]!r} in place"
     if (strategy.microbatches or 1) == 1 and batch.microbatch_size is None:
@@ -689,7 +689,7 @@ def _changes(model: nn.Module, whole: Stepped, strategy: Strategy, batch: Batch)
 
 
 def _compiled(facts: ModelFacts, error: Exception) -> str:
-    """Return which part of the model the user has compiled, if that is the cause of an error of torch, or ""."""
+    """Return a text that names the compiled part of the model, if it caused this error of torch; otherwise ""."""
     if not type(error).__module__.startswith("torch._dynamo"):
         return ""
     for name, part in facts.shapes.skeleton.named_modules():

@@ -67,7 +67,7 @@ def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = Fa
     layout = _LAYOUTS.get(len(shape), ("",) * len(shape))
     if len(shape) not in _LAYOUTS and any(place_of(kind) for kind in KINDS):
         raise TrainingError(
-            "The model applies dropout to a part of a tensor, and nbkit cannot tell along which dim it is a part.",
+            "The model applies dropout to a part of a tensor, and nbkit cannot find which dim was divided.",
             numbers=f"{len(shape)} dims; nbkit knows (B, D), (B, T, D) and (B, H, T, S)",
             hint="apply dropout before or after the reshape; or a strategy without tp and cp",
         )

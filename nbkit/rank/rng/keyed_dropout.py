@@ -253,8 +253,8 @@ class KeyedDropout:
             self._said = True
             warnings.warn(
                 "torch's fast attention kernel applies the dropout, so its masks change with the strategy. "
-                "compute=nbkit.Compute(dropout='keyed') keeps its masks the same, as those of all other dropout, "
-                "but without that kernel",
+                "compute=nbkit.Compute(dropout='keyed') keeps its masks the same, like the masks of all other "
+                "dropout, but does not use that kernel",
                 stacklevel=2,
             )
 

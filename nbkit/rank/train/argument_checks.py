@@ -207,8 +207,8 @@ def check_weights(numbers: StepNumbers, pending: Pending) -> None:
             if all(norms)
             else f"Only some ranks changed their weights before step {pending.step}.",
             numbers=f"under {pending.strategy}, norms on ranks 0, 1, ...: {shown}",
-            hint="change weights on every rank alike, by numbers that all ranks have; under zero1 and zero2 change "
-            "job.model.parameters(), because job.optimizer.param_groups has only this rank's parts",
+            hint="change weights in the same way on every rank, by numbers that all ranks have; under zero1 and zero2 "
+            "change job.model.parameters(), because job.optimizer.param_groups has only this rank's parts",
         )
 
 

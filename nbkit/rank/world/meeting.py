@@ -171,7 +171,7 @@ interruptible_wait.causes.append(_cause)
 def _error(said: str) -> TrainingError:
     if " left after step " in said:
         return TrainingError(
-            "A rank has left the training alone, and the other ranks would wait for it forever.",
+            "One rank has left the training, and the other ranks would wait for it forever.",
             numbers=said,
             hint="if job.stop_if(flag): break   leaves the loop on all ranks as soon as the flag is set on one",
         )
@@ -301,7 +301,7 @@ def _look_from_now_on() -> None:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Keep the thread from reading the store, which rank 0 ends while a world of another size is formed.
+    """Keep the thread from reading the store, because rank 0 closes it while a world of another size is formed.
 
     torch would print each read that fails, with its C++ frames.
     """

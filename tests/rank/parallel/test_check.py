@@ -67,7 +67,7 @@ SAID: dict[str, tuple[Any, str, Any, int | None, bool, list[str]]] = {
     "stages": (lambda: gpt(10), "pp", 64, 4, True, ["10 blocks in 4 stages = 3+3+2+2"]),
     "few blocks": (lambda: gpt(2), "pp", 64, 4, False, ["pp 4 x 1 stage a rank = 4 stages, 2 blocks", "pp=2"]),
     "batch": (lambda: gpt(2), "ddp", 64, 3, False, ["batch_size 64 / dp 3 = 21.3", "batch_size=66 or 63"]),
-    "micro-batches": (lambda: gpt(4), "pp microbatches=2", 64, 4, True, ["2 micro-batches, pp 4", "60% is idle"]),
+    "micro-batches": (lambda: gpt(4), "pp microbatches=2", 64, 4, True, ["2 micro-batches, pp 4", "60% of a gpipe"]),
     "world": (lambda: gpt(2), "dp=4 tp=2", 64, 4, False, ["dp 4 x tp 2 = 8 ranks, the world has 4"]),
     "no effect": (lambda: gpt(2), "zero=3 tp=2", 64, 2, True, ["zero=3 has no effect with dp=1"]),
     "frozen": (frozen, "ddp", 64, 2, True, ["frozen: no gradient"]),

@@ -153,7 +153,7 @@ def test_a_part_of_a_tensor_gets_its_part_of_the_mask() -> None:
         assert torch.equal(drop(probs[:, 1:].flatten(0, 1)), attention[:, 1])
         with pytest.raises(TrainingError, match="larger than its part of the head"):
             drop(probs)
-        with pytest.raises(TrainingError, match="cannot tell along which dim"):
+        with pytest.raises(TrainingError, match="cannot find which dim was divided"):
             drop(probs[..., None])
     assert extent_of("head") is place_of("head") is None
 

@@ -35,7 +35,7 @@ def debug(connection: Connection, rank: int | None = None) -> None:
     if not failed:
         raise UsageError(
             "No rank keeps the frames of a failed cell.",
-            numbers="nbkit keeps them until the next cell, but not for live cells, nor if memory ran out",
+            numbers="nbkit keeps them until the next cell, but not for live cells, and not if memory ran out",
             hint="run the cell that fails again, then %nbkit debug",
         )
     if rank is None:

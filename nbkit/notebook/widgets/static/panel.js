@@ -211,7 +211,7 @@ function render({ model, el }) {
     input.disabled = silent;
     const waiting = phase === "idle" || phase === "training" ? "working out what each strategy would cost …" : "";
     const doing = asked || (job().strategy ? "" : waiting);
-    const short = (words ?? "").split(" · ").slice(0, 2).join(" · "); // there is no room for both in a narrow pane
+    const short = (words ?? "").split(" · ").slice(0, 2).join(" · "); // a narrow pane has no room for all words and `doing`
     headline.textContent = silent ? "nothing is heard from the kernel" : doing ? `${short} — ${doing}` : words ?? "";
     buttons.pause.textContent = phase === "held" ? "Resume" : "Pause";
     drawTold(outcomes[0]);

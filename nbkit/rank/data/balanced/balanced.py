@@ -424,7 +424,7 @@ class BySeconds(Difficulty):
         small, large = self._costs[self._sizes.index(least)], self._costs[self._sizes.index(most)]
         return (
             f"learned from the seconds of {self._number} shares: a sample of {most:g} elements costs "
-            f"{large / small:.3g} times as much as one of {least:g}, and by its size {most / least:.3g} times"
+            f"{large / small:.3g} times as much as one of {least:g}, and is {most / least:.3g} times as large"
         )
 
 

@@ -338,7 +338,7 @@ class SplitStream(Stream):
             raise TrainingError(
                 "The ranks hold different data: the first samples of the first shard differ.",
                 numbers=f"rank {others[0]} beside rank 0, {self.shards.number} shards",
-                hint="use the same seed on every rank: shuffle(seed=0); and do not split the data for ranks before",
+                hint="use the same seed on every rank: shuffle(seed=0); and do not split the data over ranks yourself",
             )
         if self._drawn_anew:
             warnings.warn(

@@ -207,7 +207,7 @@ class DataflowTrace(WatchingMode):
         born, origin = self._born[memory]
         for number in range(max(born, 1), min(self.segment, len(self.blocks))):
             user = by or self._named(self._inside[-1] if self._inside else "")
-            why = f"{user} uses, after it, a value that {self._named(origin)} computed before it"
+            why = f"{self._named(origin)} computes a value before it, and {user} uses this value after it"
             for skip in sorted(self._origins.of(memory)):
                 self._skips[number].setdefault(skip, why)
         return True

@@ -316,7 +316,7 @@ class OutsideState:
         return found
 
     def set_values(self) -> Iterator[tuple[str, Callable[[float], None]]]:
-        """Yield (name, a function that fills it with a number) of each float and tensor that a pass has set."""
+        """Yield each float and tensor that a pass has set: its name, and a function that fills it with a number."""
         for place in self._places:
             for key, now in place.read().items():
                 tensor = isinstance(now, Tensor) and now.is_floating_point()
@@ -738,11 +738,11 @@ def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) 
 
 
 def _unread(run: Callable[[Sequence[int]], Any], state: OutsideState) -> set[str]:
-    """Return the names of floats and tensors that a pass sets and no later pass reads, as of those kept for a log."""
+    """Return the names of floats and tensors that a pass sets and no later pass reads, such as values for a log."""
     state.put_back()
     run([0, 1])
     held, places = state.held(), list(state.set_values())
-    later = [_copied(run([0, 1])) for _ in range(2)]  # a pass may hand a value on to the next but one
+    later = [_copied(run([0, 1])) for _ in range(2)]  # a value may be read only two passes later
 
     def makes_no_difference(set_to: Callable[[float], None], number: float) -> bool:
         state.put(held)

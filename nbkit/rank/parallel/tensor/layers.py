@@ -339,7 +339,7 @@ class Owner(Around):
         if any(link.begun != link.ended for link in self._links):
             raise StrategyError(
                 f"A {type(self.module).__name__} uses the weight of a linear layer without calling the layer.",
-                numbers="of a pair of layers that is split over the tensor axis, only one was called",
+                numbers="only one layer of a pair was called, and the pair is split over the tensor axis",
                 hint="hints=nbkit.ModelHints(tp_plan={'<its layers>': 'replicate'}); or call the layers",
             )
         return out

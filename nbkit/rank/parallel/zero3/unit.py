@@ -53,7 +53,7 @@ from nbkit.tensor_layout import Layout
 
 _HINT = (
     "strategy='zero2', which keeps weights whole; or a batch that shows this earlier: "
-    "hints=nbkit.ModelHints(example=batch) of nbkit.prepare, data that can be indexed of a Trainer"
+    "with prepare(), hints=nbkit.ModelHints(example=batch); with a Trainer, data that can be indexed"
 )
 
 
@@ -655,7 +655,7 @@ def refuse_use(unit: Unit, slot: Slot, how: str, changed: bool) -> None:
 
 def changed_in_place(name: str, how: str) -> TrainingError:
     """Return the error for a parameter that the model changes while it runs. Freeing memory would lose the change."""
-    by_rows = "renorm" in how  # of the rows that a batch reads, which differ from rank to rank: ddp is refused too
+    by_rows = "renorm" in how  # it changes the rows that a rank reads, so ddp is refused too
     return TrainingError(
         f"The forward pass changes the parameter {name!r} in place, and zero=3 would lose this change.",
         numbers=f"by {how}",

@@ -203,9 +203,8 @@ class OutOfOrder(TrainingError):
         super().__init__(
             f"{unit!r} {how}.",
             numbers=f"zero=3 gathers in the order {', '.join(order[:8])}{', ...' * (len(order) > 8)}",
-            hint="strategy='zero2', which gathers nothing; or a batch that shows the order "
-            "earlier: hints=nbkit.ModelHints(example=batch) "
-            "of nbkit.prepare, data that can be indexed of a Trainer",
+            hint="strategy='zero2', which gathers nothing; or a batch that shows the order earlier: "
+            "with prepare(), hints=nbkit.ModelHints(example=batch); with a Trainer, data that can be indexed",
         )
         self.unit, self.again = unit, again
 

@@ -309,7 +309,7 @@ class DcpReader:
                     found.append((chunk, common, common.moved(there.start, here.start)))
         held, wanted = sum(common.numel for _, common, _ in found), sum(there.numel for _, there in layout.pieces)
         if held != wanted:
-            raise ValueError(f"of {key} it holds only {held} of the {wanted} elements needed")
+            raise ValueError(f"it holds only {held} of the {wanted} elements of {key} that are needed")
         return found
 
     def verify(self, wanted: Mapping[str, Layout]) -> None:

@@ -274,10 +274,10 @@ def _kept(key: str, dtype: torch.dtype, shape: list[int], rows: list[list[int]],
         number, start, crc = row[:3]
         box = Box(tuple(row[3 : 3 + dims]), tuple(row[3 + dims :]))
         if not _counts(row) or number >= len(files) or not within(box, Box((0,) * dims, tuple(shape))):
-            raise ValueError(f"of {key!r:.80} it names an invalid part {row!r:.80}")
+            raise ValueError(f"it names an invalid part of {key!r:.80}: {row!r:.80}")
         chunks.append(Chunk(box, files[number], start, crc))
     if (held := sum(chunk.box.numel for chunk in chunks)) != prod(shape):
-        raise ValueError(f"of {key!r:.80} it holds only {held} of {prod(shape)} elements")
+        raise ValueError(f"it holds only {held} of {prod(shape)} elements of {key!r:.80}")
     return SavedTensor(dtype, tuple(shape), tuple(chunks))
 
 

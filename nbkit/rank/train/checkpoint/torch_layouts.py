@@ -220,7 +220,7 @@ class TorchReader(DcpReader):
         for each in stored.chunks:
             box = Box(tuple(each.offsets), tuple(each.sizes))
             if not within(box, Box((0,) * len(shape), shape)):
-                raise ValueError(f"of {fqn!r:.80} it names an invalid part {box}")
+                raise ValueError(f"it names an invalid part of {fqn!r:.80}: {box}")
             file, start = self._place(MetadataIndex(fqn, each.offsets))
             chunks.append(Chunk(box, file, start, 0))
         return SavedTensor(stored.properties.dtype, shape, tuple(chunks))

@@ -361,8 +361,8 @@ def _furthest(
         except TrainingError as error:
             why = why or str(error.numbers)
     raise TrainingError(
-        "The ranks were interrupted at different places of a step, and no step is whole: of the tensors that the "
-        "strategy splits, some parts are from before the step, and others are from after it.",
+        "The ranks were interrupted at different places of a step, and no step is whole: some parts of the "
+        "tensors that the strategy splits are from before the step, and others are from after it.",
         numbers=f"finished steps: {', '.join(map(str, steps))}; missing: {why}",
         hint="trainer.load(path) of a checkpoint, or build the Trainer again",
     )

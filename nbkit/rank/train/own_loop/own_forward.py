@@ -138,8 +138,9 @@ class OwnForward:
 
     possible: the job belongs to a user's own loop. active: the loop has called `rows` of this job, or of another job
     that may share a loss with it. losses: the number of backward passes of this step whose gradients are not summed.
-    number: the index of the job in this process. perturbed: summed gradients were dropped without a step. The user may
-    have changed weights with them, as SAM does, and each rank only those that it updates.
+    number: the index of the job in this process. perturbed: True if summed gradients were dropped without a step.
+    The user may have changed weights with these gradients, as SAM does. Each rank then changed only the weights that it
+    updates.
     """
 
     def __init__(self, job: Job) -> None:
@@ -602,7 +603,7 @@ class OwnForward:
         self._grads = [(grad, grad._version) for grad in grads if grad is not None]
 
     def _refuse_changed_gradients(self) -> None:
-        """Raise TrainingError if the user has changed gradients that are those of this rank's rows. None is allowed."""
+        """Raise TrainingError if the user changed gradients before the ranks sum them. `p.grad = None` is allowed."""
         job, known = self._job, {id(grad): version for grad, version in self._grads}
         grads = [p.grad for p in job.sharded_model.data.leaves()] if known else []
         self._grads = []
@@ -610,8 +611,7 @@ class OwnForward:
             return
         job.optimizer.zero_grad()
         raise TrainingError(
-            "Gradients were changed after job.backward(loss), when they are those of this rank only. "
-            "The ranks sum them later.",
+            "Gradients were changed after job.backward(loss), before the ranks have summed them.",
             numbers=f"step {job.step + 1}, under {job.strategy}",
             hint="job.clip(1.0) to clip; or job.grad_norm(), which sums them, before each p.grad of "
             "job.optimizer.param_groups is changed",
@@ -642,7 +642,7 @@ class OwnForward:
             return  # a cross entropy for each row, whose mean is a mean over rows
         for weights in each:
             self._means += 1
-            self._targets += self._means * float(weights.sum()) / rows  # their sum may be equal in all rows
+            self._targets += self._means * float(weights.sum()) / rows  # a plain sum may be the same on all ranks
             if weights.numel() % rows == 0:
                 of_rows = weights.reshape(rows, -1).sum(1)
                 self._uneven |= bool((of_rows != of_rows[0]).any())
@@ -650,7 +650,7 @@ class OwnForward:
     def _refuse_loss(self, numbers: StepNumbers) -> None:
         """Raise TrainingError, on every rank, for a loss that compares rows, or whose rows have different weights.
 
-        The second is so if rows have different numbers of targets in a mean cross entropy.
+        Rows have different weights if they have different numbers of targets in a mean cross entropy.
         """
         job, uneven, each = self._job, numbers.refused, numbers.targets
         if numbers.compared:
@@ -665,7 +665,7 @@ class OwnForward:
         shown = ", ".join(f"{one:g}" for one in each[:4]) + ", ..." * (len(each) > 4)
         within = f"; the rows of rank {uneven[0]} have different numbers" if uneven else ""
         raise TrainingError(
-            "The loss is a mean over the targets that count, and job.backward takes it for a mean over rows.",
+            "The loss is a mean over the targets that count, and job.backward treats it as a mean over rows.",
             numbers=f"step {job.step + 1}, under {job.strategy}: {shown} targets for each row of ranks 0, 1, ..."
             + within,
             hint="job.backward(loss, weight=(target != -100).sum())   with the ignore_index of the loss; "

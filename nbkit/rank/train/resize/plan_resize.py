@@ -143,7 +143,8 @@ def shrink(trainer: Trainer, span: FitRange, say: Callable[[str], None]) -> FitR
     try:
         if place.local_world_size != now:
             raise TrainingError(
-                "The number of ranks can change only if all ranks are on one host.", numbers=f"{now} ranks on several"
+                "The number of ranks can change only if all ranks are on one host.",
+                numbers=f"{now} ranks on several hosts",
             )
         wanted = planned(trainer, now - span.fewer, "", ())
     except (StrategyError, TrainingError) as refused:

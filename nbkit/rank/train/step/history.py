@@ -42,8 +42,8 @@ class StepPace:
     """The pace of a strategy.
 
     seconds: the median duration of `steps` steps. low, high: its 95 % confidence interval; None for fewer than `LEAST`
-    steps. ago: the number of later steps. rate: the median of tokens per second. compared: these are steps of a
-    comparison with other strategies.
+    steps. ago: the number of later steps. rate: the median of tokens per second. compared: True if the steps are
+    those of a comparison with other strategies.
     """
 
     seconds: float
@@ -76,7 +76,7 @@ class _Pace:
     """The newest steps of one strategy. first: its first step after the last switch to it, or after its trial.
 
     steps: (number, seconds, tokens) of each step, replaced as a whole. before: the pace before `first`, and the number
-    of the last step that it includes. compared: `before` was measured beside other strategies.
+    of the last step that it includes. compared: True if `before` is from a comparison with other strategies.
     """
 
     def __init__(self, first: int, before: tuple[StepPace, int] | None, *, compared: bool = False) -> None:
@@ -86,8 +86,8 @@ class _Pace:
     def comparable(self) -> tuple[StepPace, int] | None:
         """Return the pace to compare with other strategies, and the number of its last step.
 
-        A comparison measures strategies under equal conditions, so its figure stands for `AGED` steps, while the
-        strategy stays the same. Newer steps alone may be faster only because the machine has less other work.
+        A comparison measures strategies under equal conditions, so its figure is used for `AGED` more steps of
+        the same strategy. Newer steps alone may be faster only because the machine has less other work.
         """
         lately = self.compared and (not self.steps or self.steps[-1][0] - self.first <= AGED)
         return self.before if lately else self.now()

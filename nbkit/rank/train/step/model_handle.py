@@ -94,7 +94,7 @@ class ModelHandle:
 
     @property
     def taken_over(self) -> bool:
-        """True if another job trains the model now. The parameters of this job are retired then."""
+        """Return True if another job trains the model now. Then the parameters of this job are retired."""
         return vars(self.model) is not self._shows
 
     def check(self) -> None:

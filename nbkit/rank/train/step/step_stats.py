@@ -161,8 +161,8 @@ class StepReduction:
         training. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts. refuses: this rank
         has found the loss to be no mean over rows. compares: its loss compares rows. targets: the targets of this
         rank's cross entropies, for each row. rates: the sum of the learning rates. weights: the norm of the weights;
-        None if it is not compared now. routed: the tokens that this rank's experts have computed in this step, whose
-        own forward passes are made; of each layer.
+        None if it is not compared now. routed: for each layer, the tokens that this rank's experts have computed in
+        this step. The rank has made its own forward passes of the step by then.
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them pass zeros.
         """

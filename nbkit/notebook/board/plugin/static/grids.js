@@ -121,8 +121,8 @@ export function drawMoments(picture, moments) {
   drawTime(picture, span, top + block + 6);
 }
 
-// A step also takes time before and after the passes, so its own share of bubble, in the bars, is smaller. Only one of
-// the two is shown without a pointer: readers took them for one number in two sizes.
+// The bars show the share of bubble in the whole step. A step also takes time before and after the passes, so that share
+// is smaller. The share of the passes appears only at the pointer, because readers thought that the two were one number.
 const idle = (bubble) => `${percent(bubble)} of the time of these passes is bubble; the bars show its share of the whole step`;
 
 function lapColour(state) {
