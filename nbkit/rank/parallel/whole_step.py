@@ -684,7 +684,7 @@ def _changes(model: nn.Module, whole: Stepped, strategy: Strategy, batch: Batch)
     moved = [name for name, after in whole.buffers.items() if not torch.equal(before[name].to(after), after)]
     if not moved:
         return ""
-    others = f" and {len(moved) - 1} others" if len(moved) > 1 else ""
+    others = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
     return f"; each forward pass changes the buffer {moved[0]!r}{others}, and a step makes several passes"
 
 
