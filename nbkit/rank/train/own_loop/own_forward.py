@@ -44,6 +44,7 @@ _CALL = "_compiled_call_impl"  # if a module has it, torch calls it instead of t
 _OUTPUT = "output of a job's model"  # a note on nodes of the autograd graph: number of the result -> its shape
 _ROWS = "x, y = job.rows(batch)   before the forward"
 _STEPS, _NODES = 4, 64  # the number of steps, and of nodes of the graph of a loss, that `_count_targets` looks at
+_ALONE = 8  # cross entropies, at most, that show that there is one for each row: _NODES may hold no more
 _ROUNDING = 1e-6  # of sums of class weights
 
 
@@ -638,8 +639,8 @@ class OwnForward:
             return
         found = [_weights_of_targets(node) for node in islice(_nodes(loss), _NODES)]
         each = [weights for weights in found if weights is not None]
-        if len(each) >= max(rows, 2):
-            return  # a cross entropy for each row, whose mean is a mean over rows
+        if len(each) >= min(rows, _ALONE) and any(weights.numel() % rows for weights in each):
+            return  # a cross entropy for each row, whose mean is a mean over rows; several of all rows divide evenly
         for weights in each:
             self._means += 1
             self._targets += self._means * float(weights.sum()) / rows  # their sum may be equal in all rows
@@ -669,7 +670,7 @@ class OwnForward:
             numbers=f"step {job.step + 1}, under {job.strategy}: {shown} targets for each row of ranks 0, 1, ..."
             + within,
             hint="job.backward(loss, weight=(target != -100).sum())   with the ignore_index of the loss; "
-            "with class weights w, weight=w[target].sum()",
+            "with class weights w, weight=w[target].sum(); for a mean over rows, weight=len(x)",
         )
 
     def _outside(self, loss: Tensor) -> str | None:

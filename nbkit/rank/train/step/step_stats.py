@@ -70,6 +70,7 @@ def ready(number: float | DeviceScalar) -> float:
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
 # Per rank; the last one also per layer.
 _SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _TARGETS, _RATES, _WEIGHTS, _ROUTED = range(10)
+NO_RATE = -1e300  # stands for a learning rate that is NaN or infinite
 _NOT_FINITE, _ENDS, _DATA_ENDS, _REFUSES, _COMPARES = 1, 2, 4, 8, 16  # flags of a rank
 
 
@@ -170,7 +171,7 @@ class StepReduction:
         slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + self._each * self.rank
-        rates = rates if math.isfinite(rates) else -1.0  # otherwise the reduction would count as interrupted
+        rates = rates if math.isfinite(rates) else NO_RATE  # otherwise the reduction would count as interrupted
         slots[at : at + _ROUTED + len(routed)] = seconds, 0, fingerprint, backup, *counted, targets, rates, 0, *routed
         told = _ENDS * ends + _DATA_ENDS * data_ends + _REFUSES * refuses + _COMPARES * compares
         if accelerator().holds(self.device):

@@ -146,7 +146,7 @@ def uneven(world: Any, strategy: str, model: Any, how: str) -> str:
         ("zero3", None, "a loss", "job.backward, loss 1 of step 1, retain_graph=True"),
         ("dp=1 tp=2", None, "a look", "job.model, call 1 of step 1, without gradients"),
         ("ddp", Normed, "a forward", "job.model, call 2 of step 1"),
-        ("ddp", None, "a loss", "different numbers of losses"),
+        ("ddp", None, "a loss", "a different number of times"),
         ("ddp", None, "a mean", "job.mean"),
         ("ddp", None, "a weight", "with a weight"),
     ],
