@@ -30,7 +30,7 @@ from nbkit.rank.data.batch import Shard, numbers_of, on_device
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.mean_over_rows import compares_rows
 from nbkit.rank.parallel.module.forward_wrapper import in_backward
-from nbkit.rank.parallel.proof.observe import tensors_in
+from nbkit.rank.parallel.proof.observe import nodes_behind, tensors_in
 from nbkit.rank.rng.dropout_masks import key_of
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.telemetry.phases import phase
@@ -458,11 +458,17 @@ class OwnForward:
 
         Collective in that case.
         """
-        sharded_model, changed, self.perturbed = self._job.sharded_model, self.perturbed, False
-        if changed and (self._job.strategy.zero in (1, 2) or sharded_model.owned is not None):
-            meeting.meet(f"the forward after gradients of step {self._job.step + 1} were dropped")
-            sharded_model.after_step()
-            sharded_model.data.settle()
+        job, sharded_model, changed = self._job, self._job.sharded_model, self.perturbed
+        if changed and (job.strategy.zero in (1, 2) or sharded_model.owned is not None):
+            try:
+                with job.order():
+                    meeting.meet(f"the forward after gradients of step {job.step + 1} were dropped")
+                    sharded_model.after_step()
+                    sharded_model.data.settle()
+            except BaseException as error:
+                job.broken(error)
+                raise
+        self.perturbed = False
 
     def _pass(self, value: Tensor | None, *, retain_graph: bool, last: bool) -> None:
         """Run the backward pass of a loss. value: None if no row of this rank counts, so that there is no gradient."""
@@ -637,7 +643,7 @@ class OwnForward:
         """
         if self._job.step % EVERY >= _STEPS:
             return
-        found = [_weights_of_targets(node) for node in islice(_nodes(loss), _NODES)]
+        found = [_weights_of_targets(node) for node in islice(nodes_behind([loss]), _NODES)]
         each = [weights for weights in found if weights is not None]
         if len(each) >= min(rows, _ALONE) and any(weights.numel() % rows for weights in each):
             return  # a cross entropy for each row, whose mean is a mean over rows; several of all rows divide evenly
@@ -680,15 +686,9 @@ class OwnForward:
             return None
         names = dict.fromkeys(map(id, job.sharded_model.data.leaves()), "of a part that was called by itself")
         names |= {id(p): repr(name) for name, p in job.sharded_model.data.held.items()}
-        seen, waiting = set[Any](), [loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen or _OUTPUT in _notes(node):
-                continue
-            seen.add(node)
+        for node in nodes_behind([loss], lambda node: _OUTPUT in _notes(node)):
             if (name := names.get(id(getattr(node, "variable", None)))) is not None:
                 return name
-            waiting += [before for before, _ in node.next_functions]
         return None
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -755,16 +755,6 @@ def _notes(node: Any) -> dict[str, Any]:
     """Return the metadata dict of a node of the autograd graph."""
     notes: dict[str, Any] = node.metadata
     return notes
-
-
-def _nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph of `loss`, those near it first."""
-    seen, waiting = set[Any](), [loss.grad_fn]
-    for node in waiting:
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [before for before, _ in node.next_functions]
 
 
 def _output_shape(node: Any, number: int) -> tuple[int, ...] | None:
