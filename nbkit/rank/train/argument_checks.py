@@ -200,6 +200,19 @@ def check_rates(numbers: StepNumbers, pending: Pending) -> None:
         )
 
 
+def check_edits(numbers: StepNumbers, *, step: int, strategy: str) -> None:
+    """Raise TrainingError if the user has changed gradients before they were summed over the ranks."""
+    if numbers.edited:
+        raise TrainingError(
+            "Gradients were changed after job.backward(loss), when they are those of one rank only. "
+            "The ranks sum them later.",
+            numbers=f"step {step}, under {strategy}, on rank{'s' * (len(numbers.edited) > 1)} "
+            + ", ".join(map(str, numbers.edited[:8])),
+            hint="job.clip(1.0) to clip; or job.grad_norm(), which sums them, before each p.grad of "
+            "job.optimizer.param_groups is changed",
+        )
+
+
 _ALIKE = 1e-5  # ranks on different devices may round differently
 
 

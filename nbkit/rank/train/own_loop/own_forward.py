@@ -34,6 +34,7 @@ from nbkit.rank.parallel.proof.observe import nodes_behind, tensors_in
 from nbkit.rank.rng.dropout_masks import key_of
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.train.argument_checks import check_edits
 from nbkit.rank.train.control.rank_sync import EVERY
 from nbkit.rank.train.step.step_stats import StepNumbers, StepReduction, StepResult
 from nbkit.rank.world import meeting
@@ -155,7 +156,8 @@ class OwnForward:
         self.losses = self._calls = self._draws = self._mark = self._rows_of_losses = 0
         self._begun = self._called = self._started = self.perturbed = False
         self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
-        self._means, self._targets, self._uneven, self._compares = 0, 0.0, False, False
+        self._means, self._targets = 0, 0.0
+        self._uneven = self._compares = self._edited = False
         self._trains: list[bool] = []
         self._versions: list[int] = []  # of the weights after the newest loss, if ranks have different rows
         self._grads: list[tuple[Tensor, int]] = []  # the gradients after the newest loss, and their versions
@@ -227,7 +229,7 @@ class OwnForward:
         rows = self._rows("job.backward(loss)")
         self._refuse_draws(rows)
         self._refuse_changed()
-        self._refuse_changed_gradients()
+        self._look_at_gradients()
         self._begin()
         given = list(_here.given)
         if weight is None and reduction == "mean" and len({one.shares for one in given}) > 1:
@@ -366,7 +368,7 @@ class OwnForward:
             return
         self._refuse_summed()
         self._refuse_changed()
-        self._refuse_changed_gradients()
+        self._look_at_gradients()
         self._begin()
         reduction, request = self._reduction, step.next_request
         assert reduction is not None
@@ -388,10 +390,11 @@ class OwnForward:
                     fingerprint=self._mark,
                     refuses=self._uneven,
                     compares=self._compares,
+                    edited=self._edited,
                     targets=self._targets,
                 )
                 canary = job.sharded_model.sum_up(started=self._started)
-                check = self._refuse_loss if job.step % EVERY < _STEPS else None
+                check = self._refuse if self._edited or job.step % EVERY < _STEPS else None
                 step.summed(reduction, canary, request, samples=samples, losses=max(self.losses, 1), check=check)
         except BaseException as error:
             job.broken(error)
@@ -427,7 +430,8 @@ class OwnForward:
         if self._reduction is not None:
             self._reduction = self._job.training_step.new_reduction()
         self.losses = self._mark = self._rows_of_losses = 0
-        self._means, self._targets, self._uneven, self._compares = 0, 0.0, False, False
+        self._means, self._targets = 0, 0.0
+        self._uneven = self._compares = self._edited = False
         self._newest, self._started, self._logged, self._grads = (0.0, 0, 0), False, {}, []
 
     def _begin(self) -> None:
@@ -608,21 +612,15 @@ class OwnForward:
         grads = [p.grad for p in job.sharded_model.data.leaves()] if waits and job.strategy.mesh.size > 1 else []
         self._grads = [(grad, grad._version) for grad in grads if grad is not None]
 
-    def _refuse_changed_gradients(self) -> None:
-        """Raise TrainingError if the user has changed gradients that are those of this rank's rows. None is allowed."""
-        job, known = self._job, {id(grad): version for grad, version in self._grads}
-        grads = [p.grad for p in job.sharded_model.data.leaves()] if known else []
+    def _look_at_gradients(self) -> None:
+        """Note if the user has changed gradients that are those of this rank's rows. None is allowed.
+
+        The ranks learn of it by the reduction of the step, because only some of them may have done so.
+        """
+        known = {id(grad): version for grad, version in self._grads}
+        grads = [p.grad for p in self._job.sharded_model.data.leaves()] if known else []
+        self._edited |= any(grad is not None and known.get(id(grad)) != grad._version for grad in grads)
         self._grads = []
-        if all(grad is None or known.get(id(grad)) == grad._version for grad in grads):
-            return
-        job.optimizer.zero_grad()
-        raise TrainingError(
-            "Gradients were changed after job.backward(loss), when they are those of this rank only. "
-            "The ranks sum them later.",
-            numbers=f"step {job.step + 1}, under {job.strategy}",
-            hint="job.clip(1.0) to clip; or job.grad_norm(), which sums them, before each p.grad of "
-            "job.optimizer.param_groups is changed",
-        )
 
     def _refuse_draws(self, rows: OwnRows) -> None:
         """Raise TrainingError if random numbers were drawn since `job.rows`: all ranks would draw the same numbers."""
@@ -637,7 +635,7 @@ class OwnForward:
         )
 
     def _count_targets(self, loss: Tensor, rows: int) -> None:
-        """Count the targets of each mean cross entropy of the loss, for `_refuse_loss`.
+        """Count the targets of each mean cross entropy of the loss, for `_refuse`.
 
         Looks at the first 4 of every 100 steps, because reading the counts waits for the device.
         """
@@ -654,12 +652,15 @@ class OwnForward:
                 of_rows = weights.reshape(rows, -1).sum(1)
                 self._uneven |= bool((of_rows != of_rows[0]).any())
 
-    def _refuse_loss(self, numbers: StepNumbers) -> None:
-        """Raise TrainingError, on every rank, for a loss that compares rows, or whose rows have different weights.
+    def _refuse(self, numbers: StepNumbers) -> None:
+        """Raise TrainingError for changed gradients, a loss that compares rows, or one that gives rows other weights.
 
-        The second is so if rows have different numbers of targets in a mean cross entropy.
+        The last is so if rows have different numbers of targets in a mean cross entropy.
         """
         job, uneven, each = self._job, numbers.refused, numbers.targets
+        check_edits(numbers, step=job.step + 1, strategy=str(job.strategy))
+        if job.step % EVERY >= _STEPS:
+            return
         if numbers.compared:
             raise TrainingError(
                 "The loss of a row depends on other rows, and each rank has only some of the rows.",

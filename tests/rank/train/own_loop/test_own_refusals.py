@@ -335,6 +335,32 @@ def test_a_learning_rate_that_is_not_finite_is_refused_by_name() -> None:
         assert "The learning rate of step 1 is not finite." in words and f"on {ranks}" in words and steps == 0
 
 
+def editing_on_rank_0(world: Any) -> list[tuple[str, int]]:
+    found = []
+    for losses in (1, 2):
+        job = prepared("ddp")
+
+        def steps(job: Any = job, losses: int = losses) -> None:
+            for number in range(6):
+                for _ in range(losses):
+                    job.backward(loss_of(job))
+                    if number == 5 and world.place.rank == 0:
+                        next(job.model.parameters()).grad.mul_(0.5)
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+
+        found.append((said(steps), job.step))
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_gradients_that_one_rank_has_changed_are_refused_on_all() -> None:
+    first, second = run_ranks(editing_on_rank_0, 2)
+    assert first == second
+    for words, steps in first:
+        assert "Gradients were changed" in words and "on rank 0" in words and steps == 5
+
+
 def comparing(world: Any, strategies: list[str]) -> list[tuple[str, int]]:
     found = []
     for strategy in strategies:
