@@ -15,7 +15,7 @@ from nbkit.errors import NotFinite, TrainingError
 from nbkit.old_keywords import regrouped
 from nbkit.rank.data.batch import numbers_of, steps_of_epoch
 from nbkit.rank.data.stream import is_map_style
-from nbkit.rank.train.step.step_stats import Pending, StepNumbers
+from nbkit.rank.train.step.step_stats import NO_RATE, Pending, StepNumbers
 from nbkit.trainer_options import OPTIONS, Checkpoints, Compute, Recovery
 from nbkit.unfit_calls import says_what_it_takes
 
@@ -169,8 +169,8 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
         which = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
         if pending.losses:
             raise TrainingError(
-                f"The ranks read different data in step {pending.step}, or called job.backward with different "
-                "numbers of losses.",
+                f"The ranks read different data in step {pending.step}, or called job.backward a different "
+                "number of times.",
                 numbers=f"{which} differed from rank 0; this rank gave {pending.losses}",
                 hint="the same batches, job.rows and job.backward on every rank, and none inside `if rank == 0:`",
             )
@@ -183,7 +183,13 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
 
 
 def check_rates(numbers: StepNumbers, pending: Pending) -> None:
-    """Raise TrainingError if the ranks have different learning rates."""
+    """Raise TrainingError if the ranks have different learning rates, or one that is not finite."""
+    if wrong := [str(rank) for rank, rate in enumerate(numbers.rates) if rate == NO_RATE]:
+        raise TrainingError(
+            f"The learning rate of step {pending.step} is not finite.",
+            numbers=f"NaN or infinite on rank{'s' * (len(wrong) > 1)} {', '.join(wrong[:8])}",
+            hint="optimizer.param_groups[0]['lr'], as a schedule or a callback has set it",
+        )
     if len(set(numbers.rates)) > 1:
         shown = ", ".join(f"{rate:g}" for rate in numbers.rates[:4]) + ", ..." * (len(numbers.rates) > 4)
         raise TrainingError(
@@ -191,6 +197,19 @@ def check_rates(numbers: StepNumbers, pending: Pending) -> None:
             numbers=f"{shown} on ranks 0, 1, ... (the sum over the groups of the optimizer)",
             hint="set them by numbers that all ranks have: schedule.step(result.loss) after job.optimizer.step(), "
             "job.mean(loss), or trainer.history[-1]['loss']",
+        )
+
+
+def check_edits(numbers: StepNumbers, *, step: int, strategy: str) -> None:
+    """Raise TrainingError if the user has changed gradients before they were summed over the ranks."""
+    if numbers.edited:
+        raise TrainingError(
+            "Gradients were changed after job.backward(loss), when they are those of one rank only. "
+            "The ranks sum them later.",
+            numbers=f"step {step}, under {strategy}, on rank{'s' * (len(numbers.edited) > 1)} "
+            + ", ".join(map(str, numbers.edited[:8])),
+            hint="job.clip(1.0) to clip; or job.grad_norm(), which sums them, before each p.grad of "
+            "job.optimizer.param_groups is changed",
         )
 
 

@@ -583,10 +583,9 @@ class Job:
         self.ledger.begun = True
         while True:
             try:
-                # The context also covers taking the rows, seeding, and the check that the loss is finite.
-                with self.order():
-                    self.own_forward.share_weights()
+                self.own_forward.share_weights()
                 self.own_forward.end()
+                # The context also covers taking the rows, seeding, and the check that the loss is finite.
                 with self.order(), self.own_forward.left_out(), self.switcher.first_step() as first, phase("backward"):
                     result = self.training_step.backward(self.training_step.rows(batch))
             except BaseException as error:

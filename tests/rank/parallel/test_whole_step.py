@@ -338,6 +338,14 @@ def test_checks_that_were_not_run_are_reported(facts: Facts, monkeypatch: pytest
     assert "more than 0 M" in facts.proof("pp=2 tp=2").unproven
 
 
+def test_a_loss_in_pieces_without_an_example_is_said_to_be_not_compared(facts: Facts) -> None:
+    plain, pieces = (
+        prove_step(ParallelPlan(Strategy(dp=2), facts.found, options), None, loss=facts.loss, inputs=None).unproven
+        for options in (JobOptions(), JobOptions(loss_chunks=2))
+    )
+    assert not plain and pieces.startswith("no whole step: no example batch")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("text", ["dp=2 tp=2", "dp=4 zero=3 shard=2", "dp=2 pp=2 zero=1"])
 def test_a_gpt_of_70_million_parameters_makes_the_step_of_one_process(text: str, facts: Facts) -> None:

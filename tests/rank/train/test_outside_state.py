@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import nbkit
-from nbkit.rank.parallel.proof.outside_state import OutsideState
+from nbkit.rank.parallel.proof.outside_state import OutsideState, find_outside
 from nbkit.rank.parallel.proof.short_example import first_runs
 from verify.models import bound as bound_models
 from verify.models import stateful
@@ -205,6 +205,39 @@ class Logs(stateful.Base):
 def test_a_value_kept_for_a_log_is_not_taken_for_state() -> None:
     found = first_runs(Logs(), default_collate(points(2)), inputs=None, loss=stateful.plain).outside
     assert found is not None and set(found.names) == {"calls", "last"}
+
+
+class LogsMany(stateful.Base):
+    """Reads its count of passes, and keeps `many` numbers for a log."""
+
+    def __init__(self, many: int) -> None:
+        super().__init__()
+        self.calls, self.many = 0, many
+        for number in range(many):
+            setattr(self, f"mean{number}", 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for number in range(self.many):
+            setattr(self, f"mean{number}", float(x.mean()) + number + 1)
+        output: Tensor = super().forward(x)
+        return output * self.calls
+
+
+def test_many_values_kept_for_a_log_need_no_more_passes_than_a_few() -> None:
+    passes = []
+    for many in (2, 30):
+        model, x = LogsMany(many), default_collate(points(2))[0]
+        seen = list[Any]()
+
+        def run(rows: Any, model: nn.Module = model, x: Tensor = x, seen: list[Any] = seen) -> Any:
+            seen.append(rows)
+            return model(x[list(rows)])
+
+        found = find_outside(run, OutsideState(model))
+        assert found is not None and found.names == ("calls",)
+        passes.append(len(seen))
+    assert passes[0] == passes[1]
 
 
 def test_a_mode_that_every_pass_flips_is_not_taken_for_a_cache() -> None:

@@ -11,7 +11,7 @@ Tensors are identified by their memory, because a model may get them from an att
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
@@ -114,12 +114,16 @@ def _weighed(x: Tensor, cotangent: Tensor) -> Tensor:
     return torch.view_as_real(found)[..., 0].sum() if found.is_complex() else found.sum()
 
 
-def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield every node of the graphs of `tensors` once. The attribute `variable` of a node is its leaf tensor."""
-    seen, waiting = set[Any](), [x.grad_fn for x in tensors if x.grad_fn is not None]
+def nodes_behind(tensors: Iterable[Tensor], leave_out: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """Yield every node of the graphs of `tensors` once, those near to them first.
+
+    The attribute `variable` of a node is its leaf tensor. leave_out: the nodes that are not followed.
+    """
+    seen = set[Any]()
+    waiting = deque(x.grad_fn for x in tensors if x.grad_fn is not None)
     while waiting:
-        node = waiting.pop()
-        if node in seen:
+        node = waiting.popleft()
+        if node in seen or leave_out(node):
             continue
         seen.add(node)
         yield node

@@ -744,16 +744,18 @@ def _unread(run: Callable[[Sequence[int]], Any], state: OutsideState) -> set[str
     held, places = state.held(), list(state.set_values())
     later = [_copied(run([0, 1])) for _ in range(2)]  # a value may be read only two passes later
 
-    def makes_no_difference(set_to: Callable[[float], None], number: float) -> bool:
-        state.put(held)
-        set_to(number)
-        return all(_repeats(run, each) for each in later)
+    def make_no_difference(some: list[tuple[str, Callable[[float], None]]]) -> bool:
+        for number in (float("nan"), 0.0, 9.0, 999.0):
+            state.put(held)
+            for _, set_to in some:
+                set_to(number)
+            if not all(_repeats(run, each) for each in later):
+                return False
+        return True
 
-    return {
-        name
-        for name, set_to in places
-        if all(makes_no_difference(set_to, number) for number in (float("nan"), 0.0, 9.0, 999.0))
-    }
+    # All at once, because each of many layers may keep a value.
+    unread = places if make_no_difference(places) else [place for place in places if make_no_difference([place])]
+    return {name for name, _ in unread}
 
 
 def _of_weights(run: Callable[[Sequence[int]], Any], state: OutsideState) -> bool:

@@ -30,10 +30,11 @@ from nbkit.rank.data.batch import Shard, numbers_of, on_device
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.mean_over_rows import compares_rows
 from nbkit.rank.parallel.module.forward_wrapper import in_backward
-from nbkit.rank.parallel.proof.observe import tensors_in
+from nbkit.rank.parallel.proof.observe import nodes_behind, tensors_in
 from nbkit.rank.rng.dropout_masks import key_of
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.train.argument_checks import check_edits
 from nbkit.rank.train.control.rank_sync import EVERY
 from nbkit.rank.train.step.step_stats import StepNumbers, StepReduction, StepResult
 from nbkit.rank.world import meeting
@@ -44,6 +45,7 @@ _CALL = "_compiled_call_impl"  # if a module has it, torch calls it instead of t
 _OUTPUT = "output of a job's model"  # a note on nodes of the autograd graph: number of the result -> its shape
 _ROWS = "x, y = job.rows(batch)   before the forward"
 _STEPS, _NODES = 4, 64  # the number of steps, and of nodes of the graph of a loss, that `_count_targets` looks at
+_ALONE = 8  # cross entropies, at most, that show that there is one for each row: _NODES may hold no more
 _ROUNDING = 1e-6  # of sums of class weights
 
 
@@ -155,7 +157,8 @@ class OwnForward:
         self.losses = self._calls = self._draws = self._mark = self._rows_of_losses = 0
         self._begun = self._called = self._started = self.perturbed = False
         self._newest: tuple[Tensor | float, int, int] = 0.0, 0, 0
-        self._means, self._targets, self._uneven, self._compares = 0, 0.0, False, False
+        self._means, self._targets = 0, 0.0
+        self._uneven = self._compares = self._edited = False
         self._trains: list[bool] = []
         self._versions: list[int] = []  # of the weights after the newest loss, if ranks have different rows
         self._grads: list[tuple[Tensor, int]] = []  # the gradients after the newest loss, and their versions
@@ -227,7 +230,7 @@ class OwnForward:
         rows = self._rows("job.backward(loss)")
         self._refuse_draws(rows)
         self._refuse_changed()
-        self._refuse_changed_gradients()
+        self._look_at_gradients()
         self._begin()
         given = list(_here.given)
         if weight is None and reduction == "mean" and len({one.shares for one in given}) > 1:
@@ -366,7 +369,7 @@ class OwnForward:
             return
         self._refuse_summed()
         self._refuse_changed()
-        self._refuse_changed_gradients()
+        self._look_at_gradients()
         self._begin()
         reduction, request = self._reduction, step.next_request
         assert reduction is not None
@@ -388,10 +391,11 @@ class OwnForward:
                     fingerprint=self._mark,
                     refuses=self._uneven,
                     compares=self._compares,
+                    edited=self._edited,
                     targets=self._targets,
                 )
                 canary = job.sharded_model.sum_up(started=self._started)
-                check = self._refuse_loss if job.step % EVERY < _STEPS else None
+                check = self._refuse if self._edited or job.step % EVERY < _STEPS else None
                 step.summed(reduction, canary, request, samples=samples, losses=max(self.losses, 1), check=check)
         except BaseException as error:
             job.broken(error)
@@ -427,7 +431,8 @@ class OwnForward:
         if self._reduction is not None:
             self._reduction = self._job.training_step.new_reduction()
         self.losses = self._mark = self._rows_of_losses = 0
-        self._means, self._targets, self._uneven, self._compares = 0, 0.0, False, False
+        self._means, self._targets = 0, 0.0
+        self._uneven = self._compares = self._edited = False
         self._newest, self._started, self._logged, self._grads = (0.0, 0, 0), False, {}, []
 
     def _begin(self) -> None:
@@ -458,11 +463,17 @@ class OwnForward:
 
         Collective in that case.
         """
-        sharded_model, changed, self.perturbed = self._job.sharded_model, self.perturbed, False
-        if changed and (self._job.strategy.zero in (1, 2) or sharded_model.owned is not None):
-            meeting.meet(f"the forward after gradients of step {self._job.step + 1} were dropped")
-            sharded_model.after_step()
-            sharded_model.data.settle()
+        job, sharded_model, changed = self._job, self._job.sharded_model, self.perturbed
+        if changed and (job.strategy.zero in (1, 2) or sharded_model.owned is not None):
+            try:
+                with job.order():
+                    meeting.meet(f"the forward after gradients of step {job.step + 1} were dropped")
+                    sharded_model.after_step()
+                    sharded_model.data.settle()
+            except BaseException as error:
+                job.broken(error)
+                raise
+        self.perturbed = False
 
     def _pass(self, value: Tensor | None, *, retain_graph: bool, last: bool) -> None:
         """Run the backward pass of a loss. value: None if no row of this rank counts, so that there is no gradient."""
@@ -602,20 +613,15 @@ class OwnForward:
         grads = [p.grad for p in job.sharded_model.data.leaves()] if waits and job.strategy.mesh.size > 1 else []
         self._grads = [(grad, grad._version) for grad in grads if grad is not None]
 
-    def _refuse_changed_gradients(self) -> None:
-        """Raise TrainingError if the user changed gradients before the ranks sum them. `p.grad = None` is allowed."""
-        job, known = self._job, {id(grad): version for grad, version in self._grads}
-        grads = [p.grad for p in job.sharded_model.data.leaves()] if known else []
+    def _look_at_gradients(self) -> None:
+        """Note if the user changed gradients before the ranks sum them. `p.grad = None` is allowed.
+
+        Only some ranks may have changed gradients, so the reduction of the step tells all ranks.
+        """
+        known = {id(grad): version for grad, version in self._grads}
+        grads = [p.grad for p in self._job.sharded_model.data.leaves()] if known else []
+        self._edited |= any(grad is not None and known.get(id(grad)) != grad._version for grad in grads)
         self._grads = []
-        if all(grad is None or known.get(id(grad)) == grad._version for grad in grads):
-            return
-        job.optimizer.zero_grad()
-        raise TrainingError(
-            "Gradients were changed after job.backward(loss), before the ranks have summed them.",
-            numbers=f"step {job.step + 1}, under {job.strategy}",
-            hint="job.clip(1.0) to clip; or job.grad_norm(), which sums them, before each p.grad of "
-            "job.optimizer.param_groups is changed",
-        )
 
     def _refuse_draws(self, rows: OwnRows) -> None:
         """Raise TrainingError if random numbers were drawn since `job.rows`: all ranks would draw the same numbers."""
@@ -630,16 +636,16 @@ class OwnForward:
         )
 
     def _count_targets(self, loss: Tensor, rows: int) -> None:
-        """Count the targets of each mean cross entropy of the loss, for `_refuse_loss`.
+        """Count the targets of each mean cross entropy of the loss, for `_refuse`.
 
         Looks at the first 4 of every 100 steps, because reading the counts waits for the device.
         """
         if self._job.step % EVERY >= _STEPS:
             return
-        found = [_weights_of_targets(node) for node in islice(_nodes(loss), _NODES)]
+        found = [_weights_of_targets(node) for node in islice(nodes_behind([loss]), _NODES)]
         each = [weights for weights in found if weights is not None]
-        if len(each) >= max(rows, 2):
-            return  # a cross entropy for each row, whose mean is a mean over rows
+        if len(each) >= min(rows, _ALONE) and any(weights.numel() % rows for weights in each):
+            return  # a cross entropy for each row, whose mean is a mean over rows; several of all rows divide evenly
         for weights in each:
             self._means += 1
             self._targets += self._means * float(weights.sum()) / rows  # a plain sum may be the same on all ranks
@@ -647,12 +653,15 @@ class OwnForward:
                 of_rows = weights.reshape(rows, -1).sum(1)
                 self._uneven |= bool((of_rows != of_rows[0]).any())
 
-    def _refuse_loss(self, numbers: StepNumbers) -> None:
-        """Raise TrainingError, on every rank, for a loss that compares rows, or whose rows have different weights.
+    def _refuse(self, numbers: StepNumbers) -> None:
+        """Raise TrainingError for changed gradients, a loss that compares rows, or one that gives rows other weights.
 
-        Rows have different weights if they have different numbers of targets in a mean cross entropy.
+        The last is so if rows have different numbers of targets in a mean cross entropy.
         """
         job, uneven, each = self._job, numbers.refused, numbers.targets
+        check_edits(numbers, step=job.step + 1, strategy=str(job.strategy))
+        if job.step % EVERY >= _STEPS:
+            return
         if numbers.compared:
             raise TrainingError(
                 "The loss of a row depends on other rows, and each rank has only some of the rows.",
@@ -669,7 +678,7 @@ class OwnForward:
             numbers=f"step {job.step + 1}, under {job.strategy}: {shown} targets for each row of ranks 0, 1, ..."
             + within,
             hint="job.backward(loss, weight=(target != -100).sum())   with the ignore_index of the loss; "
-            "with class weights w, weight=w[target].sum()",
+            "with class weights w, weight=w[target].sum(); for a mean over rows, weight=len(x)",
         )
 
     def _outside(self, loss: Tensor) -> str | None:
@@ -679,15 +688,9 @@ class OwnForward:
             return None
         names = dict.fromkeys(map(id, job.sharded_model.data.leaves()), "of a part that was called by itself")
         names |= {id(p): repr(name) for name, p in job.sharded_model.data.held.items()}
-        seen, waiting = set[Any](), [loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen or _OUTPUT in _notes(node):
-                continue
-            seen.add(node)
+        for node in nodes_behind([loss], lambda node: _OUTPUT in _notes(node)):
             if (name := names.get(id(getattr(node, "variable", None)))) is not None:
                 return name
-            waiting += [before for before, _ in node.next_functions]
         return None
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -754,16 +757,6 @@ def _notes(node: Any) -> dict[str, Any]:
     """Return the metadata dict of a node of the autograd graph."""
     notes: dict[str, Any] = node.metadata
     return notes
-
-
-def _nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph of `loss`, those near it first."""
-    seen, waiting = set[Any](), [loss.grad_fn]
-    for node in waiting:
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [before for before, _ in node.next_functions]
 
 
 def _output_shape(node: Any, number: int) -> tuple[int, ...] | None:

@@ -368,6 +368,7 @@ class History:
         argument_checks.check_finite(numbers, pending, steps_since=self.step - pending.step + 1)
         argument_checks.check_streams(numbers, pending)
         argument_checks.check_rates(numbers, pending)
+        argument_checks.check_edits(numbers, step=pending.step, strategy=pending.strategy)
         if numbers.refused and not pending.losses:
             raise no_longer_a_mean(f"seen in the rows of rank {numbers.refused[0]}")
         if any(numbers.weights):

@@ -289,6 +289,7 @@ class TrainingStep:
         data_ends: bool = False,
         refuses: bool = False,
         compares: bool = False,
+        edited: bool = False,
         targets: float = 0.0,
     ) -> None:
         """Start to sum the results of the step over the ranks: see StepReduction.launch.
@@ -310,6 +311,7 @@ class TrainingStep:
             counted=(self.counted.peak, self.counted.sent),
             refuses=refuses,
             compares=compares,
+            edited=edited,
             targets=targets,
             weights=self._weights(),
             # A learning rate on a device is compared only every 100 steps, because reading it waits.

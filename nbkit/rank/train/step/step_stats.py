@@ -70,7 +70,8 @@ def ready(number: float | DeviceScalar) -> float:
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
 # Per rank; the last one also per layer.
 _SECONDS, _FLAGS, _FINGERPRINT, _BACKUP, _PEAK, _SENT, _TARGETS, _RATES, _WEIGHTS, _ROUTED = range(10)
-_NOT_FINITE, _ENDS, _DATA_ENDS, _REFUSES, _COMPARES = 1, 2, 4, 8, 16  # flags of a rank
+NO_RATE = -1e300  # stands for a learning rate that is NaN or infinite
+_NOT_FINITE, _ENDS, _DATA_ENDS, _REFUSES, _COMPARES, _EDITED = 1, 2, 4, 8, 16, 32  # flags of a rank
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,9 @@ class StepNumbers:
     the training. seconds, fingerprints: one value per rank. whole: the gradients are summed over all ranks; False if
     the reduction was aborted. backup: seconds of a backup on the slowest rank. data_ends: see Shard.ends; True if it is
     for any rank. counted: (peak bytes, sent bytes) of the ranks with most; 0 if not measured yet. refused: ranks that
-    have found the loss to be no mean over rows. compared: ranks whose loss compares rows. targets, rates, weights,
-    routed: see `StepReduction.launch`; one entry per rank.
+    have found the loss to be no mean over rows. compared: ranks whose loss compares rows. edited: ranks on which
+    the user has changed gradients before their sum. targets, rates, weights, routed: see `StepReduction.launch`; one
+    entry per rank.
     """
 
     loss: float
@@ -103,6 +105,7 @@ class StepNumbers:
     counted: tuple[int, int] = (0, 0)
     refused: list[int] = field(default_factory=list)
     compared: list[int] = field(default_factory=list)
+    edited: list[int] = field(default_factory=list)
     targets: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -149,6 +152,7 @@ class StepReduction:
         counted: tuple[int, int] = (0, 0),
         refuses: bool = False,
         compares: bool = False,
+        edited: bool = False,
         targets: float = 0.0,
         rates: float = 0.0,
         weights: Tensor | None = None,
@@ -159,10 +163,11 @@ class StepReduction:
         loss_sum: this rank's summed loss, on the device. weight: its divisor. stage: the state of the next request (see
         step_boundary.Inbox). backup: seconds of the last backup (see Backups). ends: this rank was told to end the
         training. data_ends: see Shard.ends. counted: this rank's peak and sent bytes, see Counts. refuses: this rank
-        has found the loss to be no mean over rows. compares: its loss compares rows. targets: the targets of this
-        rank's cross entropies, for each row. rates: the sum of the learning rates. weights: the norm of the weights;
-        None if it is not compared now. routed: for each layer, the tokens that this rank's experts have computed in
-        this step. The rank has made its own forward passes of the step by then.
+        has found the loss to be no mean over rows. compares: its loss compares rows. edited: the user has changed
+        gradients before their sum. targets: the targets of this rank's cross entropies, for each row. rates: the sum of
+        the learning rates. weights: the norm of the weights; None if it is not compared now. routed: for each layer,
+        the tokens that this rank's experts have computed in this step. The rank has made its own forward passes of the
+        step by then.
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them pass zeros.
         """
@@ -170,9 +175,9 @@ class StepReduction:
         slots[_WEIGHTED], slots[_TOKENS] = weighted, tokens
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + self._each * self.rank
-        rates = rates if math.isfinite(rates) else -1.0  # otherwise the reduction would count as interrupted
+        rates = rates if math.isfinite(rates) else NO_RATE  # otherwise the reduction would count as interrupted
         slots[at : at + _ROUTED + len(routed)] = seconds, 0, fingerprint, backup, *counted, targets, rates, 0, *routed
-        told = _ENDS * ends + _DATA_ENDS * data_ends + _REFUSES * refuses + _COMPARES * compares
+        told = _ENDS * ends + _DATA_ENDS * data_ends + _REFUSES * refuses + _COMPARES * compares + _EDITED * edited
         if accelerator().holds(self.device):
             if not isinstance(weight, Tensor):
                 slots[_WEIGHT] = weight
@@ -269,6 +274,7 @@ class StepReduction:
             counted=(round(max(ranks[_PEAK])), round(max(ranks[_SENT]))),
             refused=[rank for rank, flags in enumerate(ranks[_FLAGS]) if round(flags) & _REFUSES],
             compared=[rank for rank, flags in enumerate(ranks[_FLAGS]) if round(flags) & _COMPARES],
+            edited=[rank for rank, flags in enumerate(ranks[_FLAGS]) if round(flags) & _EDITED],
             targets=ranks[_TARGETS],
             rates=ranks[_RATES],
             weights=ranks[_WEIGHTS],

@@ -123,6 +123,19 @@ class Grouped(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
+class MasksItself(nn.Module):
+    """A block that makes a causal mask for the positions that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)[:, None]
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return x + F.scaled_dot_product_attention(q, q, q, mask)[:, 0]
+
+
 def gpt_that_drops() -> nn.Module:
     return ZOO["gpt"].make.__globals__["gpt"](dropout=0.2)
 
@@ -497,15 +510,16 @@ def refuse(world: Any) -> list[str]:
         with pytest.raises(StrategyError) as refused:
             model(value)
         said.append(str(refused.value))
-    no_attention = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    context_parallel(no_attention, axes, ["0", "1"])
-    with pytest.raises(StrategyError) as refused:
-        no_attention(torch.zeros(2, 8, 4))
-    return [*said, str(refused.value)]
+    for model in (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(MasksItself(), MasksItself())):
+        context_parallel(model, axes, ["0", "1"])
+        with pytest.raises(StrategyError) as refused:
+            model(torch.zeros(2, 8, 4))
+        said.append(str(refused.value))
+    return said
 
 
 def test_modules_that_mix_positions_outside_attention_are_refused_by_name() -> None:
-    convs, turned, shared, eager, chain, flat, short, none = run_ranks(refuse, 2)[0]
+    convs, turned, shared, eager, chain, flat, short, none, mask = run_ranks(refuse, 2)[0]
 
     assert "'convs.0.0' combines positions" in convs and "Conv2d" in convs
     assert "'layers.0.self_attn'" in turned and "batch_first=True" in turned
@@ -515,6 +529,7 @@ def test_modules_that_mix_positions_outside_attention_are_refused_by_name() -> N
     assert "does not take hidden states" in flat
     assert "3 positions over cp=2" in short
     assert "'0' does not call an attention function" in none
+    assert "'0' makes a mask for the positions of one rank" in mask and "4 x 4" in mask
 
 
 def forget_the_sum(world: Any) -> float:

@@ -276,6 +276,91 @@ def test_ignored_targets_in_the_rows_of_one_rank_are_refused_on_all(strategy: st
     assert "the rows of rank 0 have" in first[0][0]
 
 
+def by_row(world: Any) -> list[int]:
+    found = []
+    for rows in (8, 4):
+        job = prepared("ddp")
+        batch = [DATA[0][0][:rows, None].repeat(1, 5, 1), torch.tensor([1, 4, 2, 5, 3, 1, 1, 2][:rows])]
+        x, lengths = job.rows(batch)
+        each = [F.cross_entropy(out[:n], torch.arange(5)[:n] % 3) for out, n in zip(job.model(x), lengths, strict=True)]
+        job.backward(torch.stack(each).mean())
+        job.optimizer.step()
+        found.append(job.step)
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_a_mean_of_one_cross_entropy_for_each_row_is_a_mean_over_rows() -> None:
+    assert run_ranks(by_row, 2) == [[1, 1]] * 2
+
+
+def two_heads(world: Any) -> str:
+    job = prepared("ddp")
+
+    def step() -> None:
+        x, target = job.rows([DATA[0][0][:4], torch.tensor([1, -100, 1, 2])])
+        out = job.model(x)
+        job.backward(F.cross_entropy(out, target) + F.cross_entropy(out.square(), target))
+        job.optimizer.step()
+
+    return said(step)
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_two_cross_entropies_of_two_rows_are_not_taken_for_one_for_each_row() -> None:
+    for words in run_ranks(two_heads, 2):
+        assert "the rows of rank 0 have different numbers" in words and "for a mean over rows, weight=len(x)" in words
+
+
+def at_no_rate(world: Any) -> list[tuple[str, int]]:
+    found = []
+    for rate, ranks in (("nan", (0, 1)), ("inf", (1,))):
+        job = prepared("ddp")
+        if world.place.rank in ranks:
+            job.optimizer.param_groups[0]["lr"] = float(rate)
+
+        def step(job: Any = job) -> None:
+            job.backward(loss_of(job))
+            job.optimizer.step()
+
+        found.append((said(step), job.step))
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_a_learning_rate_that_is_not_finite_is_refused_by_name() -> None:
+    first, second = run_ranks(at_no_rate, 2)
+    assert first == second
+    for (words, steps), ranks in zip(first, ("ranks 0, 1", "rank 1"), strict=True):
+        assert "The learning rate of step 1 is not finite." in words and f"on {ranks}" in words and steps == 0
+
+
+def editing_on_rank_0(world: Any) -> list[tuple[str, int]]:
+    found = []
+    for losses in (1, 2):
+        job = prepared("ddp")
+
+        def steps(job: Any = job, losses: int = losses) -> None:
+            for number in range(6):
+                for _ in range(losses):
+                    job.backward(loss_of(job))
+                    if number == 5 and world.place.rank == 0:
+                        next(job.model.parameters()).grad.mul_(0.5)
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+
+        found.append((said(steps), job.step))
+    return found
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_gradients_that_one_rank_has_changed_are_refused_on_all() -> None:
+    first, second = run_ranks(editing_on_rank_0, 2)
+    assert first == second
+    for words, steps in first:
+        assert "Gradients were changed" in words and "on rank 0" in words and steps == 5
+
+
 def comparing(world: Any, strategies: list[str]) -> list[tuple[str, int]]:
     found = []
     for strategy in strategies:

@@ -146,7 +146,7 @@ def uneven(world: Any, strategy: str, model: Any, how: str) -> str:
         ("zero3", None, "a loss", "job.backward, loss 1 of step 1, retain_graph=True"),
         ("dp=1 tp=2", None, "a look", "job.model, call 1 of step 1, without gradients"),
         ("ddp", Normed, "a forward", "job.model, call 2 of step 1"),
-        ("ddp", None, "a loss", "different numbers of losses"),
+        ("ddp", None, "a loss", "a different number of times"),
         ("ddp", None, "a mean", "job.mean"),
         ("ddp", None, "a weight", "with a weight"),
     ],
@@ -351,6 +351,23 @@ def test_weights_that_were_moved_by_summed_gradients_are_those_of_the_next_forwa
         for state in rank:
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-11)
+
+
+def sharing_fails(world: Any) -> list[bool]:
+    job = prepared("zero1")
+    x, y = job.rows(DATA[0])
+    job.backward(F.mse_loss(job.model(x), y))
+    job.grad_norm()
+    job.optimizer.zero_grad()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="a rank died"):
+        patch.setattr(job.sharded_model, "after_step", lambda: (_ for _ in ()).throw(RuntimeError("a rank died")))
+        job.rows(DATA[0])
+    return [job.integrity.broken_off]
+
+
+@pytest.mark.usefixtures("rows_are_known")
+def test_an_error_while_moved_weights_are_shared_interrupts_the_step() -> None:
+    assert run_ranks(sharing_fails, 2) == [[True]] * 2
 
 
 def apart(world: Any) -> str:
